@@ -3,6 +3,8 @@
 The HTTP status and `type` of each class are decided in the server, in one table.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -64,7 +66,11 @@ class TemplateBudgetError(TrouperValidationError):
 
 
 class TrouperNotFoundError(TrouperClientError):
-    """The model or adapter that a request names is not known."""
+    """The model or adapter that a request names is not known; `parameter` is the field, where it is not the model."""
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class LoRAAdapterNotFoundError(TrouperNotFoundError):
@@ -98,6 +104,17 @@ def rename_parameter(
     if isinstance(error, TrouperValidationError):
         error.message = str(error.args[0])
     error.parameter = parameter
+
+
+@contextmanager
+def prompt_named(place: str) -> Generator[None]:
+    """Give the errors about a prompt the name that the caller knows it by."""
+    try:
+        yield
+    except TrouperValidationError as error:
+        if error.parameter in ("prompt", "prompt_token_ids", "prompt_embeds"):
+            rename_parameter(error, place)
+        raise
 
 
 class GracefulHTTPError(TrouperError):

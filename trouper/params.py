@@ -264,6 +264,9 @@ class SamplingParams(msgspec.Struct):
             value = getattr(self, name)
             if value is not None and not holds(value):
                 raise invalid(name, rule, value)
+        drafts = (self.extra_args or {}).get(MAX_DRAFTS, 0)
+        if type(drafts) is not int or drafts < 0:
+            raise invalid(f"extra_args.{MAX_DRAFTS}", "must be an integer ≥ 0", drafts)
         if 0 < self.temperature < LOWEST_TEMPERATURE and not self.is_greedy:
             warnings.warn(
                 f"temperature {self.temperature} is raised to {LOWEST_TEMPERATURE}", stacklevel=4
@@ -435,9 +438,4 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("stream_interval", lambda v: v >= 1, "must be at least 1"),
     ("thinking_token_budget", lambda v: v >= 0, "must be -1 or at least 0"),
-    (
-        "extra_args",
-        lambda v: type(v.get(MAX_DRAFTS, 0)) is int and v.get(MAX_DRAFTS, 0) >= 0,
-        f"{MAX_DRAFTS} must be an integer ≥ 0",
-    ),
 )

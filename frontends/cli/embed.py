@@ -93,7 +93,9 @@ async def _score(
 ) -> None:
     from trouper.frontends.python.scoring import Scorer
 
-    scorer = Scorer(engine, options=_options(truncate))
+    num = len(documents)
+    places = (["query"] * num, [f"documents[{i}]" for i in range(num)])
+    scorer = Scorer(engine, options=_options(truncate), places=places)
     with output.progress(len(documents), "documents") as bar:
         results = await scorer.score([query] * len(documents), documents, bar)
     for document, result in zip(documents, results, strict=True):

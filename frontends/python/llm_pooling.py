@@ -128,8 +128,10 @@ class PoolingMethods(BlockingControls):
         """
         self._check_pools()
         check_unused(lora_request=lora_request, chat_template=chat_template)
-        queries, documents = as_pairs(data_1, data_2, ("data_1", "data_2"))
-        scorer = Scorer(self.thread.engine, pooling_params, options=tokenization_kwargs)
+        queries, documents, places = as_pairs(data_1, data_2, ("data_1", "data_2"))
+        scorer = Scorer(
+            self.thread.engine, pooling_params, options=tokenization_kwargs, places=places
+        )
         with progress_bar(use_tqdm, len(documents), "pairs") as bar:
             outputs: list[Pooled] = self.thread.call(scorer.score, queries, documents, bar)
         return [ScoringRequestOutput.from_base(output) for output in outputs]

@@ -12,7 +12,7 @@ from trouper.actors.engine.generation import Generation
 from trouper.actors.output.pooler import MAX_QUERIES
 from trouper.actors.output.postprocessing import cosines
 from trouper.config.pooler import PoolerSpec
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, invalid, prompt_named
 from trouper.frontends.python.cooperative import InTurns
 from trouper.inputs import PairPrompt, PoolingPrompt
 from trouper.pooling import LateInteractionParams, PoolingParams
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
 
 PoolingGeneration = Generation[PoolingRequestOutput[PoolingOutput]]
 Pooled = PoolingRequestOutput[PoolingOutput]
-Run = Callable[[Iterable[PoolingGeneration], Any], Awaitable[list[Pooled]]]
+Run = Callable[[Iterable[PoolingGeneration], Any, Sequence[str]], Awaitable[list[Pooled]]]
 T = TypeVar("T")
+Places = tuple[Sequence[str], Sequence[str]]  # names of the queries, and of the documents
 Most = tuple[int | None, ...]  # tokens of each text of a prompt; empty: all
 QUERIES_AT_ONCE = MAX_QUERIES // 4  # concurrent scores keep some, too
 
 
-async def collect(encodings: Iterable[PoolingGeneration], bar: Any = None) -> list[Pooled]:
-    """Run all at once and return their outputs in order; the first failure ends the others and is raised as it is."""
+async def collect(
+    encodings: Iterable[PoolingGeneration], bar: Any = None, places: Sequence[str] | None = None
+) -> list[Pooled]:
+    """Run all at once and return their outputs in order; the first failure ends the others and is raised as it is.
+
+    `places`: the caller's names of the prompts, for errors.
+    """
     opened: list[PoolingGeneration] = []
     outputs: list[Pooled] = []
     try:
@@ -38,8 +44,9 @@ async def collect(encodings: Iterable[PoolingGeneration], bar: Any = None) -> li
         async for encoding in InTurns(encodings):
             opened.append(encoding)
             encoding.open()
-        for encoding in opened:
-            outputs.extend([output async for output in encoding])
+        for i, encoding in enumerate(opened):
+            with prompt_named("prompt" if places is None else places[i]):
+                outputs.extend([output async for output in encoding])
             if bar is not None:
                 bar.update(1)
     finally:
@@ -63,12 +70,14 @@ class Scorer:
         run: Run | None = None,
         max_tokens_per_query: int | None = None,
         max_tokens_per_doc: int | None = None,
+        places: Places | None = None,
     ) -> None:
         """Make a scorer.
 
         Args:
             max_tokens_per_query, max_tokens_per_doc: how much of each text is read; special tokens are not counted.
             name: begins the request ids; None lets the engine mint them.
+            places: the caller's names of the queries and of the documents, for errors; None: all are `prompt`.
             run: replaces `collect`.
         """
         self._collect = run or collect
@@ -81,6 +90,7 @@ class Scorer:
             "tokenization_kwargs": options,
         }
         self._most = (max_tokens_per_query, max_tokens_per_doc)
+        self._places = places
         self._num_requests = 0
 
     async def score(
@@ -93,12 +103,17 @@ class Scorer:
         """
         match score_kind(self._engine.config.pooler):
             case "classify":
+                names = self._names_of(1, len(documents))
+                for side, texts in enumerate((queries, documents)):
+                    if "" in texts:
+                        place = self._names_of(side, len(texts))[texts.index("")]
+                        raise invalid(place, "must not be empty")
                 pairs = [
                     PairPrompt(prompt=query, text_pair=document)
                     for query, document in zip(queries, documents, strict=True)
                 ]
                 most = () if self._most == (None, None) else self._most
-                return await self._run(pairs, "classify", [most] * len(pairs), bar=bar)
+                return await self._run(pairs, "classify", [most] * len(pairs), names, bar=bar)
             case "embed":
                 return await self._bi_encode(queries, documents, bar)
             case _:
@@ -109,6 +124,7 @@ class Scorer:
         prompts: Sequence[PoolingPrompt],
         task: str,
         most: Sequence[Most],
+        places: Sequence[str],
         late: Sequence[LateInteractionParams] | None = None,
         bar: Any = None,
     ) -> list[Pooled]:
@@ -127,6 +143,7 @@ class Scorer:
                 for i, prompt in enumerate(prompts)
             ),
             bar,
+            places,
         )
 
     async def _bi_encode(
@@ -134,12 +151,19 @@ class Scorer:
     ) -> list[Pooled]:
         query_most, document_most = map(_alone, self._most)
         asked = [(q, query_most) for q in queries] + [(d, document_most) for d in documents]
-        distinct = list(dict.fromkeys(asked))  # a text that is cut in one way is embedded once
+        num = len(queries)
+        names = (*self._names_of(0, num), *self._names_of(1, num))
+        distinct: dict[tuple[str, Most], str] = {}
+        for each, place in zip(asked, names, strict=True):
+            distinct.setdefault(each, place)  # a text that is cut in one way is embedded once
         outputs = await self._run(
-            [text for text, _ in distinct], "embed", [most for _, most in distinct], bar=bar
+            [text for text, _ in distinct],
+            "embed",
+            [most for _, most in distinct],
+            list(distinct.values()),
+            bar=bar,
         )
         found = dict(zip(distinct, outputs, strict=True))
-        num = len(queries)
         pairs = [(found[q], found[d]) for q, d in zip(asked[:num], asked[num:], strict=True)]
         arrays = await anyio.to_thread.run_sync(_cosines, pairs, limiter=anyio.CapacityLimiter(1))
         joined = InTurns(zip(pairs, arrays, strict=True))
@@ -149,38 +173,50 @@ class Scorer:
         self, queries: Sequence[str], documents: Sequence[str], bar: Any
     ) -> list[Pooled]:
         """Score by late interaction, in groups, because the Pooler keeps a limited number of queries."""
-        places: dict[str, list[int]] = {}
+        uses: dict[str, list[int]] = {}
         for i, query in enumerate(queries):
-            places.setdefault(query, []).append(i)
-        distinct = list(places)
+            uses.setdefault(query, []).append(i)
+        distinct = list(uses)
         found: dict[int, Pooled] = {}
         for begin in range(0, len(distinct), QUERIES_AT_ONCE):
-            group = {query: places[query] for query in distinct[begin : begin + QUERIES_AT_ONCE]}
+            group = {query: uses[query] for query in distinct[begin : begin + QUERIES_AT_ONCE]}
             found |= await self._interact_with(group, documents, bar)
         return [found[i] for i in range(len(queries))]
 
     async def _interact_with(
-        self, places: dict[str, list[int]], documents: Sequence[str], bar: Any
+        self, uses: dict[str, list[int]], documents: Sequence[str], bar: Any
     ) -> dict[int, Pooled]:
         """Score one group; the Pooler keeps the queries' token embeddings until their documents have met them."""
         keep: list[LateInteractionParams] = []
         meet: list[LateInteractionParams] = []
-        for query_places in places.values():
-            num_uses, key = len(query_places), f"{id(self)}-{query_places[0]}"
+        for own in uses.values():
+            num_uses, key = len(own), f"{id(self)}-{own[0]}"
             keep.append(
                 LateInteractionParams(mode="cache_query", query_key=key, query_uses=num_uses)
             )
             meet += [LateInteractionParams(mode="score_doc", query_key=key)] * num_uses
         query_most, document_most = map(_alone, self._most)
-        first = await self._run(list(places), "token_embed", [query_most] * len(places), keep)
-        met = [(query, i) for query, own in zip(first, places.values(), strict=True) for i in own]
+        query_names = self._names_of(0, len(documents))
+        names = [query_names[own[0]] for own in uses.values()]
+        first = await self._run(list(uses), "token_embed", [query_most] * len(uses), names, keep)
+        met = [(query, i) for query, own in zip(first, uses.values(), strict=True) for i in own]
+        document_names = self._names_of(1, len(documents))
         second = await self._run(
-            [documents[i] for _, i in met], "token_embed", [document_most] * len(met), meet, bar
+            [documents[i] for _, i in met],
+            "token_embed",
+            [document_most] * len(met),
+            [document_names[i] for _, i in met],
+            meet,
+            bar,
         )
         joined = InTurns(zip(met, second, strict=True))
         return {
             i: _joined(query, output, output.outputs.array) async for (query, i), output in joined
         }
+
+    def _names_of(self, side: int, num: int) -> Sequence[str]:
+        """Return the caller's names of the queries (0) or the documents (1)."""
+        return ["prompt"] * num if self._places is None else self._places[side]
 
     def _next_id(self) -> str | None:
         self._num_requests += 1
@@ -208,30 +244,37 @@ def score_kind(spec: PoolerSpec | None) -> str:
 
 def as_pairs(
     first: T | Sequence[T], second: T | Sequence[T], names: tuple[str, str]
-) -> tuple[list[T], list[T]]:
-    """Return two equally long lists from 1 and 1, 1 and N, or N and N texts.
+) -> tuple[list[T], list[T], Places]:
+    """Return two equally long lists from 1 and 1, 1 and N, or N and N texts, and the caller's names of all.
 
     Raises:
         TrouperValidationError: a side is empty, or the numbers do not fit.
     """
-    one, two = (
-        list(cast("Sequence[Any]", side))
-        if isinstance(side, Sequence) and not isinstance(side, str)
-        else [side]
-        for side in (first, second)
+    (one, one_places), (two, two_places) = (
+        _listed(side, name) for side, name in zip((first, second), names, strict=True)
     )
-    for name, side in zip(names, (one, two), strict=True):
-        if not side:
-            raise TrouperValidationError("must not be empty", parameter=name)
-        for text in side:
-            if not isinstance(text, str):
-                raise TrouperValidationError("must be text", parameter=name, value=text)
     if len(one) not in (1, len(two)):
         raise TrouperValidationError(
             f"{len(one)} and {len(two)} texts make no pairs: give 1 and N, or N and N",
             parameter=names[1],
         )
-    return one * len(two) if len(one) == 1 else one, two  # type: ignore[return-value]  # texts
+    times = len(two) if len(one) == 1 else 1
+    return one * times, two, (one_places * times, two_places)
+
+
+def _listed(side: Any, name: str) -> tuple[list[Any], list[str]]:
+    """Return the texts of a side, with a name for each."""
+    if isinstance(side, Sequence) and not isinstance(side, str):
+        texts = list(cast("Sequence[Any]", side))
+        places = [f"{name}[{i}]" for i in range(len(texts))]
+    else:
+        texts, places = [side], [name]
+    if not texts:
+        raise invalid(name, "must not be empty")
+    for text, place in zip(texts, places, strict=True):
+        if not isinstance(text, str):
+            raise invalid(place, "must be text", text)
+    return texts, places
 
 
 def _cosines(pairs: Sequence[tuple[Pooled, Pooled]]) -> list[Array]:

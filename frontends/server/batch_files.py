@@ -233,8 +233,9 @@ def _put(sink: BinaryIO, line: bytes) -> None:
 
 
 def _not_asked(number: int, line: bytes, problem: ErrorBody) -> BatchReply:
-    where = f"line {number}: " + (f"{problem.param}: " if problem.param else "")
-    error = BatchError(problem.code, where + problem.message)
+    name = f"{problem.param}: " if problem.param else ""
+    message = name + problem.message.removeprefix(name)
+    error = BatchError(problem.code, f"line {number}: {message}")
     return BatchReply(_new_id(), _custom_id(line), error=error)
 
 

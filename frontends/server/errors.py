@@ -34,7 +34,10 @@ Headers = tuple[tuple[bytes, bytes], ...]
 logger = logging.getLogger("trouper.server")
 
 # that a text too long, or too many tokens, are said of
-LENGTHS = ("prompt", "messages", "max_", "input_prefix", "n_predict")
+LENGTHS = (
+    "prompt", "messages", "input", "max_", "n_predict",
+    "text", "query", "queries", "documents", "items", "data_",
+)  # fmt: skip
 MAX_MESSAGE = 1024
 MAX_RULE = (
     400  # of an error whose text may quote the request: our rules are under 200, the quote too
@@ -202,8 +205,8 @@ def _named_value(message: str, error: Exception) -> str:
     match getattr(error, "value", None):
         case bool() | float() as value:
             shown = str(value)
-        case int() as value if -(2**63) <= value < 2**64:  # str() of some integers is refused
-            shown = str(value)
+        case int() as value:  # str() of some is refused
+            shown = str(value) if -(2**63) <= value < 2**64 else "a huge number"
         case str() as value if len(value) <= MAX_VALUE:
             shown = repr(clean(value, MAX_VALUE))
         case _:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from trouper.errors import TrouperValidationError, rename_parameter
+from trouper.errors import prompt_named
 from trouper.frontends.python.cooperative import InTurns
 from trouper.outputs import RequestOutput
 from trouper.pooling_outputs import PoolingRequestOutput
@@ -65,7 +65,7 @@ async def final_outputs(
         if len(opened) > 1:  # a bad last prompt is found before the others run
             await _wait_rendered(opened, places)
         async for i, generation in InTurns(enumerate(opened)):
-            with _named(places[i]):
+            with prompt_named(places[i]):
                 while (
                     output := generation.next_nowait()
                 ) is not None:  # outputs that are ready need no turn of the event loop
@@ -105,7 +105,7 @@ async def _wait_rendered(
 ) -> None:
     """Wait until each prompt is known to be good."""
     async for generation, place in InTurns(zip(generations, places, strict=True)):
-        with _named(place):
+        with prompt_named(place):
             await generation.submit()
 
 
@@ -139,17 +139,6 @@ async def _interleaved(
 async def _read(generation: "Generation[RequestOutput]", i: int, consume: Consume) -> None:
     async for output in generation:
         await consume(i, output)
-
-
-@contextmanager
-def _named(place: str) -> "Generator[None]":
-    """Rename the parameter of an error about the prompt to the client's name for it."""
-    try:
-        yield
-    except TrouperValidationError as error:
-        if error.parameter in ("prompt", "prompt_token_ids", "prompt_embeds"):
-            rename_parameter(error, place)
-        raise
 
 
 @contextmanager

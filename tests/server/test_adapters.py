@@ -66,9 +66,16 @@ async def test_a_loaded_adapter_is_a_model_and_another_one_than_its_base(client)
 async def test_an_unloaded_adapter_is_unknown(client):
     assert (await client.post(LOAD, {"lora_name": "one", "lora_path": "one"})).status == 200
     assert (await client.post(UNLOAD, {"lora_name": "one"})).status == 200
-    for path, fields in ((PATH, {**FIELDS, "model": "one"}), (UNLOAD, {"lora_name": "one"})):
+    for path, fields, name in (
+        (PATH, {**FIELDS, "model": "one"}, None),  # as OpenAI says it
+        (UNLOAD, {"lora_name": "one"}, "lora_name"),
+    ):
         answer = await client.post(path, fields)
         assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
+        assert (answer.error["code"], answer.error["param"]) == ("model_not_found", name)
+    for fields in ({}, {"lora_name": ""}):
+        answer = await client.post(UNLOAD, fields)
+        assert (answer.status, answer.error["param"]) == (400, "lora_name")
 
 
 async def test_a_stream_that_has_begun_goes_on_when_its_adapter_is_unloaded(
@@ -127,7 +134,9 @@ async def test_a_link_that_leads_out_of_the_root_is_not_followed(client, root, t
 
 async def test_a_name_that_is_taken_is_a_conflict(client):
     fields = {"lora_name": "one", "lora_path": "one"}
-    assert [(await client.post(LOAD, fields)).status for _ in range(2)] == [200, 409]
+    assert (await client.post(LOAD, fields)).status == 200
+    answer = await client.post(LOAD, fields)
+    assert (answer.status, answer.error["param"]) == (409, "lora_name")
     answer = await client.post(LOAD, {**fields, "load_inplace": True})
     assert answer.status == 200
     base = (await client.get("/v1/models")).json["data"][0]["id"]

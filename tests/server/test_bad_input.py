@@ -233,3 +233,28 @@ async def test_a_request_that_forbids_all_it_allows_ends_alone(client, is_stream
     assert (answers["none"].status, answers["none"].error["code"]) == (500, "no_valid_token")
     assert answers["none"].headers["x-should-retry"] == "false"
     assert answers["greedy"].json["choices"] == alone.json["choices"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "name", "shown"),
+    [
+        ({"max_tokens": 600}, "max_tokens", "got 600"),
+        ({"max_tokens": 2**70}, "max_tokens", "got a huge number"),
+        ({"vllm_xargs": {"num_speculative_tokens": True}}, "vllm_xargs.num_speculative_tokens", "got bool"),
+        ({"vllm_xargs": {"num_speculative_tokens": -1}}, "vllm_xargs.num_speculative_tokens", "got -1"),
+        ({"stop": ["x"] * 5}, "stop", "got 5"),
+    ],
+)  # fmt: skip
+async def test_an_error_names_the_field_and_shows_its_value(client, path, fields, name, shown):
+    prompt = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
+    answer = await client.post(path, {"max_tokens": 1, **prompt, **fields})
+    assert (answer.status, answer.error["param"]) == (400, name)
+    assert answer.error["message"].startswith(f"{name}: ")
+    assert shown in answer.error["message"]
+
+
+async def test_a_token_that_is_none_is_shown(client):
+    answer = await client.post("/detokenize", {"tokens": [1, 10**6]})
+    assert answer.error["param"] == "tokens[1]"
+    assert answer.error["message"] == "tokens[1]: must be in [0, 4096), got 1000000"

@@ -238,6 +238,14 @@ async def test_texts_that_are_compared_may_be_cut(anyio_backend, task):
             assert await ask(query, long, max_tokens_per_query=2) == await ask(start, long) != plain
             for all_of_it in (0, 99, None, 2**70):
                 assert await ask(query, long, max_tokens_per_doc=all_of_it) == plain
+        if task == "embed":  # the others are always cut
+            for body, name in (
+                ({"query": query, "documents": [*long, "x y " * 4000]}, "documents[2]"),
+                ({"query": "x y " * 4000, "documents": long}, "query"),
+            ):
+                answer = await client.post("/rerank", body)
+                assert (answer.status, answer.error["param"]) == (400, name)
+                assert answer.error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
@@ -282,6 +290,12 @@ async def test_texts_that_are_compared_may_be_cut(anyio_backend, task):
             400,
             "max_tokens_per_query",
         ),
+        ("/rerank", {"query": "a", "documents": ["a", "word " * 999]}, 400, "documents[1]"),
+        ("/rerank", {"query": "word " * 999, "documents": ["a"]}, 400, "query"),
+        ("/score", {"text_1": "a", "text_2": ["word " * 999]}, 400, "text_2[0]"),
+        ("/score", {"queries": ["a", ""], "items": ["a", "b"]}, 400, "queries[1]"),
+        ("/score", {"data_1": "a", "data_2": "word " * 999}, 400, "data_2"),
+        ("/score", {"text_1": "a", "text_2": ["a"] * 2049}, 400, "text_2"),
         ("/v1/completions", {"prompt": "a"}, 400, "runner"),
     ],
 )

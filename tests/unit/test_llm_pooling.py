@@ -83,6 +83,13 @@ def test_a_cross_encoder_reads_both_texts_at_once(save):
         outputs = llm.score("hello world", TEXTS, use_tqdm=False)
         cut = {"truncate_prompt_tokens": 9}
         (short,) = llm.score("the " * 30, "cat", use_tqdm=False, tokenization_kwargs=cut)
+        for sides, name in (
+            (("a", ["b", "the " * 999]), "data_2[1]"), (("a", "the " * 999), "data_2"),
+            ((["a", ""], ["b", "c"]), "data_1[1]"),
+        ):  # fmt: skip
+            with pytest.raises(TrouperValidationError) as caught:
+                llm.score(*sides, use_tqdm=False)
+            assert caught.value.parameter == name
     for text, output in zip(TEXTS, outputs, strict=True):
         want = logits(model, folder, "hello world", text).sigmoid().item()
         assert output.outputs.score == pytest.approx(want, abs=1e-4)

@@ -377,6 +377,6 @@ async def test_a_request_may_bound_its_own_drafts(most, num_steps):
 
 @pytest.mark.parametrize("wrong", [-1, True, "3", 1.5, None])
 def test_a_wrong_bound_of_a_request_is_named(wrong):
-    with pytest.raises(TrouperValidationError, match="num_speculative_tokens") as raised:
+    with pytest.raises(TrouperValidationError, match="must be an integer") as raised:
         SamplingParams(extra_args={"num_speculative_tokens": wrong})
-    assert raised.value.parameter == "extra_args"
+    assert raised.value.parameter == "extra_args.num_speculative_tokens"

@@ -65,7 +65,7 @@ def _thinking(request: CountTokensRequest) -> JSONObject:
         return {}
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if kind not in ("enabled", "adaptive", "disabled"):
-        raise invalid("thinking.type", "must be enabled, adaptive or disabled")
+        raise invalid("thinking.type", "must be enabled, adaptive or disabled", kind)
     fields: JSONObject = {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}}
     if kind == "disabled":
         return {**fields, "include_reasoning": False}
@@ -95,7 +95,9 @@ def _add_messages(transcript: Transcript, request: CountTokensRequest) -> None:
         place = f"messages[{i}]"
         role = message.get("role")
         if role not in ("user", "assistant"):
-            raise invalid(f"{place}.role", "must be user or assistant; the system's is a field")
+            raise invalid(
+                f"{place}.role", "must be user or assistant; the system's is a field", role
+            )
         for where, block in _blocks(f"{place}.content", message.get("content")):
             add = _add_to_user if role == "user" else _add_to_assistant
             add(transcript, place, where, block)
@@ -163,7 +165,7 @@ def _text(place: str, block: JSONObject) -> JSONObject:
     if isinstance(kind, str) and kind in NOT_BUILT:
         raise unsupported(f"{place}.type", f"no block of type {kind} is; {NOT_BUILT[kind]}")
     if kind != "text":
-        raise invalid(f"{place}.type", "must be of a type that is allowed here, such as text")
+        raise invalid(f"{place}.type", "must be of a type that is allowed here, such as text", kind)
     if not isinstance(text, str):
         raise invalid(f"{place}.text", "must be a string")
     return {"type": "text", "text": text}

@@ -33,7 +33,7 @@ def chat_tool_choice(choice: JSONObject | None, *, has_tools: bool) -> str | JSO
             raise invalid("tool_choice.name", "must be the name of a tool")
         return {"type": "function", "function": {"name": name}}
     if not isinstance(kind, str) or kind not in CHOICES:
-        raise invalid("tool_choice.type", "must be auto, any, tool or none")
+        raise invalid("tool_choice.type", "must be auto, any, tool or none", kind)
     return None if kind == "auto" and not has_tools else CHOICES[kind]
 
 
@@ -46,7 +46,7 @@ def client_name(parameter: str) -> str:
 def _chat_tool(place: str, tool: JSONObject) -> JSONObject:
     kind = tool.get("type", "custom")
     if not isinstance(kind, str):
-        raise invalid(f"{place}.type", "must be custom")
+        raise invalid(f"{place}.type", "must be custom", kind)
     if kind != "custom":
         reason = f"{kind[:64]} is a built-in tool, only those with an input_schema are; {NO_TOOLS}"
         raise unsupported(f"{place}.type", reason)

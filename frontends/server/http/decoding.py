@@ -28,6 +28,7 @@ MAX_DEPTH = (
 MAX_FIELD = 16 * 2**10  # bytes of a field that is not used
 MAX_ECHO = 200
 TOO_DEEP = f"arrays and objects may be nested {MAX_DEPTH} deep"
+IN_DICT = re.compile(r"\$\.(\w+)\[\.\.\.\](.*)")  # of a field; msgspec does not say which key
 WHERE = re.compile(r" - at (?:`(?P<path>[^`]*)`|\S+)$")
 MISSING = re.compile(r"missing required field `(\w+)`")
 
@@ -80,7 +81,7 @@ def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
         )
         _check_depth(body, plain)
     except msgspec.ValidationError as error:
-        raise _bad_schema(error) from None
+        raise _bad_schema(error, body, kind) from None
     except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
         message = f"the body is not valid JSON: {clean(_reason(error), MAX_ECHO)}"
         raise HTTPError(400, "invalid_json", message) from None
@@ -136,7 +137,7 @@ def _reason(error: Exception) -> str:
     return "a number has too many digits"
 
 
-def _bad_schema(error: msgspec.ValidationError) -> HTTPError:
+def _bad_schema(error: msgspec.ValidationError, body: bytes, kind: type[Any]) -> HTTPError:
     text = str(error)
     if "out of range" in text and "Number" in text:
         return HTTPError(
@@ -144,6 +145,8 @@ def _bad_schema(error: msgspec.ValidationError) -> HTTPError:
         )
     where = WHERE.search(text)
     path = (where.group("path") or "$") if where else "$"
+    if found := IN_DICT.match(path):
+        path = f"$.{found[1]}{_wrong_key(found[1], body, kind)}{found[2]}"
     if missing := MISSING.search(text):
         path += f".{missing.group(1)}"
     message = WHERE.sub("", text).replace("`", "")
@@ -151,3 +154,18 @@ def _bad_schema(error: msgspec.ValidationError) -> HTTPError:
     if param is not None:
         message = f"{param}: {message}"
     return HTTPError(400, "invalid_schema", clean(message, MAX_ECHO), param=param)
+
+
+def _wrong_key(field: str, body: bytes, kind: type[Any]) -> str:
+    """Return the key of the first value that a field of keys and values may not have, after a dot."""
+    wanted = next(each.type for each in msgspec.structs.fields(kind) if each.encode_name == field)
+    try:
+        given: dict[str, Any] = json.loads(body.decode())[field]
+        for key, value in given.items():
+            try:
+                msgspec.convert({key: value}, wanted)
+            except msgspec.ValidationError:
+                return f".{key}"
+    except (ValueError, RecursionError):  # what comes after it is no JSON
+        pass
+    return "[...]"

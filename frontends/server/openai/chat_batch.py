@@ -41,7 +41,8 @@ class ChatBatchAdapter(ChatAdapter):
         if not conversations:
             raise invalid("messages", "must not be empty")
         if len(conversations) > MAX_CONVERSATIONS:
-            raise invalid("messages", f"at most {MAX_CONVERSATIONS} conversations")
+            rule = f"at most {MAX_CONVERSATIONS} conversations"
+            raise invalid("messages", rule, len(conversations))
         alone = [
             ChatAdapter.parse(_with_messages(request, messages), model)
             for messages in conversations

@@ -40,7 +40,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
     if not messages:
         raise invalid("messages", "must not be empty")
     if len(messages) > MAX_MESSAGES:
-        raise invalid("messages", f"at most {MAX_MESSAGES} messages")
+        raise invalid("messages", f"at most {MAX_MESSAGES} messages", len(messages))
     for i, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list) and len(cast("list[Any]", content)) > MAX_PARTS:

@@ -212,7 +212,7 @@ def _text_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     if _is_ids(given):
         return [_salted("prompt_token_ids", given, request)], ["prompt"]
     if len(given) > MAX_PROMPTS:
-        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts")
+        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts", len(given))
     kind = cast("type[object]", type(given[0]))
     prompts: list[Any] = []
     for i, prompt in enumerate(given):
@@ -236,7 +236,7 @@ def _embeds_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     if not given:
         raise invalid("prompt_embeds", "must not be empty")
     if len(given) > MAX_PROMPTS:
-        raise invalid("prompt_embeds", f"at most {MAX_PROMPTS} prompts")
+        raise invalid("prompt_embeds", f"at most {MAX_PROMPTS} prompts", len(given))
     places = [f"prompt_embeds[{i}]" for i in range(len(given))]
     return [_salted("prompt_embeds", text, request) for text in given], places
 

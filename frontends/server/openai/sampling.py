@@ -6,7 +6,7 @@ Precedence: the request, then the model's generation_config.json, then OpenAI's 
 from collections.abc import Mapping
 from typing import Any
 
-from trouper.errors import invalid
+from trouper.errors import TrouperValidationError, invalid, rename_parameter
 from trouper.frontends.server.openai.adapter import ParsedRequest
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest, Generating
 from trouper.frontends.server.openai.structured import structured_outputs
@@ -121,7 +121,8 @@ def check_common(request: Generating) -> None:
 def check_sequences(num_prompts: int, n: int) -> None:
     """Check the product of fields that multiply."""
     if num_prompts * n > MAX_SEQUENCES:
-        raise invalid("n", f"at most {MAX_SEQUENCES} completions (prompts × n) in one request")
+        rule = f"at most {MAX_SEQUENCES} completions (prompts × n) in one request"
+        raise invalid("n", rule, num_prompts * n)
 
 
 def check_length(request: Generating, max_tokens: int | None, max_model_len: int) -> None:
@@ -137,10 +138,10 @@ def _check_lengths(request: Generating) -> None:
     for name, limit in LONGEST.items():
         value: list[Any] | dict[Any, Any] | str | None = getattr(request, name)
         if isinstance(value, list | dict) and len(value) > limit:
-            raise invalid(name, f"may have {limit} entries")
+            raise invalid(name, f"may have {limit} entries", len(value))
     for text in (request.stop,) if isinstance(request.stop, str) else request.stop or ():
         if len(text) > MAX_STOP_CHARS:
-            raise invalid("stop", f"a stop string may have {MAX_STOP_CHARS} characters")
+            raise invalid("stop", f"a stop string may have {MAX_STOP_CHARS} characters", len(text))
 
 
 def _given(request: Generating) -> dict[str, Any]:
@@ -155,6 +156,12 @@ def _make(request: Generating, values: dict[str, Any], max_model_len: int) -> Sa
     temperature = values.get("temperature")
     if temperature is not None and GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
         values["temperature"] = LOWEST_TEMPERATURE  # what SamplingParams does with a warning
-    params = SamplingParams(**values, output_kind=kind)
+    try:
+        params = SamplingParams(**values, output_kind=kind)
+    except TrouperValidationError as error:
+        name = error.parameter or ""
+        if name.startswith("extra_args"):
+            rename_parameter(error, name.replace("extra_args", "vllm_xargs", 1))
+        raise
     check_length(request, params.max_tokens, max_model_len)
     return params

@@ -28,7 +28,8 @@ async def tokenize(service: Service, context: RequestContext, request: TokenizeR
         adds = request.add_special_tokens is not False
         limit = service.config.max_model_len * tokenizer.longest_token_chars
         if len(request.prompt) > limit:
-            raise invalid("prompt", f"at most {limit} characters (max_model_len)")
+            rule = f"at most {limit} characters (max_model_len)"
+            raise invalid("prompt", rule, len(request.prompt))
         ids = await anyio.to_thread.run_sync(
             tokenizer.encode, request.prompt, adds, limiter=service.threads
         )
@@ -55,7 +56,7 @@ async def detokenize(service: Service, context: RequestContext, request: Detoken
     tokenizer = _tokenizer(service)
     for i, id in enumerate(request.tokens):
         if not 0 <= id < service.config.model.vocab_size:
-            raise invalid(f"tokens[{i}]", f"must be in [0, {service.config.model.vocab_size})")
+            raise invalid(f"tokens[{i}]", f"must be in [0, {service.config.model.vocab_size})", id)
     text = await anyio.to_thread.run_sync(
         tokenizer.decode, request.tokens, False, limiter=service.threads
     )

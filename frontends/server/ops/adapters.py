@@ -17,7 +17,8 @@ async def load_adapter(
         raise HTTPError(403, "not_allowed", "adapters are loaded by HTTP with --lora-root only")
     known = service.adapter(name)
     if known is not None and not request.load_inplace:
-        raise HTTPError(409, "conflict", f"the adapter {clean(name, MAX_ECHO)!r} is loaded already")
+        rule = f"the adapter {clean(name, MAX_ECHO)!r} is loaded already"
+        raise HTTPError(409, "conflict", rule, param="lora_name")
     if name in service.model_names:
         raise invalid("lora_name", "is a model's", name)
     number = service.next_adapter_number() if known is None else known.lora_int_id
@@ -31,9 +32,12 @@ async def unload_adapter(
     service: Service, context: RequestContext, request: UnloadAdapterRequest
 ) -> None:
     """Unload an adapter; requests that use it finish first."""
+    if not request.lora_name:
+        raise invalid("lora_name", "must name an adapter")
     known = service.adapter(request.lora_name)
     if known is None:
         name = clean(request.lora_name, MAX_ECHO)
-        raise LoRAAdapterNotFoundError(f"the adapter {name!r} does not exist")
+        rule = f"the adapter {name!r} does not exist"
+        raise LoRAAdapterNotFoundError(rule, parameter="lora_name")
     service.core.adapters.unload(known.lora_int_id)
     await context.send_json({"status": "unloaded", "id": request.lora_name})

@@ -17,7 +17,14 @@ import anyio.to_thread
 from trouper.actors.engine.placement import check_place
 from trouper.config.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid
-from trouper.frontends.python.scoring import Pooled, PoolingGeneration, Scorer, as_pairs, collect
+from trouper.frontends.python.scoring import (
+    Places,
+    Pooled,
+    PoolingGeneration,
+    Scorer,
+    as_pairs,
+    collect,
+)
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.placement import read_placement
@@ -93,21 +100,19 @@ async def create_score(service: Service, context: RequestContext, request: Score
     if getattr(request, first) is None or getattr(request, second) is None:
         rule = "give two sides: text_1 and text_2, data_1 and data_2, or queries and documents"
         raise invalid("data_1", rule)
-    queries, documents = as_pairs(
+    queries, documents, places = as_pairs(
         getattr(request, first), getattr(request, second), (first, second)
     )
-    outputs, serving = await _score(service, context, request, queries, documents)
+    outputs, serving = await _score(service, context, request, queries, documents, places)
     await _send(service, context, partial(build_scores, serving, outputs))
 
 
 async def create_rerank(service: Service, context: RequestContext, request: RerankRequest) -> None:
     texts = [d if isinstance(d, str) else d.text for d in request.documents]
-    if not texts:
-        raise invalid("documents", "must not be empty")
     if request.top_n is not None and request.top_n < 0:
-        raise invalid("top_n", "must be at least 0")
-    queries = [request.query] * len(texts)
-    outputs, serving = await _score(service, context, request, queries, texts)
+        raise invalid("top_n", "must be at least 0", request.top_n)
+    queries, _, places = as_pairs(request.query, texts, ("query", "documents"))
+    outputs, serving = await _score(service, context, request, queries, texts, places)
     num = request.top_n or len(texts)
     await _send(service, context, partial(build_ranking, serving, outputs, texts, num))
 
@@ -238,7 +243,7 @@ def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingProm
     if isinstance(given, str) or all(type(id) is int for id in given):
         return [given], [field]
     if len(given) > MAX_INPUTS:
-        raise invalid(field, f"at most {MAX_INPUTS} inputs")
+        raise invalid(field, f"at most {MAX_INPUTS} inputs", len(given))
     kind = cast("type[object]", type(given[0]))
     for i, prompt in enumerate(given):
         if type(prompt) is not kind or kind not in (str, list):
@@ -274,11 +279,12 @@ async def _score(
     request: ScoringFields,
     queries: Sequence[str],
     documents: Sequence[str],
+    places: Places,
 ) -> tuple[list[Pooled], PoolingServeContext]:
     _spec(service, "score")
     _check_shared(request)
     if len(documents) > MAX_INPUTS:
-        raise invalid("documents", f"at most {MAX_INPUTS} pairs")
+        raise invalid(places[1][0].partition("[")[0], f"at most {MAX_INPUTS} pairs", len(documents))
     params = PoolingParams(use_activation=request.use_activation)
     serving = _context(service, context, request, "score", list(documents), [], params)
     scorer = Scorer(
@@ -289,6 +295,7 @@ async def _score(
         data_parallel_rank=serving.data_parallel_rank,
         options=serving.options,
         run=partial(_run_listed, service, context),
+        places=places,
         max_tokens_per_query=_most(request, "max_tokens_per_query"),
         max_tokens_per_doc=_most(request, "max_tokens_per_doc"),
     )
@@ -306,7 +313,11 @@ def _most(request: ScoringFields, name: str) -> int | None:
 
 
 async def _run_listed(
-    service: Service, context: RequestContext, encodings: Iterable[PoolingGeneration], bar: Any
+    service: Service,
+    context: RequestContext,
+    encodings: Iterable[PoolingGeneration],
+    bar: Any,
+    places: Sequence[str],
 ) -> list[Pooled]:
     """Run some of the requests that a score consists of, and list them where they can be aborted."""
     ticket = context.ticket
@@ -322,7 +333,7 @@ async def _run_listed(
     if ticket is not None:
         ticket.generations = noted
     try:
-        return await collect(note(), bar)
+        return await collect(note(), bar, places)
     finally:
         for encoding in noted:
             service.forget(encoding)

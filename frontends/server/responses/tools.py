@@ -48,7 +48,7 @@ def chat_tool_choice(
 def _check_function(tool: Any, place: str) -> None:
     kind: Any = cast("JSONObject", tool).get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str):
-        raise invalid(f"{place}.type", "must be function")
+        raise invalid(f"{place}.type", "must be function", kind)
     if kind != "function":
         reason = f"{kind[:64]} is a built-in tool, only functions are taken; {NO_TOOLS}"
         raise unsupported(f"{place}.type", reason)
