@@ -149,11 +149,14 @@ class CpuOps(Ops, Protocol):
         starts: Integers,
         counts: Integers,
         window: int | None,
+        are_prompts: np.ndarray | None = None,
     ) -> Any:
         """Prepare the attention of a step whose entry i is counts[i] tokens from position starts[i] on.
 
         Args:
             block_ids: [rows, blocks] int64; entry i uses row rows[i].
             window: of keys that a query sees; None = all before it.
+            are_prompts: [entries], which have the bits of their tokens in any other stretch of the prompt, as far as the
+                operations can; the others are of one token each. None = those of several tokens.
         """
         ...

@@ -13,9 +13,11 @@ from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.messages.plans import StepPlan
 from trouper.kernels.ops import HostTokens
 
-# A chunk of at most so many tokens is attended token by token, as generated tokens are: such a step can be recorded.
-# This does not depend on the other entries of the step, so neither do the keys of a prompt.
-SHORT_CHUNK = 8
+# A prompt of at most so many tokens is attended token by token, as generated tokens are: such a step can be recorded.
+# Law: how a position is attended depends on the prompt's length alone, so its keys and its logits have the same bits
+# however the prompt is cut, found in the cache or forked, and whether an output is generated or computed again.
+SHORT_PROMPT = 8
+SHORT_ENTRY = 8  # tokens of one, of a step that can be recorded: a token with its drafts, but no output that is computed again
 
 
 class Samples(NamedTuple):
@@ -36,7 +38,7 @@ class Batch(msgspec.Struct, frozen=True):
     tokens: HostTokens
     adapters: np.ndarray  # [T], slots of the tokens' adapters
     plans: dict[int | None, Any]  # attention, by window, as the decoder's ops make them
-    has_long_chunks: bool = True  # else every token is attended alone
+    can_be_recorded: bool = False  # every token is attended alone
     embeds: tuple[tuple[int, Tensor], ...] = ()  # first token in the flat batch, rows from there on
     read: LogitsIndices | None = None  # those of `samples`; None = all tokens
 
@@ -67,15 +69,22 @@ def make_batch(
     size = slots.block_size
     kv_slots_T = slots.block_ids[chosen_T, positions_T // size] * size + positions_T % size
     samples = _samples(plan, chosen, starts + counts, first_tokens + counts - 1, num_drafts)
-    has_long_chunks = bool((counts > SHORT_CHUNK).any())
+    prompt_ends = np.where(slots.num_prompt > SHORT_PROMPT, slots.num_prompt, 0)  # by slot
+    *attended, are_prompts = _attended(chosen, starts, counts, prompt_ends[chosen])
+    can_be_recorded = not (are_prompts.any() or (counts > SHORT_ENTRY).any())
+    with_prompt_logprobs = not slots.with_prompt_logprobs.isdisjoint(plan.request_slots)
     read = None
-    if reads_some and has_long_chunks and slots.with_prompt_logprobs.isdisjoint(plan.request_slots):
-        lone = samples.slots, samples.ends - 1, np.ones_like(samples.ends)
+    if reads_some and not (can_be_recorded or with_prompt_logprobs):
+        read_from = samples.ends - 1
+        lone = samples.slots, read_from, np.ones_like(read_from)
+        are_of_prompts = read_from < prompt_ends[samples.slots]
         read = LogitsIndices(
             from_numpy(samples.tokens),
-            {window: plan_attention(slots.block_ids, *lone, window) for window in windows},
+            {
+                window: plan_attention(slots.block_ids, *lone, window, are_of_prompts)
+                for window in windows
+            },
         )
-    attended = _attended(chosen, starts, counts)
     return Batch(
         request_slots=chosen,
         first_tokens=first_tokens,
@@ -85,8 +94,11 @@ def make_batch(
             from_numpy(positions_T),
             from_numpy(kv_slots_T),
         ),
-        plans={window: plan_attention(slots.block_ids, *attended, window) for window in windows},
-        has_long_chunks=has_long_chunks,
+        plans={
+            window: plan_attention(slots.block_ids, *attended, window, are_prompts)
+            for window in windows
+        },
+        can_be_recorded=can_be_recorded,
         embeds=slots.take_embeds(plan, first_tokens),
         read=read,
         adapters=slots.adapters[chosen_T],
@@ -116,11 +128,19 @@ def _samples(
 
 
 def _attended(
-    chosen: np.ndarray, starts: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split short chunks into entries of one token: slots, starts and counts as attention takes them."""
-    times = np.where(counts <= SHORT_CHUNK, counts, 1)
-    firsts = np.cumsum(times) - times
-    offsets = np.arange(times.sum(), dtype=np.int64) - firsts.repeat(times)
-    lengths = np.where(counts <= SHORT_CHUNK, 1, counts)
-    return chosen.repeat(times), starts.repeat(times) + offsets, lengths.repeat(times)
+    chosen: np.ndarray, starts: np.ndarray, counts: np.ndarray, prompt_ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut entries as attention takes them: what lies before `prompt_ends` together, and the rest token by token.
+
+    Returns:
+        Slots, starts and counts, and which are of prompts.
+    """
+    together = np.clip(prompt_ends - starts, 0, counts)
+    has_prompt = (together > 0).astype(np.int64)
+    times = has_prompt + counts - together
+    offsets = np.arange(times.sum(), dtype=np.int64) - (np.cumsum(times) - times).repeat(times)
+    are_prompts = offsets < has_prompt.repeat(times)
+    # the i-th of an entry with a stretch of a prompt is the (i - 1)-th behind it
+    skipped = np.where(are_prompts, 0, (together - has_prompt).repeat(times))
+    lengths = np.where(are_prompts, together.repeat(times), 1)
+    return chosen.repeat(times), starts.repeat(times) + offsets + skipped, lengths, are_prompts

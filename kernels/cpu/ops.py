@@ -89,11 +89,12 @@ class NativeOps:
         starts: Integers,
         counts: Integers,
         window: int | None,
+        are_prompts: np.ndarray | None = None,
     ) -> NativePlan:
         rows_C, starts_C, counts_C = (np.asarray(x, np.int64) for x in (rows, starts, counts))
         firsts_C, ends_C = np.cumsum(counts_C) - counts_C, starts_C + 1
         begins_C = np.zeros_like(ends_C) if window is None else np.maximum(0, ends_C - window)
-        is_lone_C = counts_C == 1
+        is_lone_C = counts_C == 1 if are_prompts is None else ~are_prompts
         tile = self._tile * self._parts_of_a_piece(counts_C[~is_lone_C])
         is_one_span_C = is_lone_C & (begins_C // self._span == starts_C // self._span)
         columns = firsts_C, rows_C, begins_C, ends_C

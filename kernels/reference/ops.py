@@ -44,6 +44,7 @@ class TorchOps:
         starts: Integers,
         counts: Integers,
         window: int | None,
+        are_prompts: np.ndarray | None = None,
     ) -> tuple[tuple[QueryTile, ...], dict[int, Tensor]]:
         size = self._config.block_size
         chosen, firsts, nums = (np.asarray(x).tolist() for x in (rows, starts, counts))

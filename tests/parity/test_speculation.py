@@ -326,6 +326,16 @@ def test_drafts_go_on_after_sleep(plain):
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
 
+def test_steps_with_drafts_are_recorded_again_after_a_prompt_and_a_sleep(plain):
+    with LLM(**{**BASE, "max_num_seqs": 1}, speculative_config={"method": "suffix"}) as llm:
+        for _ in range(2):
+            (output,) = llm.generate(PROMPTS[0], PARAMS["logprobs"], use_tqdm=False)
+            (own,), (wanted, _) = output.outputs, plain["logprobs"][0]
+            assert (own.token_ids, own.text, own.logprobs) == wanted[:3]
+            llm.sleep()
+            llm.wake_up()
+
+
 def test_an_answer_is_foreseen_when_it_was_given_before_under_the_same_salt(plain):
     prompt = PROMPTS[3]
     base = {**BASE, "max_num_seqs": 1}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.executor.batch import SHORT_CHUNK, make_batch
+from trouper.actors.executor.batch import SHORT_ENTRY, SHORT_PROMPT, make_batch
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.identifiers import SequenceId
@@ -48,25 +48,55 @@ def test_each_chunk_has_the_embeddings_of_its_positions(is_embedded, cuts, befor
     assert not rows.has_embeds(0)
 
 
-def test_a_short_chunk_is_attended_token_by_token_whatever_its_company():
-    rows = RequestSlots(3, 64, BLOCK_SIZE)
-    long = SHORT_CHUNK + 1
+def slots_with(*prompts):
+    """Slots whose sequences have prompts of these lengths, and blocks for 64 tokens."""
+    rows = RequestSlots(len(prompts), 64, BLOCK_SIZE)
+    for slot, length in enumerate(prompts):
+        rows.place(NewSequence(slot, slot, (5,) * length, length, tuple(range(16)), Sampling()))
+    return rows
 
-    def attended(*columns):
-        chosen, starts, counts = zip(*columns, strict=True)
-        plan = StepPlan(1, 0, chosen, starts, counts, (1,) * len(columns))
-        batch = make_batch(plan, rows, (None,), plan_attention=lambda _, *columns: columns)
-        *found, window = batch.plans[None]
-        assert window is None
-        return list(zip(*found[:3], strict=True)), batch.has_long_chunks
 
-    assert attended((0, 9, 1), (2, 4, 3)) == ([(0, 9, 1), (2, 4, 1), (2, 5, 1), (2, 6, 1)], False)
-    assert attended((2, 4, 2), (1, 0, long)) == ([(2, 4, 1), (2, 5, 1), (1, 0, long)], True)
-    assert len(attended((1, 0, SHORT_CHUNK))[0]) == SHORT_CHUNK
+def attended(rows, *columns):
+    """Return entries as attention takes them, with those of prompts marked, and whether the step can be recorded."""
+    chosen, starts, counts = zip(*columns, strict=True)
+    plan = StepPlan(1, 0, chosen, starts, counts, (1,) * len(columns))
+    batch = make_batch(plan, rows, (None,), plan_attention=lambda _, *columns: columns)
+    *found, window, are_prompts = batch.plans[None]
+    assert window is None
+    marks = ("prompt" if is_prompt else "alone" for is_prompt in are_prompts)
+    return [(*map(int, entry), mark) for *entry, mark in zip(*found, marks, strict=True)], (
+        batch.can_be_recorded
+    )
+
+
+def test_a_prompt_is_attended_together_and_outputs_token_by_token_however_they_are_cut():
+    length = SHORT_PROMPT + 4
+    rows = slots_with(length, SHORT_PROMPT, 0)
+    whole, output = (0, 0, length, "prompt"), (0, length, 1, "alone")
+    assert attended(rows, (0, 0, length)) == ([whole], False)
+    assert attended(rows, (0, 0, length - 1)) == ([(0, 0, length - 1, "prompt")], False)
+    assert attended(rows, (0, length - 1, 1)) == ([(0, length - 1, 1, "prompt")], False)
+    assert attended(rows, (0, length, 1)) == ([output], True)
+    assert attended(rows, (0, 0, length + 1)) == ([whole, output], False)  # computed again
+    assert attended(rows, (2, 4, 2), (0, 3, length - 1), (1, 9, 1)) == (
+        [
+            *((2, 4, 1, "alone"), (2, 5, 1, "alone"), (0, 3, length - 3, "prompt")),
+            *((0, length, 1, "alone"), (0, length + 1, 1, "alone"), (1, 9, 1, "alone")),
+        ],
+        False,
+    )
+
+
+def test_a_step_of_short_prompts_and_few_outputs_can_be_recorded():
+    rows = slots_with(20, SHORT_PROMPT)
+    short = [(1, p, 1, "alone") for p in range(SHORT_PROMPT)]
+    assert attended(rows, (1, 0, SHORT_PROMPT)) == (short, True)
+    assert attended(rows, (0, 20, SHORT_ENTRY))[1]
+    assert not attended(rows, (0, 20, SHORT_ENTRY + 1))[1]
 
 
 def test_only_the_last_tokens_of_columns_that_sample_are_read_of_prompts():
-    rows = RequestSlots(3, 64, BLOCK_SIZE)
+    rows = slots_with(5, 9, 32)
 
     def read(*columns):
         """Entries are (slot, computed, scheduled, sampled): flat tokens, and rows and positions of their attention."""
@@ -74,14 +104,16 @@ def test_only_the_last_tokens_of_columns_that_sample_are_read_of_prompts():
         batch = make_batch(plan, rows, (None,), plan_attention=lambda _, *columns: columns)
         if batch.read is None:
             return None
-        own_rows, positions, counts, _ = batch.read.plans[None]
+        own_rows, positions, counts, _, are_prompts = batch.read.plans[None]
         assert counts.tolist() == [1] * len(own_rows)
+        assert are_prompts.tolist() == [slot == 2 for slot in own_rows]
         return batch.read.tokens_R.tolist(), own_rows.tolist(), positions.tolist()
 
-    assert read((1, 9, 1, 1), (2, 0, 20, 0), (0, 4, 12, 1)) == ([0, 32], [1, 0], [9, 15])
+    assert read((1, 9, 1, 1), (2, 0, 20, 0), (0, 5, 12, 1)) == ([0, 32], [1, 0], [9, 16])
     assert read((2, 0, 20, 0)) == ([], [], [])
-    assert read((1, 9, 1, 1), (2, 4, 3, 1)) is None  # a recording has them all
-    rows.place(NewSequence(2, SequenceId(0), (1,), 1, (1,), Sampling(prompt_logprobs=0)))
+    assert read((2, 20, 12, 1)) == ([11], [2], [31])
+    assert read((1, 9, 1, 1), (0, 5, 3, 1)) is None  # a recording has them all
+    rows.place(NewSequence(2, SequenceId(0), (1,) * 32, 32, (1,), Sampling(prompt_logprobs=0)))
     assert read((1, 9, 1, 1), (2, 0, 20, 0)) is None
 
 

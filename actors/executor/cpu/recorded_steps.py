@@ -97,7 +97,7 @@ class RecordedDecoderSteps:
 
     def can_forward(self, batch: Batch) -> bool:
         """Whether every token is attended alone, and from the vocabulary."""
-        is_alone = not (batch.has_long_chunks or batch.embeds)
+        is_alone = batch.can_be_recorded and not batch.embeds
         return is_alone and len(batch.tokens.ids_T) <= self._max_rows
 
     def record(self, batch: Batch) -> None:
@@ -106,6 +106,7 @@ class RecordedDecoderSteps:
         Raises:
             NotRecordableError: torch computes in this model's steps.
         """
+        assert self.can_forward(batch)
         self._step_for(batch)
 
     def forward(self, batch: Batch) -> ForwardOutput:

@@ -187,12 +187,19 @@ class CpuRunner:
         """Record the steps of one sequence with its drafts: each takes 10 ms, as long as three steps, when it is first needed."""
         assert self._config.speculation is not None
         plan = StepPlan(0, 0, (0,), (0,), (1,), (1,))
+        lengths = self._slots.num_prompt
+        held, lengths[0] = (
+            lengths[0],
+            0,
+        )  # of a prompt from before a sleep, whose positions are not recorded
         try:
             for num_drafts in range(self._config.speculation.num_speculative_tokens + 1):
                 steps.record(self._make_batch(plan, decoder, np.array([num_drafts])))
         except NotRecordableError as error:
             logger.info("steps are not recorded: %s", error)
             self._recorded_steps = None
+        finally:
+            lengths[0] = held
 
     def _load_decoder(self) -> Decoder[CpuOps]:
         config = self._config

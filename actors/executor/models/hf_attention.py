@@ -61,8 +61,9 @@ class StepPlans:
         starts: Integers,
         counts: Integers,
         window: int | None,
+        are_prompts: np.ndarray | None = None,
     ) -> None:
-        self._arguments = block_ids, rows, starts, counts, window
+        self._arguments = block_ids, rows, starts, counts, window, are_prompts
         self._plans: dict[int, Any] = {}
 
     def of(self, ops: CpuOps) -> Any:

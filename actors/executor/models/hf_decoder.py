@@ -75,9 +75,10 @@ class HfDecoder:
         starts: Integers,
         counts: Integers,
         window: int | None,
+        are_prompts: np.ndarray | None = None,
     ) -> StepPlans:
         """Prepare the attention of a step; see `CpuOps.plan`."""
-        return StepPlans(block_ids, rows, starts, counts, window)
+        return StepPlans(block_ids, rows, starts, counts, window, are_prompts)
 
     def forward(
         self,

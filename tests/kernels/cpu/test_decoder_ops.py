@@ -2,6 +2,7 @@
 
 import random
 import sys
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -162,6 +163,19 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_the_threads(dtype):
         alone = ops.attend(qkv[first : first + count], step.cache, plan)
         assert torch.equal(alone, together[first : first + count])
         first += count
+
+
+@pytest.mark.parametrize("cuts", [(100, 128, 131), (1, 2, 64, 299), (5, 6, 13, 21, 298)], ids=str)
+@pytest.mark.parametrize("block_size", [8, 128])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(cuts, block_size, dtype, window):
+    step = Step(shape_of(dtype=dtype, block_size=block_size), [(0, 300)])
+    ops, whole = NativeOps(step.shape), step.attend(NativeOps(step.shape), window)
+    for begin, end in pairwise((0, *cuts, 300)):
+        entry = step.block_ids, step.rows, [begin], [end - begin], window
+        plan = ops.plan(*entry, np.array([True]))  # also where it is one token
+        assert torch.equal(ops.attend(step.qkv[begin:end], step.cache, plan), whole[begin:end])
 
 
 @pytest.mark.parametrize("width", [16, 64, 128])
