@@ -71,3 +71,19 @@ def test_logprobs_do_not_depend_on_what_is_cached(options, plain):
     (first, second), stats = run(dtype, num_rounds=2, **options)
     assert first == second == wanted
     assert stats.prefix_cache_hits > 0
+
+
+@pytest.mark.slow
+def test_where_torch_attends_outputs_depend_neither_on_their_company_nor_on_drafts():
+    """In float16, of which no kernel is compiled; prompts are whole, the outputs of two begin another block."""
+    prompts = [9 * TEXT, 9 * TEXT + "# another\n", "class Stack:\n    def push(self, item):"]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=25, **FIXED) for i in range(3)]
+    base = {"dtype": "float16", "max_model_len": 256, "num_gpu_blocks_override": 16}
+    found = []
+    for options in ({"max_num_seqs": 1}, {"max_num_seqs": 3}, {"max_num_seqs": 3, **SUFFIX}):
+        with LLM(**base, **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+            stats = llm.llm_engine.statistics().scheduler
+    assert found[0] == found[1] == found[2]
+    assert stats.num_accepted_tokens > 0

@@ -112,6 +112,27 @@ def test_consecutive_blocks_are_one_run_whatever_their_order():
     assert (slots, lengths) == ([35], [17])
 
 
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_lone_query_has_the_same_bits_whichever_blocks_are_neighbours(dtype, window):
+    torch.manual_seed(0)
+    num_kv, width, size, start = 2, 16, 128, 300
+    k, v = torch.randn(2, num_kv, start + 1, width).to(dtype)
+    q = torch.randn(1, 3 * num_kv, width).to(dtype)
+    found = []
+    for blocks in ([1, 2, 3], [0, 2, 3], [3, 1, 0]):
+        cache = torch.full((2, num_kv, 4 * size, width), torch.nan, dtype=dtype)
+        for i, block in enumerate(blocks):
+            of_block = slice(i * size, min((i + 1) * size, start + 1))
+            slots = slice(block * size, block * size + of_block.stop - of_block.start)
+            cache[:, :, slots] = torch.stack((k, v))[:, :, of_block]
+        tiles = plan_attention([np.array(blocks)], [start], [1], block_size=size, window=window)
+        fresh = (x[:, -1:].transpose(0, 1) for x in (k, v))
+        found.append(paged_attention(q, *fresh, cache, tiles, {}, scale=0.3))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_a_window_trims_the_runs_of_a_lone_query():
     (tile,) = plan_attention([np.arange(10)], [79], [1], block_size=8, window=5)
     ((slot, length, num_queries, mask),) = tile.runs
