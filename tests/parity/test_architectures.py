@@ -98,7 +98,7 @@ def tiny_model(name, changes, folder):
 
 
 @torch.no_grad()
-def check_against(model, sequences):
+def check_against(model, sequences, atol=1e-4, rtol=0.0):
     for s in sequences:
         token_ids = [*s.prompt, *s.token_ids]
         logits = model(torch.tensor([token_ids]), use_cache=False).logits[0]
@@ -107,7 +107,7 @@ def check_against(model, sequences):
         found = torch.full_like(logprobs, torch.nan)
         for i, position in enumerate(s.logprobs):
             found[i, list(position.token_ids)] = torch.tensor(position.logprobs)
-        torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(found, logprobs, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("case", CASES | SPARSE)

@@ -11,6 +11,7 @@ from trouper.config.files import check_folder, checked, read_object
 from trouper.config.gguf import find_gguf, is_gguf, read_gguf
 from trouper.config.gguf_names import hf_config
 from trouper.config.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
+from trouper.config.overrides import WHOLE, overridden
 from trouper.config.pooler import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 from trouper.config.presets import GEOMETRIES
 from trouper.errors import TrouperValidationError, invalid
@@ -99,7 +100,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         else:
             raw = GEOMETRIES[str(path)]
         overrides = cast("dict[str, Any]", args.hf_overrides or {})
-        raw = _overridden(raw, overrides)
+        raw = overridden(raw, overrides)
         config = _lifted(raw)
         _use_common_names(config)
         fields = checked(config, HfFields, "config.json")
@@ -142,17 +143,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return pooler_spec(wishes, folder, self.architecture, self.hf_config, convert)
 
 
-def _overridden(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Replace fields by those of the overrides; objects are merged, field by field."""
-    found = dict(config)
-    for name, value in overrides.items():
-        own = config.get(name)
-        if isinstance(own, dict) and isinstance(value, dict):
-            value = _overridden(cast("dict[str, Any]", own), cast("dict[str, Any]", value))
-        found[name] = value
-    return found
-
-
 def _use_common_names(config: dict[str, Any]) -> None:
     for name, others in _OTHER_NAMES.items():
         for other in others:
@@ -189,11 +179,11 @@ def _num_positions(fields: HfFields, path: Path) -> int:
 def _stretched(fields: HfFields) -> int:
     """Return the length to which YaRN stretches the model's original one; 0 where it does not."""
     found = fields.rope_parameters or fields.rope_scaling or {}
-    rope = checked(found, Rope, "config.json: rope_parameters")
+    rope = checked(found.get(WHOLE) or found, Rope, "config.json: rope_parameters")
     if "yarn" not in (rope.rope_type, rope.type) or not rope.factor:
         return 0
-    stretched = (rope.original_max_position_embeddings or 0) * rope.factor
-    return int(min(stretched, MOST_POSITIONS))
+    original = rope.original_max_position_embeddings or fields.original_max_position_embeddings
+    return int(min((original or fields.max_position_embeddings or 0) * rope.factor, MOST_POSITIONS))
 
 
 def _model_path(args: EngineArgs) -> Path:
