@@ -31,7 +31,8 @@ from trouper.actors.messages.plans import Sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.bench.edits import write_folder
 from trouper.config.args import EngineArgs
-from trouper.config.gguf import TENSOR_TYPES, find_gguf, read_gguf
+from trouper.config.gguf import TENSOR_TYPES, read_gguf
+from trouper.config.gguf_files import find_gguf
 from trouper.config.gguf_names import FAMILIES, place_of
 from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError

@@ -197,7 +197,7 @@ def test_an_unknown_stored_dtype_is_named(folder):
 
 
 @pytest.mark.parametrize(
-    "model", ["/no/such/folder", "./nowhere", "~nobody/x", "a/b/c", "plain", ""]
+    "model", ["/no/such/folder", "./nowhere", "~nobody/x", "a/b/c", "x.gguf", ""]
 )
 def test_a_missing_model_folder_is_named(model):
     with pytest.raises(TrouperValidationError, match=rf"no such model folder.*value='{model}'"):

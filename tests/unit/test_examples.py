@@ -26,9 +26,9 @@ SHOWS = {
 def no_hub(monkeypatch):
     """The hub's model is not to be had; the bundled one stands in for it."""
     monkeypatch.setattr(
-        trouper.config.model,
-        "_download",
-        lambda args, repo_id, revision: trouper.config.model.DEMO_MODEL,
+        trouper.config.model_path,
+        "download",
+        lambda args, repo_id, revision: trouper.config.model_path.DEMO_MODEL,
     )
 
 

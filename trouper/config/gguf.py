@@ -11,6 +11,7 @@ so that a header costs a few times its own bytes whatever it says.
 
 import math
 import mmap
+import os
 import re
 import stat
 import struct
@@ -141,32 +142,23 @@ class Gguf(msgspec.Struct, frozen=True):
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Tell a GGUF file from a model folder, by its name."""
-    return str(path).endswith(".gguf")
+    """Tell a GGUF file from a model folder: by its name, and by its first bytes where it has another."""
+    path = Path(path)
+    return not path.is_dir() if path.suffix == ".gguf" else has_magic(path)
 
 
-def find_gguf(folder: Path, quantization: str = "") -> Path | None:
-    """Find the one model in a folder whose name holds `quantization`; None where there is none.
+def has_magic(path: Path) -> bool:
+    """Tell a GGUF file by its first bytes; false for what cannot be read, and for what is no file."""
+    try:
+        with open(path, "rb", opener=_open_now) as file:
+            return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(4) == MAGIC
+    except (OSError, ValueError):  # ValueError: of a path that cannot be one
+        return False
 
-    Raises:
-        TrouperValidationError: there are several; the message names them.
-    """
-    names = sorted(path.name for path in folder.glob("*.gguf"))
-    wanted = quantization.lower()
-    first = [
-        name
-        for name in names
-        if wanted in name.lower()
-        and not name.startswith("mmproj")
-        and ((split := SPLIT.fullmatch(name)) is None or int(split[2]) == 1)
-    ]
-    if len(first) > 1:
-        shown = ", ".join(first[:8])
-        raise invalid("model", f"several models in the folder, name one: {shown}", str(folder))
-    if not first and names and quantization:
-        shown = ", ".join(names[:8])
-        raise invalid("model", f"no {quantization} in the folder, which has {shown}", str(folder))
-    return folder / first[0] if first else None
+
+def _open_now(path: str, flags: int) -> int:
+    """Open a file without waiting for the writer of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_gguf(path: Path) -> Gguf:
@@ -196,8 +188,8 @@ def read_gguf(path: Path) -> Gguf:
 
 def _read_file(path: Path) -> Gguf:
     try:
-        with open(path, "rb", buffering=0) as file:
-            if not stat.S_ISREG(path.stat().st_mode):
+        with open(path, "rb", buffering=0, opener=_open_now) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise invalid("model", f"{path.name} is not a regular file", str(path))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _Reader(path, content).read()

@@ -8,9 +8,11 @@ import msgspec
 
 from trouper.config.args import EngineArgs
 from trouper.config.files import check_folder, checked, read_object
-from trouper.config.gguf import find_gguf, is_gguf, read_gguf
+from trouper.config.gguf import is_gguf, read_gguf
 from trouper.config.gguf_names import hf_config
 from trouper.config.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
+from trouper.config.hub import download
+from trouper.config.model_path import DEMO_MODEL, model_path
 from trouper.config.overrides import WHOLE, overridden
 from trouper.config.pooler import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 from trouper.config.presets import GEOMETRIES
@@ -18,7 +20,6 @@ from trouper.errors import TrouperValidationError, invalid
 from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, SamplingParams
 
 GENERATION = "generation_config.json"
-DEMO_MODEL = Path(__file__).parents[1] / "demo"
 DTYPES = {
     "half": "float16", "float16": "float16", "fp16": "float16",
     "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -52,8 +53,6 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
     },
 }  # fmt: skip
-# Of a hub model that is a folder.
-PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "artifact.metadata"]
 # Their position table begins behind the padding token's index.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 _SAMPLING_DEFAULTS = (
@@ -89,7 +88,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             TrouperValidationError: no such folder or hub id, no readable config.json in it, or a field of
                 the wrong type or size; the message names the file and the field.
         """
-        path = _model_path(args)
+        path = model_path(args)
         if is_gguf(path):
             raw = hf_config(read_gguf(path))
         elif path.is_dir():
@@ -186,68 +185,6 @@ def _stretched(fields: HfFields) -> int:
     return int(min((original or fields.max_position_embeddings or 0) * rope.factor, MOST_POSITIONS))
 
 
-def _model_path(args: EngineArgs) -> Path:
-    if args.model is None:
-        return DEMO_MODEL
-    path = Path(args.model).expanduser()
-    if args.model and path.is_dir():
-        is_plain = (path / "config.json").exists() and args.load_format != "gguf"
-        return path if is_plain else find_gguf(path) or path
-    if is_gguf(path) and path.exists():
-        return path
-    name, _, quantization = args.model.rpartition(":")
-    if name and re.fullmatch(r"\w+", quantization):
-        folder = Path(name).expanduser()
-        if not folder.is_dir() and name.count("/") == 1:
-            folder = _download(args, name, args.revision, [f"*{quantization}*.gguf"])
-        found = find_gguf(folder, quantization) if folder.is_dir() else None
-        if found is not None:
-            return found
-    is_dummy, is_geometry = args.load_format == "dummy", args.model in GEOMETRIES
-    if is_dummy and is_geometry:
-        return path
-    if path.is_absolute() or args.model.startswith((".", "~")) or args.model.count("/") != 1:
-        hint = f"; load_format='dummy' knows {', '.join(GEOMETRIES)}"
-        raise TrouperValidationError(
-            "no such model folder" + hint * (is_dummy or is_geometry),
-            parameter="model",
-            value=args.model,
-        )
-    return _download(args, args.model, args.revision)
-
-
-def _download(
-    args: EngineArgs, repo_id: str, revision: str | None, patterns: list[str] = PATTERNS
-) -> Path:
-    """Fetch a hub snapshot (huggingface_hub shows the progress bar): the files of the patterns only."""
-    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                cache_dir=args.download_dir,
-                token=args.hf_token,
-                allow_patterns=patterns,
-            )
-        )
-    except LocalEntryNotFoundError as error:
-        raise TrouperValidationError(
-            "no such folder, not among the models that were fetched before, and the hub cannot be reached; "
-            "`trouper models` lists what is on this machine",
-            parameter="model",
-            value=repo_id,
-        ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise TrouperValidationError(
-            f"neither a folder nor a hub model that can be fetched ({type(error).__name__})",
-            parameter="model",
-            value=repo_id,
-        ) from error
-
-
 def code_folder(args: EngineArgs, model: ModelConfig) -> str | None:
     """Find the folder of the model's own code that may be run: a local one, or the hub's at one full commit.
 
@@ -258,7 +195,7 @@ def code_folder(args: EngineArgs, model: ModelConfig) -> str | None:
     if Path(args.model).expanduser().is_dir():
         return model.path
     if re.fullmatch(r"[0-9a-f]{40}", args.code_revision or ""):
-        return str(_download(args, args.model, args.code_revision, ["*.py", "config.json"]))
+        return str(download(args, args.model, args.code_revision, ["*.py", "config.json"]))
     return None
 
 
@@ -268,9 +205,9 @@ def tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
         found = (any(Path(model.path).glob(name)) for name in ("tokenizer*", "vocab*"))
         return str(DEMO_MODEL) if args.load_format == "dummy" and not any(found) else model.path
     path = Path(args.tokenizer).expanduser()
-    if path.is_dir() or (is_gguf(path) and path.exists()):
+    if path.is_dir() or (path.is_file() and is_gguf(path)):
         return str(path)
-    return str(_download(args, args.tokenizer, args.tokenizer_revision))
+    return str(download(args, args.tokenizer, args.tokenizer_revision, parameter="tokenizer"))
 
 
 def _generation_config(args: EngineArgs, path: Path) -> dict[str, Any]:

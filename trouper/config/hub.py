@@ -1,0 +1,100 @@
+"""The hub: which files a repository has, and fetching them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trouper.config.args import EngineArgs
+from trouper.errors import TrouperValidationError
+
+# Of a model that is a folder.
+PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "artifact.metadata")
+OFFLINE = (
+    "no such folder, not among the models that were fetched before, and the hub cannot be reached; "
+    "`trouper models` lists what is on this machine"
+)
+
+
+def download(
+    args: EngineArgs,
+    repo_id: str,
+    revision: str | None,
+    patterns: Sequence[str] = PATTERNS,
+    *,
+    parameter: str = "model",
+) -> Path:
+    """Fetch a snapshot (huggingface_hub shows the progress bar), or find it in the cache: the files of the patterns only.
+
+    The folder does not exist where no file is of the patterns.
+
+    Raises:
+        TrouperValidationError: there is no such repository, or it can neither be reached nor found in the cache.
+    """
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                cache_dir=args.download_dir,
+                token=args.hf_token,
+                allow_patterns=list(patterns),
+            )
+        )
+    except LocalEntryNotFoundError as error:
+        raise TrouperValidationError(OFFLINE, parameter=parameter, value=repo_id) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise _unknown(repo_id, error, parameter) from error
+
+
+def cached_folder(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
+    """Find what was fetched of a repository before, which may be some of its files.
+
+    Raises:
+        TrouperValidationError: nothing was.
+    """
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
+
+    try:
+        folder = snapshot_download(
+            repo_id,
+            revision=revision,
+            cache_dir=args.download_dir,
+            allow_patterns=[],  # else a snapshot that lacks some of these is refused
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise TrouperValidationError(OFFLINE, parameter="model", value=repo_id) from error
+    return Path(folder)
+
+
+def list_files(args: EngineArgs, repo_id: str, revision: str | None) -> list[str] | None:
+    """List the files of a repository, None where the hub cannot be reached.
+
+    Raises:
+        TrouperValidationError: there is no such repository.
+    """
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        # not `list_repo_files`, which tries for 23 s where there is no network
+        found = HfApi(token=args.hf_token).model_info(repo_id, revision=revision)
+        return [file.rfilename for file in found.siblings or ()]
+    except (RepositoryNotFoundError, RevisionNotFoundError, ValueError) as error:
+        raise _unknown(repo_id, error, "model") from error
+    except (
+        OSError,
+        httpx2.TransportError,
+    ):  # of the former are the offline mode, and answers ≥ 500
+        return None
+
+
+def _unknown(repo_id: str, error: Exception, parameter: str) -> TrouperValidationError:
+    return TrouperValidationError(
+        f"neither a folder nor a hub model that can be fetched ({type(error).__name__})",
+        parameter=parameter,
+        value=repo_id,
+    )
