@@ -2,29 +2,19 @@
 
 The sandbox of `jinja.py` bounds what a template may touch; this bounds what it may take.  A rendering may cost no
 more than its `Budget` of computing time, address space and text, nor `WALL_S` of time on the clock; what goes
-beyond is killed, and the request refused.  A process inherits no environment.
+beyond is killed, and the request refused.
 
 Templates of the model folder and of the caller share warm processes: to start one takes longer than most
 renderings.  A template that came with a request over the network has a process that renders nothing else.
 """
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trouper.actors.rendering.template_orders import (
-    LENGTH_BYTES,
-    OVER_BUDGET,
-    framed,
-    plain_data,
-)
+from trouper.actors.rendering.confined_process import ConfinedProcess
+from trouper.actors.rendering.template_orders import plain_data
 from trouper.errors import (
     GenerationError,
     TemplateBudgetError,
@@ -34,10 +24,7 @@ from trouper.errors import (
 
 WORKER = "trouper.actors.rendering.template_worker"
 WALL_S = 10.0  # on a machine that has other things to do
-RECEIVE_BYTES = 2**16
 MAX_TEMPLATES = 16  # that one process keeps compiled; then the next one begins
-# For its time, or for its memory where nothing caught the error.
-KILLED = tuple(-getattr(signal, name, 0) for name in ("SIGXCPU", "SIGKILL", "SIGSEGV", "SIGABRT"))
 
 
 class Budget(NamedTuple):
@@ -123,27 +110,15 @@ class TemplateProcess:
 
     def __init__(self, budget: Budget) -> None:
         self._numbers: dict[TemplateSource, int] = {}  # of the templates that it knows
-        self._pid = os.getpid()
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", WORKER, *map(str, budget)],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    env=_environment(),
-                    start_new_session=True,  # Ctrl-C is for the server
-                )
-            except OSError as error:
-                self._socket.close()
-                raise GenerationError(f"no process to render a template in: {error}") from error
+        try:
+            self._process = ConfinedProcess(WORKER, *budget)
+        except OSError as error:
+            raise GenerationError(f"no process to render a template in: {error}") from error
 
     @property
     def is_usable(self) -> bool:
         """Tell whether it is alive and was started by this very process, not by one that this was forked from."""
-        is_open = self._socket.fileno() >= 0 and self._pid == os.getpid()
-        return is_open and self._process.poll() is None
+        return self._process.is_usable
 
     def has_room_for(self, template: TemplateSource) -> bool:
         return template in self._numbers or len(self._numbers) < MAX_TEMPLATES
@@ -168,63 +143,15 @@ class TemplateProcess:
 
     def _answer(self, order: bytes) -> bytes:
         try:
-            return self._ask(order)
+            return self._process.ask(order, WALL_S)
         except TimeoutError:
-            self.close()
             raise _over_budget() from None
-        except OSError:
-            failure = self._failure()
-            self.close()
-            raise failure from None
-        except BaseException:
-            self.close()
-            raise
+        except ChildProcessError as error:
+            raise GenerationError(f"rendering the template failed: {error}") from None
 
     def close(self) -> None:
         """End the process, whatever it does; nothing for the copy of this object in a forked child."""
-        self._socket.close()
-        if self._pid != os.getpid():
-            self._process.returncode = 0  # it is another's child: there is nothing to wait for
-        elif self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
-
-    def _ask(self, order: bytes) -> bytes:
-        """Raises OSError: it has ended; TimeoutError: it takes longer than `WALL_S`."""
-        deadline = time.monotonic() + WALL_S
-        self._socket.settimeout(WALL_S)
-        self._socket.sendall(framed(order))
-        head = self._receive(LENGTH_BYTES, deadline)
-        return self._receive(int.from_bytes(head), deadline)
-
-    def _receive(self, num_bytes: int, deadline: float) -> bytes:
-        found = bytearray()
-        while len(found) < num_bytes:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            piece = self._socket.recv(min(RECEIVE_BYTES, num_bytes - len(found)))
-            if not piece:
-                raise ConnectionResetError
-            found += piece
-        return bytes(found)
-
-    def _failure(self) -> Exception:
-        """Tell why the process has ended; it may have closed its socket a moment before its end."""
-        try:
-            code = self._process.wait(WALL_S)
-        except subprocess.TimeoutExpired:
-            return _over_budget()
-        if code in KILLED or code == OVER_BUDGET:
-            return _over_budget()
-        message = self._process.stderr.read()[-500:] if self._process.stderr is not None else b""
-        return GenerationError(f"rendering the template failed: {message!r}")
-
-
-def _environment() -> dict[str, str]:
-    """Name the place of the packages, and the time zone for templates that write the date."""
-    zone = {name: value for name, value in os.environ.items() if name == "TZ"}
-    return zone | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self._process.close()
 
 
 def _encoded(order: list[Any]) -> bytes:

@@ -1,21 +1,14 @@
 """The protocol between the engine and the processes that render its chat templates.
 
 An order is a frame of JSON: [number, arguments of a ChatTemplate or null, messages, options].  A template is sent
-once and named by its number from then on.  The answer is a frame, too: {"pieces": ...} or an error.  A frame is
-its length in four bytes, big-endian, and its bytes.
+once and named by its number from then on.  The answer is a frame, too: {"pieces": ...} or an error.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, cast
 
-LENGTH_BYTES = 4
-OVER_BUDGET = 3  # exit code of a process that has taken too much
 # Stands around the number of a part that is no text; a code point of no character, dropped from other text.
 MARK = "\U0010fffe"
-
-
-def framed(payload: bytes) -> bytes:
-    return len(payload).to_bytes(LENGTH_BYTES) + payload
 
 
 def is_object(value: Any) -> TypeGuard[dict[str, Any]]:

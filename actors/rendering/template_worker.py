@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from trouper.actors.rendering.chat import ChatTemplate
-from trouper.actors.rendering.template_orders import LENGTH_BYTES, OVER_BUDGET, framed
+from trouper.actors.rendering.confined_process import LENGTH_BYTES, OVER_BUDGET, framed
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 

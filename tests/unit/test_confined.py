@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -66,7 +67,7 @@ def started(monkeypatch):
             super().__init__(*args, **options)
             processes.append((self, options))
 
-    monkeypatch.setattr(confined.subprocess, "Popen", Popen)
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     return processes
 
 
@@ -165,7 +166,7 @@ def test_a_process_that_cannot_start_or_fails_is_our_fault(monkeypatch):
     monkeypatch.setattr(confined, "WORKER", "no_such_module")
     with pytest.raises(GenerationError, match="No module named no_such_module"):
         render_once(TEMPLATE, CHAT)
-    monkeypatch.setattr(confined.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(GenerationError, match="no process"):
         render_once(TEMPLATE, CHAT)
 

@@ -1,0 +1,118 @@
+"""A process of ours that does work on a budget, which a renderer's thread waits for.
+
+An order is a frame of bytes, and so is the answer: the length in four bytes, big-endian, and the bytes.  The socket
+is the process's standard input; its end ends the process.  A process inherits no environment.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+LENGTH_BYTES = 4
+OVER_BUDGET = 3  # exit code of a process that has taken too much
+RECEIVE_BYTES = 2**16
+# For its time, or for its memory where nothing caught the error.
+KILLED = tuple(-getattr(signal, name, 0) for name in ("SIGXCPU", "SIGKILL", "SIGSEGV", "SIGABRT"))
+
+
+def framed(payload: bytes) -> bytes:
+    return len(payload).to_bytes(LENGTH_BYTES) + payload
+
+
+class ConfinedProcess:
+    """Process that carries out one order at a time.
+
+    Args:
+        module: that is run, with its arguments.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, module: str, *arguments: object) -> None:
+        self._pid = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, *map(str, arguments)],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=_environment(),
+                    start_new_session=True,  # Ctrl-C is for the server
+                )
+            except OSError:
+                self._socket.close()
+                raise
+
+    @property
+    def is_usable(self) -> bool:
+        """Tell whether it is alive and was started by this very process, not by one that this was forked from."""
+        is_open = self._socket.fileno() >= 0 and self._pid == os.getpid()
+        return is_open and self._process.poll() is None
+
+    def ask(self, order: bytes, wall_s: float) -> bytes:
+        """Return the answer; the process is closed unless it has answered.
+
+        Raises:
+            TimeoutError: it takes longer than `wall_s`, or has ended because it took too much.
+            ChildProcessError: it has ended for another reason.
+        """
+        try:
+            deadline = time.monotonic() + wall_s
+            self._socket.settimeout(wall_s)
+            self._socket.sendall(framed(order))
+            head = self._receive(LENGTH_BYTES, deadline)
+            return self._receive(int.from_bytes(head), deadline)
+        except TimeoutError:
+            self.close()
+            raise
+        except OSError:
+            failure = self._failure(wall_s)
+            self.close()
+            raise failure from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process, whatever it does; nothing for the copy of this object in a forked child."""
+        self._socket.close()
+        if self._pid != os.getpid():
+            self._process.returncode = 0  # it is another's child: there is nothing to wait for
+        elif self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # with what it has forked
+            self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _receive(self, num_bytes: int, deadline: float) -> bytes:
+        found = bytearray()
+        while len(found) < num_bytes:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            piece = self._socket.recv(min(RECEIVE_BYTES, num_bytes - len(found)))
+            if not piece:
+                raise ConnectionResetError
+            found += piece
+        return bytes(found)
+
+    def _failure(self, wall_s: float) -> OSError:
+        """Tell why the process has ended; it may have closed its socket a moment before its end."""
+        try:
+            code = self._process.wait(wall_s)
+        except subprocess.TimeoutExpired:
+            return TimeoutError()
+        if code in KILLED or code == OVER_BUDGET:
+            return TimeoutError()
+        message = self._process.stderr.read()[-500:] if self._process.stderr is not None else b""
+        return ChildProcessError(repr(message))
+
+
+def _environment() -> dict[str, str]:
+    """Name the place of the packages, and the time zone for templates that write the date."""
+    zone = {name: value for name, value in os.environ.items() if name == "TZ"}
+    return zone | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
