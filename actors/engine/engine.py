@@ -73,6 +73,7 @@ class EngineParts(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer | None
     to_renderer: MemoryObjectSendStream[RendererInbox]
     to_large_renderer: MemoryObjectSendStream[RendererInbox]
+    to_trying_renderer: MemoryObjectSendStream[RendererInbox]
     to_scheduler: MemoryObjectSendStream[SchedulerInbox]
     to_executors: Sequence[MemoryObjectSendStream[ExecutorInbox]]  # one for each replica
     to_observer: MemoryObjectSendStream[ObserverInbox]
@@ -110,6 +111,7 @@ class Engine:
             config,
             renderer=parts.to_renderer,
             large_renderer=parts.to_large_renderer,
+            trying_renderer=parts.to_trying_renderer,
             scheduler=parts.to_scheduler,
             loop=parts.loop,
             adapters=self.adapters,

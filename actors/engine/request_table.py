@@ -47,6 +47,7 @@ class RequestTable:
         *,
         renderer: MemoryObjectSendStream[RendererInbox],
         large_renderer: MemoryObjectSendStream[RendererInbox],
+        trying_renderer: MemoryObjectSendStream[RendererInbox],
         scheduler: MemoryObjectSendStream[SchedulerInbox],
         loop: EventLoop,
         adapters: Adapters,
@@ -56,6 +57,7 @@ class RequestTable:
         self._config = config
         self._renderer = renderer
         self._large_renderer = large_renderer
+        self._trying_renderer = trying_renderer
         self._scheduler = scheduler
         self._loop = loop
         self._adapters = adapters
@@ -80,7 +82,7 @@ class RequestTable:
     @property
     def num_rendering(self) -> int:
         """Requests that are queued for a renderer."""
-        queues = self._renderer, self._large_renderer
+        queues = self._renderer, self._large_renderer, self._trying_renderer
         return sum(queue.statistics().current_buffer_used for queue in queues)
 
     @property

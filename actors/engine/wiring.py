@@ -57,6 +57,8 @@ __all__ = ["Engine", "EngineStatistics", "open_engine"]
 
 MAX_FACTS = 2048
 MAX_POOLED_STEPS = 64
+# Renderers for grammars that must be tried: one that takes its second does not hold up the next, and no more processors are busy.
+NUM_TRYING = 2
 CLOSE_GRACE_S = 10  # for the final outputs of aborted requests
 TRACES_GRACE_S = 30  # for the last spans, when their collector does not answer
 
@@ -134,6 +136,10 @@ async def _run_actors(
     to_large_renderer, large_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
         MAX_OPEN_REQUESTS
     )
+    # One Render for each open request, on its way from the two above.
+    to_trying_renderer, trying_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
+        MAX_OPEN_REQUESTS
+    )
     # One Admit and one Abort for each open request, and again for one that took its place before the
     # scheduler ran; that also leaves room for an answer and a Stop for each step in flight, and for
     # the few questions of the lifecycle, which are asked one at a time.
@@ -154,7 +160,7 @@ async def _run_actors(
     with (
         ExitStack() as executors_ends,
         to_renderer, renderer_inbox, to_large_renderer, large_renderer_inbox,
-        to_scheduler, scheduler_inbox,
+        to_trying_renderer, trying_renderer_inbox, to_scheduler, scheduler_inbox,
         to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
         # To each: the plans in flight, and one call at a time from the lifecycle, for an adapter, from a probe and from the scheduler.
@@ -184,10 +190,12 @@ async def _run_actors(
                     )
                     await tasks.start(detokenizer.run, name="detokenizer")
                     prompts = Prompts.for_engine(config, tokenizer)
+                    render_quickly, num_trying = prompts.render_quickly, NUM_TRYING
                 else:
                     pooler = Pooler(pooler_inbox, config.pooler, threads)
                     await tasks.start(pooler.run, name="pooler")
                     prompts = PoolingPrompts.for_engine(config, tokenizer)
+                    render_quickly, num_trying = prompts.render, 0
                 scheduler = Scheduler[Any](
                     scheduler_inbox,
                     [sender.clone() for sender in to_executors],
@@ -197,28 +205,32 @@ async def _run_actors(
                     is_stepped=is_stepped,
                 )
                 await tasks.start(scheduler.run, name="scheduler")
-                # One more than the workers: large prompts wait for each other alone.
-                lanes = [large_renderer_inbox, *[renderer_inbox] * config.renderer_num_workers]
+                # More than the workers: large prompts wait for each other alone, and so do grammars that must be tried.
+                quick = [large_renderer_inbox, *[renderer_inbox] * config.renderer_num_workers]
+                lanes = [(lane, render_quickly, to_trying_renderer) for lane in quick]
+                trying = [(trying_renderer_inbox, prompts.render, None)] * num_trying
                 renderers: list[Renderer] = []
-                for number, lane in enumerate(lanes):
+                for number, (lane, render, trials) in enumerate([*lanes, *trying]):
                     renderer = Renderer(
                         lane.clone(),
                         to_scheduler.clone(),
                         to_detokenizer.clone(),
-                        prompts.render,
+                        render,
                         threads,
                         reporter(),
+                        trials and trials.clone(),
                     )
                     await tasks.start(renderer.run, name=f"renderer {number}")
                     renderers.append(renderer)
                 inboxes: dict[str, MemoryObjectSendStream[Any]] = {
                     "renderer": to_renderer, "large renderer": to_large_renderer,
+                    "trying renderer": to_trying_renderer,
                     "scheduler": to_scheduler,
                     **{f"executor {i}": sender for i, sender in enumerate(to_executors)},
                     "detokenizer": to_detokenizer, "pooler": to_pooler, "observer": to_observer,
                 }  # fmt: skip
                 parts = EngineParts(
-                    info, tokenizer, to_renderer, to_large_renderer, to_scheduler, to_executors,
+                    info, tokenizer, to_renderer, to_large_renderer, to_trying_renderer, to_scheduler, to_executors,
                     to_observer, inboxes, tuple(renderers), scheduler, executors, detokenizer, pooler,
                     observer, EventLoop(), threads,
                 )  # fmt: skip

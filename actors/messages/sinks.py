@@ -35,7 +35,7 @@ class ReplySink(Protocol):
 
     @property
     def scope(self) -> anyio.CancelScope:
-        """The scope of the rendering stage, which an abort cancels."""
+        """A new scope for a rendering of the request, which an abort cancels; one is in use at a time."""
         ...
 
     def fail(self, error: Exception) -> None:

@@ -1,15 +1,19 @@
 """Constraints that a request sets on its output -> a grammar in the form that `llguidance` reads.  Pure.
 
-Sizes and depths are checked before anything walks them; what the grammar means is checked when it is compiled.
+Sizes and depths are checked before anything walks them; what the grammar means is checked when it is compiled.  It runs where
+grammars are tried, since the converter of EBNF takes its time with the square of the rules.
 """
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import msgspec
 
 from trouper.actors.rendering.grammar_work import MAX_WORK, work_of
+from trouper.actors.rendering.matchers import NotAGrammarError
 from trouper.actors.rendering.structural_tags import StructuralTagError, structural_tag_lark
 from trouper.errors import GrammarError
 from trouper.lark import WHITESPACE
@@ -29,7 +33,7 @@ NAMED, DATA = (
     frozenset({"const", "enum", "default", "examples"}),
 )
 _EBNF = re.compile(
-    r"^\s*[\w-]+\s*::=", re.MULTILINE
+    r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE
 )  # a rule; in Lark it may stand in a schema's texts
 _JSON_RULE = re.compile(r"%json\s*(?={)")  # in Lark, with a schema behind it
 _decoder = json.JSONDecoder()
@@ -65,6 +69,23 @@ def failure(message: str, kind: str) -> GrammarError:
     ):
         return refused(kind, f"too complex: {lines}", TOO_COMPLEX)
     return refused(kind, lines, INVALID_SCHEMA if kind in SCHEMA_KINDS else INVALID_GRAMMAR)
+
+
+@contextmanager
+def typed_failures(kind: str) -> Iterator[None]:
+    """Turn what compiling a grammar of this kind raises into the error of its request."""
+    try:
+        yield
+    except UnicodeError:
+        raise failure("not valid Unicode (a lone surrogate)", kind) from None
+    except NotAGrammarError as error:
+        raise failure(str(error), kind) from None
+    except RecursionError:
+        raise refused(kind, "nested too deep", TOO_COMPLEX) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the library: no Exception
+            raise
+        raise failure("the compiler failed", kind) from error  # noqa: ASYNC104  # a panic
 
 
 def refused(kind: str, reason: str, code: str) -> GrammarError:

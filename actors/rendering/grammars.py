@@ -1,18 +1,20 @@
 """The grammars of one model: what a request wants of its output -> rules that a device follows.
 
-Used in the renderers' threads.  Each is compiled here, whether or not the device is in this process: what the compiler refuses is
-the error of the request that brought it.
+Used in the renderers' threads.  Each is tried in a process, and what passes there is compiled here, whether or not the device is
+in this process: what the compiler refuses is the error of the request that brought it.
 """
 
 import json
 from threading import Lock
+from time import perf_counter
 
 import msgspec
 
 from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
 from trouper.actors.messages.thinking import Thinking
-from trouper.actors.rendering.grammar import TOO_COMPLEX, failure, grammar_source, refused
-from trouper.actors.rendering.matchers import CompiledGrammar, Matchers, NotAGrammarError
+from trouper.actors.rendering.grammar import typed_failures
+from trouper.actors.rendering.grammar_trials import GrammarTrials, TrialTokens
+from trouper.actors.rendering.matchers import CompiledGrammar, Matchers
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.output_rules import StructuredOutputsConfig
 from trouper.errors import UnsupportedFeatureError
@@ -48,6 +50,7 @@ class Grammars:
         self._eos_token_ids = tuple(token for token in eos_token_ids if token < vocab_size)
         self._num_tokens = max(vocab_size, 0 if tokenizer is None else tokenizer.max_id + 1)
         self._lock = Lock()
+        self._trials = GrammarTrials(self._trial_tokens)
         self._vocabulary: Vocabulary | None = None  # that is sent; read at the first use
         self._matchers = Matchers(
             self._known_vocabulary if sends_grammars else self._read_vocabulary
@@ -61,6 +64,7 @@ class Grammars:
 
         Raises:
             GrammarError: it is no grammar, or too complex.
+            GenerationError: there is no process to try it in.
             UnsupportedFeatureError: llguidance is not installed, or grammars are turned off.
         """
         wanted, tokenizer = params.structured_outputs, self._tokenizer
@@ -86,28 +90,40 @@ class Grammars:
         matcher = compiled.matcher.deep_copy
         return Grammar(rules, matcher, tokenizer.token_text, vocabulary, compiled.seconds)
 
+    def check_tried(self, params: SamplingParams) -> None:
+        """Return at once; what then compiles the grammar does so as well.
+
+        Raises:
+            UntriedGrammarError: the grammar must be tried first, which may take a second.
+            GrammarError: it is nothing that can be written down.
+        """
+        wanted = params.structured_outputs
+        if wanted is None or self._tokenizer is None or self._config.backend == "none":
+            return
+        with typed_failures(wanted.kind):
+            self._trials.check_tried(_with_defaults(wanted, self._config))
+
     def _compiled(self, wanted: StructuredOutputsParams) -> tuple[str, CompiledGrammar]:
         if self._config.backend == "none":
             raise UnsupportedFeatureError(TURNED_OFF, parameter="structured_outputs")
-        wanted = _with_defaults(wanted, self._config)
         try:
-            source = grammar_source(wanted)
-            return source, self._matchers.compile(source)
+            import llguidance  # noqa: F401  # the trial needs it too
         except ImportError as error:
             raise UnsupportedFeatureError(
                 f"structured outputs need llguidance: {install_hint('grammar')}",
                 parameter="structured_outputs",
             ) from error
-        except UnicodeError:
-            raise failure("not valid Unicode (a lone surrogate)", wanted.kind) from None
-        except NotAGrammarError as error:
-            raise failure(str(error), wanted.kind) from None
-        except RecursionError:
-            raise refused(wanted.kind, "nested too deep", TOO_COMPLEX) from None
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of the library: no Exception
-                raise
-            raise failure("the compiler failed", wanted.kind) from error  # noqa: ASYNC104  # a panic
+        started = perf_counter()
+        with typed_failures(wanted.kind):
+            source = self._trials.source(_with_defaults(wanted, self._config))
+            found = self._matchers.compile(source)
+        if found.seconds is not None:
+            found = found._replace(seconds=perf_counter() - started)  # with the trial
+        return source, found
+
+    def _trial_tokens(self) -> TrialTokens:
+        assert self._tokenizer is not None
+        return TrialTokens(self._num_tokens, self._tokenizer.added_tokens)
 
     def _known_vocabulary(self) -> Vocabulary:
         with self._lock:

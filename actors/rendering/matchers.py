@@ -1,6 +1,7 @@
 """Matchers of grammars for one vocabulary: of those that are checked as requests come, and of those that a device follows.
 
-The compiler counts its steps, so it needs no deadline and no process of its own.
+The compiler counts most of its steps, but neither all of them nor its depth: a source comes here when it has been tried in a
+process (`grammar_trials.py`).
 """
 
 import hashlib
@@ -60,8 +61,6 @@ class Matchers:
             UnicodeError: it holds a lone surrogate.
             NotAGrammarError: it is no grammar, or too complex.
         """
-        import llguidance
-
         digest = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             if self._tokens is None:
@@ -71,22 +70,30 @@ class Matchers:
                 self._compiled.move_to_end(digest)
                 return CompiledGrammar(known)
         started = perf_counter()
-        options: dict[str, Any] = dict(LIMITS)
-        limits: Any = llguidance.LLParserLimits(**options)
-        try:
-            found: Any = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=limits)
-        except (ValueError, UnicodeError) as error:
-            raise NotAGrammarError(str(error)) from None
-        first = found.deep_copy()
-        first.compute_bitmask()  # what no text matches, and what takes too many steps at once, is seen here
-        for matcher in (found, first):
-            if matcher.is_error():
-                raise NotAGrammarError(_reason(matcher.get_error()))
+        found = compiled(self._tokens, source)
         with self._lock:
             self._compiled[digest] = found
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return CompiledGrammar(found, perf_counter() - started)
+
+
+def compiled(tokens: Any, source: str) -> Any:
+    """Compile a source for the tokens of an `LLTokenizer`; raises as `Matchers.compile` does."""
+    import llguidance
+
+    options: dict[str, Any] = dict(LIMITS)
+    limits: Any = llguidance.LLParserLimits(**options)
+    try:
+        found: Any = llguidance.LLMatcher(tokens, source, log_level=0, limits=limits)
+    except (ValueError, UnicodeError) as error:
+        raise NotAGrammarError(str(error)) from None
+    first = found.deep_copy()
+    first.compute_bitmask()  # what no text matches, and what takes too many steps at once, is seen here
+    for matcher in (found, first):
+        if matcher.is_error():
+            raise NotAGrammarError(_reason(matcher.get_error()))
+    return found
 
 
 class ReceivedGrammars:

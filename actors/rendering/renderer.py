@@ -2,12 +2,14 @@
 
 Laws.  One request at a time per actor, or plain texts that are there together, `BATCH_CHARS` of them at most: a
 hop to a thread takes as long as some of them.  The wiring starts several on clones of one inbox.  A request's
-fault ends that request only.  `Track` goes out before `Admit`, and no await lies between the last look
+fault ends that request only.  A grammar that must be tried first is another renderer's: a trial may take a second, and no
+other request waits for it here.  `Track` goes out before `Admit`, and no await lies between the last look
 at the slot and the two sends: a request is known to both actors or to neither.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -19,6 +21,7 @@ from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
 from trouper.actors.messages.requests import Admit, AdmitPooling, Render
 from trouper.actors.messages.stats import GrammarStats
+from trouper.actors.rendering.grammar_trials import UntriedGrammarError
 from trouper.actors.rendering.text import Rendered
 from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.runtime.threads import Threads
@@ -46,6 +49,7 @@ class Renderer:
         render: Callable[[Render], Rendered],
         threads: Threads,
         reporter: Reporter | None = None,
+        trials: MemoryObjectSendStream[Render] | None = None,
     ) -> None:
         self._inbox = inbox
         self._scheduler = scheduler
@@ -53,6 +57,7 @@ class Renderer:
         self._render = render
         self._threads = threads
         self._reporter = reporter or Reporter(None)
+        self._trials = trials  # to the renderers that try grammars; None: this is one
         self._batch: list[Render] = []  # in the thread now
 
     def snapshot(self) -> RendererSnapshot:
@@ -60,7 +65,13 @@ class Renderer:
         return RendererSnapshot(tuple(message.id for message in self._batch))
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with self._inbox, self._scheduler, self._detokenizer, self._reporter:
+        with (
+            self._inbox,
+            self._scheduler,
+            self._detokenizer,
+            self._reporter,
+            self._trials or nullcontext(),
+        ):
             task_status.started()
             async for message in self._inbox:
                 first: Render | None = message
@@ -116,6 +127,9 @@ class Renderer:
 
     def _end(self, message: Render, rendered: Rendered | Exception | None) -> None:
         slot = message.slot
+        if isinstance(rendered, UntriedGrammarError) and self._trials is not None:
+            self._hand_on(message, self._trials)
+            return
         if isinstance(rendered, GrammarError):
             self._reporter.report(GrammarStats(refusal=rendered.code))
         elif isinstance(rendered, Rendered):
@@ -131,6 +145,13 @@ class Renderer:
         grammar = admit.grammar if isinstance(admit, Admit) else None
         if grammar is not None and grammar.rules.source is not None:
             self._reporter.report(GrammarStats(grammar.compile_s))
+
+    def _hand_on(self, message: Render, trials: MemoryObjectSendStream[Render]) -> None:
+        """There is room for each open request."""
+        try:
+            trials.send_nowait(message)
+        except anyio.BrokenResourceError:
+            pass  # the engine is going down, and its end ends every request
 
     def _hand_over(self, rendered: Rendered) -> None:
         """Room is reserved in both inboxes by the wiring's arithmetic."""

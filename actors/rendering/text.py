@@ -116,6 +116,12 @@ class Prompts:
         )
         return cls(tokenizer, limits, template_text(config.chat_template))
 
+    def render_quickly(self, message: Render) -> Rendered:
+        """Render one request unless its grammar must be tried; raises UntriedGrammarError, or as `render` does."""
+        assert isinstance(message.params, SamplingParams)
+        self._grammars.check_tried(message.params)
+        return self.render(message)
+
     def render(self, message: Render) -> Rendered:
         """Render one request; raises a TrouperError for a bad prompt, or anything on a defect."""
         assert isinstance(message.params, SamplingParams)

@@ -85,10 +85,9 @@ class Slot(ABC, Generic[Output]):
 
     @property
     def scope(self) -> anyio.CancelScope:
-        if self._scope is None:
-            self._scope = anyio.CancelScope()
-            if self.is_aborted:
-                self._scope.cancel()
+        self._scope = anyio.CancelScope()
+        if self.is_aborted:
+            self._scope.cancel()
         return self._scope
 
     def cancel(self) -> None:

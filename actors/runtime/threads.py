@@ -23,7 +23,7 @@ class WorkerThreads:
 
     A call is not abandoned when its waiter is cancelled, so nothing goes on unseen.  After `timeout_s` it is given up,
     so that its waiter goes on; its thread stays busy until the call ends.  So what may never end does not run here:
-    chat templates have processes of their own, and the rest is bounded by the size of its input.
+    chat templates have processes of their own, grammars are tried in such, and the rest is bounded by the size of its input.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -54,6 +54,23 @@ def two_each(levels):
     return found
 
 
+def chain(num):
+    """An object that holds an object that holds …, by references."""
+    links = {
+        str(i): {"type": "object", "required": ["a"], "properties": {"a": {"$ref": f"#/$defs/{i + 1}"}}}
+        for i in range(num)
+    }  # fmt: skip
+    return {"$ref": "#/$defs/0", "$defs": links | {str(num): {}}}
+
+
+def lark_chain(num):
+    """Rules of which each is part of the one before."""
+    return "start: x0\n" + "".join(f'x{i}: "a" x{i + 1}\n' for i in range(num)) + f'x{num}: "a"'
+
+
+LEAST_IN_LARK = 'start: %json {"const": -9223372036854775808}'
+
+
 def raw(name, body, code="invalid_json", status=400, path=C, **more):
     return Case(name, path, body, status, code, **more)
 
@@ -382,6 +399,7 @@ SUITE = {
                 {"properties": {f"p{i}": {"type": "string"} for i in range(30_000)}},
                 {"properties": {f"p{i}": {} for i in range(5000)}}, {"type": "integer", "multipleOf": 1_000_003},
                 {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}, two_each(12),
+                {"const": -(2**63)}, chain(1000),
             )
         ),
         h("the format's schema", 400, "invalid_schema", "structured_outputs",
@@ -391,13 +409,14 @@ SUITE = {
     ],
     "B20": [
         *(g("regex", regex, "invalid_grammar") for regex in ("(", "(?<=a)b", r"(a)\1", "[z-a]", "a{4294967296}")),
-        g("regex", "a" * 2**19, "schema_too_complex"),
+        *(g("regex", regex, "schema_too_complex") for regex in ("a" * 2**19, "a?" * 40_000)),
     ],
     "B22": [
         *(
             g("grammar", grammar, "invalid_grammar")
             for grammar in ("", "start: foo", "root ::= (", "root ::= root", 'root ::= root "a"', "start: start")
         ),
+        *(g("grammar", grammar, "schema_too_complex") for grammar in (lark_chain(3000), LEAST_IN_LARK)),
         *(g("structural_tag", tag, "invalid_grammar") for tag in ("", "{}", '{"structures": [], "triggers": []}')),
     ],
     "B23": [

@@ -10,6 +10,7 @@ import pytest
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.requests import Admit, Render, Track
 from trouper.actors.rendering import renderer as renderer_module
+from trouper.actors.rendering.grammar_trials import UntriedGrammarError
 from trouper.actors.rendering.renderer import Renderer, _plain_size
 from trouper.actors.rendering.text import Rendered
 from trouper.actors.replies.reply_slot import ReplySlot
@@ -92,12 +93,16 @@ def drained(inbox):
 
 
 @asynccontextmanager
-async def open_stage(num_workers=1, function=render, threads=None):
+async def open_stage(num_workers=1, function=render, threads=None, trying=None):
+    """Start renderers, and with the threads of `trying` one more, for what must be tried."""
+    to_trying, trying_inbox = anyio.create_memory_object_stream(16)
     to_renderer, renderer_inbox = anyio.create_memory_object_stream(16)
     to_scheduler, scheduler_inbox = anyio.create_memory_object_stream(16)
     to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream(16)
     threads = threads or Inline()
     with (
+        to_trying,
+        trying_inbox,
         to_renderer,
         renderer_inbox,
         to_scheduler,
@@ -107,15 +112,15 @@ async def open_stage(num_workers=1, function=render, threads=None):
     ):
         stage = Stage(to_renderer, scheduler_inbox, detokenizer_inbox, threads)
         async with anyio.create_task_group() as tasks:
-            for _ in range(num_workers):
-                renderer = Renderer(
-                    renderer_inbox.clone(),
-                    to_scheduler.clone(),
-                    to_detokenizer.clone(),
-                    function,
-                    threads,
-                )
-                await tasks.start(renderer.run)
+            ends = to_scheduler, to_detokenizer
+            lanes = [(renderer_inbox, function, threads, None, to_trying)] * num_workers
+            if trying is not None:
+                lanes.append((trying_inbox, render, trying, None, None))
+            for inbox, *rest, trials in lanes:
+                clones = [end.clone() for end in (inbox, *ends)]
+                await tasks.start(Renderer(*clones, *rest, trials and trials.clone()).run)
+            if trying is None:
+                trying_inbox.close()
             yield stage
             tasks.cancel_scope.cancel()
         for slot in stage.slots:
@@ -183,6 +188,36 @@ async def test_any_other_failure_is_wrapped(error):
         stage.ask("ok")
         await stage.settled()
         assert stage.handed_over() == [[1], [1]]
+
+
+async def test_what_must_be_tried_goes_to_another_renderer_and_nothing_waits_for_it():
+    def quick(message):
+        if message.prompt == "new":
+            raise UntriedGrammarError
+        return render(message)
+
+    trying = Inline()
+    trying.gate = anyio.Event()
+    async with open_stage(function=quick, trying=trying) as stage:
+        stage.ask("new")
+        gone = stage.ask("new")
+        stage.ask("ok")
+        gone.close()
+        await stage.settled()
+        assert stage.handed_over() == [[2], [2]]
+        trying.gate.set()
+        await stage.settled()
+        assert stage.handed_over() == [[0], [0]]
+
+
+async def test_what_must_be_tried_when_the_engine_goes_down_ends_with_it():
+    def quick(message):
+        raise UntriedGrammarError
+
+    async with open_stage(function=quick) as stage:
+        stage.ask("new")
+        await stage.settled()
+        assert stage.handed_over() == [[], []]
 
 
 @pytest.mark.parametrize("is_closed", [True, False])

@@ -51,7 +51,7 @@ async def test_an_idle_engine_holds_nothing(autojump_clock):
         assert snapshot.requests == ()
         assert not any(snapshot.inboxes.values())
         assert {renderer.rendering for renderer in snapshot.renderers} == {()}
-        assert len(snapshot.renderers) == 3  # two, and that of large prompts
+        assert len(snapshot.renderers) == 5  # two, that of large prompts, and two that try grammars
         policy = snapshot.scheduler.policies[0]
         nothing = (policy.running, policy.waiting, policy.other, policy.in_flight, policy.suspects)
         assert nothing == ((),) * 5
@@ -101,7 +101,7 @@ async def test_it_shows_which_prompts_are_in_a_thread_and_how_many_lie_in_the_in
             if name < "c":
                 await trio.testing.wait_all_tasks_blocked()  # so that they are not one batch
         snapshot = engine.snapshot()
-        assert [renderer.rendering for renderer in snapshot.renderers] == [(), (0,), (1,)]
+        assert [renderer.rendering for renderer in snapshot.renderers] == [(), (0,), (1,), (), ()]
         assert snapshot.inboxes["renderer"] == 2
         threads.may_go_on.set()
         await trio.testing.wait_all_tasks_blocked()

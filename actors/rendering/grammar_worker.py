@@ -1,0 +1,140 @@
+"""The process in which grammars are tried: each in a fork of it, which may die, and which waits for its order beforehand.
+
+python -P -m trouper.actors.rendering.grammar_worker CPU_S MEMORY STACK    (standard input is the socket)
+
+The first order is the `TrialTokens`, in JSON, and is answered when the compiler is there.  Each further order holds the fields of a
+`StructuredOutputsParams`; the answer is {"source": ...}, the {"message": ..., "code": ...} of a `GrammarError`, {"failure": ...}
+on a defect, or {} when the fork has ended without one.
+"""
+
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+import llguidance
+
+from trouper.actors.rendering.confined_process import LENGTH_BYTES, framed
+from trouper.actors.rendering.grammar import grammar_source, typed_failures
+from trouper.actors.rendering.matchers import compiled
+from trouper.errors import GrammarError
+from trouper.structured_outputs import StructuredOutputsParams
+
+FAILED, NO_ORDER = 1, 2  # exit codes of a fork
+UNASKED = NO_ORDER, -signal.SIGKILL  # what no limit of ours ends may have had no order
+
+
+class ByteVocabulary:
+    """The single bytes, the tokens that have names, and an end; the others are empty."""
+
+    bos_token_id = None
+
+    def __init__(self, num_tokens: int, added: dict[str, str]) -> None:
+        self._first_byte = num_tokens
+        self.eos_token_id = num_tokens + 256
+        self.tokens = [b""] * num_tokens + [bytes([byte]) for byte in range(256)] + [b"<end>"]
+        for id, text in added.items():
+            self.tokens[int(id)] = text.encode()
+        self.special_token_ids = [*map(int, added), self.eos_token_id]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        given = text.encode() if isinstance(text, str) else text
+        return [self._first_byte + byte for byte in given]
+
+
+class Limits(NamedTuple):
+    """Limits of one trial, as in `TrialBudget`."""
+
+    cpu_s: int
+    memory: int
+    stack: int
+
+
+def main() -> None:
+    limits = Limits(*map(int, sys.argv[1:]))
+    with socket.socket(fileno=sys.stdin.fileno()) as orders, suppress(OSError):
+        vocabulary = ByteVocabulary(*json.loads(_read(orders) or b"[]"))
+        tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(cast("Any", vocabulary)))
+        compiled(tokens, grammar_source(StructuredOutputsParams(json_object=True)))  # warms up
+        orders.sendall(framed(b"{}"))
+        gc.freeze()  # what a fork does not look at is not copied
+        while (code := _fork(orders, tokens, limits)) not in UNASKED:
+            if code:
+                orders.sendall(framed(b"{}"))
+
+
+def _read(orders: socket.socket) -> bytes:
+    """Return the next frame; empty at the end."""
+    with orders.makefile("rb") as stream:  # nothing comes behind the frame before its answer
+        return stream.read(int.from_bytes(stream.read(LENGTH_BYTES)))
+
+
+def _fork(orders: socket.socket, tokens: Any, limits: Limits) -> int:
+    """Let a fork wait for the next order and answer it, and return its exit code: of none but 0 has it answered."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status)
+    code = NO_ORDER
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # panics have nothing to say
+        if order := _read(orders):  # whole, before anything can end this fork
+            code = FAILED
+            code = _try(order, orders, tokens, limits)
+    finally:
+        os._exit(code)
+
+
+def _try(order: bytes, orders: socket.socket, tokens: Any, limits: Limits) -> int:
+    threading.stack_size(_limit(limits))
+    answers: list[bytes] = []
+
+    def answer() -> None:
+        answers.append(json.dumps(_answer(order, tokens)).encode())
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+    # All that was made of the grammar is gone again; half an answer would be worse than none.
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+    if not answers:
+        return FAILED
+    orders.sendall(framed(answers[0]))
+    return 0
+
+
+def _answer(order: bytes, tokens: Any) -> dict[str, str]:
+    try:
+        wanted = StructuredOutputsParams(**json.loads(order))
+        with typed_failures(wanted.kind):
+            source = grammar_source(wanted)
+            compiled(tokens, source)
+    except GrammarError as error:
+        return {"message": error.message, "code": error.code}
+    except MemoryError:
+        return {}
+    except Exception as error:
+        return {"failure": f"{type(error).__name__}: {error}"}
+    return {"source": source}
+
+
+def _limit(limits: Limits) -> int:
+    """Limit this process and return the size of the stack."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, hard))
+    if sys.platform != "darwin":  # which maps more than any useful limit before a program begins
+        resource.setrlimit(resource.RLIMIT_AS, (limits.memory, limits.memory))
+    most, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return limits.stack if most == resource.RLIM_INFINITY else min(limits.stack, most // 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Grammars tried in processes of their own: what would end or hold up the compiler's process is refused."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from trouper import StructuredOutputsParams
+from trouper.actors.rendering import grammar_trials
+from trouper.actors.rendering.grammar_trials import (
+    GrammarTrials,
+    TrialBudget,
+    TrialTokens,
+    UntriedGrammarError,
+)
+from trouper.actors.rendering.grammars import Grammars
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.config.model import DEMO_MODEL
+from trouper.errors import GenerationError, GrammarError
+from trouper.params import SamplingParams
+
+TOKENS = TrialTokens(64, {7: "<mark>"})
+LEAST = -(2**63)
+
+
+def chain(num, link, **schema):
+    """A schema whose definitions refer to each other, one after another."""
+    links = {str(i): link({"$ref": f"#/$defs/{i + 1}"}) for i in range(num)}
+    return {"$ref": "#/$defs/0", "$defs": links | {str(num): {"type": "null"}}} | schema
+
+
+def record(inner):
+    return {"type": "object", "required": ["a"], "properties": {"a": inner}}
+
+
+def rules(num, start, is_):
+    lines = "".join(f'x{i} {is_} "a" x{i + 1} | "b"\n' for i in range(num))
+    return f'{start} {is_} x0\n{lines}x{num} {is_} "a"'
+
+
+def terminals(num):
+    return "start: X0\n" + "".join(f'X{i}: "a" X{i + 1}\n' for i in range(num)) + f'X{num}: "a"'
+
+
+def tag(schema):
+    return json.dumps(
+        {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    )
+
+
+HOSTILE = {
+    "the least integer": {"json": {"const": LEAST}},
+    "the least but one": {"json": {"const": LEAST + 1}},
+    "the least integer of several": {"json": {"enum": [1, LEAST]}},
+    "the least integer in Lark": {"grammar": f'start: %json {{"const": {LEAST}}}'},
+    "the least integer in a tag": {"structural_tag": tag({"const": LEAST})},
+    "a chain of objects": {"json": chain(1_000, record)},
+    "a chain of references": {"json": chain(5_000, lambda ref: ref)},
+    "a chain of arrays": {"json": chain(1_000, lambda ref: {"type": "array", "minItems": 1, "items": ref})},
+    "a chain of choices": {"json": chain(1_000, lambda ref: {"anyOf": [{"type": "integer"}, ref]})},
+    "a chain of all": {"json": chain(1_000, lambda ref: {"allOf": [ref]})},
+    "a chain in a tag": {"structural_tag": tag(chain(1_000, record))},
+    "a chain of rules": {"grammar": rules(3_000, "start", ":")},
+    "a chain of EBNF": {"grammar": rules(1_000, "root", "::=")},
+    "a chain of terminals": {"grammar": terminals(8_000)},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(Tokenizer.load(DEMO_MODEL), 4096, (0, 2))
+
+
+@pytest.fixture
+def trials():
+    trials = GrammarTrials(lambda: TOKENS)
+    yield trials
+    trials.close()
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that have been started."""
+    processes = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    return processes
+
+
+def expression(text):
+    return StructuredOutputsParams(regex=text)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_would_overflow_the_compilers_stack_is_refused_and_the_next_one_compiles(
+    grammars, name
+):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**HOSTILE[name]))
+    with pytest.raises(GrammarError, match="too complex") as caught:
+        grammars.compile(params)
+    assert (caught.value.parameter, caught.value.code) == (
+        "structured_outputs", "schema_too_complex",
+    )  # fmt: skip
+    fine = SamplingParams(structured_outputs=expression(f"{name}|b"))
+    assert grammars.compile(fine) is not None
+
+
+def test_what_takes_more_computing_than_a_trial_may_is_refused_and_remembered(trials, started):
+    for _ in range(3):
+        with pytest.raises(GrammarError, match="regex: too complex") as caught:
+            trials.source(expression("a?" * 40_000))
+        assert caught.value.code == "schema_too_complex"
+    assert trials.source(expression("ok"))
+    assert len(started) == 1
+
+
+def test_what_takes_more_memory_than_a_trial_may_is_refused():
+    trials = GrammarTrials(lambda: TOKENS, TrialBudget(memory=2**26))
+    enough = StructuredOutputsParams(choice=["x"])
+    assert trials.source(enough)
+    with pytest.raises(GrammarError, match="too complex"):
+        trials.source(
+            StructuredOutputsParams(json={"enum": ["é" * 99 + str(i) for i in range(9**5)]})
+        )
+    assert trials.source(enough)
+    trials.close()
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"json": chain(100, record)}, {"json": chain(200, lambda ref: ref)}, {"grammar": rules(150, "start", ":")},
+        {"grammar": terminals(300)}, {"json": {"const": LEAST + 1_000}}, {"json": {"const": 2**63}},
+    ],
+    ids=lambda kinds: str(kinds)[:40],
+)  # fmt: skip
+def test_what_people_write_passes(grammars, kinds):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**kinds))
+    assert grammars.compile(params) is not None
+
+
+def test_empty_lines_are_looked_through_once(trials):
+    with pytest.raises(GrammarError) as caught:
+        trials.source(StructuredOutputsParams(grammar="\n" * 2**18))
+    assert caught.value.code == "invalid_grammar"
+
+
+def test_tokens_are_known_by_name_and_by_number(trials):
+    for named in ("<mark>", "<[7]>", "<[5]>"):
+        assert trials.source(StructuredOutputsParams(grammar=f'start: {named} "a"'))
+    for unknown in ("<other>", "<[999]>"):
+        with pytest.raises(GrammarError, match=r"unknown special token|Token range end"):
+            trials.source(StructuredOutputsParams(grammar=f'start: {unknown} "a"'))
+
+
+def test_only_what_was_not_tried_must_be_tried_first(trials):
+    good, bad = expression("a"), expression("(")
+    for wanted in (good, bad):
+        with pytest.raises(UntriedGrammarError):
+            trials.check_tried(wanted)
+    trials.source(good)
+    with pytest.raises(GrammarError):
+        trials.source(bad)
+    for wanted in (good, bad):
+        trials.check_tried(wanted)
+
+
+def test_the_outcomes_that_were_asked_for_last_are_remembered_and_no_more(trials, monkeypatch):
+    monkeypatch.setattr(grammar_trials, "MAX_COMPILED", 2)
+    for text in ("a", "b", "a", "c"):
+        trials.source(expression(text))
+    trials.check_tried(expression("a"))
+    with pytest.raises(UntriedGrammarError):
+        trials.check_tried(expression("b"))
+
+
+def test_an_error_is_raised_as_another_object_each_time(trials):
+    caught = []
+    for _ in range(2):
+        with pytest.raises(GrammarError) as error:
+            trials.source(expression("("))
+        caught.append(error.value)
+    assert str(caught[0]) == str(caught[1])
+    assert caught[0] is not caught[1]
+
+
+def test_an_idle_process_that_was_killed_is_replaced(trials, started):
+    trials.source(expression("a"))
+    os.killpg(started[0].pid, signal.SIGKILL)
+    started[0].wait()
+    trials.source(expression("b"))
+    assert [process.poll() is None for process in started] == [False, True]
+
+
+def test_a_waiting_fork_that_was_killed_answers_nothing_that_was_not_asked(trials, started):
+    trials.source(expression("a"))
+    [process] = started
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while process.poll() is None:  # the fork that has answered may be there still
+        with suppress(OSError, IndexError):
+            os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.01)
+    trials.source(expression("b"))
+    assert len(started) == 2
+
+
+def test_a_process_that_does_not_answer_is_ended_and_its_grammar_not_remembered(
+    trials, started, monkeypatch
+):
+    trials.source(expression("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_trials, "WALL_S", 0.0001)
+        with pytest.raises(GrammarError, match="too complex"):
+            trials.source(expression("a?" * 20_000))
+    assert started[0].returncode == -signal.SIGKILL
+    with pytest.raises(UntriedGrammarError):
+        trials.check_tried(expression("a?" * 20_000))
+
+
+def test_the_processes_end_with_their_owner(started):
+    trials = GrammarTrials(lambda: TOKENS)
+    trials.source(expression("a"))
+    del trials
+    gc.collect()
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_a_process_that_cannot_start_or_fails_is_our_fault(monkeypatch):
+    wrong = GrammarTrials(lambda: TrialTokens(1, {999: "beyond"}))
+    with pytest.raises(GenerationError, match="IndexError"):
+        wrong.source(expression("a"))
+    trials = GrammarTrials(lambda: TOKENS)
+    monkeypatch.setattr(grammar_trials, "WORKER", "no_such_module")
+    with pytest.raises(GenerationError, match="No module named no_such_module"):
+        trials.source(expression("a"))
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(GenerationError, match="no process"):
+        trials.source(expression("a"))
