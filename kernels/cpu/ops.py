@@ -38,16 +38,16 @@ class NativePlan(msgspec.Struct, frozen=True, dict=True):
     heads: int  # of a piece
     tiles: np.ndarray  # [., 4], see prefill.py
     window: int
+    later: "tuple[NativePlan, ...]" = ()  # of further spans: a recorded step has none
 
     @functools.cached_property
     def words(self) -> np.ndarray:
         """Addresses and sizes of the arrays, for kernels; a recording writes those of a later plan over them."""
         arrays = self.block_ids, self.spans, self.partials, self.merges
         tables, spans, partials, merges = (x.ctypes.data for x in arrays)
-        numbers = (
+        return np.array((
             tables, self.block_ids.shape[1], spans, len(self.spans), self.heads, partials, merges, len(self.merges),
-        )  # fmt: skip
-        return np.array(numbers)
+        ))  # fmt: skip
 
 
 class NativeOps:
@@ -104,7 +104,7 @@ class NativeOps:
         spans = [np.stack(lone, axis=1)[is_one_span_C & (sizes_C > 0)]]
         merges: list[tuple[int, int, int]] = []
         tiles: list[tuple[int, int, int, int]] = []
-        num_partials = 0
+        num_partials, later = 0, list[NativePlan]()
         for i in np.flatnonzero(~is_one_span_C & (sizes_C > 0)).tolist():
             first, row, begin, end = (int(x[i]) for x in columns)
             if is_lone_C[i]:
@@ -118,6 +118,9 @@ class NativeOps:
                 spans.append(own)
                 merges += [(first + t, num_partials + t * num, num) for t in range(size)]
                 num_partials += size * num
+                if len(merges) > decode.ROUND - decode.MOST_TOKENS:
+                    later.append(self._plan_of(block_ids, spans, merges, num_partials))
+                    spans, merges, num_partials = [], [], 0
             else:
                 start, count = int(starts_C[i]), int(counts_C[i])
                 # the last tile sees the most keys: it begins first
@@ -125,17 +128,29 @@ class NativeOps:
                     (first + offset, min(tile, count - offset), row, start + offset)
                     for offset in reversed(range(0, count, tile))
                 ]
-        spans_P = np.concatenate(spans)
+        return self._plan_of(block_ids, spans, merges, num_partials, tiles, window, later)
+
+    def _plan_of(
+        self,
+        block_ids: np.ndarray,
+        spans: Sequence[np.ndarray],
+        merges: Sequence[tuple[int, int, int]],
+        num_partials: int,
+        tiles: Sequence[tuple[int, int, int, int]] = (),
+        window: int | None = None,
+        later: Sequence[NativePlan] = (),
+    ) -> NativePlan:
+        spans_P = np.concatenate((np.empty((0, 8), np.int64), *spans))
+        num_heads, width = self._config.num_q_heads, self._config.head_dim
         return NativePlan(
             block_ids,
             spans_P,
             np.array(merges, dtype=np.int64).reshape(-1, 3),
-            np.empty(
-                (num_partials, self._config.num_q_heads, self._config.head_dim + 2), np.float32
-            ),
+            np.empty((num_partials, num_heads, width + 2), np.float32),
             self._heads_of_a_piece(len(spans_P)),
             np.array(tiles, dtype=np.int64).reshape(-1, 4),
             UNLIMITED if window is None else window,
+            tuple(later),
         )
 
     def embed(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
@@ -282,11 +297,11 @@ class NativeOps:
                 self._prefill_scratch,
                 num_threads=num_threads,
             )
-        if len(plan.spans):
+        for part in (part for part in (plan, *plan.later) if len(part.spans)):
             self._decode(
-                len(plan.spans) * (config.num_kv_heads // plan.heads),
+                len(part.spans) * (config.num_kv_heads // part.heads),
                 *fresh_and_cached,
-                plan.words.ctypes.data,
+                part.words.ctypes.data,
                 *model,
                 sinks,
                 out_TN.data_ptr(),
@@ -296,8 +311,8 @@ class NativeOps:
                 num_threads=num_threads,
             )
             self._merge(
-                len(plan.merges) * config.num_q_heads,
-                plan.words.ctypes.data,
+                len(part.merges) * config.num_q_heads,
+                part.words.ctypes.data,
                 config.num_q_heads,
                 config.head_dim,
                 sinks,

@@ -45,6 +45,9 @@ KEYS = 128  # whose scores are held at a time
 LOG2_E = math.log2(math.e)
 HIDDEN = -1e30  # below every score, and finite: its difference to itself is 0
 LINE = 2 * LANES  # bfloat16 in a cache line
+# Tokens of several spans whose partial results are held at a time, at least those of a recorded step: 68 MiB at N = 32, D = 128
+# and 8,192 keys.  Only outputs that are computed again can be more.
+ROUND = 512
 MOST_TOKENS = 4  # of a span: the scratch memory of eight heads with D = 128 is 48 KiB
 
 

@@ -20,6 +20,9 @@ lie along the *lanes* throughout.  For each SIDE keys of the past and of the til
 so that of K nothing is rearranged, and of V neighbours are paired (bfloat16): `tile.py`.  Keys
 that no query of a tile sees are not read.
 
+Law: a token's result does not depend on the stretch it is computed in: keys are taken SIDE at a time from multiples of
+SIDE on, and one that a token does not see adds exactly nothing.
+
 Roofline: FLOPs = 4 N D · (visible pairs of a query and a key), bytes as a decode per SIDE / G tokens.
 Measured, one EPYC core, N = 16, H = 8, D = 128, bf16, where a packed GEMM reached 223 GFLOP/s:
     0 + 1024 tokens  161 GFLOP/s    1024 + 1024  164    0 + 4096  159

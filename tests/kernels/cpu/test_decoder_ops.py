@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from trouper.actors.executor.cpu.recorded_steps import MAX_ROWS
 from trouper.kernels import codegen
 from trouper.kernels.codegen import units
+from trouper.kernels.cpu.attention import decode
 from trouper.kernels.cpu.attention.prefill import PARTS
 from trouper.kernels.cpu.ops import NativeOps
 from trouper.kernels.ops import OpsConfig
@@ -163,6 +165,26 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_the_threads(dtype):
         alone = ops.attend(qkv[first : first + count], step.cache, plan)
         assert torch.equal(alone, together[first : first + count])
         first += count
+
+
+def test_partial_results_of_many_tokens_are_held_some_at_a_time(monkeypatch):
+    """As of long outputs that are computed again; those of a recorded step are all in one plan."""
+    assert decode.ROUND >= MAX_ROWS
+    step = Step(shape_of(), [(1000, 50)])
+    rows, starts = step.rows * 50, range(1000, 1050)
+    found, most = [], 12
+    for _ in range(2):
+        ops = NativeOps(step.shape)
+        plan = ops.plan(step.block_ids, rows, starts, [1] * 50, None)
+        found.append((ops.attend(step.qkv, step.cache, plan), plan))
+        monkeypatch.setattr(decode, "ROUND", most)
+    (whole, one), (in_parts, several) = found
+    assert torch.equal(in_parts, whole)
+    assert (len(one.merges), one.later) == (26, ())
+    sizes = [len(part.merges) for part in (several, *several.later)]
+    assert sum(sizes) == 26
+    assert len(sizes) >= 3
+    assert max(sizes) <= most
 
 
 @pytest.mark.parametrize("cuts", [(100, 128, 131), (1, 2, 64, 299), (5, 6, 13, 21, 298)], ids=str)
