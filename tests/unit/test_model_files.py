@@ -18,6 +18,7 @@ from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 
 from .test_nodes import tcp_pair
+from .test_nodes_places import with_dense
 
 NAME = "model.safetensors"
 
@@ -92,6 +93,16 @@ def test_code_that_may_be_run_is_compared(folder):
     wanted = sample_model(config)
     (folder / "modeling.py").write_text("a = 2")
     with pytest.raises(TrouperValidationError, match=r"modeling\.py has 5 bytes"):
+        check_model(config, wanted)
+
+
+def test_dense_modules_of_a_model_that_pools_are_compared(folder, tmp_path):
+    dense = Path(shutil.copytree(folder, tmp_path / "2_Dense"))
+    config = with_dense(at(folder), dense)
+    wanted = sample_model(config)
+    assert len(wanted) == 2
+    change(dense)
+    with pytest.raises(TrouperValidationError, match="is not the model"):
         check_model(config, wanted)
 
 

@@ -19,6 +19,7 @@ from trouper.actors.executor.parallel.links import close_files
 from trouper.actors.executor.parallel.ranks import CrewSizes, crew_links, open_worker_links
 from trouper.config.args import EngineArgs
 from trouper.config.nodes import CLUSTER_KEY, RAY_CPUS, NodesConfig, nodes_config
+from trouper.config.pooler import Dense, PoolerSpec
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 from .test_nodes import KEY, a_config
@@ -128,6 +129,25 @@ def test_a_place_has_its_own_paths_and_its_share_of_the_cores():
     found = place.localise(config)
     assert (found.model.path, found.num_workers) == ("/elsewhere", 2)
     assert PlaceFacts(3).localise(config).model == config.model
+
+
+def with_dense(config, *folders):
+    """A model that pools and ends in such modules."""
+    modules = tuple(Dense(str(folder), 4, 4, False, "tanh") for folder in folders)
+    pooler = PoolerSpec(
+        tasks=("embed",), task="embed", engine_task="embed", seq_pooling_type="CLS", tok_pooling_type="ALL",
+        embedding_size=4, normalizes=False, use_activation=False, activation="identity", dense=modules,
+    )  # fmt: skip
+    return msgspec.structs.replace(config, pooler=pooler)
+
+
+def test_a_place_reads_the_dense_modules_of_a_pooling_model_from_its_own_folder():
+    config = a_config()
+    place = PlaceFacts.of(with_dense(config, "/here/2_Dense", "/here/3_Dense"))
+    found = place.localise(with_dense(config, "/there/2_Dense", "/there/3_Dense"))
+    assert [each.folder for each in found.pooler.dense] == ["/here/2_Dense", "/here/3_Dense"]
+    other = with_dense(config, "/there/2_Dense")  # another model: the load refuses it
+    assert place.localise(other).pooler == other.pooler
 
 
 # Options

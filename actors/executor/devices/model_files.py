@@ -39,6 +39,8 @@ def sample_model(config: EngineConfig) -> tuple[FileSample, ...]:
         return ()
     try:
         files = _weights(Path(config.model.path))
+        for dense in () if config.pooler is None else config.pooler.dense:
+            files += _weights(Path(dense.folder))
         if config.code_path is not None:
             files += sorted(Path(config.code_path).glob("*.py"))
         num_windows = max(NUM_WINDOWS // len(files), LEAST_WINDOWS)

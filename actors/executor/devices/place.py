@@ -4,6 +4,7 @@ from typing import Self
 
 import msgspec
 
+from trouper.config.pooler import PoolerSpec
 from trouper.config.resolve import EngineConfig
 
 
@@ -15,6 +16,7 @@ class PlaceFacts(msgspec.Struct, frozen=True):
     tokenizer: str | None = None
     code_path: str | None = None
     draft_model: str | None = None
+    dense: tuple[str, ...] = ()  # folders of the modules that a model which pools ends in
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -26,6 +28,7 @@ class PlaceFacts(msgspec.Struct, frozen=True):
             config.tokenizer,
             config.code_path,
             None if draft is None else draft.path,
+            _dense_folders(config.pooler),
         )
 
     def localise(self, config: EngineConfig) -> EngineConfig:
@@ -43,7 +46,15 @@ class PlaceFacts(msgspec.Struct, frozen=True):
             tokenizer=self.tokenizer,
             code_path=self.code_path,
             draft_model=draft,
+            pooler=self._localise_pooler(config.pooler),
         )
+
+    def _localise_pooler(self, pooler: PoolerSpec | None) -> PoolerSpec | None:
+        if pooler is None or len(pooler.dense) != len(self.dense):  # none, or another model's
+            return pooler
+        pairs = zip(pooler.dense, self.dense, strict=True)
+        dense = tuple(msgspec.structs.replace(each, folder=folder) for each, folder in pairs)
+        return msgspec.structs.replace(pooler, dense=dense)
 
     def as_argument(self) -> bytes:
         """Encode it for a worker's command line."""
@@ -53,3 +64,7 @@ class PlaceFacts(msgspec.Struct, frozen=True):
     def of_argument(cls, text: str) -> Self:
         """Decode it again."""
         return msgspec.json.decode(text, type=cls)
+
+
+def _dense_folders(pooler: PoolerSpec | None) -> tuple[str, ...]:
+    return () if pooler is None else tuple(each.folder for each in pooler.dense)
