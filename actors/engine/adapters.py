@@ -5,12 +5,16 @@ over, read or not, so the slot is not loaded anew before: an adapter that is unl
 when the last one ends.  By then no plan reads the slot any more whose result still counts: its sequences have ended
 for the scheduler before it hears of any later request.  Each load has a number of its own.
 
+An adapter that has a name here (`load_named`) is known until it is unloaded.  Only its weights give way, and the next
+request for it loads them again.
+
 A request whose adapter would be one too many waits for another to be over.  Those that wait take turns in the order of
 their coming; an end need not be read to count, so a turn comes.
 """
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 import msgspec
@@ -43,6 +47,13 @@ class _SlotUse(msgspec.Struct, eq=False):
     is_unloaded: bool = False  # it takes no new requests
 
 
+class _NamedAdapter(NamedTuple):
+    """An adapter that stays known when its weights give way."""
+
+    request: LoRARequest
+    root: str | None  # the folder that its own must lie in
+
+
 class Adapters:
     """Loads adapters, and counts the requests that use them.
 
@@ -68,6 +79,7 @@ class Adapters:
         self._loaded: dict[
             int, _SlotUse
         ] = {}  # by the caller's number, the least recently used first
+        self._named: dict[int, _NamedAdapter] = {}  # by the same number
         self._slots: dict[int, _SlotUse] = {}  # unloaded ones that are in use too
         self._loading = anyio.Lock()
         self._turns = anyio.Lock()  # of the tasks that wait for a slot; it is fair
@@ -79,8 +91,10 @@ class Adapters:
 
     @property
     def requests(self) -> list[LoRARequest]:
-        """The adapters that requests may name."""
-        return [loaded.request for loaded in self._loaded.values()]
+        """The adapters that requests may name: the named ones, and others while they are loaded."""
+        known = {number: named.request for number, named in self._named.items()}
+        known.update((number, loaded.request) for number, loaded in self._loaded.items())
+        return list(known.values())
 
     @property
     def num_free_slots(self) -> int:
@@ -131,22 +145,34 @@ class Adapters:
                     self._give_up(slot, victim, is_as_it_was=is_as_it_was)
             return True
 
-    async def load_in_turn(self, request: LoRARequest, check: Callable[[], None]) -> None:
+    async def load_named(self, request: LoRARequest, root: str | None = None) -> None:
+        """Load an adapter as `load` does; from then on it is known until it is unloaded."""
+        await self.load(request, root)
+        mine = msgspec.structs.replace(request, load_inplace=False)
+        self._named[request.lora_int_id] = _NamedAdapter(mine, root)
+
+    async def load_in_turn(
+        self, request: LoRARequest, check: Callable[[], None], *, loads_new: bool = True
+    ) -> None:
         """Load an adapter as `load` does, once requests do not use all slots.
 
         Args:
             check: raises what ends the waiting, such as the engine's end, at which all requests are over.
+            loads_new: False loads only one that is named, and was there before.
 
         Raises:
             AdaptersInUseError: all are pinned, so none would go.
+            LoRAAdapterNotFoundError: it is not known, or not there any more.
         """
         if self._find(request) is not None and not request.load_inplace:
             return  # past those that wait for a slot
+        if not loads_new:
+            self._check_named(request)
         async with self._turns:
             while True:
                 self._freed = anyio.Event()
                 try:
-                    await self.load(request)
+                    await (self.load(request) if loads_new else self._load_again(request))
                 except AdaptersInUseError:
                     if all(use.is_pinned and not use.is_unloaded for use in self._slots.values()):
                         raise
@@ -157,11 +183,10 @@ class Adapters:
 
     def unload(self, lora_int_id: int) -> bool:
         """Let no further request use an adapter; returns whether it was there."""
-        loaded = self._loaded.get(lora_int_id)
-        if loaded is None:
-            return False
-        self._forget(loaded)
-        return True
+        named, loaded = self._named.pop(lora_int_id, None), self._loaded.get(lora_int_id)
+        if loaded is not None:
+            self._forget(loaded)
+        return named is not None or loaded is not None
 
     def pin(self, lora_int_id: int) -> bool:
         """Keep an adapter until it is unloaded, however long no request uses it; returns whether it is there."""
@@ -194,18 +219,38 @@ class Adapters:
             self._release(loaded)
 
     def _find(self, request: LoRARequest) -> _SlotUse | None:
-        """Find the adapter of a request, by its number; raises TrouperValidationError where number and name disagree."""
+        """Find the adapter of a request, by its number, if it is loaded; raises TrouperValidationError where number and name disagree."""
         loaded = self._loaded.get(request.lora_int_id)
-        if loaded is not None:
-            mine = loaded.request
+        known = loaded or self._named.get(request.lora_int_id)
+        if known is not None:
+            mine = known.request
             if mine.lora_name != request.lora_name:
                 raise invalid("lora_int_id", f"is that of {mine.lora_name!r}", request.lora_int_id)
             if mine.lora_path != request.lora_path and not request.load_inplace:
                 raise invalid("lora_path", "is not that of the loaded adapter", request.lora_path)
             return loaded
-        if any(other.request.lora_name == request.lora_name for other in self._loaded.values()):
+        if any(other.lora_name == request.lora_name for other in self.requests):
             raise invalid("lora_name", "another adapter has this name", request.lora_name)
         return None
+
+    def _check_named(self, request: LoRARequest) -> _NamedAdapter:
+        named = self._named.get(request.lora_int_id)
+        if named is None:
+            raise LoRAAdapterNotFoundError(f"the adapter {request.lora_name!r} is not loaded")
+        return named
+
+    async def _load_again(self, request: LoRARequest) -> None:
+        """Load a named adapter that has given way; one that is unloaded meanwhile stays so."""
+        named = self._check_named(request)
+        try:
+            await self.load(named.request, named.root)
+        except (TrouperValidationError, UnsupportedFeatureError) as error:
+            text = f"the adapter {request.lora_name!r} cannot be loaded again: {error.args[0]}"
+            raise LoRAAdapterNotFoundError(text) from error
+        finally:
+            if request.lora_int_id not in self._named:
+                self.unload(request.lora_int_id)
+        self._check_named(request)
 
     def _take_slot(self, known: _SlotUse | None) -> tuple[int, _SlotUse | None]:
         """Choose a slot to load into, and the idle adapter that it is taken from, which no request finds any more."""
@@ -218,7 +263,8 @@ class Adapters:
                 del self._loaded[loaded.request.lora_int_id]
                 return loaded.adapter.slot, loaded
         raise AdaptersInUseError(
-            f"adapters_in_use: requests use all {len(self._slots)} adapters that may be loaded (max_cpu_loras)"
+            f"adapters_in_use: all {len(self._slots)} adapters that may be loaded at once (max_cpu_loras) are "
+            "in use or pinned; try again when a request has ended, or unload one"
         )
 
     def _take_in(self, loaded: _SlotUse, known: _SlotUse | None) -> None:

@@ -149,7 +149,7 @@ class Engine:
         """Return a request as an async iterator; nothing happens before it is entered or iterated.
 
         Args:
-            loads_adapter: False refuses a request whose adapter is not loaded.
+            loads_adapter: False refuses a request whose adapter is not known.
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
             session_id: requests of a session go to one replica, whose cache has their prefix.
 

@@ -53,7 +53,9 @@ class RequestDesk(Protocol):
         lora_request: LoRARequest | None = None,
     ) -> tuple[RequestId, Slot[Any]]: ...
 
-    async def load_adapter(self, lora_request: LoRARequest, *, waits: bool) -> object:
+    async def load_adapter(
+        self, lora_request: LoRARequest, *, waits: bool, loads_new: bool
+    ) -> object:
         """Load the adapter of a request, unless it is there already."""
         ...
 
@@ -169,12 +171,12 @@ class Generation(Generic[Output]):
             AdaptersInUseError: they use all of them, and it does not wait for that, or one will not be free.
             Exception: what loading raised; the request is closed then.
         """
-        if self._lora_request is None or not self._loads_adapter:
-            return
-        if self._opened is not None or self._is_closed:
+        if self._lora_request is None or self._opened is not None or self._is_closed:
             return
         try:
-            await self._desk.load_adapter(self._lora_request, waits=waits)
+            await self._desk.load_adapter(
+                self._lora_request, waits=waits, loads_new=self._loads_adapter
+            )
         except BaseException:
             self.close()
             raise

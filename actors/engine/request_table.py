@@ -163,15 +163,18 @@ class RequestTable:
             raise ValueError(f"request_id {request_id!r} is already in flight")
         self._admission.check(n)
 
-    async def load_adapter(self, lora_request: LoRARequest, *, waits: bool) -> None:
+    async def load_adapter(
+        self, lora_request: LoRARequest, *, waits: bool = True, loads_new: bool = True
+    ) -> None:
         """Load the adapter of a request, unless it is there already; raises as `Adapters.load` does.
 
         Args:
             waits: for one of the requests that use all adapters to end, where it would be one too many.
+            loads_new: False loads only one that was there before and has given way.
         """
         self._check_open()
         if waits:
-            await self._adapters.load_in_turn(lora_request, self._check_open)
+            await self._adapters.load_in_turn(lora_request, self._check_open, loads_new=loads_new)
         else:
             await self._adapters.load(lora_request)
 

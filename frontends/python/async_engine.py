@@ -122,7 +122,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             request_id: echoed in the outputs and the handle for `abort`; None mints one.
             priority: larger runs first.
             lora_request: the adapter; it is loaded when it is first named.
-            loads_adapter: False refuses a request whose adapter is not loaded.
+            loads_adapter: False refuses a request whose adapter is not known.
             reasoning: marks around the model's reasoning, where no option names them.
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
             session_id: requests of a session go to one replica, whose cache has their prefix.

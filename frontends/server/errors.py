@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from trouper.errors import (
+    AdaptersInUseError,
     EngineDeadError,
     EnginePausedError,
     ExecutionError,
@@ -228,7 +229,9 @@ def _client_code(error: TrouperClientError) -> str:
 
 def _refused_by_engine(error: Exception) -> ErrorBody:
     """Map a refusal of the engine, which begins with its code: `engine_paused: …`, `draining: …`."""
-    code, colon, _ = str(error).partition(":")
+    code, colon, reason = str(error).partition(":")
+    if isinstance(error, AdaptersInUseError):  # the engine takes other requests
+        return ErrorBody(503, code, reason.strip(), headers=_retry())
     is_known = bool(colon) and code in ("engine_paused", "draining", "device_restarting")
     text = "the engine takes no requests now, try again"
     return ErrorBody(503, code if is_known else "engine_paused", text, headers=_retry())

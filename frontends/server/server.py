@@ -73,7 +73,7 @@ class _Signals:
 
 
 async def load_adapters(engine: "AsyncLLMEngine", adapters: Sequence[LoRARequest]) -> None:
-    """Load the adapters that a server begins with, and keep them.
+    """Load the adapters that a server begins with, so that a bad one is found now; they are known by their names.
 
     Raises:
         TrouperValidationError: one has a model's name, or its files do not fit.
@@ -81,8 +81,7 @@ async def load_adapters(engine: "AsyncLLMEngine", adapters: Sequence[LoRARequest
     for adapter in adapters:
         if adapter.lora_name == engine.config.model.name:
             raise invalid("lora_modules", "has the model's name", adapter.lora_name)
-        await engine.add_lora(adapter)
-        await engine.pin_lora(adapter.lora_int_id)
+        await engine.engine.adapters.load_named(adapter)
 
 
 class Server:

@@ -94,6 +94,7 @@ async def _open(
     if ticket is not None:
         await ticket.wait_turn()
     async for generation in InTurns(opened):
+        await generation.prepare()
         context.check_wanted()
         generation.open()
     if ticket is not None:  # not before: an unopened generation counts as over

@@ -33,6 +33,9 @@ class ScriptedGeneration:
         self.request_id = request_id
         self._outputs = list(outputs)
 
+    async def prepare(self):
+        pass
+
     def open(self):
         pass
 

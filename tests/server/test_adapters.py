@@ -21,9 +21,9 @@ FIELDS = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder with the adapters `one` and `two`."""
+    """A folder with the adapters `one`, `two` and `three`."""
     folder = tmp_path_factory.mktemp("adapters")
-    for number, name in enumerate(("one", "two"), 1):
+    for number, name in enumerate(("one", "two", "three"), 1):
         write_adapter(folder / name, random_tensors(seed=number))
     return folder
 
@@ -178,9 +178,80 @@ async def test_a_request_does_not_bring_back_what_was_unloaded_meanwhile(client,
     assert await engine.list_loras() == set()
 
 
-async def test_an_adapter_that_was_loaded_by_http_does_not_give_way_to_another(client, root):
-    for name in ("one", "two"):
-        assert (await client.post(LOAD, {"lora_name": name, "lora_path": name})).status == 200
-    answer = await client.post(LOAD, {"lora_name": "three", "lora_path": "one"})
-    assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
-    assert len((await client.get("/v1/models")).json["data"]) == 3
+async def load(client, *names):
+    for name in names:
+        answer = await client.post(LOAD, {"lora_name": name, "lora_path": name})
+        assert answer.status == 200, answer.body
+
+
+async def names(client):
+    return [card["id"] for card in (await client.get("/v1/models")).json["data"]][1:]
+
+
+async def test_more_adapters_than_may_be_loaded_are_all_models(client, engine):
+    """Two of them are loaded at a time, and each has its own text whenever it is named."""
+    await load(client, "one", "two")
+    before = [await text(client, name) for name in ("one", "two")]
+    await load(client, "three")
+    assert await names(client) == ["one", "two", "three"]
+    for _ in range(2):
+        assert [await text(client, name) for name in ("one", "two")] == before
+        assert (await text(client, "three"))[0] not in [found for found, _ in before]
+
+
+async def test_those_of_the_command_line_may_be_more_than_are_loaded_at_once(client, engine, root):
+    given = [
+        LoRARequest(name, number, str(root / name))
+        for number, name in enumerate(("one", "two", "three"), 1)
+    ]
+    await load_adapters(engine, given)
+    for name in ("one", "two", "three"):
+        await text(client, name)
+
+
+async def test_one_that_has_given_way_is_unloaded_like_any_other(client):
+    await load(client, "one", "two", "three")
+    assert (await client.post(UNLOAD, {"lora_name": "one"})).status == 200
+    assert await names(client) == ["two", "three"]
+    assert (await client.post(PATH, {**FIELDS, "model": "one"})).status == 404
+    await load(client, "one")
+
+
+async def test_one_that_has_given_way_and_whose_folder_is_gone_is_not_found(client, root):
+    write_adapter(root / "passing", random_tensors(seed=4))
+    await load(client, "passing", "two", "three")
+    (root / "passing" / "adapter_config.json").unlink()
+    answer = await client.post(PATH, {**FIELDS, "model": "passing"})
+    assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+    assert "adapter_config.json" in answer.error["message"]
+    await text(client, "two")
+
+
+async def test_with_all_in_use_requests_wait_and_orders_are_told_why_they_do_not(
+    client, engine, wait_until
+):
+    await load(client, "one", "two", "three")
+    expected = await text(client, "three")
+    fields = {**FIELDS, "max_tokens": 200, "ignore_eos": True}
+    found = []
+
+    async def ask(name):
+        answer = await client.post(PATH, {**fields, "model": name})
+        assert answer.status == 200
+
+    async def ask_late():
+        found.append(await text(client, "three"))
+
+    async with anyio.create_task_group() as tasks:
+        for name in ("one", "two"):
+            tasks.start_soon(ask, name)
+        await wait_until(lambda: len(engine.engine.requests) == 2)
+        tasks.start_soon(ask_late)
+        answer = await client.post(LOAD, {"lora_name": "four", "lora_path": "one"})
+        assert (answer.status, answer.error["code"]) == (503, "adapters_in_use")
+        assert "all 2 adapters" in answer.error["message"]
+        assert "max_cpu_loras" in answer.error["message"]
+        for path in ("/etc", "nowhere"):  # what is wrong with an order itself is said first
+            answer = await client.post(LOAD, {"lora_name": "four", "lora_path": path})
+            assert (answer.status, answer.error["param"]) == (400, "lora_path")
+    assert found == [expected]

@@ -81,8 +81,13 @@ class World:
             params = SamplingParams(temperature=0, max_tokens=num_tokens)
             adapter = self.request(number) if number else None
             leaves_after_s = dice.choice((None, None, None, 8 * STEP_S * dice.random()))
+            loads_adapter = dice.random() < 0.7  # or is it one that a server knows
             generation = self.engine.generate(
-                prompt, params, f"{index}-{turn}", lora_request=adapter
+                prompt,
+                params,
+                f"{index}-{turn}",
+                lora_request=adapter,
+                loads_adapter=loads_adapter,
             )
             output = None
             try:
@@ -102,23 +107,25 @@ class World:
             self.num_compared += 1
 
     async def operator(self):
-        dice, adapters = self.dice, self.engine.adapters
+        dice = self.dice
         for _ in range(12):
             await anyio.sleep(dice.random() * 8 * STEP_S)
             number = dice.randrange(1, NUM_ADAPTERS + 1)
+            adapters = self.engine.adapters
+            load = dice.choice((adapters.load, adapters.load_named))
             match dice.randrange(3):
                 case 0:
                     adapters.unload(number)
                 case 1:
                     self.versions[number] = self.versions.get(number, 0) + 1
-                    await self._load(number, load_inplace=True)
+                    await self._load(load, number, load_inplace=True)
                 case _:
-                    await self._load(number)
+                    await self._load(load, number)
 
-    async def _load(self, number, **options):
+    async def _load(self, load, number, **options):
         with anyio.move_on_after(self.dice.choice((1000, 4 * STEP_S * self.dice.random()))):
             try:
-                await self.engine.adapters.load(self.request(number, **options))
+                await load(self.request(number, **options))
             except (*EXPECTED, AdaptersInUseError):
                 pass
 

@@ -258,3 +258,57 @@ async def test_a_request_checks_its_fields(fields, parameter):
     with pytest.raises(TrouperValidationError) as caught:
         LoRARequest(*fields)
     assert caught.value.parameter == parameter
+
+
+async def test_a_named_one_gives_way_and_is_loaded_again():
+    device = Device()
+    for number in (1, 2, 3):
+        await device.adapters.load_named(named(number))
+    assert loaded(device) == [1, 2, 3]
+    assert set(device.slots.values()) == {b"/2", b"/3"}
+    await device.adapters.load_in_turn(named(1), is_open, loads_new=False)
+    device.adapters.enter(named(1))
+    assert set(device.slots.values()) == {b"/1", b"/3"}
+
+
+async def test_the_name_and_number_of_one_that_has_given_way_are_its_own():
+    device = Device(num_slots=1)
+    for number in (1, 2):
+        await device.adapters.load_named(named(number))
+    for other in (LoRARequest("adapter 1", 5, "/1"), LoRARequest("adapter 5", 1, "/1")):
+        with pytest.raises(TrouperValidationError):
+            await device.adapters.load(other)
+
+
+@pytest.mark.parametrize(
+    "num_turns", range(4)
+)  # of the event loop, which reading takes and loading
+async def test_one_that_is_unloaded_while_it_is_loaded_again_stays_so(num_turns):
+    device = Device(num_slots=1)
+    for number in (1, 2):
+        await device.adapters.load_named(named(number))
+
+    async def load_again():
+        with pytest.raises(LoRAAdapterNotFoundError):
+            await device.adapters.load_in_turn(named(1), is_open, loads_new=False)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(load_again)
+        for _ in range(num_turns):
+            await anyio.lowlevel.checkpoint()
+        assert device.adapters.unload(1)
+    assert loaded(device) == [2]
+    device.adapters.unload(2)
+    assert device.adapters.num_free_slots == 1
+    with pytest.raises(LoRAAdapterNotFoundError):
+        await device.adapters.load_in_turn(named(1), is_open, loads_new=False)
+
+
+async def test_one_whose_files_do_not_fit_any_more_is_not_found_and_others_stay():
+    device = Device(num_slots=1)
+    for number in (1, 2):
+        await device.adapters.load_named(named(number))
+    device.is_broken = True
+    with pytest.raises(LoRAAdapterNotFoundError, match="does not fit"):
+        await device.adapters.load_in_turn(named(1), is_open, loads_new=False)
+    device.adapters.enter(named(2))

@@ -23,8 +23,7 @@ async def load_adapter(
         raise invalid("lora_name", "is a model's", name)
     number = service.next_adapter_number() if known is None else known.lora_int_id
     adapter = LoRARequest(name, number, request.lora_path, load_inplace=request.load_inplace)
-    await service.core.adapters.load(adapter, root)
-    service.core.adapters.pin(number)  # it goes when it is unloaded, and not when others come
+    await service.core.adapters.load_named(adapter, root)
     await context.send_json({"status": "loaded", "id": name})
 
 
