@@ -1,8 +1,10 @@
 """Logprobs have the same bits in every schedule: however prompts are cut, forked, cached or computed again.  On the bundled model."""
 
 import pytest
+import torch
 
 from trouper import LLM, SamplingParams
+from trouper.kernels.codegen import units
 
 TEXT = "def add(a, b):\n    return a + b\n\n\n"  # 12 tokens
 LONG_PROMPT = 14 * TEXT  # more than a block of 128
@@ -51,6 +53,8 @@ def run(dtype, num_rounds=1, **options):
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def plain(request):
+    if units.kind_of(getattr(torch, request.param)) is None:
+        pytest.skip("torch attends here, and cuts count")
     (found,), stats = run(request.param)
     assert stats.num_preemptions == 0
     return request.param, found
