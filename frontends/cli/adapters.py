@@ -2,13 +2,26 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, invalid
 from trouper.lora import LoRARequest
+
+LoraOption = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="Folder of a LoRA adapter that the model gets."),
+]
+LoraModulesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=FOLDER",
+        help="Adapter that requests may name as their model, as NAME=FOLDER or JSON; repeatable.",
+    ),
+]
 
 
 class _Module(msgspec.Struct, forbid_unknown_fields=True):

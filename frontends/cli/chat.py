@@ -10,12 +10,14 @@ import typer
 from trouper.config.args import EngineArgs
 from trouper.errors import RemoteError, TrouperClientError
 from trouper.frontends.cli import output
+from trouper.frontends.cli.adapters import LoraOption, chosen_adapter
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer, Show
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine, run_open
 from trouper.frontends.cli.stats import ASKED, AnswerUsage, StatsOption, Stopwatch
 from trouper.frontends.cli.terminal import read_line, show, terminal_kept
 from trouper.inputs import ChatPrompt
+from trouper.lora import LoRARequest
 from trouper.params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def chat(
     system_prompt: Annotated[
         str | None, typer.Option(help="System message at the beginning of the conversation.")
     ] = None,
+    lora: LoraOption = None,
     stats: StatsOption = False,
     *,
     remote: RemoteOptions,
@@ -54,9 +57,12 @@ def chat(
     with terminal_kept():
         if remote.url is not None:
             fields = sampling.given() | (ASKED if stats else {})
+            if lora is not None:
+                message = "needs an engine here: a server's adapter is a --model-name"
+                raise typer.BadParameter(message, param_hint="--lora")
             _with_server(converse, remote, fields, engine_args)
         else:
-            _with_engine(converse, remote, sampling, engine_args)
+            _with_engine(converse, remote, sampling, engine_args, lora)
 
 
 def _with_server(
@@ -73,27 +79,37 @@ def _with_server(
 
 
 def _with_engine(
-    converse: Converse, remote: RemoteOptions, sampling: SamplingOptions, engine_args: EngineArgs
+    converse: Converse,
+    remote: RemoteOptions,
+    sampling: SamplingOptions,
+    engine_args: EngineArgs,
+    lora: str | None,
 ) -> None:
     if remote.model_name is not None:
         raise typer.BadParameter("needs --url", param_hint="--model-name")
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
+    adapter = chosen_adapter(lora, engine_args)
     model = resolve_offline(engine_args).model
     defaults = {"max_tokens": None, **model.default_sampling}  # None: up to the model's length
     params = sampling.params(defaults, output_kind=RequestOutputKind.DELTA)
 
     async def act(engine: "AsyncLLMEngine", interrupts: Interrupts) -> None:
-        await converse(partial(_ask_engine, engine, params), interrupts)
+        await converse(partial(_ask_engine, engine, params, adapter), interrupts)
 
     run_engine(engine_args, act)
 
 
 async def _ask_engine(
-    engine: "AsyncLLMEngine", params: SamplingParams, messages: Messages, show: Show
+    engine: "AsyncLLMEngine",
+    params: SamplingParams,
+    adapter: LoRARequest | None,
+    messages: Messages,
+    show: Show,
 ) -> AnswerUsage:
     usage = AnswerUsage(0, 0)
-    async with engine.generate(ChatPrompt(messages=messages), params) as stream:
+    prompt = ChatPrompt(messages=messages)
+    async with engine.generate(prompt, params, lora_request=adapter) as stream:
         async for result in stream:
             usage.prompt_tokens = len(result.prompt_token_ids)
             usage.completion_tokens += len(result.outputs[0].token_ids)

@@ -11,7 +11,7 @@ import typer
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.adapters import chosen_adapter
+from trouper.frontends.cli.adapters import LoraOption, chosen_adapter
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.prompts import read_prompts
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
@@ -41,10 +41,7 @@ def generate(
         bool | None,
         typer.Option(help="Print text as it comes; on by default for one completion."),
     ] = None,
-    lora: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Folder of a LoRA adapter that the model gets."),
-    ] = None,
+    lora: LoraOption = None,
     echo: Annotated[bool, typer.Option(help="Print the prompt before its text.")] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON per prompt.")

@@ -5,7 +5,7 @@ import os
 import stat
 import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, BinaryIO
@@ -15,8 +15,11 @@ import typer
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
+from trouper.frontends.cli.adapters import LoraModulesOption
+from trouper.frontends.cli.adapters import lora_modules as read_modules
 from trouper.frontends.cli.options import expand_options, served_names
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
+from trouper.lora import LoRARequest
 
 if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
@@ -43,6 +46,7 @@ def run_batch(
         typer.Option(help="Lines under way at once; 1024 or twice max-num-seqs by default.", min=1),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of requests without one.")] = 0,
+    lora_modules: LoraModulesOption = None,
     *,
     engine_args: EngineArgs,
 ) -> None:
@@ -52,13 +56,16 @@ def run_batch(
 
     A line: {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f("}}
     """
+    adapters = read_modules(lora_modules or [])
+    engine_args.enable_lora |= bool(adapters)
     engine_args.seed = seed
     scheduler = resolve_offline(engine_args).scheduler
     if engine_args.max_num_queued_reqs or engine_args.max_num_queued_tokens:
         warnings.warn("a batch is not limited by max-num-queued-…", stacklevel=2)
     limit = max_inflight or max(INFLIGHT, 2 * scheduler.max_num_seqs)
     with _source(input_file) as source, _sink(output_file, input_file) as sink:
-        run_engine(engine_args, partial(_answer, source, sink, limit, served_names(engine_args)))
+        names = served_names(engine_args)
+        run_engine(engine_args, partial(_answer, source, sink, limit, names, adapters))
 
 
 async def _answer(
@@ -66,13 +73,16 @@ async def _answer(
     sink: BinaryIO,
     max_inflight: int,
     names: tuple[str, ...],
+    adapters: Sequence[LoRARequest],
     engine: "AsyncLLMEngine",
     _: Interrupts,
 ) -> None:
     from trouper.frontends.server.app import create_app
     from trouper.frontends.server.batch_files import BatchFile
+    from trouper.frontends.server.server import load_adapters
     from trouper.frontends.server.settings import ServerSettings
 
+    await load_adapters(engine, adapters)
     # A batch is answered as a whole, so its requests have no limit on their number and no deadline.
     settings = ServerSettings(
         served_model_names=names, max_requests=sys.maxsize, request_timeout_s=math.inf

@@ -217,6 +217,18 @@ def test_an_adapter_changes_the_text(capsys, tmp_path):
     assert "lora_path" in capsys.readouterr().err
 
 
+def test_a_conversation_has_an_adapter(capsys, tmp_path):
+    folder = write_adapter(tmp_path / "adapter", random_tensors(seed=3))
+    line = ["chat", "-q", "hi", *GREEDY, "--max-tokens", "8"]
+    texts = []
+    for more in ([], ["--lora", folder]):
+        assert run_line([*line, *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] != texts[1]
+    assert run_line([*line, "--url", "http://127.0.0.1:9", "--lora", folder]) == 2
+    assert "--model-name" in capsys.readouterr().err
+
+
 def test_an_empty_prompt_is_a_mistake(capsys):
     assert run_line(["generate", "x", ""]) == 2
     assert capsys.readouterr().err == "trouper: the prompt is empty (parameter=prompt)\n"

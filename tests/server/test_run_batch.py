@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.adapters import random_tensors, write_adapter
 from trouper.frontends.cli.main import run_line
 
 ENGINE = ["--max-model-len", "512", "--num-gpu-blocks-override", "64", "--dtype", "float32"]
@@ -54,6 +55,27 @@ def test_a_file_becomes_a_file(files, capsys):
     assert first["response"]["body"]["model"] == "m"
     assert third["error"]["code"] == "duplicate_custom_id"
     assert [path.name for path in sink.parent.iterdir()].count("answers.jsonl.part") == 0
+
+
+def test_requests_name_adapters_of_which_not_all_are_loaded_at_once(tmp_path, capsys):
+    names, source = ("one", "two", "three"), tmp_path / "requests.jsonl"
+    given = [
+        f"--lora-modules={name}={write_adapter(tmp_path / name, random_tensors(seed=seed))}"
+        for seed, name in enumerate(names, 1)
+    ]
+    models = [*names, *names, "unknown"]
+    lines = [requests(str(i), model=model, max_tokens=8) for i, model in enumerate(models)]
+    source.write_text("".join(lines))
+    sink = tmp_path / "answers.jsonl"
+    assert run_batch(source, sink, *given, "--max-cpu-loras", "1") == 0
+    assert capsys.readouterr().err == "7 requests, 1 of them failed\n"
+    answers = [json.loads(line) for line in sink.read_text().splitlines()]
+    *good, bad = (each["response"] for each in sorted(answers, key=lambda each: each["custom_id"]))
+    assert bad["status_code"] == 404
+    assert [each["body"]["model"] for each in good] == models[:-1]
+    texts = [each["body"]["choices"][0]["text"] for each in good]
+    assert texts[:3] == texts[3:]
+    assert len(set(texts)) == 3
 
 
 def test_the_input_is_not_overwritten(files, capsys):
