@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from trouper.config.gguf_files import gguf_models, gguf_names
+from trouper.config.model_path import is_plain
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.options import expand_options
 
@@ -64,26 +66,49 @@ def _of_the_hub(download_dir: Path | None) -> Iterator[dict[str, Any]]:
 
 
 def _of_folder(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the models in a folder: itself, the GGUF files in it, or those one level below."""
+    """Yield the models in a folder: itself, the GGUF files in it, or those one level below.
+
+    Args:
+        name: what the hub calls the folder.
+    """
     path = path.expanduser()
-    if not path.exists():
+    if path.is_file():
+        yield _entry(path, str(path), _split_files(path))
+        return
+    if not path.is_dir():
         raise TrouperValidationError("no such folder", parameter="folders", value=str(path))
-    if path.is_file() or (path / "config.json").is_file():
+    models = gguf_models(gguf_names(path))
+    if _is_model(path) or (not models and (path / "config.json").is_file()):
         yield _entry(path, name or str(path))
         return
-    for file in sorted(path.glob("*.gguf")):
-        yield _entry(file, f"{name}/{file.name}" if name else str(file))
+    for label, files in models.items():
+        found = [path / file for file in files]
+        yield _entry(found[0], f"{name}:{label}" if name else str(found[0]), found)
     if name is None:
         for folder in sorted(path.iterdir()):
-            if folder.is_dir() and (folder / "config.json").is_file():
+            has_config = folder.is_dir() and (folder / "config.json").is_file()
+            if has_config and (_is_model(folder) or not gguf_models(gguf_names(folder))):
                 yield _entry(folder, str(folder))
 
 
-def _entry(path: Path, name: str) -> dict[str, Any]:
+def _is_model(folder: Path) -> bool:
+    return is_plain(folder) and (folder / "config.json").is_file()
+
+
+def _split_files(path: Path) -> list[Path]:
+    """List the files of the split of which one is the first, or itself."""
+    for files in gguf_models(gguf_names(path.parent)).values():
+        if files[0] == path.name:
+            return [path.parent / file for file in files]
+    return [path]
+
+
+def _entry(path: Path, name: str, files: list[Path] | None = None) -> dict[str, Any]:
     from trouper.actors.executor.servable import judge
 
     verdict = judge(path)
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    if files is None:
+        files = [file for file in path.rglob("*") if file.is_file()]
     return {
         "model": name,
         "path": str(path),

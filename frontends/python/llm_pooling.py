@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from trouper.config.model import GGUF_POOLS
 from trouper.errors import EnginePausedError, TrouperValidationError
 from trouper.frontends.python.blocking import BlockingControls
 from trouper.frontends.python.bulk import ProgressBar, as_list, progress_bar
@@ -140,11 +141,12 @@ class PoolingMethods(BlockingControls):
         self.thread.check_open()
         if self.is_sleeping():
             raise EnginePausedError("the engine is paused or asleep: wake_up() first")
-        if self.thread.engine.config.pooler is None:
-            raise TrouperValidationError(
-                "this model generates; pooling needs an engine with runner='pooling'",
-                parameter="runner",
-            )
+        config = self.thread.engine.config
+        if config.pooler is None:
+            rule = "this model generates; pooling needs an engine with runner='pooling'"
+            if config.model.is_gguf:
+                rule = GGUF_POOLS
+            raise TrouperValidationError(rule, parameter="runner")
 
 
 def _with_task(params: PoolingParams | None, task: str) -> PoolingParams:

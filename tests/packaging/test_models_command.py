@@ -84,3 +84,29 @@ def test_a_hub_id_without_a_network_says_where_it_was_looked_for(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(TrouperValidationError, match=r"hub cannot be reached.*some/model"):
         ModelConfig.load(EngineArgs("some/model"))
+
+
+def test_a_split_is_one_model_of_the_size_of_its_parts(capsys, tmp_path, empty_cache):
+    (tmp_path / "Q4_K_M").mkdir()
+    files = [tmp_path / "Q4_K_M" / f"x-{n:05}-of-00003.gguf" for n in (1, 2, 3)]
+    for file in (*files, tmp_path / "x-Q8_0.gguf", tmp_path / "mmproj-F16.gguf"):
+        file.write_bytes(b"GGUF" * 8)
+    found = listed(capsys, *empty_cache, tmp_path)
+    sizes = {name: entry["size_bytes"] for name, entry in found.items()}
+    assert sizes == {str(files[0]): 96, str(tmp_path / "x-Q8_0.gguf"): 32}
+    (found,) = listed(capsys, *empty_cache, files[0]).values()
+    assert found["size_bytes"] == 96
+
+
+@pytest.mark.parametrize("extra", [[], ["config.json"]])
+def test_gguf_files_of_the_hub_have_names_that_can_be_run(capsys, tmp_path, extra):
+    repo = tmp_path / "models--some--model"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    for name in (*extra, "Q8_0/x-Q8_0.gguf", "x-Q4_0.gguf"):
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).write_bytes(b"GGUF")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("a" * 40)
+    (repo / "blobs").mkdir()
+    found = listed(capsys, "--download-dir", tmp_path)
+    assert found.keys() == {"some/model:Q8_0/x-Q8_0", "some/model:x-Q4_0"}

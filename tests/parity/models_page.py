@@ -7,7 +7,7 @@ from trouper.actors.executor.models.encoder_traits import READERS as ENCODERS
 from trouper.actors.executor.models.registry import READERS as DECODERS
 from trouper.actors.executor.models.registry import TEXT_MODELS
 from trouper.actors.executor.weights.schemes import READERS as QUANTIZED
-from trouper.config.checks import ONE_OF
+from trouper.config.checks import ROUNDED
 from trouper.config.gguf_names import FAMILIES as GGUF
 
 from .hf_families import FAMILIES, NOT_CAUSAL, OWN_ATTENTION, REFUSED, architecture_of
@@ -31,7 +31,7 @@ def lists():
         "refused": "\n".join(f"* {reason}: {named(names)}" for reason, names in refused().items()),
         "gguf": named(GGUF),
         "checkpoints": named(QUANTIZED),
-        "rounding": named(fmt for fmt in ONE_OF["quantization"] if fmt),
+        "rounding": named(ROUNDED),
     }
 
 

@@ -35,6 +35,7 @@ from trouper.config.gguf import TENSOR_TYPES, read_gguf
 from trouper.config.gguf_files import find_gguf
 from trouper.config.gguf_names import FAMILIES, place_of
 from trouper.config.model import ModelConfig
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.cpu.linear.quantization import dequantized
 
@@ -474,3 +475,11 @@ def test_a_real_model_gives_the_logits_of_its_dequantised_weights(tmp_path):
     driver = Driver(CpuRunner(config))
     prompts = random_prompts((9, 40), 1000)
     check_against(model.eval(), driver.run(prompts, 8, Sampling(temperature=0.0, logprobs=-1)))
+
+
+@pytest.mark.parametrize("wish", [{"runner": "pooling"}, {"convert": "embed"}], ids=str)
+def test_a_file_does_not_pool_and_says_so(tmp_path, wish):
+    table = np.zeros((10, 64), np.float32)
+    path = write(tmp_path / "m.gguf", tensors=[("token_embd.weight", table, None)])
+    with pytest.raises(UnsupportedFeatureError, match="GGUF models do not pool"):
+        resolve(EngineArgs(str(path), **wish))

@@ -362,3 +362,29 @@ def test_the_vocabulary_needs_no_torch():
 )
 def test_weights_are_compressed_for_few_sequences_or_on_request(options, expected):
     assert resolve(EngineArgs(**options)).compress_weights is expected
+
+
+@pytest.mark.parametrize("own", ["awq", "gptq", "fp8", "compressed-tensors", "mxfp4"])
+def test_the_method_of_the_checkpoint_itself_is_no_rounding(folder, own):
+    path = folder({**CONFIG, "quantization_config": {"quant_method": own}})
+    assert resolve(EngineArgs(path, quantization=own)).quantization is None
+    other = "fp8" if own != "fp8" else "awq"
+    with pytest.raises(TrouperValidationError, match=f"the checkpoint's own is {own}"):
+        resolve(EngineArgs(path, quantization=other))
+    with pytest.raises(TrouperValidationError, match="quantised already"):
+        resolve(EngineArgs(path, quantization="int4"))
+    with pytest.raises(TrouperValidationError, match="are plain; int8 or int4 rounds them"):
+        resolve(EngineArgs(folder(CONFIG), quantization=own))
+
+
+def test_vllms_names_of_kernels_are_those_of_the_method(folder):
+    path = folder({**CONFIG, "quantization_config": {"quant_method": "gptq"}})
+    assert resolve(EngineArgs(path, quantization="gptq_marlin")).quantization is None
+
+
+def test_a_model_with_a_recurrent_state_is_refused_for_it(folder):
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
+    for kind in ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlstm"):
+        config = {"architectures": ["XForCausalLM"], "model_type": kind, **sizes}
+        with pytest.raises(UnsupportedFeatureError, match="recurrent state"):
+            resolve(EngineArgs(folder(config)))

@@ -30,10 +30,13 @@ AT_MOST = {
     "max_lora_rank": 1024,
     "max_cpu_loras": 1024,
 }
+ROUNDED = ("int8", "int4")  # what plain weights are rounded to
+# Of a checkpoint that is quantised already, by the names that vLLM has for its kernels too.
+METHODS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "mxfp4", "gguf")
 ONE_OF = {
     "scheduling_policy": ("priority", "fcfs"),
     "device_worker": ("auto", "inline", "process"),
-    "quantization": (None, "int8", "int4"),
+    "quantization": (None, *ROUNDED, *METHODS),
     "model_impl": ("auto", "trouper", "transformers"),
     "prefix_caching_hash_algo": ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
 }

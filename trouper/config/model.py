@@ -16,7 +16,7 @@ from trouper.config.model_path import DEMO_MODEL, model_path
 from trouper.config.overrides import WHOLE, overridden
 from trouper.config.pooler import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 from trouper.config.presets import GEOMETRIES
-from trouper.errors import TrouperValidationError, invalid
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, SamplingParams
 
 GENERATION = "generation_config.json"
@@ -53,6 +53,10 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
     },
 }  # fmt: skip
+# They have no number of positions that a config could give.
+RECURRENT = ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlstm")
+RECURRENT_STATE = "it keeps a recurrent state, not keys and values alone"
+GGUF_POOLS = "GGUF models do not pool; a folder of safetensors does"
 # Their position table begins behind the padding token's index.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 _SAMPLING_DEFAULTS = (
@@ -125,6 +129,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             default_sampling=_default_sampling(generation),
         )
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file, not a folder."""
+        return is_gguf(self.path)
+
     def with_lengths_below(self, max_model_len: int) -> Self:
         """Copy it with a default of max_tokens that a request to this engine may ask for."""
         wanted = self.default_sampling.get("max_tokens")
@@ -139,6 +148,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         wishes = PoolerConfig.of(wishes)
         if not is_pooling(runner, convert, folder, self.architecture):
             return None
+        if self.is_gguf:
+            raise UnsupportedFeatureError(GGUF_POOLS, parameter="model")
         return pooler_spec(wishes, folder, self.architecture, self.hf_config, convert)
 
 
@@ -167,6 +178,9 @@ def _needed(fields: HfFields, name: str, path: Path) -> int:
 
 def _num_positions(fields: HfFields, path: Path) -> int:
     """Count the tokens of the longest sequence; some encoders keep rows for padding before the first one."""
+    if fields.max_position_embeddings is None and fields.model_type in RECURRENT:
+        rule = f"{fields.model_type} cannot be served: {RECURRENT_STATE}"
+        raise UnsupportedFeatureError(rule, parameter="model")
     num_positions = max(_needed(fields, "max_position_embeddings", path), _stretched(fields))
     if fields.model_type in _OFFSET_POSITIONS:
         num_positions -= (fields.pad_token_id or 1) + 1

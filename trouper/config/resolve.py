@@ -12,7 +12,7 @@ import msgspec
 
 from trouper.config.adapters import LoRAConfig
 from trouper.config.args import EngineArgs
-from trouper.config.checks import check_engine_args, log_idle_options
+from trouper.config.checks import ROUNDED, check_engine_args, log_idle_options
 from trouper.config.cpu_bind import CpuBind, read_cpu_bind
 from trouper.config.devices import (
     DeviceKind,
@@ -185,7 +185,7 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         log_idle_options(args)
         if batch_invariant:
             raise UnsupportedFeatureError(NOT_INVARIANT, parameter="batch_invariant")
-    _check_quantization(args, model, pooler)
+    quantization = _rounding(args, model, pooler)
     sizes = [_check_workers(args, name, device, pooler) for name in SEVERAL_WORKERS]
     partition = _layer_partition(args, model)
     if device == "cuda" and args.tensor_parallel_size > 1:
@@ -231,7 +231,7 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         step_timeout_s=args.step_timeout,
         batch_invariant=batch_invariant,
         graphs=None if args.enforce_eager else _graph_sizes(args),
-        quantization=cast("Quantization", args.quantization),
+        quantization=quantization,
         compress_weights=compresses,
         max_model_len=max_model_len,
         block_size=block_size,
@@ -325,15 +325,29 @@ def _with_drafts(
     )
 
 
-def _check_quantization(args: EngineArgs, model: ModelConfig, pooler: PoolerSpec | None) -> None:
-    if args.quantization is None:
-        return
+def _rounding(args: EngineArgs, model: ModelConfig, pooler: PoolerSpec | None) -> Quantization:
+    """Return what the weights are rounded to at load; the method of the checkpoint itself rounds nothing."""
+    wanted = args.quantization
+    if wanted is None:
+        return None
     if pooler is not None:
         raise UnsupportedFeatureError(
             "quantization: not of a model that pools", parameter="quantization"
         )
-    if model.hf_config.get("quantization_config"):
-        raise invalid("quantization", "the checkpoint is quantised already", args.quantization)
+    scheme: dict[str, Any] = model.hf_config.get("quantization_config") or {}
+    own: Any = scheme.get("quant_method")
+    if wanted in ROUNDED:
+        if scheme:
+            raise invalid("quantization", "the checkpoint is quantised already", wanted)
+        return cast("Quantization", wanted)
+    if wanted.removesuffix("_marlin") != own:
+        rule = (
+            f"the checkpoint's weights are plain; {' or '.join(ROUNDED)} rounds them"
+            if own is None
+            else f"the checkpoint's own is {own}, which needs no option"
+        )
+        raise invalid("quantization", rule, wanted)
+    return None
 
 
 def _check_workers(

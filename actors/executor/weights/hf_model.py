@@ -31,7 +31,7 @@ from trouper.actors.executor.weights.hf_code import own_code
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.executor.weights.text_names import key_mapping, text_names
-from trouper.config.model import ModelConfig
+from trouper.config.model import RECURRENT_STATE, ModelConfig
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
@@ -174,12 +174,12 @@ def check_class(cls: Any, hf_config: Any) -> None:
     Raises:
         UnsupportedFeatureError: the attention cannot be exchanged, or the model keeps another state than keys and values.
     """
+    if getattr(cls, "_is_stateful", False):
+        raise UnsupportedFeatureError(RECURRENT_STATE)
     if not getattr(cls, "_supports_attention_backend", False):
         raise UnsupportedFeatureError(
             "its class has an attention of its own that cannot be exchanged"
         )
-    if getattr(cls, "_is_stateful", False):
-        raise UnsupportedFeatureError("it keeps a recurrent state, not keys and values alone")
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedFeatureError("it is the decoder of an encoder")
     text = hf_config.get_text_config()
