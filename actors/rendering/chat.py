@@ -47,7 +47,10 @@ class ChatTemplate:
             ) from error
         self.variables = frozenset(meta.find_undeclared_variables(tree)) - RESERVED
         self.takes_parts = _iterates_content(tree)
-        self._tests_for_strings = any(t.name == "string" for t in tree.find_all(nodes.Test))
+        tests = list(tree.find_all(nodes.Test))
+        self._tests_for_strings = any(t.name == "string" for t in tests)
+        # DeepSeek's, for one, write the calls of a message only if its content is none
+        self._tests_for_none = any(t.name == "none" and _is_content(t.node) for t in tests)
         self._source = source
         # Tokens such as `<think>` are not flagged special, but a template that writes them means them.
         control = {t for t in added if t in source and not t.isspace()} | set(special)
@@ -126,6 +129,8 @@ class ChatTemplate:
             clean["role"] = role
         if "content" in clean:
             clean["content"] = self._content(clean["content"], f"{where}.content")
+        elif clean.get("tool_calls"):
+            clean["content"] = self._no_content()
         reasoning = next((clean[name] for name in REASONING if name in clean), None)
         if reasoning is not None:
             clean = {"thinking": reasoning, **clean, "reasoning_content": reasoning}
@@ -141,6 +146,12 @@ class ChatTemplate:
             raise TrouperValidationError("content must be text or a list of parts", parameter=where)
         parts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
         return parts if self.takes_parts else "\n".join(part["text"] for part in parts)
+
+    def _no_content(self) -> Any:
+        """Return the content of a message that only calls tools, in the form that the template was written for."""
+        if self._tests_for_none:
+            return None
+        return [] if self.takes_parts and not self._tests_for_strings else ""
 
     def _mark_end(self, chat: list[dict[str, Any]]) -> str:
         """Put END behind the last message's text; return that text."""

@@ -149,6 +149,23 @@ def test_arguments_of_calls_become_data_when_they_are_an_object(arguments, shown
     assert render(template, [{"role": "assistant", "tool_calls": [call(arguments)]}]) == shown
 
 
+@pytest.mark.parametrize("given", [{}, {"content": None}])
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{{ m['role'] + m['content'] }}", "assistant"),
+        ("{{ m['content'] | trim }}{{ m.tool_calls | length }}", "1"),
+        ("{% for part in m.content %}[{{ part.text }}]{% endfor %}", ""),
+        ("{% if m['content'] is none %}calls{% else %}{{ m['content'] }}{% endif %}", "calls"),
+        ("{% if m.content is string %}{{ m.content }}{% else %}other{% endif %}", ""),
+    ],
+)
+def test_a_message_that_only_calls_has_the_content_that_the_template_expects(given, source, shown):
+    template = ChatTemplate("{% for m in messages %}" + source + "{% endfor %}")
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    assert render(template, [{"role": "assistant", "tool_calls": calls, **given}]) == shown
+
+
 def test_parts_are_joined_for_a_template_that_wants_text():
     template = ChatTemplate("{{ messages[0].content }}")
     assert not template.takes_parts
