@@ -198,7 +198,7 @@ class Attack:
         word = self.post("/detokenize", {"tokens": [300]})[2]["prompt"]
         fields = {"prompt": "x", "max_tokens": 4, "allowed_token_ids": [300], "bad_words": [word]}
         status, _, answer = self.post("/v1/completions", fields)
-        assert (status, answer["error"]["code"]) == (500, "no_valid_token")
+        assert (status, answer["error"]["code"]) == (400, "no_valid_token")
 
     def _biased_away(self):
         """A bias of -100 is no ban: among equals the best is drawn."""

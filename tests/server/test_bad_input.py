@@ -230,7 +230,7 @@ async def test_a_request_that_forbids_all_it_allows_ends_alone(client, is_stream
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask, "none", fields)
         tasks.start_soon(ask, "greedy", greedy)
-    assert (answers["none"].status, answers["none"].error["code"]) == (500, "no_valid_token")
+    assert (answers["none"].status, answers["none"].error["code"]) == (400, "no_valid_token")
     assert answers["none"].headers["x-should-retry"] == "false"
     assert answers["greedy"].json["choices"] == alone.json["choices"]
 
