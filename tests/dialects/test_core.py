@@ -1,6 +1,7 @@
 """Answers in each dialect give the events of the golden files, however they are cut into pieces."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ TOOLS = {
     },
     "g": {},
 }
+PAGE = Path(__file__).parents[2] / "docs" / "tools.md"
 GOLDEN = {
     path.stem: json.loads(path.read_text())
     for path in sorted((Path(__file__).parent / "golden").glob("*.json"))
@@ -131,3 +133,9 @@ def test_a_template_with_the_marks_is_of_the_dialect(dialect):
 )  # fmt: skip
 def test_a_bare_value_becomes_json_of_its_type(text, kind, expected):
     assert as_json(text, kind) == expected
+
+
+def test_the_page_names_every_dialect_as_the_option_takes_it():
+    (listed,) = re.findall(r"parser names as aliases: ([^.]*)\. A new one", PAGE.read_text())
+    names = re.sub(r"\([^)]*\)", "", listed).replace("\n", " ").split(",")
+    assert sorted(name.strip() for name in names) == sorted(d.name for d in DIALECTS)

@@ -166,6 +166,14 @@ async def test_without_parallel_calls_the_first_one_counts(says):
     assert len(reply["choices"][0]["message"]["tool_calls"]) == 1
 
 
+async def test_a_forced_call_of_a_tool_without_parameters_has_no_arguments(client):
+    tool = {"type": "function", "function": {"name": "f"}}
+    fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = (await client.post(PATH, {**CHAT, **fields})).json["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {}
+
+
 async def test_what_the_compiler_refuses_is_named_as_a_tool_s(client):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
     answer = await client.post(PATH, {**CHAT, "tools": [tool], "tool_choice": "required"})

@@ -18,6 +18,8 @@ MAX_TOOLS = 128
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 JSONObject = dict[str, Any]
+# of a tool without `parameters`: by OpenAI's API it takes none
+NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}, "additionalProperties": False}
 StrictLevel = Literal["auto", "function", "parameter"]
 
 
@@ -114,7 +116,8 @@ def _function(tool: JSONObject, place: str) -> tuple[str, JSONObject, bool]:
         )
     if parameters is not None and not isinstance(parameters, dict):
         raise invalid(f"{place}.function.parameters", "must be an object")
-    return name, cast("JSONObject", parameters or {}), fields.get("strict") is True
+    schema = NO_PARAMETERS if parameters is None else cast("JSONObject", parameters)
+    return name, schema, fields.get("strict") is True
 
 
 def _chosen(choice: JSONObject, place: str) -> str:
