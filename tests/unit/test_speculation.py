@@ -67,6 +67,8 @@ def test_more_drafts_than_are_exact_become_seven_with_a_line_in_the_log(caplog):
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": "3"}, "num_speculative_tokens"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_min"),
+        ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "spec_factor"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "cached_requests"),
         ("ngram", "must be a dict"),
@@ -78,6 +80,12 @@ def test_more_drafts_than_are_exact_become_seven_with_a_line_in_the_log(caplog):
 def test_a_wrong_value_is_named(value, named):
     with pytest.raises(TrouperValidationError, match=named) as raised:
         speculative_config(value, "cpu")
+    assert raised.value.parameter == "speculative_config"
+
+
+def test_a_draft_model_that_is_not_there_is_not_taken_for_the_model():
+    with pytest.raises(TrouperValidationError, match="draft model: no such model") as raised:
+        resolve(EngineArgs(device="cpu", speculative_config={"model": "/no/such/folder"}))
     assert raised.value.parameter == "speculative_config"
 
 

@@ -85,8 +85,9 @@ def speculative_config(
         )
     given.setdefault("num_speculative_tokens", MAX_DRAFT_TOKENS)
     longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
-    given["prompt_lookup_max"] = longest or shortest or DEFAULT_NGRAM
-    given["prompt_lookup_min"] = shortest or longest or DEFAULT_NGRAM
+    fallback = next((each for each in (longest, shortest) if each is not None), DEFAULT_NGRAM)
+    given["prompt_lookup_max"] = fallback if longest is None else longest
+    given["prompt_lookup_min"] = fallback if shortest is None else shortest
     try:
         config = msgspec.convert(given, SpeculativeConfig)
     except msgspec.ValidationError as error:
@@ -133,7 +134,11 @@ def draft_model(
     own = dataclasses.replace(
         args, model=speculation.model, revision=speculation.revision, hf_overrides=None
     )
-    draft, size = ModelConfig.load(own), model.vocab_size
+    try:
+        draft = ModelConfig.load(own)
+    except TrouperValidationError as error:
+        raise _wrong(f"the draft model: {error.message}", speculation.model) from error
+    size = model.vocab_size
     if draft.vocab_size != size:
         raise _wrong(
             f"the draft model must have the model's vocabulary of {size} tokens, not of {draft.vocab_size}",
