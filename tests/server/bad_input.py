@@ -402,7 +402,7 @@ SUITE = {
                 {"const": -(2**63)}, chain(1000),
             )
         ),
-        h("the format's schema", 400, "invalid_schema", "structured_outputs",
+        h("the format's schema", 400, "invalid_schema", "response_format",
           response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}),
         h("a tool's schema", 400, "invalid_grammar", "tools", tool_choice="required",
           tools=[{"function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}}]),

@@ -28,6 +28,15 @@ def is_answer(text):
     return value.keys() == {"kind", "big"} and value["kind"] in ("x", "y")
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("way", WAYS[:3], ids=lambda way: next(iter(way)))
+async def test_what_cannot_be_compiled_is_named_as_the_client_gave_it(client, path, way):
+    bad = json.loads(json.dumps(way).replace(json.dumps(SCHEMA), '{"not": {}}'))
+    answer = await client.post(path, {"messages": MESSAGES, "prompt": "x", **bad})
+    assert (answer.status, answer.error["param"]) == (400, next(iter(way)))
+    assert answer.error["message"].startswith(next(iter(way)))
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
 async def test_a_schema_is_asked_for_in_each_way(client, way):
     fields = {"max_tokens": 200, "seed": 3, **way}

@@ -43,6 +43,7 @@ from trouper.frontends.server.openai.responses_types import (
     WholeMessage,
 )
 from trouper.frontends.server.openai.sampling import chat_params, parsed_request
+from trouper.frontends.server.openai.structured import way_of
 from trouper.frontends.server.openai.tools import CallDeltas, ToolUse, tool_use
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.usage import Usage
@@ -90,9 +91,10 @@ class ChatAdapter:
 
     @staticmethod
     def client_name(request: ChatRequest, parameter: str) -> str:
-        if parameter == "structured_outputs" and _tool_use(request).schemas:
+        if parameter == "structured_outputs":
             has_format = request.response_format or request.structured_outputs
-            return parameter if has_format else "tools"
+            is_of_tools = not has_format and _tool_use(request).schemas
+            return "tools" if is_of_tools else way_of(request)
         if parameter == "beam_width":
             return "n"
         new_name = NEW_NAMES.get(parameter)

@@ -33,6 +33,7 @@ from trouper.frontends.server.openai.sampling import (
     completion_params,
     parsed_request,
 )
+from trouper.frontends.server.openai.structured import way_of
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.usage import Usage
 from trouper.outputs import LogprobsOnePosition, RequestOutput
@@ -69,6 +70,8 @@ class CompletionAdapter:
 
     @staticmethod
     def client_name(request: CompletionRequest, parameter: str) -> str:
+        if parameter == "structured_outputs":
+            return way_of(request)
         return "n" if parameter == "beam_width" else parameter
 
     def __init__(

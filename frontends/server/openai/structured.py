@@ -44,6 +44,14 @@ def structured_outputs(request: Generating) -> StructuredOutputsParams | None:
         raise TrouperValidationError(error.message, parameter=name) from None
 
 
+def way_of(request: Generating) -> str:
+    """Return the field in which a request says what its answer must match."""
+    if request.structured_outputs:
+        return "structured_outputs"
+    guided = [f"guided_{name}" for name in GUIDED]
+    return next((name for name in guided if getattr(request, name) is not None), "response_format")
+
+
 def _of_format(given: ResponseFormat | None) -> dict[str, Any]:
     if given is None or given.type == "text":
         return {}
