@@ -6,7 +6,7 @@ grammars are tried, since the converter of EBNF takes its time with the square o
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -72,7 +72,7 @@ def failure(message: str, kind: str) -> GrammarError:
 
 
 @contextmanager
-def typed_failures(kind: str) -> Iterator[None]:
+def typed_failures(kind: str) -> Generator[None]:
     """Turn what compiling a grammar of this kind raises into the error of its request."""
     try:
         yield

@@ -107,7 +107,7 @@ class Grammars:
         if self._config.backend == "none":
             raise UnsupportedFeatureError(TURNED_OFF, parameter="structured_outputs")
         try:
-            import llguidance  # noqa: F401  # the trial needs it too
+            import llguidance  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the trial needs it too
         except ImportError as error:
             raise UnsupportedFeatureError(
                 f"structured outputs need llguidance: {install_hint('grammar')}",

@@ -1,6 +1,7 @@
 """Pooling over many requests at once, and scores of pairs, for all interfaces of a pooling engine."""
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio.lowlevel
@@ -45,7 +46,7 @@ async def collect(
             opened.append(encoding)
             encoding.open()
         for i, encoding in enumerate(opened):
-            with prompt_named("prompt" if places is None else places[i]):
+            with nullcontext() if places is None else prompt_named(places[i]):
                 outputs.extend([output async for output in encoding])
             if bar is not None:
                 bar.update(1)
