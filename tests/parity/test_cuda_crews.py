@@ -51,7 +51,7 @@ def crew(monkeypatch):
     monkeypatch.setattr(
         async_engine,
         "ProcessDevice",
-        lambda config, _, replica: ProcessDevice(config, start, replica=replica),
+        lambda config, _, **more: ProcessDevice(config, start, **more),
     )
     return peers
 
