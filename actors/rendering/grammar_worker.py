@@ -16,12 +16,13 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import llguidance
 
 from trouper.actors.rendering.confined_process import LENGTH_BYTES, framed
 from trouper.actors.rendering.grammar import grammar_source, typed_failures
+from trouper.actors.rendering.grammar_trials import TrialBudget
 from trouper.actors.rendering.matchers import compiled
 from trouper.errors import GrammarError
 from trouper.structured_outputs import StructuredOutputsParams
@@ -48,16 +49,8 @@ class ByteVocabulary:
         return [self._first_byte + byte for byte in given]
 
 
-class Limits(NamedTuple):
-    """Limits of one trial, as in `TrialBudget`."""
-
-    cpu_s: int
-    memory: int
-    stack: int
-
-
 def main() -> None:
-    limits = Limits(*map(int, sys.argv[1:]))
+    limits = TrialBudget(*map(int, sys.argv[1:]))
     with socket.socket(fileno=sys.stdin.fileno()) as orders, suppress(OSError):
         vocabulary = ByteVocabulary(*json.loads(_read(orders) or b"[]"))
         tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(cast("Any", vocabulary)))
@@ -75,7 +68,7 @@ def _read(orders: socket.socket) -> bytes:
         return stream.read(int.from_bytes(stream.read(LENGTH_BYTES)))
 
 
-def _fork(orders: socket.socket, tokens: Any, limits: Limits) -> int:
+def _fork(orders: socket.socket, tokens: Any, limits: TrialBudget) -> int:
     """Let a fork wait for the next order and answer it, and return its exit code: of none but 0 has it answered."""
     child = os.fork()
     if child:
@@ -91,7 +84,7 @@ def _fork(orders: socket.socket, tokens: Any, limits: Limits) -> int:
         os._exit(code)
 
 
-def _try(order: bytes, orders: socket.socket, tokens: Any, limits: Limits) -> int:
+def _try(order: bytes, orders: socket.socket, tokens: Any, limits: TrialBudget) -> int:
     threading.stack_size(_limit(limits))
     answers: list[bytes] = []
 
@@ -125,7 +118,7 @@ def _answer(order: bytes, tokens: Any) -> dict[str, str]:
     return {"source": source}
 
 
-def _limit(limits: Limits) -> int:
+def _limit(limits: TrialBudget) -> int:
     """Limit this process and return the size of the stack."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

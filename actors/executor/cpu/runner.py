@@ -188,10 +188,8 @@ class CpuRunner:
         assert self._config.speculation is not None
         plan = StepPlan(0, 0, (0,), (0,), (1,), (1,))
         lengths = self._slots.num_prompt
-        held, lengths[0] = (
-            lengths[0],
-            0,
-        )  # of a prompt from before a sleep, whose positions are not recorded
+        held = lengths[0]  # of a prompt from before a sleep, whose positions are not recorded
+        lengths[0] = 0
         try:
             for num_drafts in range(self._config.speculation.num_speculative_tokens + 1):
                 steps.record(self._make_batch(plan, decoder, np.array([num_drafts])))
