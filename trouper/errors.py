@@ -94,6 +94,17 @@ class UnsupportedFeatureError(TrouperError, NotImplementedError):
         self.parameter = parameter
 
 
+class MissingExtraError(UnsupportedFeatureError):
+    """A feature needs an optional package that is not installed; the message says how to install it.
+
+    `refusal` says only what cannot be done, for a client over HTTP, who can install nothing here.
+    """
+
+    def __init__(self, message: str, *, refusal: str, parameter: str | None = None) -> None:
+        super().__init__(message, parameter=parameter)
+        self.refusal = refusal
+
+
 def rename_parameter(
     error: "TrouperValidationError | UnsupportedFeatureError", parameter: str
 ) -> None:

@@ -1,7 +1,13 @@
 """Optional packages, and the command that installs them wherever trouper itself came from."""
 
+import importlib.util
 import re
 from importlib import metadata
+
+# Features of requests: the module each needs, and the extra that brings it.
+REQUEST_EXTRAS = {
+    "structured outputs and forced tool calls": ("llguidance", "grammar"),
+}
 
 
 def install_hint(extra: str) -> str:
@@ -18,6 +24,18 @@ def install_hint(extra: str) -> str:
     if not packages:
         return f"install trouper with its extra `{extra}`"
     return "pip install " + " ".join(f"'{package}'" for package in packages)
+
+
+def missing_features() -> dict[str, str]:
+    """Return what requests cannot ask for since an optional package is missing: each feature with its install command.
+
+    Packages that a model or an option needs are not among them: without those the start fails.
+    """
+    return {
+        feature: install_hint(extra)
+        for feature, (module, extra) in REQUEST_EXTRAS.items()
+        if importlib.util.find_spec(module) is None
+    }
 
 
 def _requirements() -> list[str]:

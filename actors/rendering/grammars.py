@@ -17,11 +17,15 @@ from trouper.actors.rendering.grammar_trials import GrammarTrials, TrialTokens
 from trouper.actors.rendering.matchers import CompiledGrammar, Matchers
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.output_rules import StructuredOutputsConfig
-from trouper.errors import UnsupportedFeatureError
+from trouper.errors import MissingExtraError, UnsupportedFeatureError
 from trouper.extras import install_hint
 from trouper.params import SamplingParams
 from trouper.structured_outputs import StructuredOutputsParams
 
+NOT_INSTALLED = (
+    "this server cannot hold an answer to a schema, a grammar or a forced tool call: "
+    "it was set up without support for grammars"
+)
 TURNED_OFF = "this engine takes no grammars (structured_outputs_config)"
 
 
@@ -109,8 +113,9 @@ class Grammars:
         try:
             import llguidance  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the trial needs it too
         except ImportError as error:
-            raise UnsupportedFeatureError(
+            raise MissingExtraError(
                 f"structured outputs need llguidance: {install_hint('grammar')}",
+                refusal=NOT_INSTALLED,
                 parameter="structured_outputs",
             ) from error
         started = perf_counter()

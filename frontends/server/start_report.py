@@ -8,6 +8,7 @@ import anyio
 
 from trouper.actors.executor.device import DeviceInfo
 from trouper.config.resolve import EngineConfig
+from trouper.extras import missing_features
 
 REDRAW_S = 0.25
 CLEAR = "\r\x1b[K"  # of a terminal's line
@@ -27,6 +28,8 @@ def summarise(
         "loaded in": f"{seconds:.1f} s",
     }
     lines += [f"{fact}: {text}" for fact, text in facts.items() if text]
+    if config.pooler is None:
+        lines += [f"not available: {name} ({hint})" for name, hint in missing_features().items()]
     return lines
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -79,6 +80,30 @@ async def test_responses_have_a_format(client):
     answer = await client.post(RESPONSES, bad)
     assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_schema")
     assert answer.json["error"]["param"] == "text.format"
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, WAYS[0], "response_format"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tools"),
+        (COMPLETIONS, {"structured_outputs": {"regex": "x"}}, "structured_outputs"),
+        (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ],
+)
+async def test_a_client_reads_what_the_server_cannot_do_without_its_extra(
+    client, monkeypatch, path, fields, param
+):
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # importing it raises ImportError
+    asked = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": "x"}}
+    answer = await client.post(path, {**asked[path], **fields})
+    assert (answer.status, answer.error["code"]) == (400, "not_supported")
+    assert answer.error["param"] == param
+    assert answer.error["message"].startswith(f"{param}: this server cannot")
+    assert "pip" not in answer.error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,6 +1,8 @@
 """The command that installs what is missing."""
 
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,18 @@ REQUIRED = [
 def test_the_hint_names_the_packages_of_the_extra(monkeypatch, extra, command):
     monkeypatch.setattr(metadata, "requires", lambda _: REQUIRED)
     assert extras.install_hint(extra) == command
+
+
+def test_a_feature_of_requests_whose_package_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(extras, "REQUEST_EXTRAS", {"a": ("json", "grammar"), "b": ("no_such", "b")})
+    assert extras.missing_features() == {"b": "install trouper with its extra `b`"}
+
+
+def test_the_server_brings_every_package_that_requests_need():
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    brought = pyproject["project"]["optional-dependencies"]
+    for _, extra in extras.REQUEST_EXTRAS.values():
+        assert set(brought[extra]) <= set(brought["server"])
 
 
 def test_sources_that_are_not_installed_still_have_a_hint(monkeypatch):

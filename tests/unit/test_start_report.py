@@ -8,6 +8,7 @@ import pytest
 import trio
 import trio.testing
 
+from trouper import extras
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.devices.model_host import log_phase
 from trouper.frontends.server.start_report import CLEAR, REDRAW_S, LoadingLine, summarise
@@ -48,6 +49,13 @@ def test_the_summary_tells_how_many_workers_there_are():
     scheduler = msgspec.structs.replace(engine_config().scheduler, num_stages=3)
     staged = summary(device_worker="process", scheduler=scheduler)
     assert "in 3 worker processes, a stage of the model each" in staged[2]
+
+
+def test_the_summary_names_what_a_missing_package_leaves_out(monkeypatch):
+    assert not [line for line in summary() if line.startswith("not available")]
+    monkeypatch.setattr(extras, "REQUEST_EXTRAS", {"schemas": ("no_such_module", "none")})
+    hint = "install trouper with its extra `none`"
+    assert summary()[-1] == f"not available: schemas ({hint})"
 
 
 @pytest.mark.trio
