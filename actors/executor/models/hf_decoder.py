@@ -156,6 +156,39 @@ class HfDecoder:
         return x_TE[None]
 
 
+# The getters and methods that models may call on the weight of an exchanged layer.
+QUESTIONS = frozenset(
+    {
+        getattr(Tensor, name).__get__
+        for name in ("dtype", "device", "shape", "ndim", "is_meta", "requires_grad", "layout")
+    }
+    | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
+)
+
+
+class AbsentWeight(Tensor):
+    """Stands in for the weight of an exchanged layer: it has a shape, dtype and device but no values.
+
+    Computing with a plain tensor on the meta device does not fail everywhere: torch multiplies it with a tensor of
+    the CPU into uninitialised memory.  This class refuses every operation.
+    """
+
+    @classmethod
+    def like(cls, shape: Sequence[int], dtype: torch.dtype) -> "AbsentWeight":
+        """Make the stand-in of a weight of this shape and dtype."""
+        return torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in QUESTIONS:
+            name = getattr(func, "__name__", str(func))
+            raise UnsupportedFeatureError(f"it uses the weight of a linear layer directly ({name})")
+        parent: Any = super()
+        return parent.__torch_function__(func, types, args, kwargs or {})
+
+
 class HfLinear(nn.Module):
     """A linear layer of a model, computed by a `LinearMethod`."""
 
@@ -163,14 +196,14 @@ class HfLinear(nn.Module):
         super().__init__()
         self.method = method
         self.out_features, self.in_features = method.shape
-        # Models ask a weight for its dtype; one that computes with it fails, for there is nothing in it.
-        self.weight = torch.empty(method.shape, dtype=dtype, device="meta")
+        self.weight = AbsentWeight.like(method.shape, dtype)
         self.bias = method.bias
         self.row_counts: set[int] | None = set()  # of its products so far; None = no longer counted
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b for rows x of any leading dimensions."""
-        rows = x.reshape(-1, x.shape[-1])
+        # The products read rows as packed, and reshape returns a view of a turned tensor where it can.
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         if self.row_counts is not None:
             self.row_counts.add(len(rows))
         y = self.method.apply(rows)

@@ -8,15 +8,14 @@ Laws:
   * What is not admitted is refused with the reason before the engine is ready.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trouper.actors.executor.models.hf_attention import NAME, HfAttention
-from trouper.actors.executor.models.hf_decoder import HfDecoder, HfLinear
+from trouper.actors.executor.models.hf_decoder import HfDecoder
 from trouper.actors.executor.models.parameters import Parameter
 from trouper.actors.executor.models.registry import is_text_part
 from trouper.actors.executor.weights.checkpoint import Checkpoint
@@ -28,6 +27,7 @@ from trouper.actors.executor.weights.hf_check import (
     eager_logits,
 )
 from trouper.actors.executor.weights.hf_code import own_code
+from trouper.actors.executor.weights.hf_linears import exchange, linear_layers, observed
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.executor.weights.text_names import key_mapping, text_names
@@ -35,16 +35,12 @@ from trouper.config.model import RECURRENT_STATE, ModelConfig
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
-from trouper.kernels.cpu.linear.quantization import can_quantize
-from trouper.kernels.formats import Format
-from trouper.kernels.linear import LinearConfig, LinearMethod
-from trouper.kernels.select import make_linear
+from trouper.kernels.linear import LinearMethod
 
 KNOWN_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention"}
     | {"dense", "sparse", "moe"}  # kinds of MLP
 )
-MIN_QUANTIZED = 64  # outputs: routers are smaller, and lose more by rounding than they cost
 GROWING_ROPES = ("dynamic", "longrope")  # frequencies depend on the longest sequence of a batch
 
 
@@ -76,7 +72,6 @@ def _load(config: EngineConfig, wrap: Wrap | None) -> HfDecoder:
         )
     model = _with_weights(cls, hf_config, config, dtype)
     _check_ropes(model, config.max_model_len)
-    _replace_linears(model, config, dtype)
     try:
         decoder = _checked(model, config, dtype)
     except TrouperError:
@@ -97,8 +92,12 @@ def _load(config: EngineConfig, wrap: Wrap | None) -> HfDecoder:
 
 
 def _checked(model: nn.Module, config: EngineConfig, dtype: torch.dtype) -> HfDecoder:
-    """Give a model this engine's attention, and compare it with itself before."""
-    expected = eager_logits(model, config.model.vocab_size)
+    """Give a model this engine's products and attention, and compare it with itself as it was before."""
+    expected, layers = observed(
+        linear_layers(model, config.quantization),
+        lambda: eager_logits(model, config.model.vocab_size),
+    )
+    exchange(layers, config, dtype)
     attention = HfAttention(dtype, config.block_size, config.max_model_len)
     attention.attach(model)
     cast("Any", model).set_attn_implementation(NAME)
@@ -289,39 +288,3 @@ def _check_ropes(model: nn.Module, max_model_len: int) -> None:
                 f"its positions are stretched beyond {longest} tokens by the length of each sequence; "
                 f"set max_model_len to {longest} or less"
             )
-
-
-def _replace_linears(model: nn.Module, config: EngineConfig, dtype: torch.dtype) -> None:
-    linear = LinearConfig(quantization=config.quantization, is_compressed=config.compress_weights)
-    head = cast("Any", model).get_output_embeddings()
-    for parent, name, module in list(_linears(model)):
-        weight, bias = _matrix(module)
-        fmt = config.quantization
-        if fmt is not None:
-            fmt = "int8" if module is head else _format(weight, fmt)
-        method = make_linear(weight.data, None, linear._replace(quantization=fmt))
-        method.bias = None if bias is None else bias.data
-        setattr(parent, name, HfLinear(method, dtype))
-
-
-def _format(weight: Tensor, fmt: Format) -> Format | None:
-    """The format of a weight's integers; None keeps those plain that are small or do not divide into groups."""
-    num_out, num_in = weight.shape
-    return fmt if num_out >= MIN_QUANTIZED and can_quantize(num_in, fmt) else None
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield each linear layer with its parent and name; subclasses compute otherwise, and stay."""
-    from transformers.pytorch_utils import Conv1D
-
-    for parent in model.modules():
-        for name, module in parent.named_children():
-            if type(module) in (nn.Linear, Conv1D):
-                yield parent, name, module
-
-
-def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return weight [O, I] and bias of a linear layer."""
-    weight = cast("Tensor", module.weight)
-    is_turned = not isinstance(module, nn.Linear)  # Conv1D stores [I, O]
-    return weight.T.contiguous() if is_turned else weight, cast("Tensor | None", module.bias)
