@@ -97,7 +97,7 @@ class UnsupportedFeatureError(TrouperError, NotImplementedError):
 class MissingExtraError(UnsupportedFeatureError):
     """A feature needs an optional package that is not installed; the message says how to install it.
 
-    `refusal` says only what cannot be done, for a client over HTTP, who can install nothing here.
+    `refusal` says only what cannot be done, for a client over HTTP, which can install nothing here.
     """
 
     def __init__(self, message: str, *, refusal: str, parameter: str | None = None) -> None:

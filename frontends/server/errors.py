@@ -147,7 +147,9 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
         case TrouperClientError():
             return _told(400, _client_code(error), error)
         case MissingExtraError():
-            text = error.refusal if error.parameter is None else f"{error.parameter}: {error.refusal}"
+            text = (
+                error.refusal if error.parameter is None else f"{error.parameter}: {error.refusal}"
+            )
             return ErrorBody(400, "not_supported", text, error.parameter)
         case UnsupportedFeatureError():
             return _told(400, "not_supported", error)  # no 5xx: clients retry those
