@@ -13,7 +13,6 @@ USE_FORMAT = "use response_format or structured_outputs"
 NO_GRAMMAR = "use suffix and structured_outputs of /v1/completions"
 NO_MEDIA = "send text only"
 NO_TOOLS = "describe the functions in a message and parse the answer"
-NO_THINKING = "leave it out; only thinking that can be read is taken"
 NO_MEMORY = (
     "this server keeps no responses; start it with --responses-store-bytes, or send the whole "
     "conversation with every request"
@@ -57,7 +56,6 @@ RESPONSES = {
 MESSAGES = {
     "mcp_servers": NO_TOOLS,
     "container": NO_TOOLS,
-    "context_management": "send the whole conversation with every request",
     "output_format": "use output_config.format",
 }
 POOLING = {"padding": "texts are never padded; leave it out", "mm_processor_kwargs": NO_MEDIA}

@@ -13,6 +13,7 @@ from .client import Client
 from .process import started, stop
 from .scripted import ScriptedEngine, completion, output
 
+BILLING = "x-anthropic-billing-header:"
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
 GREEDY = {"messages": HI, "max_tokens": 6, "temperature": 0}
@@ -207,11 +208,59 @@ class TestInMemory:
         prompt, *_ = client.engine.asked[0]
         assert prompt["chat_template_kwargs"] == {"enable_thinking": False}
 
-    async def test_the_budget_of_thinking_is_the_engines(self, asked):
+    async def test_the_budget_of_thinking_is_the_engines(self, says):
+        client = says("<think>hm</think>yes", **REASONING)
         thinking = {"type": "enabled", "budget_tokens": 5}
-        _, (prompt, params, _) = await asked({**GREEDY, "thinking": thinking})
+        await client.post(PATH, {**GREEDY, "thinking": thinking})
+        prompt, params, _ = client.engine.asked[0]
         assert params.thinking_token_budget == 5
         assert prompt["chat_template_kwargs"] == {"enable_thinking": True}
+
+    async def test_system_messages_keep_their_places(self, asked):
+        later = {"role": "system", "content": [{**text("b"), "cache_control": {"type": "ephemeral"}}]}
+        fields = {"system": "a", "messages": [*HI, later, {"role": "system", "content": "c"}, *HI]}
+        _, (prompt, *_) = await asked({**GREEDY, **fields})
+        assert [(each["role"], each["content"]) for each in prompt["messages"]] == [
+            ("system", "a"), ("user", "hi"), ("system", "b"), ("system", "c"), ("user", "hi"),
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("system", "wanted"),
+        [
+            ([text(f"{BILLING} cc_version=1.2;"), text("be brief")], ["be brief"]),
+            (f"{BILLING} cc_version=1.2;\nbe brief", ["be brief"]),
+            (f"{BILLING} cc_version=1.2;", []),
+            ([text("be brief"), text(f"what is {BILLING}?")], [[text("be brief"), text(f"what is {BILLING}?")]]),
+        ],
+    )  # fmt: skip
+    async def test_the_billers_line_is_no_part_of_the_prompt(self, asked, system, wanted):
+        _, (prompt, *_) = await asked({**GREEDY, "system": system})
+        assert [each["content"] for each in prompt["messages"][:-1]] == wanted
+
+    async def test_effort_goes_to_the_template(self, asked):
+        _, (prompt, *_) = await asked({**GREEDY, "output_config": {"effort": "high"}})
+        assert prompt["chat_template_kwargs"] == {"reasoning_effort": "high"}
+
+    @pytest.mark.parametrize("edits", [[], [{"type": "clear_thinking_20251015", "keep": "all"}]])
+    async def test_the_answer_says_that_no_edit_was_applied(self, client, edits):
+        fields = {**GREEDY, "context_management": {"edits": edits}}
+        wanted = {"applied_edits": []}
+        assert (await client.post(PATH, fields)).json["context_management"] == wanted
+        answer = await client.post(PATH, {**fields, "stream": True})
+        assert named_events(answer.body)[-2]["context_management"] == wanted
+        counted = (await client.post(COUNT, {"messages": HI, **fields})).json
+        assert counted["context_management"]["original_input_tokens"] == counted["input_tokens"]
+        assert "context_management" not in (await client.post(PATH, GREEDY)).json
+
+    async def test_thinking_that_another_server_has_encrypted_is_left_out(self, asked):
+        said = [{"type": "redacted_thinking", "data": "x"}, text("yes")]
+        messages = [*HI, {"role": "assistant", "content": said}, *HI]
+        _, (prompt, *_) = await asked({**GREEDY, "messages": messages})
+        assert prompt["messages"][1] == {"role": "assistant", "content": "yes"}
+
+    async def test_more_tokens_than_the_models_length_are_no_limit(self, asked):
+        _, (_, params, _) = await asked({**GREEDY, "max_tokens": 32_000})
+        assert params.max_tokens == 512
 
     async def test_tools_count(self, client):
         fields = {"messages": HI, "tools": [TOOL]}
@@ -235,7 +284,10 @@ class TestInMemory:
             ({"messages": []}, "messages"),
             ({"messages": None}, "messages"),
             ({"messages": [{"content": "x"}]}, "messages[0].role"),
-            ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"role": "system", "content": [{"type": "image"}]}, *HI]}, "messages[0].content[0].type"),
+            ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]}, "messages"),
+            ({"output_config": {"effort": 3}}, "output_config.effort"),
             ({"messages": [*HI, {"role": "user"}]}, "messages[1].content"),
             ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
             ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
@@ -247,7 +299,6 @@ class TestInMemory:
             ({"system": [{"type": "image"}]}, "system[0].type"),
             ({"system": 3}, "system"),
             ({"max_tokens": 0}, "max_tokens"),
-            ({"max_tokens": 513}, "max_tokens"),
             ({"max_tokens": None}, "max_tokens"),
             ({"temperature": 3}, "temperature"),
             ({"top_p": 2}, "top_p"),
@@ -271,12 +322,12 @@ class TestInMemory:
             ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: "),
             ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: "),
             ({"thinking": {"type": "enabled", "budget_tokens": 6}}, "thinking.budget_tokens: "),
-            ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens: "),  # this model does not reason
             ({"thinking": {"type": "often"}}, "thinking.type: "),
             ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: "),
             ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "objec"}}}}, "output_config.format"),
             ({"output_format": {"type": "json_schema"}}, "output_format"),
-            ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+            ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "prompt is too long"),
+            ({"messages": [{"role": "user", "content": "x y " * 400}]}, " tokens > 512 maximum"),
         ],
     )  # fmt: skip
     async def test_a_refusal_names_the_field(self, client, fields, name, stream):
@@ -290,7 +341,10 @@ class TestInMemory:
         "fields",
         [{"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}}, {"tool_choice": {"type": "none"}}, {"tools": []},
          {"tool_choice": {"type": "auto"}},
-         {"service_tier": "auto"}, {"metadata": {"user_id": "u"}}, {"system": ""}],
+         {"service_tier": "auto"}, {"metadata": {"user_id": "u"}}, {"system": ""},
+         {"context_management": {}}, {"context_management": 3}, {"max_tokens": 32_000},
+         {"thinking": {"type": "enabled", "budget_tokens": 5}},  # of a model that does not reason
+         {"output_config": {"effort": "max"}}, {"cache_control": {"type": "ephemeral"}}],
     )  # fmt: skip
     async def test_a_field_that_asks_for_nothing_is_allowed(self, client, fields):
         assert (await client.post(PATH, {**GREEDY, **fields})).status == 200

@@ -11,7 +11,6 @@ from trouper.frontends.server.openai.requests import ChatRequest, ResponseFormat
 from trouper.frontends.server.openai.transcript import Transcript
 from trouper.frontends.server.unsupported import (
     NO_MEDIA,
-    NO_THINKING,
     NO_TOOLS,
     unsupported,
 )
@@ -21,9 +20,13 @@ NOT_BUILT = {
     "document": NO_MEDIA,
     "search_result": NO_MEDIA,
     "server_tool_use": NO_TOOLS,
-    "redacted_thinking": NO_THINKING,
 }
 SAME_NAME = ("model", "temperature", "top_p", "top_k", "max_tokens", "stream", "request_id")
+ROLES = ("user", "assistant", "system")
+# Claude Code puts a line with this name in front of its system prompt.  The line is meant for the biller and changes
+# from request to request, so with it no two prompts would share a prefix.
+BILLING = "x-anthropic-billing-header:"
+EFFORT = "output_config.effort"
 FORMAT = "output_config.format"
 BUDGET = "thinking.budget_tokens"
 JSONObject = dict[str, Any]
@@ -50,6 +53,7 @@ def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
     return ChatRequest(
         messages=transcript.messages,
         response_format=_response_format(request),
+        reasoning_effort=_effort(request),
         tools=tools,
         tool_choice=chat_tool_choice(request.tool_choice, has_tools=tools is not None),
         **_thinking(request),
@@ -77,6 +81,13 @@ def _thinking(request: CountTokensRequest) -> JSONObject:
     return fields
 
 
+def _effort(request: CountTokensRequest) -> str | None:
+    effort: Any = (request.output_config or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise invalid(EFFORT, "must be a string", effort)
+    return effort
+
+
 def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
     given: Any = (request.output_config or {}).get("format")
     if given is None:
@@ -89,18 +100,23 @@ def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
 
 def _add_messages(transcript: Transcript, request: CountTokensRequest) -> None:
     """Append the messages, the system's first."""
-    if request.system:
-        transcript.append("system", "system", _texts("system", request.system))
+    system = _system_texts(request.system)
+    if system:
+        transcript.append("system", "system", system)
     for i, message in enumerate(request.messages):
         place = f"messages[{i}]"
         role = message.get("role")
-        if role not in ("user", "assistant"):
-            raise invalid(
-                f"{place}.role", "must be user or assistant; the system's is a field", role
-            )
-        for where, block in _blocks(f"{place}.content", message.get("content")):
+        if role not in ROLES:
+            raise invalid(f"{place}.role", f"must be {', '.join(ROLES[:-1])} or {ROLES[-1]}", role)
+        content = message.get("content")
+        if role == "system":
+            transcript.append(place, "system", _texts(f"{place}.content", content))
+            continue
+        for where, block in _blocks(f"{place}.content", content):
             add = _add_to_user if role == "user" else _add_to_assistant
             add(transcript, place, where, block)
+    if not transcript.messages:
+        raise invalid("messages", "hold nothing that this model can read")
     if "tool_calls" in transcript.messages[-1]:
         last = f"messages[{len(request.messages) - 1}].content"
         raise invalid(last, "every tool_use needs a tool_result after it")
@@ -108,6 +124,14 @@ def _add_messages(transcript: Transcript, request: CountTokensRequest) -> None:
         content = message.get("content")
         if isinstance(content, list) and len(cast("list[Any]", content)) == 1:
             message["content"] = content[0]["text"]
+
+
+def _system_texts(system: object) -> list[JSONObject]:
+    """Return the blocks of the system prompt without the biller's line."""
+    texts = _texts("system", system) if system else []
+    if texts and texts[0]["text"].startswith(BILLING):
+        _, _, texts[0]["text"] = texts[0]["text"].partition("\n")
+    return [block for block in texts if block["text"]]
 
 
 def _add_to_user(transcript: Transcript, place: str, where: str, block: JSONObject) -> None:
@@ -137,6 +161,8 @@ def _add_to_assistant(transcript: Transcript, place: str, where: str, block: JSO
                 raise invalid(f"{where}.thinking", "must be a string")
             message = transcript.assistant(place)
             message["reasoning_content"] = message.get("reasoning_content", "") + thought
+        case "redacted_thinking":
+            pass  # only the server that has encrypted it could read it
         case _:
             message = transcript.assistant(place)
             message.setdefault("content", []).append(_text(where, block))

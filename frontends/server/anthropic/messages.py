@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from trouper.frontends.server.anthropic.content import content_block, render_block
-from trouper.frontends.server.anthropic.conversation import BUDGET, FORMAT, chat_of
+from trouper.frontends.server.anthropic.conversation import BUDGET, EFFORT, FORMAT, chat_of
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from trouper.frontends.server.anthropic.tools import client_name
 from trouper.frontends.server.http.context import RequestContext
@@ -25,6 +25,7 @@ from trouper.frontends.server.openai.blocks import AnswerBlocks
 from trouper.frontends.server.openai.chat import ChatAdapter
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.driver import client_names, drive
+from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.openai.tokens import conversation_ids
 from trouper.frontends.server.openai.transcript import Transcript
 from trouper.frontends.server.service import Service
@@ -33,10 +34,13 @@ from trouper.outputs import CompletionOutput, RequestOutput
 
 CLIENT_NAMES = {
     "stop": "stop_sequences",
+    "reasoning_effort": EFFORT,
     "response_format": FORMAT,
     "structured_outputs": FORMAT,
     "thinking_token_budget": BUDGET,
 }
+# what was done of `context_management`: an edit is made when a conversation gets long, and none is made here
+NO_EDITS = {"context_management": {"applied_edits": []}}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}  # others keep their names
 
 
@@ -50,6 +54,7 @@ class MessagesTurn:
     def __init__(self, body: CountTokensRequest) -> None:
         self.model = body.model
         self.request_id: str | None = getattr(body, "request_id", None)
+        self.reports_edits = body.context_management is not None
         self._transcript = Transcript()
         self.chat = chat_of(body, self._transcript)
 
@@ -78,7 +83,10 @@ async def count_tokens(
     with client_names(turn.client_name):
         prompt = chat_prompt(turn.chat, service.settings)
         ids = await conversation_ids(service, prompt)
-    await context.send_json({"input_tokens": len(ids)})
+    reply: dict[str, Any] = {"input_tokens": len(ids)}
+    if turn.reports_edits:
+        reply["context_management"] = {"original_input_tokens": len(ids)}
+    await context.send_json(reply)
 
 
 class MessagesAdapter:
@@ -88,7 +96,7 @@ class MessagesAdapter:
 
     @staticmethod
     def parse(request: MessagesTurn, model: ServedModel) -> ParsedRequest:
-        parsed = ChatAdapter.parse(request.chat, model)
+        parsed = ChatAdapter.parse(_within_limits(request.chat, model), model)
         return msgspec.structs.replace(parsed, shows_usage=True, shows_cached=True)
 
     @staticmethod
@@ -100,6 +108,7 @@ class MessagesAdapter:
     ) -> None:
         self._id = f"msg_{head.request_id}"
         self._model = model.name
+        self._edits: dict[str, Any] = NO_EDITS if request.reports_edits else {}
         self._blocks = AnswerBlocks(partial(call_ids(parsed, model, head).of, prefix="toolu"))
         self._last: CompletionOutput | None = None
 
@@ -115,7 +124,7 @@ class MessagesAdapter:
         changes = self._blocks.end()
         return [
             *(event for each in changes for event in render_block(each)),
-            _event("message_delta", delta=self._ending(), usage=_usage(usage)),
+            _event("message_delta", delta=self._ending(), usage=_usage(usage), **self._edits),
             _event("message_stop"),
         ]
 
@@ -126,7 +135,8 @@ class MessagesAdapter:
     def reply(self, usage: Usage) -> dict[str, Any]:
         self._blocks.end()
         content = [content_block(block) for block in self._blocks.all]
-        return {**self._message(_usage(usage)), "content": content, **self._ending()}
+        message = self._message(_usage(usage))
+        return {**message, "content": content, **self._ending(), **self._edits}
 
     def _message(self, usage: dict[str, int]) -> dict[str, Any]:
         return {
@@ -150,6 +160,20 @@ class MessagesAdapter:
         if reason == "stop" and self._blocks.has_calls:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         return {"stop_reason": STOP_REASONS.get(reason, reason), "stop_sequence": None}
+
+
+def _within_limits(chat: ChatRequest, model: ServedModel) -> ChatRequest:
+    """Return the chat with the limits that matter to this model.
+
+    The API makes every client give `max_tokens`, so agents give what suits the largest models: more than this model's
+    length means no limit.  A model that does not reason keeps within every budget of thinking.
+    """
+    max_tokens, budget = chat.max_tokens, chat.thinking_token_budget
+    if max_tokens is not None:
+        max_tokens = min(max_tokens, model.max_model_len)
+    if model.answers.reasoning is None:
+        budget = None
+    return msgspec.structs.replace(chat, max_tokens=max_tokens, thinking_token_budget=budget)
 
 
 def _event(kind: str, **content: Any) -> StreamEvent:

@@ -20,12 +20,13 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    context_management: Any = None  # nothing is cleared or summed up; answers say so
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """`POST /v1/messages`: a conversation to be continued."""
 
-    PASSED_OVER: ClassVar[tuple[str, ...]] = ("metadata",)
+    PASSED_OVER: ClassVar[tuple[str, ...]] = ("metadata", "context_management")
 
     max_tokens: int
     temperature: float | None = None
