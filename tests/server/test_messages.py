@@ -217,7 +217,10 @@ class TestInMemory:
         assert prompt["chat_template_kwargs"] == {"enable_thinking": True}
 
     async def test_system_messages_keep_their_places(self, asked):
-        later = {"role": "system", "content": [{**text("b"), "cache_control": {"type": "ephemeral"}}]}
+        later = {
+            "role": "system",
+            "content": [{**text("b"), "cache_control": {"type": "ephemeral"}}],
+        }
         fields = {"system": "a", "messages": [*HI, later, {"role": "system", "content": "c"}, *HI]}
         _, (prompt, *_) = await asked({**GREEDY, **fields})
         assert [(each["role"], each["content"]) for each in prompt["messages"]] == [

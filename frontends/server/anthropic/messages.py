@@ -32,6 +32,7 @@ from trouper.frontends.server.service import Service
 from trouper.frontends.server.usage import CachedTokens, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
+JSONObject = dict[str, Any]
 CLIENT_NAMES = {
     "stop": "stop_sequences",
     "reasoning_effort": EFFORT,
@@ -40,7 +41,7 @@ CLIENT_NAMES = {
     "thinking_token_budget": BUDGET,
 }
 # what was done of `context_management`: an edit is made when a conversation gets long, and none is made here
-NO_EDITS = {"context_management": {"applied_edits": []}}
+NO_EDITS: JSONObject = {"context_management": {"applied_edits": []}}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}  # others keep their names
 
 
