@@ -271,7 +271,8 @@ def expand_options(
         if values.pop("debug"):
             values["ctx"].obj["debug"] = True
         for name, group in groups.items():
-            fields = [field.name for field in dataclasses.fields(group)]
+            # An option that the command declares itself goes to the command, not to the group.
+            fields = [field.name for field in dataclasses.fields(group) if field.name not in own]
             values[name] = group(**{f: values.pop(f) for f in fields if f in values})
         try:
             command(**values)

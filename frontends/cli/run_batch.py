@@ -2,30 +2,43 @@
 
 import math
 import os
-import stat
 import sys
 import warnings
-from collections.abc import Generator, Sequence
+from array import array
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
+import msgspec
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import LoraModulesOption
 from trouper.frontends.cli.adapters import lora_modules as read_modules
+from trouper.frontends.cli.answers_file import AnswersFile, answers_file, cannot
 from trouper.frontends.cli.options import expand_options, served_names
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
+from trouper.frontends.server.batch_records import (
+    Answers,
+    BatchLine,
+    custom_id_key,
+    origin_of,
+)
 from trouper.lora import LoRARequest
 
 if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 INFLIGHT = 1024
-PART = ".part"  # suffix of the output file until it is complete
+MAX_LINE = 32 * 2**20  # bytes of a request that can be answered, as over HTTP
+EXIT_ALL_FAILED = 1
+# The options of an engine that decide an answer; the others only decide how fast it comes.
+DECIDING = (
+    "revision", "tokenizer", "tokenizer_revision", "hf_overrides", "dtype", "quantization", "seed", "runner",
+    "convert", "pooler_config", "generation_config", "override_generation_config", "chat_template",
+)  # fmt: skip
 
 
 @expand_options
@@ -45,6 +58,13 @@ def run_batch(
         int | None,
         typer.Option(help="Lines under way at once; 1024 or twice max-num-seqs by default.", min=1),
     ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="Answer all requests anew; answers of an earlier run are kept under another name.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of requests without one.")] = 0,
     lora_modules: LoraModulesOption = None,
     *,
@@ -53,6 +73,8 @@ def run_batch(
     """Answer a file of requests, in OpenAI's batch format.
 
     For example: trouper run-batch -i requests.jsonl -o answers.jsonl
+
+    Run again, the same command goes on where it was interrupted, and sends failed requests once more.
 
     A line: {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f("}}
     """
@@ -63,42 +85,123 @@ def run_batch(
     if engine_args.max_num_queued_reqs or engine_args.max_num_queued_tokens:
         warnings.warn("a batch is not limited by max-num-queued-…", stacklevel=2)
     limit = max_inflight or max(INFLIGHT, 2 * scheduler.max_num_seqs)
-    with _source(input_file) as source, _sink(output_file, input_file) as sink:
-        names = served_names(engine_args)
-        run_engine(engine_args, partial(_answer, source, sink, limit, names, adapters))
+    names = served_names(engine_args)
+    origin = _origin(engine_args, adapters)
+    with (
+        _source(input_file) as source,
+        answers_file(output_file, input_file, origin, restarts=restart) as answers,
+    ):
+        if isinstance(answers, AnswersFile) and _are_all_answered(source, answers):
+            print(f"{answers.num_answers} requests, all answered before", file=sys.stderr)
+            return
+        run = _Run(source, answers, limit, names, adapters, origin)
+        run_engine(engine_args, run.answer)
+    if run.have_all_failed:
+        raise typer.Exit(EXIT_ALL_FAILED)
 
 
-async def _answer(
-    source: BinaryIO,
-    sink: BinaryIO,
-    max_inflight: int,
-    names: tuple[str, ...],
-    adapters: Sequence[LoRARequest],
-    engine: "AsyncLLMEngine",
-    _: Interrupts,
-) -> None:
-    from trouper.frontends.server.app import create_app
-    from trouper.frontends.server.batch_files import BatchFile
-    from trouper.frontends.server.server import load_adapters
-    from trouper.frontends.server.settings import ServerSettings
+@dataclass
+class _Run:
+    """One run of an engine over the input."""
 
-    await load_adapters(engine, adapters)
-    # A batch is answered as a whole, so its requests have no limit on their number and no deadline.
-    settings = ServerSettings(
-        served_model_names=names, max_requests=sys.maxsize, request_timeout_s=math.inf
-    )
-    with output.progress(_num_lines(source), "requests") as bar:
-        batch = BatchFile(create_app(engine, settings), max_inflight, note_reply=bar.update)
-        await batch.answer_all(source, sink)
-    print(f"{batch.num_lines} requests, {batch.num_failed} of them failed", file=sys.stderr)
+    source: BinaryIO
+    answers: Answers
+    max_inflight: int
+    names: tuple[str, ...]
+    adapters: Sequence[LoRARequest]
+    origin: str
+    have_all_failed: bool = False
+
+    async def answer(self, engine: "AsyncLLMEngine", _: Interrupts) -> None:
+        from trouper.frontends.server.app import create_app
+        from trouper.frontends.server.batch_files import BatchFile
+        from trouper.frontends.server.server import load_adapters
+        from trouper.frontends.server.settings import ServerSettings
+
+        await load_adapters(engine, self.adapters)
+        # A batch is answered as a whole, so its requests have no limit on their number and no deadline.
+        settings = ServerSettings(
+            served_model_names=self.names, max_requests=sys.maxsize, request_timeout_s=math.inf
+        )
+        app = create_app(engine, settings)
+        with output.progress(_num_lines(self.source), "requests") as bar:
+            note_reply = bar.update
+            batch = BatchFile(app, self.max_inflight, note_reply=note_reply, origin=self.origin)
+            await batch.answer_all(self.source, self.answers)
+        for line in batch.failures.lines():
+            output.complain(line)
+        kept = f", {batch.num_kept} of them answered before" if batch.num_kept else ""
+        failed = f"{batch.num_failed} of them failed"
+        print(f"{batch.num_lines} requests{kept}, {failed}", file=sys.stderr)
+        self.have_all_failed = 0 < batch.num_lines == batch.num_failed
+
+
+def _origin(engine_args: EngineArgs, adapters: Sequence[LoRARequest]) -> str:
+    """Return a digest of the model and of the options that decide answers."""
+    options = [getattr(engine_args, name) for name in DECIDING]
+    folders = [(each.lora_name, _real(each.lora_path)) for each in adapters]
+    return origin_of(_real(engine_args.model), options, folders)
+
+
+def _real(path: str | None) -> str | None:
+    return os.path.realpath(path) if path is not None and os.path.exists(path) else path
+
+
+def _are_all_answered(source: BinaryIO, answers: AnswersFile) -> bool:
+    """Match the saved answers with the input, before any weights are loaded.
+
+    If every request has its answer, the answers are put into the order of the requests.
+
+    Raises:
+        TrouperValidationError: a saved answer belongs to another input or another model.
+    """
+    if not answers.num_saved or not source.seekable():
+        return False  # a pipe's answers are matched as its lines come
+    begin = source.tell()
+    seen: set[bytes] = set()
+    positions = array("q")
+    num_open = 0
+    for line in _lines(source):
+        position: int | None = None
+        request = _request(line)
+        if request is not None and (key := custom_id_key(request.custom_id)) not in seen:
+            seen.add(key)
+            position = answers.find(request)
+        if position is None:
+            num_open += 1
+        else:
+            positions.append(position)
+    source.seek(begin)
+    answers.check_all_used()
+    if num_open == 0:
+        for position in positions:
+            answers.keep(position)
+    return num_open == 0
+
+
+def _request(line: bytes) -> BatchLine | None:
+    try:
+        return msgspec.json.decode(line, type=BatchLine)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def _lines(source: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines that are not empty; those that are too long for a request are cut."""
+    is_begin = True
+    while line := source.readline(MAX_LINE):
+        if is_begin and not line.isspace():
+            yield line
+        is_begin = line.endswith(b"\n")
 
 
 def _num_lines(source: BinaryIO) -> int | None:
     """Count the requests of a file for its progress bar; None where that would read what comes but once."""
     if not output.is_terminal(sys.stderr) or not source.seekable():
         return None
-    num_lines = sum(not line.isspace() for line in source)
-    source.seek(0)
+    begin = source.tell()
+    num_lines = sum(1 for _ in _lines(source))
+    source.seek(begin)
     return num_lines
 
 
@@ -110,44 +213,6 @@ def _source(name: str) -> Generator[BinaryIO]:
     try:
         file = open(name, "rb")  # noqa: SIM115  # closed below, outside of this try
     except OSError as error:
-        raise _cannot("be read", error, "input_file", name) from None
+        raise cannot("be read", error, "input_file", name) from None
     with file:
         yield file
-
-
-@contextmanager
-def _sink(name: str, input_name: str) -> Generator[BinaryIO]:
-    """Open a file that takes its name when it is complete; a pipe or device is written directly."""
-    if name == "-":
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    path = os.path.realpath(name)
-    is_plain = not os.path.exists(path) or stat.S_ISREG(os.stat(path).st_mode)
-    if input_name != "-" and is_plain and path == os.path.realpath(input_name):
-        raise TrouperValidationError("is the input file", parameter="output_file", value=name)
-    part = path + PART if is_plain else path
-    try:
-        file = open(part, "wb")  # noqa: SIM115  # closed below, outside of this try
-    except OSError as error:
-        raise _cannot("be written", error, "output_file", name) from None
-    try:
-        with file:
-            yield file
-            if is_plain:
-                file.flush()
-                os.fsync(file.fileno())
-    except BaseException:
-        if is_plain and os.path.getsize(part):
-            output.complain(f"the answers so far are in {name}{PART}")
-        elif is_plain:
-            os.unlink(part)
-        raise
-    if is_plain:
-        os.replace(part, path)
-
-
-def _cannot(verb: str, error: OSError, parameter: str, name: str) -> TrouperValidationError:
-    return TrouperValidationError(
-        f"cannot {verb}: {error.strerror}", parameter=parameter, value=name
-    )

@@ -1,15 +1,12 @@
 """OpenAI's batch files: each line is a request, and goes the way of an HTTP request, without the network.
 
-Laws.  Answers stand in the order of the lines, one each, whatever has become of it: only the engine's
-death and files that fail end a batch.  At most `max_inflight` lines are held, read and not yet written;
-of the lines before them only a digest of each custom_id is kept.
+Laws.  Each line has one answer, in the order of the lines, whatever has become of it: only the engine's
+death and files that fail end a batch.  At most `max_inflight` lines are held, read and not yet answered in order;
+of the lines before them only a digest of each custom_id is kept.  An answer is saved as soon as it is there.
 """
 
 from collections.abc import Callable
-from functools import partial
-from hashlib import blake2b
-from typing import Any, BinaryIO, Literal
-from uuid import uuid4
+from typing import Any, BinaryIO
 
 import anyio
 import anyio.lowlevel
@@ -18,92 +15,84 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from trouper.frontends.server.app import App
+from trouper.frontends.server.batch_records import (
+    Answers,
+    BatchError,
+    BatchLine,
+    BatchReply,
+    BatchResponse,
+    Failures,
+    answer_id,
+    custom_id_key,
+    encode_line,
+    field_of,
+    origin_of,
+    refusal_id,
+)
 from trouper.frontends.server.errors import ErrorBody, HTTPError, describe
 from trouper.frontends.server.http.context import JSON
 from trouper.frontends.server.http.decoding import decode
 from trouper.frontends.server.routes import ROUTES
 
 URLS = tuple(route.path for route in ROUTES if route.access == "user" and route.body is not None)
-DIGEST_BYTES = 16
-encode_line = msgspec.json.Encoder().encode
-
-
-class BatchLine(msgspec.Struct, kw_only=True):
-    """One line of the input file."""
-
-    custom_id: str
-    method: Literal["POST"]
-    url: str
-    body: msgspec.Raw
-
-
-class BatchResponse(msgspec.Struct):
-    """The route's reply, also where that is an error."""
-
-    status_code: int = 0
-    request_id: str = ""
-    body: msgspec.Raw = msgspec.Raw()
-
-
-class BatchError(msgspec.Struct):
-    """The reason why a line was not sent to any route."""
-
-    code: str
-    message: str
-
-
-class BatchReply(msgspec.Struct):
-    """One line of the output file."""
-
-    id: str
-    custom_id: str | None = None
-    response: BatchResponse | None = None
-    error: BatchError | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        return self.response is None or self.response.status_code >= 400
 
 
 class BatchFile:
     """One run over a file of requests."""
 
     def __init__(
-        self, app: App, max_inflight: int, *, note_reply: Callable[[], object] = lambda: None
+        self,
+        app: App,
+        max_inflight: int,
+        *,
+        note_reply: Callable[[], object] = lambda: None,
+        origin: str = "",
     ) -> None:
+        """Make a run.
+
+        Args:
+            note_reply: called after each line of the output.
+            origin: digest of what decides an answer besides its request (`origin_of`).
+        """
         self._app = app
-        self._note_reply = note_reply  # called behind each line of the output
+        self._note_reply = note_reply
+        self._origin = origin or origin_of()
         self._max_inflight = max_inflight
         self._max_line = app.service.settings.max_body
         self._seen: set[bytes] = set()  # digests of the custom_ids so far
         self._files = anyio.CapacityLimiter(2)
         self.num_lines = 0
         self.num_failed = 0
+        self.num_kept = 0
+        self.failures = Failures()
 
     def __repr__(self) -> str:
         return f"<BatchFile {self.num_lines} lines written, {self.num_failed} of them failures>"
 
-    async def answer_all(self, source: BinaryIO, sink: BinaryIO) -> None:
-        """Answer every line of `source` with a line in `sink`.
+    async def answer_all(self, source: BinaryIO, answers: Answers) -> None:
+        """Answer every line of `source` with a line in `answers`; requests with a saved answer are not sent.
 
         Raises:
-            EngineDeadError, OSError: the engine or the sink has failed; also in a group for the source.
+            EngineDeadError, OSError: the engine or the output has failed; also in a group for the source.
+            TrouperValidationError: a saved answer answers something else.
         """
         error: Exception | None = None
         # The writer holds one, so that `max_inflight` have been read and not been written.
         send, receive = anyio.create_memory_object_stream[_Slot](self._max_inflight - 1)
         with receive:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._read, source, send, name="reader")
+                tasks.start_soon(self._read, source, answers, send, name="reader")
                 try:
-                    await self._write(receive, sink)
+                    await self._write(receive, answers)
                 except Exception as raised:
                     error = raised  # carried out of the group, so that it is not wrapped in another
                     tasks.cancel_scope.cancel()
         if error is not None:
             raise error
 
-    async def _read(self, source: BinaryIO, send: "MemoryObjectSendStream[_Slot]") -> None:
+    async def _read(
+        self, source: BinaryIO, answers: Answers, send: "MemoryObjectSendStream[_Slot]"
+    ) -> None:
         number = 0
         with send:
             async with anyio.create_task_group() as requests:
@@ -116,9 +105,14 @@ class BatchFile:
                     try:
                         request = await self._request(line)
                     except HTTPError as refusal:
-                        slot.put(_not_asked(number, line, describe(refusal)))
+                        await self._save(_not_asked(number, line, describe(refusal)), answers, slot)
+                        continue
+                    saved = await self._in_thread(answers.find, request)
+                    if saved is None:
+                        requests.start_soon(self._answer, request, answers, slot)
                     else:
-                        requests.start_soon(self._answer, request, slot)
+                        self.num_kept += 1
+                        slot.put(saved)
 
     async def _next_line(self, source: BinaryIO) -> bytes:
         """Return the next line with its end.  A line that is too long is cut to one byte more than the limit."""
@@ -129,17 +123,26 @@ class BatchFile:
             rest = await self._in_thread(source.readline, limit)
         return line
 
-    async def _write(self, receive: "MemoryObjectReceiveStream[_Slot]", sink: BinaryIO) -> None:
-        service = self._app.service
+    async def _write(self, receive: "MemoryObjectReceiveStream[_Slot]", answers: Answers) -> None:
         async for slot in receive:
             await slot.is_filled.wait()
-            if service.died.is_set():
-                service.core.check_alive()
-            assert slot.reply is not None
-            await self._in_thread(partial(_put, sink), encode_line(slot.reply) + b"\n")
+            self._check_alive()
+            await self._in_thread(answers.keep, slot.position)
             self.num_lines += 1
-            self.num_failed += slot.reply.has_failed
             self._note_reply()
+
+    def _check_alive(self) -> None:
+        if self._app.service.died.is_set():
+            self._app.service.core.check_alive()
+
+    async def _save(
+        self, reply: BatchReply, answers: Answers, slot: "_Slot", model: object = None
+    ) -> None:
+        """Save an answer at once, whatever becomes of those before it."""
+        if reply.has_failed:
+            self.num_failed += 1
+            self.failures.note(reply, model)
+        slot.put(await self._in_thread(answers.add, encode_line(reply) + b"\n"))
 
     async def _in_thread(self, function: Any, argument: Any) -> Any:
         # Abandoned when the batch ends: a read from a pipe cannot be cancelled.
@@ -156,29 +159,29 @@ class BatchFile:
         if len(line) > self._max_line:
             raise HTTPError(400, "line_too_large", f"a line may have {self._max_line} bytes")
         request: BatchLine = (await decode(line, BatchLine, self._app.service.threads)).request
-        digest = blake2b(request.custom_id.encode(), digest_size=DIGEST_BYTES).digest()
+        digest = custom_id_key(request.custom_id)
         if digest in self._seen:
             message = "an earlier line has the same"
             raise HTTPError(400, "duplicate_custom_id", message, param="custom_id")
         self._seen.add(digest)
         if request.url not in URLS:
             raise HTTPError(400, "invalid_url", f"must be one of {', '.join(URLS)}", param="url")
-        if _wants_stream(request.body):
+        if field_of(request.body, "stream") is True:
             raise HTTPError(400, "invalid_value", "a batch has no streams", param="body.stream")
         return request
 
-    async def _answer(self, request: BatchLine, slot: "_Slot") -> None:
+    async def _answer(self, request: BatchLine, answers: Answers, slot: "_Slot") -> None:
         call = _InProcessCall(bytes(request.body))
         await self._app(call.scope(request.url), call.receive, call.send)
-        slot.put(BatchReply(_new_id(), request.custom_id, call.response))
+        if self._app.service.died.is_set():
+            slot.put(0)  # the writer ends the batch, and the request is sent again by the next run
+            return
+        reply = BatchReply(answer_id(request, self._origin), request.custom_id, call.response)
+        await self._save(reply, answers, slot, field_of(request.body, "model"))
 
 
 class _Named(msgspec.Struct):
     custom_id: str | None = None
-
-
-class _Streaming(msgspec.Struct):
-    stream: bool | None = None
 
 
 class _Slot:
@@ -186,10 +189,10 @@ class _Slot:
 
     def __init__(self) -> None:
         self.is_filled = anyio.Event()
-        self.reply: BatchReply | None = None
+        self.position = 0  # of the answer, once it is saved
 
-    def put(self, reply: BatchReply) -> None:
-        self.reply = reply
+    def put(self, position: int) -> None:
+        self.position = position
         self.is_filled.set()
 
 
@@ -227,16 +230,11 @@ class _InProcessCall:
             self.response.body = msgspec.Raw(body if self._is_json else encode_line(body))
 
 
-def _put(sink: BinaryIO, line: bytes) -> None:
-    sink.write(line)
-    sink.flush()  # so that progress can be watched
-
-
 def _not_asked(number: int, line: bytes, problem: ErrorBody) -> BatchReply:
     name = f"{problem.param}: " if problem.param else ""
     message = name + problem.message.removeprefix(name)
     error = BatchError(problem.code, f"line {number}: {message}")
-    return BatchReply(_new_id(), _custom_id(line), error=error)
+    return BatchReply(refusal_id(), _custom_id(line), error=error)
 
 
 def _custom_id(line: bytes) -> str | None:
@@ -245,14 +243,3 @@ def _custom_id(line: bytes) -> str | None:
         return msgspec.json.decode(line, type=_Named).custom_id
     except msgspec.MsgspecError:
         return None
-
-
-def _wants_stream(body: msgspec.Raw) -> bool:
-    try:
-        return bool(msgspec.json.decode(body, type=_Streaming).stream)
-    except msgspec.MsgspecError:
-        return False  # the route will say what is wrong
-
-
-def _new_id() -> str:
-    return f"batch_req_{uuid4().hex}"

@@ -9,6 +9,7 @@ import pytest
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.batch_files import URLS, BatchFile
+from trouper.frontends.server.batch_records import StreamAnswers
 from trouper.frontends.server.settings import ServerSettings
 
 pytestmark = pytest.mark.anyio
@@ -45,7 +46,7 @@ def answer(engine):
     async def answer(*lines, max_inflight=8, **settings):
         sink = Sink()
         batch = BatchFile(create_app(engine, ServerSettings(**settings)), max_inflight)
-        await batch.answer_all(Source("\n".join(lines).encode()), sink)
+        await batch.answer_all(Source("\n".join(lines).encode()), StreamAnswers(sink))
         assert batch.num_lines == len(sink.replies)
         assert batch.num_failed == sum(
             not reply["response"] or reply["response"]["status_code"] >= 400
@@ -161,7 +162,7 @@ async def test_no_more_lines_are_held_than_allowed(engine, max_inflight):
             seen.append(source.num_lines - len(self.replies))
             return super().write(reply)
 
-    await BatchFile(create_app(engine), max_inflight).answer_all(source, Watching())
+    await BatchFile(create_app(engine), max_inflight).answer_all(source, StreamAnswers(Watching()))
     assert len(seen) == 12
     # One more is read, and waits for its place.
     assert max(seen) <= max_inflight + 1
@@ -174,7 +175,8 @@ async def test_a_sink_that_fails_ends_the_batch(engine, wait_idle):
 
     lines = "\n".join(line(str(i), prompt="x", max_tokens=1 + 100 * i) for i in range(4))
     with pytest.raises(OSError, match="No space left"):
-        await BatchFile(create_app(engine), 8).answer_all(Source(lines.encode()), Full())
+        batch = BatchFile(create_app(engine), 8)
+        await batch.answer_all(Source(lines.encode()), StreamAnswers(Full()))
     await wait_idle()
 
 
@@ -182,7 +184,8 @@ async def test_leaving_a_batch_aborts_its_requests(engine, wait_idle):
     lines = "\n".join(line(str(i), prompt="x", max_tokens=400) for i in range(8))
     app = create_app(engine)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(BatchFile(app, 8).answer_all, Source(lines.encode()), Sink())
+        answers = StreamAnswers(Sink())
+        tasks.start_soon(BatchFile(app, 8).answer_all, Source(lines.encode()), answers)
         while engine.statistics().num_open_requests < 8:  # noqa: ASYNC110
             await anyio.sleep(0.001)
         tasks.cancel_scope.cancel()
@@ -197,4 +200,5 @@ async def test_the_death_of_the_engine_ends_the_batch(engine, monkeypatch):
     monkeypatch.setattr(engine, "generate", die)
     monkeypatch.setattr(engine.engine, "check_alive", die)
     with pytest.raises(EngineDeadError, match="gone"):
-        await BatchFile(app, 4).answer_all(Source(line("a", prompt="x").encode()), Sink())
+        source = Source(line("a", prompt="x").encode())
+        await BatchFile(app, 4).answer_all(source, StreamAnswers(Sink()))

@@ -1,0 +1,346 @@
+"""The output of `run-batch`: a file that takes its name when it is complete, and that is continued after an interruption.
+
+Laws.  Each answer is appended to `FILE.part` as soon as there is one, so a crash loses only what is being
+computed.  A saved answer is never removed or overwritten: `FILE.part` is only appended to (half a line at its
+end is cut off first), a complete `FILE` is renamed before another takes its name, and a lock on `FILE.part` keeps
+a second process out.  At the end the answers are put into the order of the requests.
+"""
+
+import fcntl
+import os
+import stat
+import sys
+import threading
+from array import array
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import BinaryIO
+
+import msgspec
+
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli import output
+from trouper.frontends.server.batch_records import (
+    BatchLine,
+    StreamAnswers,
+    custom_id_key,
+    differs,
+)
+
+PART = ".part"  # suffix of the output file until it is complete
+MERGED = ".part.new"  # suffix of the file in which answers are put into order
+WAY_OUT = "choose another output file, or --restart, which keeps this one under another name"
+
+
+class _SavedStatus(msgspec.Struct):
+    status_code: int
+
+
+class _SavedAnswer(msgspec.Struct):
+    id: str
+    custom_id: str | None
+    response: _SavedStatus | None
+    error: msgspec.Raw
+
+
+decode_saved = msgspec.json.Decoder(_SavedAnswer).decode
+
+
+class AnswersFile:
+    """The answers of one batch in `FILE` (an earlier, complete output) and `FILE.part` (this one).
+
+    A position is an offset in one of the two: `2 * offset` in `FILE`, `2 * offset + 1` in `FILE.part`.
+    In memory are 8 bytes for each line and, for each answer of an earlier run, some 150 bytes.
+    """
+
+    def __init__(self, path: str, part: BinaryIO, origin: str) -> None:
+        self._path = path
+        self._part = part  # opened for appending, and locked
+        self._origin = origin
+        self._lock = threading.Lock()
+        self._order = array("q")  # the positions of the answers, in the order of the requests
+        self._saved: dict[bytes, int] = {}
+        self._is_used: set[bytes] = set()
+        self._files: list[BinaryIO | None] = [None, open(path + PART, "rb")]  # noqa: SIM115
+        if os.path.exists(path):
+            self._files[0] = open(path, "rb")  # noqa: SIM115
+        self._end = 0  # of the part
+
+    def __repr__(self) -> str:
+        return f"<AnswersFile {self._path}: {len(self._saved)} saved, {len(self._order)} in order>"
+
+    @property
+    def num_saved(self) -> int:
+        return len(self._saved)
+
+    @property
+    def num_answers(self) -> int:
+        """The number of requests that have their answer now."""
+        return len(self._order)
+
+    def read(self) -> None:
+        """Find the answers of earlier runs.  Raises TrouperValidationError for a file of another kind."""
+        for which, file in enumerate(self._files):
+            if file is not None:
+                self._index(which, file)
+        self._end = os.path.getsize(self._path + PART)
+
+    def find(self, request: BatchLine) -> int | None:
+        """Return the position of the saved answer to a request.
+
+        Raises:
+            TrouperValidationError: the saved answer with its custom_id answers something else.
+        """
+        key = custom_id_key(request.custom_id)
+        position = self._saved.get(key)
+        if position is None:
+            return None
+        difference = differs(decode_saved(self._line(position)).id, request, self._origin)
+        if difference is None:
+            self._is_used.add(key)
+            return position
+        what = {
+            "request": "another request with this custom_id",
+            "origin": "this request by another model, seed or option",
+        }[difference]
+        raise self._refused(position, f"answers {what}, {request.custom_id[:60]!r}")
+
+    def check_all_used(self) -> None:
+        """Raise TrouperValidationError if a saved answer belongs to no request of the input."""
+        for key, position in self._saved.items():
+            if key not in self._is_used:
+                name = decode_saved(self._line(position)).custom_id or ""
+                raise self._refused(position, f"answers {name[:60]!r}, which the input lacks")
+
+    def add(self, line: bytes) -> int:
+        """Save an answer and return its position.  Threads may call it at once."""
+        with self._lock:
+            position = 2 * self._end + 1
+            self._part.write(line)
+            self._part.flush()
+            self._end += len(line)
+            return position
+
+    def keep(self, position: int) -> None:
+        """Let the answer at `position` be the next in the order of the requests."""
+        self._order.append(position)
+
+    def finish(self) -> None:
+        """Put the answers into the order of the requests and give the file its name."""
+        self.check_all_used()
+        os.fsync(self._part.fileno())
+        old, part = self._files
+        if old is not None and self._end == 0 and self._is_in_order(0, old):
+            return  # the complete file of before has it all
+        if part is not None and self._is_in_order(1, part):
+            newest = self._path + PART
+        else:
+            newest = self._merge()
+        if os.path.exists(self._path):
+            kept = set_aside(self._path)
+            output.complain(f"the output of before is kept as {kept}")
+        os.replace(newest, self._path)
+
+    def close(self) -> None:
+        for file in self._files:
+            if file is not None:
+                file.close()
+
+    def _index(self, which: int, file: BinaryIO) -> None:
+        """Note the answers of a file; failures are not answers, so their requests are sent again."""
+        offset = 0
+        for line in file:
+            if not line.endswith(b"\n") and which == 1:
+                self._mend(line, offset)
+            try:
+                saved = decode_saved(line)
+            except msgspec.MsgspecError:
+                if which == 1 and not line.endswith(b"\n"):
+                    return  # it was cut off
+                raise self._refused(2 * offset + which, "is no answer of a batch") from None
+            status = saved.response.status_code if saved.response is not None else 0
+            if saved.custom_id is not None and 200 <= status < 400:
+                self._saved[custom_id_key(saved.custom_id)] = 2 * offset + which
+            offset += len(line)
+
+    def _mend(self, line: bytes, offset: int) -> None:
+        """End the last line of the part, or cut it off if only half of it was written."""
+        try:
+            decode_saved(line)
+        except msgspec.MsgspecError:
+            os.ftruncate(self._part.fileno(), offset)
+        else:
+            self._part.write(b"\n")
+            self._part.flush()
+
+    def _line(self, position: int) -> bytes:
+        file = self._files[position % 2]
+        assert file is not None
+        file.seek(position // 2)
+        line = file.readline()
+        return line if line.endswith(b"\n") else line + b"\n"
+
+    def _is_in_order(self, which: int, file: BinaryIO) -> bool:
+        """Whether a file already has exactly the answers of this batch, in their order."""
+        offset = 0
+        file.seek(0)
+        positions: Iterator[int] = iter(self._order)
+        for line in file:
+            if next(positions, None) != 2 * offset + which:
+                return False
+            offset += len(line)
+        return next(positions, None) is None
+
+    def _merge(self) -> str:
+        merged = self._path + MERGED
+        with open(merged, "wb") as file:
+            file.writelines(map(self._line, self._order))
+            file.flush()
+            os.fsync(file.fileno())
+        return merged
+
+    def _refused(self, position: int, why: str) -> TrouperValidationError:
+        name = self._path + (PART if position % 2 else "")
+        file = self._files[position % 2]
+        assert file is not None
+        file.seek(0)
+        number = 1 + sum(chunk.count(b"\n") for chunk in _chunks(file, position // 2))
+        return TrouperValidationError(
+            f"line {number} of {name} {why}; {WAY_OUT}", parameter="output_file"
+        )
+
+
+@contextmanager
+def answers_file(
+    name: str, input_name: str, origin: str, *, restarts: bool
+) -> Generator[AnswersFile | StreamAnswers]:
+    """Open the output of a batch.  Standard output, pipes and devices are written directly.
+
+    Raises:
+        TrouperValidationError: it cannot be written, is the input or the output of another process, or holds
+            something other than answers to this batch.
+    """
+    path = os.path.realpath(name)
+    is_plain = name != "-" and (not os.path.exists(path) or stat.S_ISREG(os.stat(path).st_mode))
+    if not is_plain:
+        if restarts:
+            raise TrouperValidationError("needs a file as the output", parameter="restart")
+        with _stream(name, path) as sink:
+            yield StreamAnswers(sink)
+        return
+    for each in (path, path + PART):
+        if input_name != "-" and os.path.exists(each) and _is_same(each, input_name):
+            raise TrouperValidationError("is the input file", parameter="output_file", value=name)
+    part = _locked(path + PART, name)
+    if restarts:
+        part = _begin_anew(path, part, name)
+    with part:
+        yield from _opened(path, part, name, origin)
+
+
+def _opened(path: str, part: BinaryIO, name: str, origin: str) -> Generator[AnswersFile]:
+    answers = AnswersFile(path, part, origin)
+    try:
+        answers.read()
+        yield answers
+        answers.finish()
+    except TrouperValidationError:
+        raise  # a refusal says itself what can be done
+    except BaseException:
+        if os.path.getsize(path + PART):
+            saved = f"the answers so far are in {name}{PART}"
+            output.complain(f"{saved}; the same command goes on from there")
+        raise
+    finally:
+        answers.close()
+        _tidy(path, part, is_complete=sys.exc_info()[0] is None)
+
+
+def _tidy(path: str, part: BinaryIO, *, is_complete: bool) -> None:
+    """Remove a part whose answers are all in the complete file, and one without answers."""
+    name = path + PART
+    is_still_ours = os.path.exists(name) and os.path.samestat(
+        os.stat(name), os.fstat(part.fileno())
+    )
+    if is_still_ours and (is_complete or os.path.getsize(name) == 0):
+        os.unlink(name)
+
+
+def _locked(part: str, name: str) -> BinaryIO:
+    """Open a part for appending, with a lock that ends with the process."""
+    while True:
+        try:
+            file = open(part, "ab")  # noqa: SIM115  # the caller closes it
+        except OSError as error:
+            raise cannot("be written", error, "output_file", name) from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(part), os.fstat(file.fileno())):
+                return file
+        except BlockingIOError:
+            file.close()
+            raise TrouperValidationError(
+                f"another process is writing {part}", parameter="output_file", value=name
+            ) from None
+        except FileNotFoundError:
+            pass  # the process before has renamed it at its end
+        except OSError as error:
+            file.close()
+            raise cannot("be locked", error, "output_file", name) from None
+        file.close()
+
+
+def _begin_anew(path: str, part: BinaryIO, name: str) -> BinaryIO:
+    """Give the files of earlier runs another name."""
+    for each in (path, path + PART):
+        if os.path.exists(each) and os.path.getsize(each):
+            output.complain(f"{each} is kept as {set_aside(each)}")
+    if os.path.exists(path + PART):
+        return part
+    part.close()
+    return _locked(path + PART, name)
+
+
+def set_aside(path: str) -> str:
+    """Rename a file to the first of `path.1`, `path.2` … that is free, and return that name."""
+    for number in count(1):
+        kept = f"{path}.{number}"
+        try:
+            # Reserving the name first means that no file of another process can be replaced.
+            os.close(os.open(kept, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            continue
+        os.replace(path, kept)
+        return kept
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def _stream(name: str, path: str) -> Generator[BinaryIO]:
+    if name == "-":
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    try:
+        file = open(path, "wb")  # noqa: SIM115  # closed below, outside of this try
+    except OSError as error:
+        raise cannot("be written", error, "output_file", name) from None
+    with file:
+        yield file
+
+
+def _is_same(path: str, other: str) -> bool:
+    return os.path.exists(other) and os.path.samefile(path, other)
+
+
+def _chunks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+    while num_bytes > 0 and (chunk := file.read(min(num_bytes, 2**20))):
+        num_bytes -= len(chunk)
+        yield chunk
+
+
+def cannot(verb: str, error: OSError, parameter: str, name: str) -> TrouperValidationError:
+    return TrouperValidationError(
+        f"cannot {verb}: {error.strerror}", parameter=parameter, value=name
+    )

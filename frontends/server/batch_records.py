@@ -1,0 +1,225 @@
+"""The lines of OpenAI's batch files, and how a saved answer is matched with the request that it answers.
+
+A run that was interrupted is continued by `custom_id`.  Equal ids do not prove that a saved answer belongs to the
+input at hand: generated inputs often number their lines from 1.  The `id` of an answer therefore holds two
+digests, one of the request and one of everything else that decides the answer (the `origin`: model, seed, options).
+Answers of other programs have other ids and are matched by their custom_id only.
+"""
+
+import re
+from hashlib import blake2b
+from itertools import count
+from typing import Any, BinaryIO, Literal, Protocol
+from uuid import uuid4
+
+import msgspec
+
+REQUEST_BYTES = 12
+ORIGIN_BYTES = 4
+KEY_BYTES = 16
+OWN_ID = re.compile(
+    rf"batch_req_([0-9a-f]{{{2 * REQUEST_BYTES}}})_([0-9a-f]{{{2 * ORIGIN_BYTES}}})"
+)
+MAX_REASONS = 8
+MAX_MODELS = 5
+MODEL_NOT_FOUND = "model_not_found"
+Reason = tuple[int | None, str, str | None]  # HTTP status, code, parameter
+encode_line = msgspec.json.Encoder().encode
+
+
+class BatchLine(msgspec.Struct, kw_only=True):
+    """One line of the input file."""
+
+    custom_id: str
+    method: Literal["POST"]
+    url: str
+    body: msgspec.Raw
+
+
+class BatchResponse(msgspec.Struct):
+    """The route's reply, which may be an error."""
+
+    status_code: int = 0
+    request_id: str = ""
+    body: msgspec.Raw = msgspec.Raw()
+
+
+class BatchError(msgspec.Struct):
+    """The reason why a line was not sent to any route."""
+
+    code: str
+    message: str
+
+
+class BatchReply(msgspec.Struct):
+    """One line of the output file."""
+
+    id: str
+    custom_id: str | None = None
+    response: BatchResponse | None = None
+    error: BatchError | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.response is None or self.response.status_code >= 400
+
+
+class Answers(Protocol):
+    """Where the answers of a batch go.  Positions are whatever `add` and `find` return."""
+
+    def find(self, request: BatchLine) -> int | None:
+        """Return the position of the answer of an earlier run.  Raises TrouperError if it answers something else."""
+        ...
+
+    def add(self, line: bytes) -> int:
+        """Save one answer and return its position; answers are added in the order in which they come."""
+        ...
+
+    def keep(self, position: int) -> None:
+        """Let the answer at `position` be the next in the order of the requests."""
+        ...
+
+
+class StreamAnswers:
+    """Answers to a pipe or a device, in the order of the requests; those that come early wait in memory.
+
+    At most `max_inflight` wait, the number of lines that a batch holds.
+    """
+
+    def __init__(self, sink: BinaryIO) -> None:
+        self._sink = sink
+        self._waiting: dict[int, bytes] = {}
+        self._numbers = count(1)  # its `next` is one step, so threads may add at once
+
+    def find(self, request: BatchLine) -> int | None:
+        return None
+
+    def add(self, line: bytes) -> int:
+        position = next(self._numbers)
+        self._waiting[position] = line
+        return position
+
+    def keep(self, position: int) -> None:
+        self._sink.write(self._waiting.pop(position))
+        self._sink.flush()
+
+
+class _RequestFields(msgspec.Struct):
+    model: Any = None
+    stream: Any = None
+
+
+class _ErrorFields(msgspec.Struct):
+    message: Any = None
+    code: Any = None
+    type: Any = None
+    param: Any = None
+
+
+class _ErrorReply(msgspec.Struct):
+    error: _ErrorFields = msgspec.field(default_factory=_ErrorFields)
+
+
+def custom_id_key(custom_id: str) -> bytes:
+    """Return a short digest, which is kept in place of the custom_id itself."""
+    return blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()
+
+
+def origin_of(*facts: object) -> str:
+    """Return a digest of the facts that decide an answer besides its request."""
+    return blake2b(repr(facts).encode(), digest_size=ORIGIN_BYTES).hexdigest()
+
+
+def request_digest(request: BatchLine) -> str:
+    """Return a digest that does not depend on the order of members or on white space."""
+    body = bytes(request.body)
+    try:
+        body = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
+    except (msgspec.MsgspecError, RecursionError):
+        pass  # no body that a route accepts, so its bytes are as good
+    whole = encode_line([request.custom_id, request.url]) + body
+    return blake2b(whole, digest_size=REQUEST_BYTES).hexdigest()
+
+
+def answer_id(request: BatchLine, origin: str) -> str:
+    return f"batch_req_{request_digest(request)}_{origin}"
+
+
+def refusal_id() -> str:
+    """Return the id of an answer that is never continued from, since its line was no request."""
+    return f"batch_req_{uuid4().hex}"
+
+
+def differs(saved_id: str, request: BatchLine, origin: str) -> Literal["request", "origin"] | None:
+    """Return in what a saved answer differs from the answer to `request`, or None if it can be used."""
+    found = OWN_ID.fullmatch(saved_id)
+    if found is None:
+        return None
+    if found[1] != request_digest(request):
+        return "request"
+    return "origin" if found[2] != origin else None
+
+
+def field_of(body: msgspec.Raw, name: Literal["model", "stream"]) -> Any:
+    """Return one member of a request's body; None if the body is not a JSON object."""
+    try:
+        return getattr(msgspec.json.decode(body, type=_RequestFields), name)
+    except msgspec.MsgspecError:
+        return None
+
+
+class Failures:
+    """Failed requests by reason, in bounded memory, for the lines that end a batch."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Reason, int] = {}
+        self._examples: dict[Reason, str] = {}
+        self._models: dict[str, None] = {}  # an ordered set
+        self._num_more = 0  # failures for reasons beyond the first MAX_REASONS
+
+    def note(self, reply: BatchReply, model: object = None) -> None:
+        """Count a failed reply; `model` is the model that its request names."""
+        reason, message = _reason(reply)
+        if reason not in self._counts and len(self._counts) == MAX_REASONS:
+            self._num_more += 1
+            return
+        self._counts[reason] = self._counts.get(reason, 0) + 1
+        self._examples.setdefault(reason, message)
+        if reason[1] == MODEL_NOT_FOUND and len(self._models) < MAX_MODELS:
+            self._models[str(model)] = None
+
+    def lines(self) -> list[str]:
+        """Return one line for each reason, the most frequent first."""
+        ordered = sorted(self._counts.items(), key=lambda item: -item[1])
+        lines = [self._line(reason, num) for reason, num in ordered]
+        if self._num_more:
+            lines.append(f"{self._num_more} × other reasons")
+        return lines
+
+    def _line(self, reason: Reason, num: int) -> str:
+        status, code, _ = reason
+        head = f"{num} × {code}" if status is None else f"{num} × {status} {code}"
+        if code == MODEL_NOT_FOUND and self._models:
+            names = ", ".join(map(repr, self._models))
+            options = " ".join(f"--served-model-name {_quoted(name)}" for name in self._models)
+            return f"{head}: no model here has the name {names}; run again with {options}"
+        first = "the first: " if num > 1 else ""
+        return f"{head}: {first}{self._examples[reason]}"
+
+
+def _reason(reply: BatchReply) -> tuple[Reason, str]:
+    if reply.response is None:
+        error = reply.error or BatchError("unknown", "")
+        return (None, error.code, None), error.message
+    try:
+        found = msgspec.json.decode(reply.response.body, type=_ErrorReply).error
+    except msgspec.MsgspecError:
+        found = _ErrorFields()
+    param = found.param if isinstance(found.param, str) else None
+    code = str(found.code or found.type or "error")
+    return (reply.response.status_code, code, param), str(found.message or "")
+
+
+def _quoted(name: str) -> str:
+    """Return a name as a shell takes it."""
+    return name if re.fullmatch(r"[\w./:@-]+", name) else "'" + name.replace("'", "'\\''") + "'"
