@@ -65,7 +65,7 @@ class BatchReply(msgspec.Struct):
 
 
 class Answers(Protocol):
-    """Where the answers of a batch go.  Positions are whatever `add` and `find` return."""
+    """The output of a batch.  Positions are whatever `add` and `find` return."""
 
     def find(self, request: BatchLine) -> int | None:
         """Return the position of the answer of an earlier run.  Raises TrouperError if it answers something else."""
