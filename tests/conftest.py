@@ -7,6 +7,14 @@ import hypothesis
 import pytest
 import torch
 
+from tests.time_limit import (  # noqa: F401  these are hooks
+    pytest_handlecrashitem,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+    pytest_timeout_set_timer,
+)
+
 # The models are tiny: a second thread has nothing to do, and on a busy machine each barrier with it
 # costs a time slice.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
