@@ -60,8 +60,6 @@ def test_hangs_in_a_run_of_asyncio():
 @pytest.mark.anyio
 async def test_after_all():
     await anyio.sleep(0)
-"""
-UNHEEDING = """
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
@@ -79,21 +77,9 @@ def run_planted(folder, *options):
     (folder / "conftest.py").write_text("from tests.conftest import *\n")
     (folder / "test_planted.py").write_text(PLANTED)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    settings = ["-c", ROOT / "pyproject.toml", "--rootdir", folder, "-q", "--timeout", "1"]
     result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-c",
-            ROOT / "pyproject.toml",
-            "--rootdir",
-            folder,
-            "-q",
-            "--timeout",
-            "1",
-            *options,
-            folder,
-        ],
+        [sys.executable, "-m", "pytest", *settings, *options, folder],
         env=environment | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
