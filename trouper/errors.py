@@ -87,11 +87,12 @@ class TrouperUnprocessableEntityError(TrouperClientError):
 
 
 class UnsupportedFeatureError(TrouperError, NotImplementedError):
-    """The model or this build lacks the feature; `parameter` names what asked for it."""
+    """The model or this build lacks the feature; `parameter` names what asked for it, with `value`."""
 
-    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+        self.value = value
 
 
 class MissingExtraError(UnsupportedFeatureError):

@@ -16,7 +16,7 @@ import anyio
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.auth import Authenticator
-from trouper.frontends.server.errors import ErrorBody, HTTPError, describe, log, logger
+from trouper.frontends.server.errors import ErrorBody, HTTPError, describe, log
 from trouper.frontends.server.http.access_log import access_line
 from trouper.frontends.server.http.body import ClientGone
 from trouper.frontends.server.http.context import (
@@ -171,8 +171,7 @@ class App:
         if not decoded.holds_body:
             memory.release()
         if decoded.unknown:
-            self.service.num_unknown_fields += len(decoded.unknown)
-            logger.debug("request %s: %d unknown fields ignored", context.id, len(decoded.unknown))
+            context.own_headers += self.service.unknown.note(route.path, decoded.unknown)
         return route, decoded.request
 
     async def _attend(self, context: RequestContext, act: Any, timeout_s: float) -> None:

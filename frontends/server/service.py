@@ -23,6 +23,7 @@ from trouper.frontends.server.errors import HTTPError, aborted, clean, logger, u
 from trouper.frontends.server.http.body import BodyMemory
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.trace_context import trace_headers
+from trouper.frontends.server.http.unknown_fields import UnknownFields
 from trouper.frontends.server.metrics import ServerMetrics
 from trouper.frontends.server.response_store import ResponseStore
 from trouper.frontends.server.settings import ServerSettings
@@ -51,7 +52,7 @@ class Service:
         self.gate = AdmissionGate(self._note_rejection)
         self.is_draining = False
         self.died = anyio.Event()  # a task has met the engine's death
-        self.num_unknown_fields = 0
+        self.unknown = UnknownFields()
         self.steps = StepClock()
         self.bodies = BodyMemory(
             settings.max_body,

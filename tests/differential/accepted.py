@@ -24,7 +24,7 @@ ACCEPTED = [
     Accepted(
         ANY,
         rf"(\$|\w+ chunk)\.(.*\.)?({ABSENT_FEATURES})",
-        "`routed_experts`, `ec_transfer_params`, `prompt_text`, `multimodal_tokens` and `created_cache_tokens` belong to features that are not here",
+        "`routed_experts`, `ec_transfer_params`, `multimodal_tokens` and `created_cache_tokens` belong to features that are not here; `prompt_text` is sent where it is asked for",
     ),
     Accepted(
         "chat: stream.*",

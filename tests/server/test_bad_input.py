@@ -173,7 +173,7 @@ async def test_unknown_fields_are_ignored_and_counted(app, client):
     fields = {"prompt": "x", "max_tokens": 1, "frobnicate": 1, "best_of": None}
     answer = await client.post("/v1/completions", fields)
     assert answer.status == 200
-    assert app.service.num_unknown_fields == 1
+    assert app.service.unknown.num == 1
 
 
 async def test_null_is_not_given(client):

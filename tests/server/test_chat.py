@@ -21,6 +21,16 @@ async def test_a_whole_answer(client):
     assert reply["usage"]["completion_tokens"] == 6
 
 
+async def test_the_prompt_as_the_template_has_made_it_is_shown_where_it_is_asked_for(client):
+    asked = {**GREEDY, "return_prompt_text": True}
+    whole = (await client.post(PATH, asked)).json["prompt_text"]
+    assert "hi" in whole
+    first, second, *_ = (await client.post(PATH, {**asked, "stream": True})).events
+    assert first["prompt_text"] == whole
+    assert "prompt_text" not in second
+    assert "prompt_text" not in (await client.post(PATH, GREEDY)).json
+
+
 async def test_a_stream_begins_with_the_role(client):
     whole = (await client.post(PATH, GREEDY)).json["choices"][0]["message"]["content"]
     fields = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}

@@ -53,6 +53,38 @@ async def test_a_whole_answer(client):
     assert reply["store"] is False
 
 
+async def test_the_prompt_and_the_answer_of_the_model_are_shown_where_they_are_asked_for(client):
+    asked = {**GREEDY, "enable_response_messages": True}
+    reply = (await client.post(PATH, asked)).json
+    (prompt,), (answer,) = reply["input_messages"], reply["output_messages"]
+    assert prompt["type"] == answer["type"] == "raw_message_tokens"
+    assert len(prompt["tokens"]) == reply["usage"]["input_tokens"]
+    assert len(answer["tokens"]) == reply["usage"]["output_tokens"]
+    assert answer["message"] == reply["output"][0]["content"][0]["text"]
+    text = (await client.post("/detokenize", {"tokens": prompt["tokens"]})).json["prompt"]
+    assert prompt["message"] == text
+    last = named_events((await client.post(PATH, {**asked, "stream": True})).body)[-1]["response"]
+    assert last["input_messages"] == reply["input_messages"]
+    assert last["output_messages"] == reply["output_messages"]
+    assert "input_messages" not in (await client.post(PATH, GREEDY)).json
+
+
+async def test_a_format_is_not_said_in_two_ways(client):
+    text = {"format": {"type": "json_object"}}
+    both = {**GREEDY, "text": text, "structured_outputs": {"regex": "a"}}
+    answer = await client.post(PATH, both)
+    assert answer.status == 400
+    assert answer.error["message"] == "structured_outputs: not beside text.format"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_p", 7), ("logit_bias", {"99999": 1}), ("structured_outputs", {"regex": "(("})]
+)  # fmt: skip
+async def test_a_wrong_shared_field_is_named_as_the_client_has_it(client, name, value):
+    answer = await client.post(PATH, {**GREEDY, name: value})
+    assert (answer.status, answer.error["param"]) == (400, name)
+
+
 async def test_a_stream_of_typed_events(client):
     whole = (await client.post(PATH, GREEDY)).json
     events = named_events((await client.post(PATH, {**GREEDY, "stream": True})).body)

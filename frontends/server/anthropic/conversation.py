@@ -21,7 +21,6 @@ NOT_BUILT = {
     "search_result": NO_MEDIA,
     "server_tool_use": NO_TOOLS,
 }
-SAME_NAME = ("model", "temperature", "top_p", "top_k", "max_tokens", "stream", "request_id")
 ROLES = ("user", "assistant", "system")
 # Claude Code puts a line with this name in front of its system prompt.  The line is meant for the biller and changes
 # from request to request, so with it no two prompts would share a prefix.
@@ -45,32 +44,35 @@ def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
     _add_messages(transcript, request)
     tools = chat_tools(request.tools)
     choice = request.tool_choice or {}
-    fields = {name: getattr(request, name, None) for name in SAME_NAME}
+    fields = request.shared()
     if isinstance(request, MessagesRequest):
-        fields["stop"] = request.stop_sequences
+        fields |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences}
     if transcript.messages[-1]["role"] == "assistant":
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
+    response_format = _response_format(request)
+    if response_format is not None and fields.get("structured_outputs") is not None:
+        raise invalid("structured_outputs", f"not beside {FORMAT}")
     return ChatRequest(
         messages=transcript.messages,
-        response_format=_response_format(request),
+        response_format=response_format,
         reasoning_effort=_effort(request),
         tools=tools,
         tool_choice=chat_tool_choice(request.tool_choice, has_tools=tools is not None),
-        **_thinking(request),
         parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
-        **fields,
+        **fields | _thinking(request),
     )
 
 
 def _thinking(request: CountTokensRequest) -> JSONObject:
     """Return the fields of a chat that say whether the model is to reason, and for how long."""
-    thinking = request.thinking
+    thinking, variables = request.thinking, request.chat_template_kwargs or {}
     if thinking is None:
-        return {}
+        return {"chat_template_kwargs": variables}
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise invalid("thinking.type", "must be enabled, adaptive or disabled", kind)
-    fields: JSONObject = {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}}
+    variables = {"enable_thinking": kind != "disabled", **variables}
+    fields: JSONObject = {"chat_template_kwargs": variables}
     if kind == "disabled":
         return {**fields, "include_reasoning": False}
     if kind == "enabled" or budget is not None:

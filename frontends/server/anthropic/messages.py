@@ -54,13 +54,16 @@ class MessagesTurn:
 
     def __init__(self, body: CountTokensRequest) -> None:
         self.model = body.model
-        self.request_id: str | None = getattr(body, "request_id", None)
+        self.request_id = body.request_id
         self.reports_edits = body.context_management is not None
+        self._body = body
         self._transcript = Transcript()
         self.chat = chat_of(body, self._transcript)
 
     def client_name(self, parameter: str) -> str:
         """Return the client's name for a parameter of the chat."""
+        if getattr(self._body, parameter, None) is not None:
+            return parameter  # one of the fields that have the same name here
         if parameter in CLIENT_NAMES:
             return CLIENT_NAMES[parameter]
         if parameter.startswith("tools["):

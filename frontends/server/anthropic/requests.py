@@ -1,38 +1,30 @@
-"""The bodies of the Messages API.  Unknown fields are ignored; null means "not given"."""
+"""The bodies of the Messages API; null means "not given".  Fields that are not here are in the table of `fields.py`."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import msgspec
+from trouper.frontends.server import fields
+from trouper.frontends.server.openai.requests import SamplingFields
 
-from trouper.frontends.server import unsupported
 
+class CountTokensRequest(SamplingFields, kw_only=True):
+    """`POST /v1/messages/count_tokens`: a conversation; fields that do not change the count are taken."""
 
-class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/messages/count_tokens`: a conversation."""
-
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.MESSAGES
+    OTHERS: ClassVar[fields.Others] = fields.COUNTING
 
     messages: list[dict[str, Any]]
-    model: str | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     context_management: Any = None  # nothing is cleared or summed up; answers say so
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """`POST /v1/messages`: a conversation to be continued."""
 
-    PASSED_OVER: ClassVar[tuple[str, ...]] = ("metadata", "context_management")
+    OTHERS: ClassVar[fields.Others] = fields.MESSAGES
 
     max_tokens: int
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    request_id: str | None = None

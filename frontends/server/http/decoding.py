@@ -1,8 +1,8 @@
 """Decode JSON bodies into request types.
 
 Bodies that two parsers could read differently are refused, so a proxy and this server never see two different requests.
-msgspec refuses nearly everything that is not JSON.  A second reading finds duplicate keys and counts the unknown fields,
-which are ignored.  The texts of errors are ours or msgspec's; those of the interpreter tell of its insides and are replaced.
+msgspec refuses nearly everything that is not JSON.  A second reading finds duplicate keys and the fields that the type does
+not have.  The texts of errors are ours or msgspec's; those of the interpreter tell of its insides and are replaced.
 """
 
 import json
@@ -14,8 +14,8 @@ import anyio.to_thread
 import msgspec
 
 from trouper.frontends.server.errors import HTTPError, clean
+from trouper.frontends.server.fields import NONE, Others, check_others
 from trouper.frontends.server.http.large_json import excerpt
-from trouper.frontends.server.unsupported import check_supported
 
 T = TypeVar("T", bound=msgspec.Struct)
 THREAD_FROM = 2**16  # bytes; below it a thread hop costs more than the reading
@@ -25,7 +25,7 @@ MAX_COMMAS = (
 MAX_DEPTH = (
     128  # of arrays and objects; copying, encoding and rendering recurse, and stop at about 300
 )
-MAX_FIELD = 16 * 2**10  # bytes of a field that is not used
+MAX_FIELD = 16 * 2**10  # bytes of a field that is in no table
 MAX_ECHO = 200
 TOO_DEEP = f"arrays and objects may be nested {MAX_DEPTH} deep"
 IN_DICT = re.compile(r"\$\.(\w+)\[\.\.\.\](.*)")  # of a field; msgspec does not say which key
@@ -85,15 +85,16 @@ def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
     except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
         message = f"the body is not valid JSON: {clean(_reason(error), MAX_ECHO)}"
         raise HTTPError(400, "invalid_json", message) from None
-    known_unsupported = getattr(kind, "UNSUPPORTED", {})
-    check_supported(plain, known_unsupported)
-    unknown = plain.keys() - set(kind.__struct_encode_fields__) - known_unsupported.keys()
-    for name in (*unknown, *getattr(kind, "PASSED_OVER", ())):
-        if len(msgspec.json.encode(plain.get(name))) > MAX_FIELD:
+    table: Others = getattr(kind, "OTHERS", NONE)
+    honoured = kind.__struct_encode_fields__
+    others = {name: value for name, value in plain.items() if name not in honoured}
+    unknown = check_others(others, table)
+    for name in unknown:
+        if len(msgspec.json.encode(others[name])) > MAX_FIELD:
             raise HTTPError(
                 400, "invalid_schema", f"may have {MAX_FIELD} bytes", param=clean(name, MAX_ECHO)
             )
-    return Decoded(request, tuple(unknown))
+    return Decoded(request, unknown)
 
 
 class _InvalidJsonError(ValueError):

@@ -14,7 +14,7 @@ from trouper.params import BeamSearchParams, RequestOutputKind, SamplingParams
 SAMPLING = (
     "min_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop", "stop_token_ids", "logit_bias", "bad_words", "prompt_logprobs", "logprob_token_ids",
-    "thinking_token_budget", "prompt_embeds", "suffix",
+    "thinking_token_budget", "repetition_detection", "prompt_embeds", "suffix",
 )  # fmt: skip
 NEUTRAL = {
     "min_tokens": (0,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,),

@@ -140,6 +140,8 @@ class ChatAdapter:
                 chunks.append(self._chunk(ChatDelta(index=index, delta=echo), bare))
         if self._request.return_token_ids:
             chunks[0].prompt_token_ids = output.prompt_token_ids
+        if self._request.return_prompt_text:
+            chunks[0].prompt_text = output.prompt
         return [StreamEvent(chunk) for chunk in chunks]
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
@@ -213,6 +215,8 @@ class ChatAdapter:
         if self._output is not None:
             if self._request.return_token_ids:
                 reply.prompt_token_ids = self._output.prompt_token_ids
+            if self._request.return_prompt_text:
+                reply.prompt_text = self._output.prompt
             if self._output.prompt_logprobs is not None:
                 reply.prompt_logprobs = prompt_logprobs(self._output.prompt_logprobs)
         return reply

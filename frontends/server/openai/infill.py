@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trouper.errors import invalid
-from trouper.frontends.server import unsupported
+from trouper.frontends.server import fields
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
@@ -44,7 +44,7 @@ class InfillFile(msgspec.Struct, kw_only=True):
 class InfillRequest(msgspec.Struct, kw_only=True):
     """`POST /infill`: the gap, and llama.cpp's names for how it is filled."""
 
-    UNSUPPORTED: ClassVar[dict[str, str]] = unsupported.INFILL
+    OTHERS: ClassVar[fields.Others] = fields.INFILL
 
     input_prefix: str = ""
     input_suffix: str = ""

@@ -1,15 +1,15 @@
-"""The bodies that clients send.  Unknown fields are ignored; null means "not given".
+"""The bodies that clients send; null means "not given".  Fields that are not here are in the table of `fields.py`.
 
 Ranges that the engine checks itself are not checked here a second time: one validator, one answer.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from trouper.frontends.server import unsupported
+from trouper.frontends.server import fields
+from trouper.params import RepetitionDetectionParams
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Timestamp = Annotated[int, Meta(ge=0)]
@@ -30,17 +30,12 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     format: dict[str, Any] | None = None
 
 
-class Generating(msgspec.Struct, kw_only=True):
-    """The fields that completions and chats share."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The fields that every API has that generates: each means the same there, and is handed on as it is."""
 
-    PASSED_OVER: ClassVar[tuple[str, ...]] = ("user", "metadata")
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.GENERATING
+    OTHERS: ClassVar[fields.Others] = fields.NONE
 
     model: str | None = None
-    n: int | None = None
-    use_beam_search: bool | None = None  # n is the width
-    length_penalty: float | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -49,8 +44,8 @@ class Generating(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -60,14 +55,8 @@ class Generating(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     thinking_token_budget: int | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stream_interval: int | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    echo: bool | None = None
     priority: Int64 | None = None
     request_id: str | None = None
     session_id: str | None = None
@@ -76,17 +65,34 @@ class Generating(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """Return these fields, to be handed on to another API's request."""
+        return {name: getattr(self, name) for name in SamplingFields.__struct_fields__}
+
+
+class Generating(SamplingFields, kw_only=True):
+    """The fields that completions and chats share."""
+
+    n: int | None = None
+    use_beam_search: bool | None = None  # n is the width
+    length_penalty: float | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    guided_decoding_backend: str | None = None  # there is one; it is ignored
-    vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
 
     @property
     def is_stream(self) -> bool:
@@ -96,7 +102,7 @@ class Generating(msgspec.Struct, kw_only=True):
 class CompletionRequest(Generating, kw_only=True):
     """`POST /v1/completions`."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.COMPLETION
+    OTHERS: ClassVar[fields.Others] = fields.COMPLETION
 
     prompt: str | list[Any] | None = None
     suffix: str | None = None
@@ -115,7 +121,7 @@ class CompletionRequest(Generating, kw_only=True):
 class ChatRequest(Generating, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.CHAT
+    OTHERS: ClassVar[fields.Others] = fields.CHAT
 
     messages: list[dict[str, Any]]
     logprobs: bool | None = None
@@ -130,6 +136,7 @@ class ChatRequest(Generating, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_prompt_text: bool | None = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
         """Replace the placeholders in parts that are embeddings, as in `CompletionRequest`."""
@@ -152,6 +159,8 @@ def _put_back_part(part: dict[str, Any], strings: dict[str, memoryview]) -> None
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """`POST /tokenize`: a text or a conversation."""
+
+    OTHERS: ClassVar[fields.Others] = fields.TOKENIZE
 
     model: str | None = None
     prompt: str | None = None
@@ -196,6 +205,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
     """`POST /v1/load_lora_adapter`."""
 
+    OTHERS: ClassVar[fields.Others] = fields.ADAPTERS
+
     lora_name: str = ""
     lora_path: str = ""
     load_inplace: bool = False
@@ -203,6 +214,8 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
     """`POST /v1/unload_lora_adapter`."""
+
+    OTHERS: ClassVar[fields.Others] = fields.ADAPTERS
 
     lora_name: str = ""
 

@@ -132,6 +132,7 @@ class ChatReply(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | UnsetType | None = UNSET  # where it is asked for
     prompt_logprobs: PromptLogprobs | None = None
     service_tier: None = None
     system_fingerprint: str = FINGERPRINT
@@ -156,5 +157,6 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatDelta]
     usage: Usage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET  # with the first chunk
+    prompt_text: str | UnsetType | None = UNSET  # the same
     system_fingerprint: str | UnsetType = UNSET  # with the last chunk
     metrics: RequestMetrics | UnsetType = UNSET  # with the usage at the end

@@ -18,7 +18,7 @@ SAME_NAME = (
     "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
     "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "logprob_token_ids",
-    "stream_interval", "thinking_token_budget",
+    "stream_interval", "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
 MAX_SEQUENCES = 16_384  # prompts × n of one request
 LONGEST = {"stop": 4, "stop_token_ids": 64, "logit_bias": 1024, "bad_words": 128}

@@ -1,14 +1,13 @@
-"""The bodies that clients of a pooling model send.  Unknown fields are ignored; null means "not given".
+"""The bodies that clients of a pooling model send; null means "not given".  Other fields are in the table of `fields.py`.
 
 Ranges that the engine checks itself are not checked here a second time.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from trouper.frontends.server import unsupported
+from trouper.frontends.server import fields
 from trouper.frontends.server.openai.requests import Int64
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
@@ -19,11 +18,9 @@ Endianness = Literal["native", "big", "little"]
 class PoolingRequestFields(msgspec.Struct, kw_only=True):
     """The fields that all pooling requests share."""
 
-    PASSED_OVER: ClassVar[tuple[str, ...]] = ("user",)
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.POOLING
+    OTHERS: ClassVar[fields.Others] = fields.POOLING
 
     model: str | None = None
-    user: str | None = None
     priority: Int64 | None = None
     request_id: str | None = None
     data_parallel_rank: int | None = None
@@ -73,7 +70,7 @@ class ClassifyRequest(InputRequest, kw_only=True):
 class ScoringFields(PoolingRequestFields, kw_only=True):
     """Fields of requests that compare texts."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.SCORING
+    OTHERS: ClassVar[fields.Others] = fields.SCORING
 
     max_tokens_per_query: int | None = None  # 0: all
     max_tokens_per_doc: int | None = None  # the same
@@ -107,7 +104,7 @@ class RerankRequest(ScoringFields, kw_only=True):
 class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     """`POST /v2/embed`, Cohere's form."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.COHERE
+    OTHERS: ClassVar[fields.Others] = fields.COHERE
 
     texts: list[str] | None = None
     model: str | None = None

@@ -46,6 +46,8 @@ class ResponsesAdapter:
         if parameter.startswith("tools["):
             return parameter.replace(".function", "", 1)
         name = request.transcript.client_name(parameter)
+        if getattr(request.body, name, None) is not None:
+            return name  # one of the fields that have the same name here
         return CLIENT_NAMES.get(name, name)
 
     def __init__(
@@ -55,6 +57,7 @@ class ResponsesAdapter:
         self._unique_id = head.unique_id
         self._events = EventWriter(head.unique_id)
         self._last: CompletionOutput | None = None
+        self._raw = RawMessages() if request.body.enable_response_messages else None
         self.response = _new_response(request, parsed, model.name, head)
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
@@ -65,7 +68,7 @@ class ResponsesAdapter:
         ]
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
-        self._last = update.completion
+        self._note(update)
         is_last = update.completion.finish_reason is not None
         changes = self._blocks.feed(update.parts, is_last=is_last)
         return [event for change in changes for event in self._events.render(change)]
@@ -77,13 +80,18 @@ class ResponsesAdapter:
         return [*events, self._events.event(f"response.{response['status']}", response=response)]
 
     def add(self, update: ChoiceUpdate) -> None:
-        self._last = update.completion
+        self._note(update)
         self._blocks.feed(update.parts, is_last=True)
 
     def reply(self, usage: Usage) -> JSONObject:
         self._blocks.end(is_cut=not self._is_whole)
         self.response = self._finished(usage)
         return self.response
+
+    def _note(self, update: ChoiceUpdate) -> None:
+        self._last = update.completion
+        if self._raw is not None:
+            self._raw.add(update)
 
     @property
     def _is_whole(self) -> bool:
@@ -104,7 +112,32 @@ class ResponsesAdapter:
                 output_item(last, self._unique_id, status),
             ],
             "usage": _counts(usage),
+            **({} if self._raw is None else self._raw.fields),
         }
+
+
+class RawMessages:
+    """The prompt and the answer as the model has them, which `enable_response_messages` asks for."""
+
+    def __init__(self) -> None:
+        self._prompt: JSONObject = {}
+        self._text: list[str] = []
+        self._ids: list[int] = []
+
+    def add(self, update: ChoiceUpdate) -> None:
+        output, completion = update.output, update.completion
+        self._prompt = _raw_message(output.prompt or "", output.prompt_token_ids)
+        self._text.append(completion.text)
+        self._ids += completion.token_ids
+
+    @property
+    def fields(self) -> JSONObject:
+        answer = _raw_message("".join(self._text), self._ids)
+        return {"input_messages": [self._prompt], "output_messages": [answer]}
+
+
+def _raw_message(text: str, token_ids: list[int]) -> JSONObject:
+    return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
 
 
 def _new_response(

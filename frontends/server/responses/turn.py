@@ -15,10 +15,7 @@ from trouper.frontends.server.responses.tools import chat_tool_choice, chat_tool
 from trouper.frontends.server.unsupported import unsupported
 
 JSONObject = dict[str, Any]
-SAME_NAME = (
-    "model", "temperature", "top_p", "top_k", "seed", "stream", "priority", "cache_salt",
-    "parallel_tool_calls",
-)  # fmt: skip
+SAME_NAME = ("stop", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
 INHERITED = ("model", "cache_salt", "priority")
 ENCRYPTED = "reasoning.encrypted_content"
 
@@ -62,14 +59,18 @@ class ResponsesTurn:
             raise unsupported("include", f"{ENCRYPTED} is not; the text of it is in the answer")
         tools = chat_tools(body.tools)
         fields = {name: getattr(body, name) for name in SAME_NAME}
+        response_format = _response_format(body)
+        if response_format is not None and body.structured_outputs is not None:
+            raise invalid("structured_outputs", "not beside text.format")
         return ChatRequest(
             messages=self.transcript.messages,
             max_completion_tokens=body.max_output_tokens,
-            response_format=_response_format(body),
+            response_format=response_format,
             reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
             tools=tools,
             tool_choice=chat_tool_choice(body.tool_choice, has_tools=tools is not None),
             **fields,
+            **body.shared(),
         )
 
 
