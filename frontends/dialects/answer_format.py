@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.dialects.calls import Schemas
+from trouper.frontends.dialects.calls import MAX_HELD, Schemas
 from trouper.frontends.dialects.core import AnswerParser
 from trouper.frontends.dialects.table import (
     BY_NAME,
@@ -48,18 +48,20 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         """Tell whether the prompt has opened the reasoning already, as templates do."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0].rstrip())
 
-    def parser(self, schemas: Schemas, prompt: str = "") -> AnswerParser:
+    def parser(self, schemas: Schemas, prompt: str = "", max_held: int = MAX_HELD) -> AnswerParser:
         """Make the parser of one answer.
 
         Args:
             schemas: of the tools' parameters, by name; empty: no calls are looked for.
             prompt: the rendered prompt.
+            max_held: characters of a call's arguments that are held back until it is complete.
         """
         return AnswerParser(
             self.tools or BY_NAME["json"],
             schemas if self.tools is not None else {},
             reasoning=self.reasoning,
             begins_in_reasoning=self.begins_in_reasoning(prompt),
+            max_held=max_held,
         )
 
 

@@ -7,11 +7,12 @@ give back as content what turned out to be no call.
 import json
 from collections.abc import Callable
 
-from trouper.frontends.dialects.calls import CallWriter, ObjectWriter, as_json
+from trouper.frontends.dialects.calls import CallWriter, ObjectWriter, json_object
 from trouper.frontends.dialects.literals import read_literals
 from trouper.frontends.dialects.python_literals import read_calls
 from trouper.frontends.dialects.reader import Parse, Reader
 from trouper.frontends.dialects.table import Dialect, Tags
+from trouper.frontends.dialects.value_types import TEXT, ValueTypes, as_json
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 MAX_NAME = 128
@@ -60,13 +61,15 @@ def _object(reader: Reader, calls: CallWriter) -> Parse[bool]:
     yield from reader.skip_blanks()
     if not (yield from reader.accept("{")):
         return False
-    is_complete = yield from _members(reader, calls)
-    has_name = calls.is_open
-    calls.end()
-    return is_complete and has_name
+    seen: set[str] = set()
+    is_complete = yield from _members(reader, calls, seen)
+    # the last brackets may be missing
+    is_whole = is_complete or (reader.is_at_end and "arguments" in seen)
+    return calls.end(is_whole=is_whole) and is_complete
 
 
-def _members(reader: Reader, calls: CallWriter) -> Parse[bool]:
+def _members(reader: Reader, calls: CallWriter, seen: set[str]) -> Parse[bool]:
+    """Read members to the closing bracket; one that is there twice means nothing.  Returns whether it came."""
     while True:
         yield from reader.skip_blanks()
         if (yield from reader.accept("}")):
@@ -78,29 +81,39 @@ def _members(reader: Reader, calls: CallWriter) -> Parse[bool]:
         if key is None or not (yield from reader.accept(":")):
             return False
         yield from reader.skip_blanks()
-        if key == "name" and not calls.is_open:
-            name = yield from _string(reader)
-            if name is None or not calls.start(name):
-                return False
-        elif key in ARGUMENT_KEYS:
-            if not (yield from _arguments(reader, calls)):
-                return False
-        elif not (yield from reader.json_value(_ignore)):
+        member = "arguments" if key in ARGUMENT_KEYS else key
+        if member in seen or not (yield from _member_value(reader, calls, member)):
             return False
+        if member in ("name", "arguments"):
+            seen.add(member)
         yield from reader.skip_blanks()
         yield from reader.accept(",")
 
 
+def _member_value(reader: Reader, calls: CallWriter, member: str) -> Parse[bool]:
+    """Read the value of a member.  Returns whether it is complete and right."""
+    if member == "name":
+        name = yield from _string(reader)
+        return name is not None and calls.start(name)
+    if member == "arguments":
+        return (yield from _arguments(reader, calls))
+    return (yield from reader.json_value(_ignore))
+
+
 def _arguments(reader: Reader, calls: CallWriter) -> Parse[bool]:
-    """Read arguments: an object as it stands, or a string that holds one."""
+    """Read arguments: an object as it stands, a string that holds one, or null.  Returns whether they are complete."""
     char = yield from reader.peek()
     if char == "{":
         return (yield from reader.json_value(calls.arguments))
     if char == '"':
         text = yield from _string(reader)
-        calls.arguments(text or "")
-        return text is not None
-    return (yield from reader.json_value(_ignore))  # null
+        if text is None:
+            return False
+        arguments = json_object(text)
+        if arguments is not None:
+            calls.arguments(arguments)
+        return arguments is not None
+    return bool((yield from reader.accept("null")))
 
 
 def _string(reader: Reader) -> Parse[str | None]:
@@ -149,20 +162,19 @@ def read_named(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[Non
     name = yield from reader.word(_NAME_STOPS, MAX_NAME)
     if dialect.call_id and (yield from reader.accept(dialect.call_id)):
         yield from reader.word(_NAME_STOPS, MAX_NAME)
-    if (
-        yield from reader.accept(*dialect.name_end)
-    ) and name == "function":  # a kind, and then the name
+    mark = yield from reader.accept(*dialect.name_end)
+    if mark and name == "function":  # a kind, and then the name
         name = yield from reader.word(_NAME_STOPS, MAX_NAME)
     yield from reader.skip_blanks()
     is_fenced = bool((yield from reader.accept("```json")))
     yield from reader.skip_blanks()
-    if not name or (yield from reader.peek()) != "{":
+    has_object = (yield from reader.peek()) == "{"
+    if not name or not (has_object or (mark and reader.is_cut)):
         return
     if not calls.start(_plain_name(name, dialect)):
         return
-    yield from reader.json_value(calls.arguments)
-    calls.end()
-    if is_fenced:
+    is_whole = yield from reader.json_value(calls.arguments)
+    if calls.end(is_whole=is_whole) and is_fenced:
         yield from _closing(reader, "```")
 
 
@@ -189,57 +201,73 @@ def read_tagged(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[No
             return
         if mark != tags.key:
             yield from reader.skip_blanks()
-        yield from _tagged_arguments(reader, tags, calls, has_key=mark == tags.key)
-        calls.end()
-        if not tags.name:
+        is_whole = yield from _tagged_arguments(reader, tags, calls, has_key=mark == tags.key)
+        if not calls.end(is_whole=is_whole) or not tags.name:
             return
 
 
 def _tagged_arguments(
     reader: Reader, tags: Tags, calls: CallWriter, *, has_key: bool
-) -> Parse[None]:
+) -> Parse[bool]:
+    """Read the arguments of a call to its end.  Returns whether they are complete."""
     written = ObjectWriter(calls)
     while has_key or (yield from reader.accept(tags.key)):
         has_key = False
         if not calls.step():
-            break
+            return False
         text, mark = yield from reader.until_soon((tags.key_end,), 2 * MAX_NAME)
         if not mark:
-            break
-        key, is_string = _key_and_kind(text)
+            return False
+        key, kind = _key_and_kind(text)
         if tags.value:
             yield from reader.skip_blanks()
             if not (yield from reader.accept(tags.value)):
-                break
-        kind = calls.type_of(key)
-        yield from _tagged_value(reader, tags, written, key, "string" if is_string else kind)
+                return False
+        types = calls.types_of(key)
+        if kind:
+            types = TEXT if kind == "string" else types.without_text()
+        if not (yield from _tagged_value(reader, tags, written, key, types)):
+            return False
         yield from reader.skip_blanks()
+    yield from reader.peek()
+    if reader.is_cut:
+        return False
     written.end()
     if tags.end:
         yield from _closing(reader, tags.end)
+    return True
 
 
-def _key_and_kind(text: str) -> tuple[str, bool]:
-    """Take `key" string="true` apart."""
+def _key_and_kind(text: str) -> tuple[str, str]:
+    """Take `key" string="true` apart: the key, and what the model says of its value, if anything."""
     key, _, rest = text.partition('"')
-    return key.strip(), 'string="true"' in rest
+    kind = "string" if 'string="true"' in rest else "other" if 'string="false"' in rest else ""
+    return key.strip(), kind
 
 
 def _tagged_value(
-    reader: Reader, tags: Tags, written: ObjectWriter, key: str, kind: str | None
-) -> Parse[None]:
-    """Read a value up to its end: a string piece by piece, anything else when it is whole."""
-    if any(mark.startswith("\n") for mark in tags.value_end):
-        yield from reader.accept("\n")
+    reader: Reader, tags: Tags, written: ObjectWriter, key: str, types: ValueTypes
+) -> Parse[bool]:
+    """Read a value up to its end: a string piece by piece, anything else when it is whole.  Returns whether it ended."""
+    pad = "\n" if any(mark.startswith("\n") for mark in tags.value_end) else ""
+    if pad:
+        yield from reader.accept(pad)
     written.key(key)
-    if kind == "string":
+    if types.is_text and types.choices is None:
+        nulls = [f"null{end}" for end in tags.value_end] if types.takes_null else []
+        if nulls and (yield from reader.accept(*nulls)):
+            written.value("null")
+            return True
         written.value('"')
-        yield from reader.until(tags.value_end, written.string_piece)
+        if not (yield from reader.until(tags.value_end, written.string_piece)):
+            return False
         written.value('"')
-    else:
-        pieces: list[str] = []
-        yield from reader.until(tags.value_end, pieces.append)
-        written.value(as_json("".join(pieces), kind))
+        return True
+    pieces: list[str] = []
+    if not (yield from reader.until(tags.value_end, pieces.append)):
+        return False
+    written.value(as_json("".join(pieces), types))
+    return True
 
 
 # [name(key=value), ...]

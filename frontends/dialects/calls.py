@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from trouper.frontends.dialects.events import Arguments, CallEnded, CallStarted, EventList
+from trouper.frontends.dialects.reader import Reader
+from trouper.frontends.dialects.value_types import ValueTypes, property_types
 
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schema of the parameters, by name of the tool
 
@@ -13,22 +15,36 @@ Schemas = Mapping[str, Mapping[str, Any]]  # JSON schema of the parameters, by n
 # Marks, keys and values that are read one by one in an answer; what comes behind them is content.  At 15 µs each, the most
 # hostile answer costs some 30 ms, however long it is.  JSON arguments and lists of numbers count as one.
 MAX_STEPS = 2048
+# Characters of a call's arguments that wait for its end: some 300 tokens, a few seconds.
+MAX_HELD = 1024
 
 
 class CallWriter:
     """Turns a name and pieces of arguments into events, one call after the other.
 
-    Arguments that come before the name are kept until it is known.
+    A call is held back until it is complete, and dropped where its arguments are no JSON object: then it is content.  One
+    with long arguments is given out before, since its reader must not wait for minutes.
+
+    Args:
+        reader: of the answer; what it holds is the text behind the last call that was given out.
+        max_held: characters of arguments that are held back; 0 for calls that a grammar makes, which are right.
     """
 
-    def __init__(self, events: EventList, schemas: Schemas) -> None:
+    def __init__(
+        self, events: EventList, schemas: Schemas, reader: Reader, max_held: int = MAX_HELD
+    ) -> None:
         self.schemas = schemas
-        self.num_started = 0
+        self.num_started = 0  # calls that were given out
+        self.is_dropped = False  # the last call, and it was the end of the calls
+        self._reader = reader
+        self._max_held = max_held
         self._num_steps = 0
+        self._types: dict[tuple[str, str], ValueTypes] = {}  # of the keys that were read
         self._events = events
         self._name: str | None = None
-        self._kept: list[str] = []
-        self._has_arguments = False
+        self._held: list[str] = []
+        self._num_arguments = 0  # characters of the open call's
+        self._is_given_out = False
         self.accepts: Callable[[str], bool] = bool  # whether a call of this name may start
 
     def __repr__(self) -> str:
@@ -39,42 +55,82 @@ class CallWriter:
         """A call has begun and not ended."""
         return self._name is not None
 
+    @property
+    def has_named(self) -> bool:
+        """A call has begun, at some time."""
+        return self.is_open or self.num_started > 0
+
+    @property
+    def has_arguments(self) -> bool:
+        """Arguments of the open call have come."""
+        return self._num_arguments > 0
+
     def step(self) -> bool:
         """Count a mark, a key or a value that takes a step of its own; False: it is one too many for an answer."""
         self._num_steps += 1
         return self._num_steps <= MAX_STEPS
 
     def start(self, name: str) -> bool:
-        """Begin a call; arguments that were kept follow its name at once.  Returns whether it may start."""
+        """Begin a call; arguments may have come before.  Returns whether it may start."""
         if _NAME.fullmatch(name) is None or not self.accepts(name) or not self.step():
             return False
-        self._events.add(CallStarted(self.num_started, name))
         self._name = name
-        self.num_started += 1
-        kept, self._kept = self._kept, []
-        for text in kept:
-            self.arguments(text)
+        self.arguments("")
         return True
 
     def arguments(self, text: str) -> None:
         """Add a piece of the call's arguments."""
-        if self._name is None:
-            self._kept.append(text)
-        elif text:
-            self._has_arguments = True
+        self._num_arguments += len(text)
+        if self._is_given_out:
             self._events.add(Arguments(self.num_started - 1, text))
+            return
+        self._held.append(text)
+        if self._name is not None and (self._num_arguments > self._max_held or self._max_held == 0):
+            self._give_out()
 
-    def end(self) -> None:
-        """End the call, if one is open; a call without arguments has `{}`."""
-        if self._name is not None:
-            if not self._has_arguments:
+    def end(self, *, is_whole: bool) -> bool:
+        """End the call, if one is open; one that is whole without arguments has `{}`.
+
+        Args:
+            is_whole: its arguments are complete.
+
+        Returns:
+            Whether it was a call; a call that is no more than cut is one.
+        """
+        is_call = self._name is not None and self._is_call(is_whole=is_whole)
+        if is_call:
+            if is_whole and not self._num_arguments:
                 self.arguments("{}")
+            if not self._is_given_out:
+                self._give_out()
             self._events.add(CallEnded(self.num_started - 1))
-        self._name, self._kept, self._has_arguments = None, [], False
+            self._reader.hold()
+        self.is_dropped = not is_call
+        self._name, self._held, self._num_arguments, self._is_given_out = None, [], 0, False
+        return is_call
 
-    def type_of(self, key: str) -> str | None:
-        """The JSON type that the open call's schema gives a parameter; None: it says nothing, or several."""
-        return type_of(self.schemas.get(self._name or "", {}), key)
+    def _is_call(self, *, is_whole: bool) -> bool:
+        if self._is_given_out:
+            return True
+        if not is_whole:
+            return self._reader.is_cut
+        return not self._num_arguments or _is_object("".join(self._held))
+
+    def _give_out(self) -> None:
+        self._events.add(CallStarted(self.num_started, self._name or ""))
+        self.num_started += 1
+        self._is_given_out = True
+        for text in self._held:
+            self._events.add(Arguments(self.num_started - 1, text))
+        self._held = []
+        self._reader.hold()
+
+    def types_of(self, key: str) -> ValueTypes:
+        """Return the types that the open call's schema allows for a parameter."""
+        place = (self._name or "", key)
+        if place not in self._types:
+            self._types[place] = property_types(self.schemas.get(place[0], {}), key)
+        return self._types[place]
 
 
 class ObjectWriter:
@@ -103,40 +159,31 @@ class ObjectWriter:
         self._calls.arguments(quoted(text))
 
     def end(self) -> None:
-        """Close the object; without a member there is none, and the call's `end` writes `{}`."""
+        """Close the object, which is complete; without a member there is none, and the call's `end` writes `{}`."""
         if self._num_keys:
             self._calls.arguments("}")
 
 
-def type_of(schema: Mapping[str, Any], key: str) -> str | None:
-    """Return the JSON type that the schema of an object gives a property; None: it says nothing, or several."""
-    kind: Any = _member(_member(schema.get("properties"), key), "type")
-    if isinstance(kind, list):  # an optional one says "null" as well
-        kinds = [each for each in cast("list[object]", kind) if each != "null"]
-        kind = kinds[0] if len(kinds) == 1 else None
-    return kind if isinstance(kind, str) else None
-
-
-def as_json(text: str, kind: str | None) -> str:
-    """Make JSON of a value that the model wrote bare, of the type that the tool's schema names.
-
-    What is a literal of its type is passed on as it stands; everything else is a string.
-    """
-    stripped = text.strip()
-    if kind != "string" and (literal := _LITERALS.get(stripped)) is not None:
-        stripped = literal
+def json_object(text: str) -> str | None:
+    """Return a text that holds a JSON object, raw line breaks in its strings escaped; "" if it is blank, None if it holds none."""
+    if not text.strip() or _is_object(text):
+        return text.strip()
     try:
-        is_parsed = kind != "string" and len(stripped) <= MAX_PARSED
-        value = json.loads(stripped, parse_constant=_no_constant) if is_parsed else None
+        found = json.loads(text, strict=False, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    if stripped == "null" and kind != "string":
-        return stripped
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_fit = is_number or kind not in ("integer", "number")
-    if value is not None and is_fit and isinstance(value, _TYPES.get(kind or "", object)):
-        return stripped
-    return json.dumps(text, ensure_ascii=False)
+        return None
+    return json.dumps(found) if isinstance(found, dict) else None
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text, parse_constant=_no_constant), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
 
 
 def spaced(numbers: str) -> str:
@@ -153,26 +200,8 @@ def _is_encodable(text: str) -> bool:
     return _SURROGATE.search(text) is None
 
 
-def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
 # A number as JSON and Python both write it, and several of which each is followed by one.
 NUMBER = re.compile(r"-?+(?:[1-9][0-9]{0,17}+|0)(?:\.[0-9]{1,17}+)?+")
 NUMBERS = re.compile(f"(?:{NUMBER.pattern}, *+)+(?=[-0-9])")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # as tools may be called
 _SURROGATE = re.compile("[\ud800-\udfff]")
-MAX_PARSED = 1 << 16  # characters of a value that is no string
-_LITERALS = {"True": "true", "False": "false", "None": "null"}  # as Python writes them
-_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
-
-
-def _member(value: object, key: str) -> Any:
-    """Return a member of a JSON object; None where the value is none, or has none of this name."""
-    return cast("Mapping[str, Any]", value).get(key) if isinstance(value, Mapping) else None

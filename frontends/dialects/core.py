@@ -2,7 +2,9 @@
 
 Laws:
 1. However the text is cut into pieces, the events are the same, neighbours of one kind merged.
-2. Arguments that are JSON are slices of what the model wrote. They are never parsed and written again.
+2. Arguments are a JSON object, or the beginning of one where the answer is cut; what is no such object is content.  Those
+   that are JSON are slices of what the model wrote, but for raw line breaks in strings, which become escapes.  Only a call
+   that was given out before its end (`MAX_HELD`) may turn out to be none.
 3. Arguments that are written key by key become JSON by the types in the tool's schema; what is no literal of its
    type stays a string.  Nothing is evaluated.
 4. A character is scanned at most twice, and nesting and the number of steps are bounded: a long answer costs little
@@ -13,7 +15,7 @@ Laws:
 from collections.abc import Mapping
 
 from trouper.frontends.dialects.bodies import read_array, read_object, read_python, read_section
-from trouper.frontends.dialects.calls import CallWriter, Schemas
+from trouper.frontends.dialects.calls import MAX_HELD, CallWriter, Schemas
 from trouper.frontends.dialects.channels import read_channels
 from trouper.frontends.dialects.events import Content, EventList, ParserEvent, Reasoning
 from trouper.frontends.dialects.reader import Parse, Reader
@@ -31,6 +33,7 @@ class AnswerParser:
         schemas: JSON schemas of the tools' parameters, by name; empty: no calls are looked for.
         reasoning: the marks around the reasoning; None: none is looked for.
         begins_in_reasoning: the prompt has opened the reasoning already.
+        max_held: characters of a call's arguments that are held back until it is complete.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class AnswerParser:
         *,
         reasoning: Span | None = None,
         begins_in_reasoning: bool = False,
+        max_held: int = MAX_HELD,
     ) -> None:
         self._dialect = dialect
         self._schemas = schemas or {}
@@ -49,7 +53,7 @@ class AnswerParser:
         self._reader = Reader()
         self._parse = self._read_answer()
         self._is_over = False
-        self._calls = CallWriter(self._events, self._schemas)
+        self._calls = CallWriter(self._events, self._schemas, self._reader, max_held)
         self._num_bare = self._num_refused = 0
 
     def __repr__(self) -> str:
@@ -62,9 +66,13 @@ class AnswerParser:
             self._go_on()
         return self._events.take()
 
-    def end(self) -> list[ParserEvent]:
-        """Take the end of the answer and return what was held back."""
-        self._reader.end()
+    def end(self, *, is_cut: bool = False) -> list[ParserEvent]:
+        """Take the end of the answer and return what was held back.
+
+        Args:
+            is_cut: the model would have gone on; a call that is not complete is a cut call then, and content otherwise.
+        """
+        self._reader.end(is_cut=is_cut)
         self._go_on()
         return self._events.take()
 
@@ -123,9 +131,10 @@ class AnswerParser:
             reader.hold()
             yield from read_section(reader, self._dialect, calls)
             text = reader.give_back()
-            if calls.num_started == num_before:
+            is_none = calls.num_started == num_before
+            if is_none or calls.is_dropped:
                 self._num_refused += 1
-                self._content(mark + text)
+                self._content(mark + text if is_none else text)
             else:
                 yield from reader.skip_blanks_before(marks)
 
@@ -137,17 +146,17 @@ class AnswerParser:
         reader = self._reader
         reader.hold()
         calls.accepts = lambda name: (
-            name in self._schemas and (calls.num_started > 0 or reader.num_held <= MAX_BARE)
+            name in self._schemas and (calls.has_named or reader.num_held <= MAX_BARE)
         )
         attempt = self._try_bare_calls(calls)
         for _ in attempt:  # it waits for more text
-            if calls.num_started == 0 and reader.num_held > MAX_BARE:
+            if not calls.has_named and reader.num_held > MAX_BARE:
                 attempt.close()
                 break
             yield
         calls.accepts = bool
         self._num_bare = calls.num_started
-        if calls.num_started == 0:
+        if calls.num_started == 0 or calls.is_dropped:
             reader.rewind()
         else:
             reader.give_back()

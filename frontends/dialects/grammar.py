@@ -4,12 +4,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from trouper.errors import invalid
-from trouper.frontends.dialects.calls import Schemas, type_of
+from trouper.frontends.dialects.calls import Schemas
 from trouper.frontends.dialects.table import BY_NAME, Dialect, Tags
+from trouper.frontends.dialects.value_types import (
+    property_table,
+    property_types,
+    required_names,
+    resolved,
+    value_types,
+)
 from trouper.lark import Lark, joined, repeated
 
 MAX_CALLS = 16  # of one answer: a model that must call does not stop by itself
 MAX_ITEMS = 256  # of an array that the dialect writes in its own way
+SIMPLE = frozenset({"integer", "number", "boolean", "null"})
 JSONSchema = Mapping[str, Any]
 
 
@@ -115,19 +123,19 @@ def _tagged(lark: Lark, dialect: Dialect, name: str, schema: JSONSchema) -> str:
 
 
 def _tagged_member(lark: Lark, tags: Tags, schema: JSONSchema, key: str) -> str:
-    is_text = type_of(schema, key) == "string"
+    types = property_types(schema, key)
+    is_text = types.is_text
     closing = ""
     if tags.key.endswith('"'):  # an attribute
         closing = f'" string="{str(is_text).lower()}"' if tags.has_kind else '"'
     end, pad = tags.value_end[-1], "\n" if tags.value_end[0].startswith("\n") else ""
     opening = lark.literal(tags.key + key + closing + tags.key_end + tags.value + pad)
     behind = lark.literal(pad + end + "\n")
-    choices = _property(schema, key).get("enum")
+    choices = [text for text in types.choices or () if isinstance(text, str)]
     if not is_text:
         value = f"{lark.json(_property(schema, key))} {behind}"
-    elif isinstance(choices, list):
-        texts = [lark.literal(str(text)) for text in cast("list[Any]", choices)]
-        value = f"{lark.one_of(texts)} {behind}"
+    elif choices:
+        value = f"{lark.one_of([lark.literal(text) for text in choices])} {behind}"
     else:
         value = f"{lark.text_before(pad + end)} {lark.literal(chr(10))}"
     return lark.rule(f"{opening} {value}")
@@ -155,12 +163,15 @@ def _literals(lark: Lark, dialect: Dialect, name: str, schema: JSONSchema) -> st
 
 def _literal(lark: Lark, quote: str, schema: JSONSchema) -> str:
     """Match a value with the dialect's quotes around strings; arrays hold values of one kind."""
-    mark, choices, kind = lark.literal(quote), schema.get("enum"), schema.get("type")
-    if isinstance(choices, list) and all(isinstance(c, str) for c in cast("list[Any]", choices)):
-        texts = [lark.literal(text) for text in cast("list[str]", choices)]
+    if isinstance(reference := schema.get("$ref"), str):
+        schema = {**_mapping(resolved(reference, schema)), **_definitions(schema)}
+    types, mark, kind = value_types(schema, schema), lark.literal(quote), schema.get("type")
+    choices = [text for text in types.choices or () if isinstance(text, str)]
+    if choices:
+        texts = [lark.literal(text) for text in choices]
         return f"{mark} {lark.one_of(texts)} {mark}"
     if kind == "array":
-        item = _literal(lark, quote, _mapping(schema.get("items")))
+        item = _literal(lark, quote, {**_mapping(schema.get("items")), **_definitions(schema)})
         items = repeated(item, f"{lark.literal(',')} {item}", MAX_ITEMS)
         return lark.rule(f'"[" ({items})? "]"')
     if kind == "object":
@@ -168,7 +179,7 @@ def _literal(lark: Lark, quote: str, schema: JSONSchema) -> str:
             schema, "", lambda key: f"{lark.literal(key + ':')} {_literal(lark, quote, _property(schema, key))}"
         )  # fmt: skip
         return lark.rule(f'"{{" {joined(required, optional, lark.literal(","))} "}}"')
-    if kind in ("integer", "number", "boolean", "null"):
+    if types.names is not None and types.names <= SIMPLE:
         return lark.json(schema)
     return f"{mark} {lark.text_before(quote)}"
 
@@ -197,15 +208,16 @@ def _members(
 
 
 def _properties(schema: JSONSchema) -> tuple[list[str], frozenset[str]]:
-    found: Any = schema.get("required")
-    required = cast("list[str]", found) if isinstance(found, list) else []
-    return list(_mapping(schema.get("properties"))), frozenset(map(str, required))
+    return list(property_table(schema)), required_names(schema)
 
 
 def _property(schema: JSONSchema, key: str) -> JSONSchema:
     """Return the schema of one property, with the definitions that it may refer to."""
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return {**_mapping(_mapping(schema.get("properties")).get(key)), **definitions}
+    return {**_mapping(property_table(schema).get(key)), **_definitions(schema)}
+
+
+def _definitions(schema: JSONSchema) -> JSONSchema:
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
 def _mapping(value: object) -> JSONSchema:

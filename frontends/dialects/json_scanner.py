@@ -11,7 +11,7 @@ import numpy as np
 MAX_DEPTH = 64  # of nested JSON; what is deeper is no call
 LONG = 96  # characters; from here on array operations are faster at their worst than the other way
 AT_ONCE = 1 << 16  # characters: the arrays of one pass take a megabyte
-_TELLING = re.compile(r'["\\{}\[\]]')
+_TELLING = re.compile(r'["\\{}\[\]\x00-\x1f]')
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _DEPTHS = np.zeros(256, dtype=np.int8)  # by how much each character changes the depth
 _DEPTHS[[ord("{"), ord("[")]] = 1
@@ -26,6 +26,7 @@ class JSONScanner:
         self._in_string = False
         self._is_escaped = False  # the character that comes next
         self.is_too_deep = False
+        self.raw: list[int] = []  # places of control characters in strings, of the last text
         self._length = (
             LONG  # read at once; it grows, so that a short value has little read behind its end
         )
@@ -40,6 +41,7 @@ class JSONScanner:
             The position behind the value's last character; where it became too deep, the position of the bracket;
             -1: the value goes on behind this text.
         """
+        self.raw.clear()
         while start < len(text):
             stop = min(start + self._length, len(text))
             is_short = stop - start <= LONG
@@ -58,6 +60,10 @@ class JSONScanner:
             if char == "\\":
                 self._is_escaped = start == stop
                 start += 1
+            elif char < " ":
+                if self._in_string:
+                    self.raw.append(start - 1)
+                continue
             elif char == '"':
                 self._in_string = not self._in_string
             elif not self._in_string:
@@ -88,11 +94,26 @@ class JSONScanner:
         is_end = (depths <= 0) & ~is_inside & (is_quote | (steps < 0))
         is_end |= depths > MAX_DEPTH
         end = int(is_end.argmax())
+        self._note_raw(codes, is_inside, escaped, start, end if is_end[end] else len(codes))
         if is_end[end]:
             self.is_too_deep = bool(depths[end] > MAX_DEPTH)
             return start + end + (not self.is_too_deep)
         self._depth, self._in_string = int(depths[-1]), bool(is_inside[-1])
         return -1
+
+    def _note_raw(
+        self,
+        codes: np.ndarray,
+        is_inside: np.ndarray,
+        escaped: np.ndarray | None,
+        start: int,
+        end: int,
+    ) -> None:
+        is_raw = (codes < ord(" ")) & is_inside
+        if escaped is not None:
+            is_raw &= ~escaped
+        if is_raw.any():
+            self.raw += (np.flatnonzero(is_raw[:end]) + start).tolist()
 
     def _escaped(self, codes: np.ndarray) -> np.ndarray | None:
         """Tell which characters have an odd number of backslashes before them; None: there is no backslash."""

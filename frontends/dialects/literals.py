@@ -2,9 +2,10 @@
 
 import json
 
-from trouper.frontends.dialects.calls import NUMBER, NUMBERS, CallWriter, as_json, quoted, spaced
+from trouper.frontends.dialects.calls import NUMBER, NUMBERS, CallWriter, quoted, spaced
 from trouper.frontends.dialects.reader import Parse, Reader
 from trouper.frontends.dialects.table import Dialect
+from trouper.frontends.dialects.value_types import as_json
 
 MAX_NAME = 128
 _NAME_STOPS = ' \t\r\n"{}()[]<>,;'
@@ -22,8 +23,8 @@ def read_literals(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[
         return
     if not calls.start(name):
         return
-    yield from _literal(reader, dialect.literal_quote, calls, 0)
-    calls.end()
+    is_whole = yield from _literal(reader, dialect.literal_quote, calls, 0)
+    calls.end(is_whole=is_whole)
 
 
 def _literal(reader: Reader, quote: str, calls: CallWriter, depth: int) -> Parse[bool]:
@@ -37,13 +38,16 @@ def _literal(reader: Reader, quote: str, calls: CallWriter, depth: int) -> Parse
         if not calls.step():
             return False
         is_closed = yield from reader.until((quote,), lambda text: sink(quoted(text)))
-        sink('"')
+        if is_closed:
+            sink('"')
         return bool(is_closed)
     opened = yield from reader.accept("{", "[")
     if not opened:
         word = yield from reader.word(_LITERAL_STOPS, MAX_NAME)
-        sink(as_json(word, None))
-        return bool(word) and (NUMBER.fullmatch(word) is not None or calls.step())
+        if not word or reader.is_at_end:
+            return False
+        sink(as_json(word))
+        return NUMBER.fullmatch(word) is not None or calls.step()
     if depth == MAX_LITERAL_DEPTH or not calls.step():
         return False
     sink(opened)

@@ -12,11 +12,11 @@ from trouper.frontends.dialects.calls import (
     NUMBERS,
     CallWriter,
     ObjectWriter,
-    as_json,
     quoted,
     spaced,
 )
 from trouper.frontends.dialects.reader import Parse, Reader, Sink
+from trouper.frontends.dialects.value_types import as_json
 
 MAX_NAME = 128
 MAX_DEPTH = 32
@@ -45,9 +45,9 @@ def _call(reader: Reader, calls: CallWriter) -> Parse[bool]:
         return False
     written = ObjectWriter(calls)
     is_complete = yield from _keywords(reader, written)
-    written.end()
-    calls.end()
-    return is_complete
+    if is_complete:
+        written.end()
+    return calls.end(is_whole=is_complete)
 
 
 def _keywords(reader: Reader, written: ObjectWriter) -> Parse[bool]:
@@ -77,16 +77,18 @@ def _value(reader: Reader, written: ObjectWriter, sink: Sink, depth: int) -> Par
     opened = yield from reader.accept("[", "{", "(")
     if not opened:
         word = yield from reader.word(_WORD_STOPS, 4096)
-        sink(as_json(word, None) if word else "null")
-        return bool(word) and (NUMBER.fullmatch(word) is not None or written.step())
+        if not word or reader.is_at_end:
+            return False
+        sink(as_json(word))
+        return NUMBER.fullmatch(word) is not None or written.step()
     if depth == MAX_DEPTH or not written.step():
-        sink("null")
         return False
     closing = {"[": "]", "(": ")", "{": "}"}[opened]
     sink("{" if opened == "{" else "[")
-    is_complete = yield from _items(reader, written, sink, depth, closing)
+    if not (yield from _items(reader, written, sink, depth, closing)):
+        return False
     sink("}" if opened == "{" else "]")
-    return is_complete
+    return True
 
 
 def _items(
@@ -113,7 +115,6 @@ def _items(
             sink(text if text.startswith('"') else json.dumps(text))
             yield from reader.skip_blanks()
             if not (yield from reader.accept(":")):
-                sink(": null")
                 return False
             sink(": ")
         if not (yield from _value(reader, written, sink, depth + 1)):
@@ -127,7 +128,8 @@ def _string(reader: Reader, sink: Sink) -> Parse[bool]:
     while True:
         found = yield from reader.until((quote, "\\"), lambda text: sink(quoted(text)))
         if found != "\\":
-            sink('"')
+            if found:
+                sink('"')
             return bool(found)
         if simple := reader.matching(_PAIRS):
             sink(quoted("".join([_SIMPLE[char] for char in ("\\" + simple)[1::2]])))

@@ -7,6 +7,7 @@ cannot change what is found.
 Every character is looked at once by a scan and copied once: a scan that has to wait goes on where it was.
 """
 
+import json
 import re
 from collections.abc import Callable, Generator, Iterable
 from functools import cache
@@ -31,6 +32,7 @@ class Reader:
         self._text = ""
         self._position = 0
         self._has_ended = False
+        self._was_cut = False
         self._held: list[str] | None = (
             None  # what has been read since `hold`, but for the rest below
         )
@@ -48,9 +50,19 @@ class Reader:
         self._text = self._text[self._position :] + text
         self._position = 0
 
-    def end(self) -> None:
-        """No more will come."""
-        self._has_ended = True
+    def end(self, *, is_cut: bool = False) -> None:
+        """No more will come; a text that is cut would have gone on."""
+        self._has_ended, self._was_cut = True, is_cut
+
+    @property
+    def is_at_end(self) -> bool:
+        """All has been read, and no more will come."""
+        return self._has_ended and self._position == len(self._text)
+
+    @property
+    def is_cut(self) -> bool:
+        """All has been read of a text that would have gone on."""
+        return self._was_cut and self.is_at_end
 
     def hold(self) -> None:
         """Keep what is read from here on, until `give_back`."""
@@ -218,7 +230,8 @@ class Reader:
         return found[0]
 
     def json_value(self, sink: Sink) -> Parse[bool]:
-        """Read one JSON value; its characters go to `sink` as they stand.
+        """Read one JSON value; its characters go to `sink` as they stand, but raw line breaks and other control
+        characters in strings, which JSON does not allow, go as escapes.
 
         Returns:
             Whether it was complete and not too deep.
@@ -232,11 +245,20 @@ class Reader:
             end = scanner.end_in(self._text, self._position)
             is_open = end < 0
             end = len(self._text) if is_open else end
-            sink(self._text[self._position : end])
+            sink(_with_escapes(self._text, self._position, end, scanner.raw))
             self._position = end
             if not is_open or self._has_ended:
                 return not is_open and not scanner.is_too_deep
             yield
+
+
+def _with_escapes(text: str, start: int, end: int, places: Iterable[int]) -> str:
+    """Return a part of a text in which the characters at these places are escapes of JSON."""
+    pieces: list[str] = []
+    for place in places:
+        pieces += (text[start:place], json.dumps(text[place])[1:-1])
+        start = place + 1
+    return "".join([*pieces, text[start:end]])
 
 
 MAX_LITERAL = 4096  # characters of a number or a word

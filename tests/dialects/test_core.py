@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.frontends.dialects import events
-from trouper.frontends.dialects.calls import as_json
 from trouper.frontends.dialects.core import AnswerParser
 from trouper.frontends.dialects.table import BY_NAME, DIALECTS, detect
+from trouper.frontends.dialects.value_types import ValueTypes, as_json
 
 TOOLS = {
     "f": {
@@ -25,7 +25,7 @@ GOLDEN = {
     for path in sorted((Path(__file__).parent / "golden").glob("*.json"))
 }
 CASES = [
-    pytest.param(name, row["answer"], row["events"], id=f"{name}-{i}")
+    pytest.param(name, row["answer"], row["events"], row.get("is_cut", False), id=f"{name}-{i}")
     for name, rows in GOLDEN.items()
     for i, row in enumerate(rows)
 ]
@@ -35,13 +35,13 @@ def plain(event):
     return [type(event).__name__, *(getattr(event, name) for name in event.__struct_fields__)]
 
 
-def parse(name, pieces, **options):
+def parse(name, pieces, *, is_cut=False, **options):
     dialect, merged = BY_NAME[name], events.EventList()
     parser = AnswerParser(dialect, TOOLS, reasoning=dialect.reasoning, **options)
     for piece in pieces:
         for event in parser.feed(piece):
             merged.add(event)
-    for event in parser.end():
+    for event in parser.end(is_cut=is_cut):
         merged.add(event)
     return [plain(event) for event in merged.take()]
 
@@ -50,20 +50,20 @@ def test_every_dialect_has_a_golden_file():
     assert set(GOLDEN) == {dialect.name for dialect in DIALECTS}
 
 
-@pytest.mark.parametrize(("name", "answer", "expected"), CASES)
-def test_an_answer_gives_its_events_whole_and_in_every_split(name, answer, expected):
-    assert parse(name, [answer]) == expected
-    assert parse(name, list(answer)) == expected
+@pytest.mark.parametrize(("name", "answer", "expected", "is_cut"), CASES)
+def test_an_answer_gives_its_events_whole_and_in_every_split(name, answer, expected, is_cut):
+    assert parse(name, [answer], is_cut=is_cut) == expected
+    assert parse(name, list(answer), is_cut=is_cut) == expected
     for i in range(len(answer)):
-        assert parse(name, [answer[:i], answer[i:]]) == expected
+        assert parse(name, [answer[:i], answer[i:]], is_cut=is_cut) == expected
 
 
 @given(st.data())
 def test_an_answer_in_drawn_pieces_gives_the_same_events(data):
-    name, answer, expected = data.draw(st.sampled_from([case.values for case in CASES]))
+    name, answer, expected, is_cut = data.draw(st.sampled_from([case.values for case in CASES]))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)))))
     pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
-    assert parse(name, pieces) == expected
+    assert parse(name, pieces, is_cut=is_cut) == expected
 
 
 @given(
@@ -132,7 +132,8 @@ def test_a_template_with_the_marks_is_of_the_dialect(dialect):
     ],
 )  # fmt: skip
 def test_a_bare_value_becomes_json_of_its_type(text, kind, expected):
-    assert as_json(text, kind) == expected
+    types = ValueTypes() if kind is None else ValueTypes(frozenset({kind}))
+    assert as_json(text, types) == expected
 
 
 def test_the_page_names_every_dialect_as_the_option_takes_it():

@@ -25,22 +25,6 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
 ANSWER = '{"name": "f", "arguments": {"a": 1}}'
 
 
-@pytest.fixture
-def says(engine):
-    """A client of a server whose model says these pieces."""
-
-    def says(*pieces, finish_reason="stop"):
-        def script(number, params):
-            for i, piece in enumerate(pieces):
-                is_last = i == len(pieces) - 1
-                reason = finish_reason if is_last else None
-                yield output(completion(piece, i, finish_reason=reason), is_last=is_last)
-
-        return Client(create_app(ScriptedEngine(engine, script)))
-
-    return says
-
-
 async def test_a_call_is_a_part_of_the_message(says):
     reply = (await says(ANSWER).post(PATH, CHAT)).json
     (choice,) = reply["choices"]
@@ -260,3 +244,47 @@ async def test_a_hostile_answer_is_an_answer(engine, case):
     assert "".join(arguments) == "".join(
         call["function"]["arguments"] for call in whole.get("tool_calls") or ()
     )
+
+
+CUT = '{"name": "f", "arguments": '
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_forced_call_that_is_cut_behind_its_name_has_no_arguments(says, stream):
+    fields = {"tool_choice": "required", "stream": stream}
+    answer = await says(*CUT, finish_reason="length").post(PATH, {**CHAT, **fields})
+    if stream:
+        choices = [choice for event in answer.events[:-1] for choice in event["choices"]]
+        calls = [call for each in choices for call in each["delta"].get("tool_calls", ())]
+    else:
+        choices = answer.json["choices"]
+        calls = choices[0]["message"]["tool_calls"]
+    assert calls[0]["function"]["name"] == "f"
+    assert "".join(call["function"]["arguments"] for call in calls) == ""
+    assert choices[-1]["finish_reason"] == "length"
+
+
+async def test_a_cut_call_of_the_other_apis_is_cut(says):
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    body = {
+        "messages": CHAT["messages"],
+        "max_tokens": 9,
+        "tools": [tool],
+        "tool_choice": {"type": "any"},
+    }
+    reply = (await says(CUT, finish_reason="length").post("/v1/messages", body)).json
+    assert reply["stop_reason"] == "max_tokens"
+    assert reply["content"][-1]["input"] == {"INVALID_JSON": ""}
+    body = {"input": "hi", "tools": [{"type": "function", "name": "f"}], "tool_choice": "required"}
+    reply = (await says(CUT, finish_reason="length").post("/v1/responses", body)).json
+    assert reply["status"] == reply["output"][-1]["status"] == "incomplete"
+    assert reply["output"][-1]["arguments"] == ""
+
+
+@pytest.mark.parametrize("arguments", ["[1]", '{"a": }', '{}, "arguments": {"a": 1}'])
+async def test_arguments_that_are_no_object_are_content(says, arguments):
+    text = f'{{"name": "f", "arguments": {arguments}}}'
+    (choice,) = (await says(text).post(PATH, CHAT)).json["choices"]
+    assert choice["message"]["content"] == text
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"

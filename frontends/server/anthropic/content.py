@@ -26,7 +26,10 @@ def render_block(change: BlockEvent) -> list[StreamEvent]:
     """Return the events that tell what has become of a block."""
     match change:
         case BlockStarted(block):
-            return [_event("start", block, content_block=content_block(block))]
+            begun = content_block(block)
+            if block.kind == "call":
+                begun["input"] = {}  # what clients add the pieces to
+            return [_event("start", block, content_block=begun)]
         case BlockGrown(block, text):
             kind, name = DELTAS[block.kind]
             return [_event("delta", block, delta={"type": kind, name: text})]
@@ -51,8 +54,6 @@ def content_block(block: AnswerBlock) -> JSONObject:
 
 def _input(arguments: str) -> JSONObject:
     """Decode the arguments of a call; those that were cut, or are no object, are there as a text."""
-    if not arguments:
-        return {}
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except msgspec.DecodeError:

@@ -8,6 +8,7 @@ from msgspec import UNSET
 
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.dialects.answer_format import ReasoningTokens
+from trouper.frontends.dialects.calls import MAX_HELD
 from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.adapter import (
@@ -265,7 +266,9 @@ def _parsers(
     answers, prompt = model.answers, output.prompt or ""
     if tools.is_forced and answers.tools is None:
         answers = msgspec.structs.replace(answers, tools=BY_NAME["json"])
-    parsers: list[Parser] = [CallsAndReasoning(answers.parser(tools.schemas, prompt))]
+    max_held = 0 if tools.is_forced else MAX_HELD  # what a grammar makes is right
+    parser = answers.parser(tools.schemas, prompt, max_held)
+    parsers: list[Parser] = [CallsAndReasoning(parser)]
     if not tools.is_parallel:
         parsers.append(OneCall())
     if request.include_reasoning is False:

@@ -35,7 +35,7 @@ from trouper.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
-    from trouper.frontends.server.openai.parsers import ParserChain, Part
+    from trouper.frontends.server.openai.parsers import End, ParserChain, Part
 
 AT_ONCE = 1024  # characters that are parsed between two turns of other tasks: 5 ms of the most hostile text
 
@@ -170,9 +170,7 @@ class Driver(Generic[A]):
         is_first = chain is None
         if chain is None:
             chain = self._chains[index] = self._parsed.make_parsers(output)
-        parts = await _parsed_in_turns(
-            chain, completion.text, is_last=completion.finish_reason is not None
-        )
+        parts = await _parsed_in_turns(chain, completion.text, _end_of(completion))
         if completion.finish_reason is not None:
             self._service.note_tool_calls(chain.num_calls)
         self._counter.add_reasoning(chain.count_reasoning(completion.token_ids))
@@ -219,14 +217,19 @@ class Driver(Generic[A]):
         )
 
 
-async def _parsed_in_turns(chain: "ParserChain", text: str, *, is_last: bool) -> "Sequence[Part]":
+def _end_of(completion: CompletionOutput) -> "End":
+    reason = completion.finish_reason
+    return None if reason is None else "whole" if reason == "stop" else "cut"
+
+
+async def _parsed_in_turns(chain: "ParserChain", text: str, end: "End") -> "Sequence[Part]":
     """Parse a text; other tasks have their turns between the slices of a long one."""
     if len(text) <= AT_ONCE or chain.is_empty:
-        return chain.feed(text, is_last=is_last)
+        return chain.feed(text, end)
     parts: list[Part] = []
     for start in range(0, len(text), AT_ONCE):
-        end = start + AT_ONCE
-        parts += chain.feed(text[start:end], is_last=is_last and end >= len(text))
+        stop = start + AT_ONCE
+        parts += chain.feed(text[start:stop], end if stop >= len(text) else None)
         await anyio.lowlevel.checkpoint()
     return parts
 

@@ -5,7 +5,7 @@ neighbours of one kind are joined; so a parser holds back only what may still tu
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from trouper.frontends.dialects.answer_format import ReasoningTokens
 from trouper.frontends.dialects.core import AnswerParser
@@ -19,13 +19,15 @@ from trouper.frontends.dialects.events import (
 )
 
 Part = ParserEvent
+# Whether the answer ends with these parts, and how: as the model or a stop string ended it, or cut where it was.
+End = Literal["whole", "cut"] | None
 
 
 class Parser(Protocol):
     """One link of the chain, with the state of one choice."""
 
-    def feed(self, parts: Sequence[Part], *, is_last: bool) -> Sequence[Part]:
-        """Return the parts that are certain by now; after the last call nothing is held back."""
+    def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
+        """Return the parts that are certain by now; with the end of the answer nothing is held back."""
         ...
 
 
@@ -35,11 +37,11 @@ class CallsAndReasoning:
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
 
-    def feed(self, parts: Sequence[Part], *, is_last: bool) -> Sequence[Part]:
+    def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
         events: list[ParserEvent] = []
         for part in parts:
             events += self._parser.feed(part.text) if isinstance(part, Content) else [part]
-        return events + self._parser.end() if is_last else events
+        return events if end is None else events + self._parser.end(is_cut=end == "cut")
 
     @property
     def num_calls(self) -> Mapping[str, int]:
@@ -50,14 +52,14 @@ class CallsAndReasoning:
 class WithoutReasoning:
     """The link that drops the reasoning, for a client that does not want it."""
 
-    def feed(self, parts: Sequence[Part], *, is_last: bool) -> Sequence[Part]:
+    def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
         return [part for part in parts if not isinstance(part, Reasoning)]
 
 
 class OneCall:
     """The link that drops all calls but the first, for a client that wants no parallel ones."""
 
-    def feed(self, parts: Sequence[Part], *, is_last: bool) -> Sequence[Part]:
+    def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
         calls = (CallStarted, Arguments, CallEnded)
         return [part for part in parts if not isinstance(part, calls) or part.index == 0]
 
@@ -80,10 +82,10 @@ class ParserChain:
         """Text passes as it is."""
         return not self._parsers
 
-    def feed(self, text: str, *, is_last: bool) -> Sequence[Part]:
+    def feed(self, text: str, end: End = None) -> Sequence[Part]:
         parts: Sequence[Part] = (Content(text),) if text else ()
         for parser in self._parsers:
-            parts = parser.feed(parts, is_last=is_last)
+            parts = parser.feed(parts, end)
         return parts
 
     @property
