@@ -16,6 +16,9 @@ WITH_TOOL = {"input": "hi", "tools": [TOOL]}
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
 OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c", "output": "2"}
+NAMESPACE = {"type": "namespace", "name": "n", "description": "numbers", "tools": [TOOL]}
+CUSTOM = {"type": "custom", "name": "patch", "description": "changes a file"}
+ENCRYPTED = {"include": ["reasoning.encrypted_content"]}
 ADDED, DONE = "response.output_item.added", "response.output_item.done"
 
 
@@ -171,6 +174,174 @@ async def test_reasoning_goes_back_into_the_conversation(says):
         assert prompt["messages"][1]["reasoning_content"] == "hm, so"
 
 
+async def test_reasoning_comes_back_as_the_one_string_that_a_client_keeps(says):
+    client = says(*REASONED, reasoning_parser="deepseek_r1")
+    events = named_events(
+        (await client.post(PATH, {**WITH_TOOL, **ENCRYPTED, "stream": True})).body
+    )
+    reasoning, call = events[-1]["response"]["output"]
+    assert reasoning in [event.get("item") for event in events if event["type"] == DONE]
+    kept = {"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
+    result = {**OUTPUT_ITEM, "call_id": call["call_id"]}
+    items = [{"role": "user", "content": "hi"}, kept, call, result]
+    await client.post(PATH, {**WITH_TOOL, **ENCRYPTED, "input": items})
+    prompt, *_ = client.engine.asked[-1]
+    assert prompt["messages"][1]["reasoning_content"] == "hm, so"
+
+
+@pytest.mark.parametrize("content", ["gAAAAx", "trouper:reasoning:x", "trouper:compaction:aGk="])
+async def test_reasoning_that_another_server_has_encrypted_is_left_out(says, content):
+    client = says("yes")
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "summary": [], "encrypted_content": content},
+        {"type": "web_search_call", "status": "completed"},
+        {"role": "user", "content": "so?"},
+    ]
+    assert (await client.post(PATH, {"input": items})).status == 200
+    prompt, *_ = client.engine.asked[0]
+    assert [message["role"] for message in prompt["messages"]] == ["user", "user"]
+
+
+async def functions_of(client, tools, **fields):
+    """The functions of the chat that these tools become, and the answer."""
+    answer = await client.post(PATH, {"input": "hi", "tools": tools, **fields})
+    assert answer.status == 200, answer.body
+    prompt, *_ = client.engine.asked[-1]
+    return [tool["function"] for tool in prompt["tools"]], answer.json
+
+
+async def test_a_tool_that_cannot_run_here_is_left_out_where_others_can(says):
+    tools = [{"type": "web_search", "external_web_access": False}, TOOL]
+    functions, reply = await functions_of(says("x"), tools)
+    assert [each["name"] for each in functions] == ["f"]
+    assert reply["tools"] == [TOOL]
+
+
+async def test_a_namespace_becomes_its_functions_and_calls_name_it_again(says):
+    called = '{"name": "n__f", "arguments": {"a": 1}}'
+    more = {**NAMESPACE, "tools": [TOOL, {**TOOL, "name": "g"}]}
+    functions, reply = await functions_of(says(called), [{**TOOL, "name": "h"}, more])
+    assert [each["name"] for each in functions] == ["h", "n__f", "n__g"]
+    assert [each["description"] for each in functions] == ["adds", "n: numbers\n\nadds", "adds"]
+    Response.model_validate(reply, strict=True)
+    (call,) = reply["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "n", "f")
+    client = says("two")
+    items = [{"role": "user", "content": "hi"}, call, {**OUTPUT_ITEM, "call_id": call["call_id"]}]
+    await client.post(PATH, {"input": items, "tools": [more]})
+    prompt, *_ = client.engine.asked[0]
+    assert prompt["messages"][1]["tool_calls"][0]["function"]["name"] == "n__f"
+
+
+async def test_names_that_are_too_long_together_are_cut_and_stay_apart(says):
+    long = {**NAMESPACE, "name": "n" * 100, "tools": [{**TOOL, "name": c + "f" * 60} for c in "ab"]}
+    functions, _ = await functions_of(says("x"), [long])
+    names = {each["name"] for each in functions}
+    assert len(names) == 2
+    assert {len(name) for name in names} == {128}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "f"},
+        {"type": "function", "name": "f", "namespace": "n"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]},
+    ],
+)  # fmt: skip
+async def test_a_tool_of_a_namespace_can_be_chosen(client, choice):
+    closed = {
+        **TOOL,
+        "parameters": {**PARAMETERS, "required": ["a"], "additionalProperties": False},
+    }
+    tools = [{**NAMESPACE, "tools": [closed]}, {**closed, "name": "g"}, {"type": "web_search"}]
+    fields = {"input": "hi", "tools": tools, "tool_choice": choice, "max_output_tokens": 200}
+    reply = (await client.post(PATH, {**fields, "parallel_tool_calls": False})).json
+    (call,) = reply["output"]
+    assert (call["namespace"], call["name"]) == ("n", "f")
+
+
+PATCHED = '{"name": "patch", "arguments": {"input": "+ a \\"b\\"\\n"}}'
+
+
+@pytest.mark.parametrize("pieces", [[PATCHED], list(PATCHED)])
+async def test_a_custom_tool_is_called_with_a_text(says, pieces):
+    lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "+" /.+/'}
+    tools = [{**CUSTOM, "format": lark}]
+    (function,), reply = await functions_of(says(*pieces), tools)
+    assert function["parameters"]["required"] == ["input"]
+    assert function["description"].startswith("changes a file")
+    assert lark["definition"] in function["description"]
+    Response.model_validate(reply, strict=True)
+    (call,) = reply["output"]
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", '+ a "b"\n')
+    answer = await says(*pieces).post(PATH, {"input": "hi", "tools": tools, "stream": True})
+    events = named_events(answer.body)
+    assert kinds_of(events)[2:-1] == [
+        ADDED, "response.custom_tool_call_input.delta", "response.custom_tool_call_input.done", DONE,
+    ]  # fmt: skip
+    assert next(e["item"]["input"] for e in events if e["type"] == ADDED) == ""
+    assert {e.get("delta") or e.get("input") for e in events[3:5]} == {'+ a "b"\n'}
+
+
+async def test_the_call_of_a_custom_tool_and_its_output_go_back(says):
+    client = says("done")
+    call = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "+ a"}
+    output = {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}
+    fields = {"input": [{"role": "user", "content": "hi"}, call, output], "tools": [CUSTOM]}
+    assert (await client.post(PATH, fields)).status == 200
+    prompt, *_ = client.engine.asked[0]
+    _, called, result = prompt["messages"]
+    assert called["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input":"+ a"}'}
+    assert result == {"role": "tool", "tool_call_id": "c", "content": "ok"}
+
+
+async def test_a_custom_tool_keeps_to_its_regular_expression(client):
+    regex = {"type": "grammar", "syntax": "regex", "definition": "a{2}|b{3}"}
+    fields = {
+        "tools": [{**CUSTOM, "format": regex}],
+        "tool_choice": {"type": "custom", "name": "patch"},
+    }
+    reply = (await client.post(PATH, {"input": "hi", "max_output_tokens": 100, **fields})).json
+    assert reply["output"][0]["input"] in ("aa", "bbb")
+
+
+async def test_what_a_custom_tool_was_called_with_is_kept_also_in_another_form(says):
+    said = '{"name": "patch", "arguments": {"text": "+ a"}}'
+    _, reply = await functions_of(says(said), [CUSTOM])
+    assert json.loads(reply["output"][0]["input"]) == {"text": "+ a"}
+
+
+SHELL = {"type": "local_shell"}
+LISTED = '{"name": "local_shell", "arguments": {"command": ["ls", "-l"], "timeout_ms": 9}}'
+
+
+async def test_a_local_shell_is_called_with_an_action_and_takes_its_output(says):
+    answer = await says(*LISTED).post(PATH, {"input": "hi", "tools": [SHELL], "stream": True})
+    events = named_events(answer.body)
+    assert kinds_of(events)[2:-1] == [ADDED, DONE]
+    (call,) = events[-1]["response"]["output"]
+    action = {"type": "exec", "command": ["ls", "-l"], "timeout_ms": 9, "env": {}}
+    assert (call["type"], call["action"]) == ("local_shell_call", action)
+    for name in ("call_id", "id"):
+        client = says("done")
+        output = {"type": "local_shell_call_output", name: call["call_id"], "output": "x"}
+        items = [{"role": "user", "content": "hi"}, call, output]
+        assert (await client.post(PATH, {"input": items, "tools": [SHELL]})).status == 200
+        prompt, *_ = client.engine.asked[0]
+        arguments = prompt["messages"][1]["tool_calls"][0]["function"]["arguments"]
+        assert json.loads(arguments) == {"command": ["ls", "-l"], "timeout_ms": 9}
+
+
+async def test_a_local_shell_without_a_command_is_shown_as_the_function_that_was_called(says):
+    said = '{"name": "local_shell", "arguments": {"command": "ls"}}'
+    answer = await says(*said).post(PATH, {"input": "hi", "tools": [SHELL], "stream": True})
+    (call,) = named_events(answer.body)[-1]["response"]["output"]
+    assert (call["type"], call["name"]) == ("function_call", "local_shell")
+    assert json.loads(call["arguments"]) == {"command": "ls"}
+
+
 async def test_an_empty_answer_is_an_empty_message(says):
     events = named_events((await says("").post(PATH, {"input": "hi", "stream": True})).body)
     (item,) = events[-1]["response"]["output"]
@@ -256,11 +427,26 @@ async def test_a_choice_without_tools_is_allowed(client, choice):
         ({"input": [OUTPUT_ITEM]}, 400, "input[0].call_id"),
         ({"input": [CALL_ITEM, {**OUTPUT_ITEM, "output": None}]}, 400, "input[1].output"),
         ({"input": [{**CALL_ITEM, "arguments": {}}]}, 400, "input[0].arguments"),
-        ({"input": [{"type": "web_search_call"}]}, 400, "input[0].type"),
+        ({"input": [{"type": "file_search_call"}]}, 400, "input[0].type"),
+        ({"input": [{"type": "web_search_call"}]}, 400, "input"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}, {"type": "namespace", "name": "n", "tools": []}]}, 400, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, 400, "tools[0].name"),
+        ({"tools": [TOOL, {"type": "namespace", "name": "n"}]}, 400, "tools[1].tools"),
+        ({"tools": [TOOL, {"type": "namespace", "name": "n", "tools": [3]}]}, 400, "tools[1].tools[0].type"),
+        ({"tools": [TOOL, {"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}]}, 400, "tools[1].tools[0].type"),
+        ({"tools": [TOOL, {"type": "namespace", "name": "n", "tools": [{**TOOL, "name": "a b"}]}]}, 400, "tools[1].tools[0].name"),
+        ({"tools": [{**TOOL, "name": "n__f"}, NAMESPACE]}, 400, "tools[1].tools[0].name"),
+        ({"tools": [{"type": "custom"}]}, 400, "tools[0].name"),
+        ({"tools": [{**CUSTOM, "format": {"type": "grammar", "syntax": "ebnf", "definition": "x"}}]}, 400, "tools[0].format"),
+        ({"tools": [{**CUSTOM, "format": {"type": "binary"}}]}, 400, "tools[0].format.type"),
+        ({"tools": [TOOL, CUSTOM], "tool_choice": {"type": "custom", "name": "what"}}, 400, "tool_choice"),
+        ({"tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, 400, "tool_choice.type"),
+        ({"input": [{"type": "local_shell_call", "call_id": "c"}]}, 400, "input[0].action"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "patch"}]}, 400, "input[0].input"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, 400, "input[0].encrypted_content"),
         ({"input": [{"type": 1}]}, 400, "input[0].type"),
         ({"input": [{"type": "reasoning", "content": [{}]}]}, 400, "input[0].content"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, 400, "input[0].encrypted_content"),
-        ({"include": ["reasoning.encrypted_content"]}, 400, "include"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, 400, "input"),
         ({"truncation": "auto"}, 400, "truncation"),
         ({"text": {"format": {}}}, 400, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, 400, "text.format"),

@@ -203,7 +203,7 @@ async def test_tools_stay_out_of_the_prompt_where_the_server_says_so(engine):
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}}, "tool_choice"),
         ({"tool_choice": "required", "tools": None}, "tool_choice"),
-        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL] * 513}, "tools"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{**TOOL, "type": "x"}]}, "tools[0].type"),
         ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),

@@ -14,8 +14,9 @@ from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.openai.call_ids import CallIds
 from trouper.frontends.server.openai.responses_types import FunctionCall, ToolCall
 
-MAX_TOOLS = 128
-TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_TOOLS = 512
+MAX_NAME = 128  # characters, as Anthropic's API has it and as the tools of MCP servers need it
+TOOL_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}")
 
 JSONObject = dict[str, Any]
 # of a tool without `parameters`: by OpenAI's API it takes none
@@ -112,7 +113,8 @@ def _function(tool: JSONObject, place: str) -> tuple[str, JSONObject, bool]:
     name, parameters = fields.get("name"), fields.get("parameters")
     if not isinstance(name, str) or TOOL_NAME.fullmatch(name) is None:
         raise invalid(
-            f"{place}.function.name", "must be 1 to 64 of the characters A-Z a-z 0-9 _ . -"
+            f"{place}.function.name",
+            f"must be 1 to {MAX_NAME} of the characters A-Z a-z 0-9 _ . -",
         )
     if parameters is not None and not isinstance(parameters, dict):
         raise invalid(f"{place}.function.parameters", "must be an object")

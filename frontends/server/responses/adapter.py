@@ -15,7 +15,7 @@ from trouper.frontends.server.openai.adapter import (
 )
 from trouper.frontends.server.openai.blocks import AnswerBlocks
 from trouper.frontends.server.openai.chat import ChatAdapter
-from trouper.frontends.server.responses.items import EventWriter, output_item
+from trouper.frontends.server.responses.items import EventWriter, ItemForm
 from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.usage import CachedTokens, ReasoningUsage, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
@@ -44,7 +44,7 @@ class ResponsesAdapter:
     @staticmethod
     def client_name(request: ResponsesTurn, parameter: str) -> str:
         if parameter.startswith("tools["):
-            return parameter.replace(".function", "", 1)
+            return request.tools.client_name(parameter)
         name = request.transcript.client_name(parameter)
         if getattr(request.body, name, None) is not None:
             return name  # one of the fields that have the same name here
@@ -54,8 +54,8 @@ class ResponsesAdapter:
         self, request: ResponsesTurn, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
     ) -> None:
         self._blocks = AnswerBlocks(partial(call_ids(parsed, model, head).of, prefix="call"))
-        self._unique_id = head.unique_id
-        self._events = EventWriter(head.unique_id)
+        self._form = ItemForm(head.unique_id, request.tools, request.seals_reasoning)
+        self._events = EventWriter(self._form)
         self._last: CompletionOutput | None = None
         self._raw = RawMessages() if request.body.enable_response_messages else None
         self.response = _new_response(request, parsed, model.name, head)
@@ -108,8 +108,8 @@ class ResponsesAdapter:
             "status": status,
             "incomplete_details": None if self._is_whole else details,
             "output": [
-                *(output_item(block, self._unique_id, "completed") for block in whole),
-                output_item(last, self._unique_id, status),
+                *(self._form.item(block, "completed") for block in whole),
+                self._form.item(last, status),
             ],
             "usage": _counts(usage),
             **({} if self._raw is None else self._raw.fields),
@@ -164,7 +164,7 @@ def _new_response(
         "temperature": parsed.params.temperature,
         "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
-        "tools": request.tools or [],
+        "tools": turn.tools.shown,
         "top_p": parsed.params.top_p,
         "truncation": "disabled",
         "usage": None,

@@ -3,14 +3,27 @@
 from collections.abc import Iterable
 from typing import Any, cast
 
+import msgspec
+
 from trouper.errors import invalid
 from trouper.frontends.server.openai.transcript import Transcript
+from trouper.frontends.server.responses.sealed import unseal
+from trouper.frontends.server.responses.tools import (
+    SHELL,
+    SHELL_SCHEMA,
+    custom_arguments,
+    function_name,
+)
 from trouper.frontends.server.unsupported import unsupported
 
 JSONObject = dict[str, Any]
 ANSWERS = ("content", "tool_calls", "reasoning_content")
 SHOWN_TEXT = ("reasoning_text", "summary_text")
-TAKEN = "messages, reasoning, function calls and their outputs"
+TAKEN = "messages, reasoning, compactions, calls and their outputs"
+RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+# Records of what another server has done, which hold nothing for the model to read
+PASSED_OVER = ("web_search_call", "ghost_snapshot")
+SUMMARY = "Summary of the conversation so far:"
 
 
 def add_items(transcript: Transcript, items: Iterable[JSONObject], name: str) -> None:
@@ -32,16 +45,35 @@ def _add(transcript: Transcript, place: str, item: JSONObject) -> None:
             role = item.get("role")
             transcript.append(place, "system" if role == "developer" else role, item.get("content"))
         case "reasoning":
-            message = transcript.assistant(place, *ANSWERS)
-            message["reasoning_content"] = _reasoning_text(place, item)
+            text = _reasoning_text(place, item)
+            if text is not None:
+                message = transcript.assistant(place, *ANSWERS)
+                message["reasoning_content"] = text
         case "function_call":
-            names = ("call_id", "name", "arguments")
-            transcript.add_call(place, *(_string(place, item, name) for name in names))
-        case "function_call_output":
+            name = function_name(_string(place, item, "name"), item.get("namespace"))
+            arguments = _string(place, item, "arguments")
+            transcript.add_call(place, _string(place, item, "call_id"), name, arguments)
+        case "custom_tool_call":
+            name = function_name(_string(place, item, "name"), item.get("namespace"))
+            arguments = custom_arguments(_string(place, item, "input"))
+            transcript.add_call(place, _string(place, item, "call_id"), name, arguments)
+        case "local_shell_call":
+            arguments = _shell_arguments(place, item)
+            transcript.add_call(place, _string(place, item, "call_id"), SHELL, arguments)
+        case kind if kind in RESULTS:
             output = item.get("output")
             if not isinstance(output, str | list):
                 raise invalid(f"{place}.output", "must be a string or a list of parts")
-            transcript.add_result(place, "call_id", item.get("call_id"), output)
+            name = "call_id" if "call_id" in item or kind != RESULTS[-1] else "id"
+            transcript.add_result(place, name, item.get(name), output)
+        case "compaction" | "compaction_summary":
+            summary = unseal("compaction", item.get("encrypted_content"))
+            if summary is None:
+                advice = "only a compaction of this server can be read"
+                raise unsupported(f"{place}.encrypted_content", advice)
+            transcript.append(place, "user", f"{SUMMARY}\n{summary}")
+        case kind if kind in PASSED_OVER:
+            pass
         case str(kind):
             text = f"{kind[:64]} is no item that this server knows; send {TAKEN}"
             raise unsupported(f"{place}.type", text)
@@ -56,9 +88,23 @@ def _string(place: str, item: JSONObject, name: str) -> str:
     return value
 
 
-def _reasoning_text(place: str, item: JSONObject) -> str:
-    """Return what an item of reasoning shows: its text, or else the summary of it."""
+def _shell_arguments(place: str, item: JSONObject) -> str:
+    """Return the arguments of a call of `local_shell`, of which its item has made an action."""
+    given: Any = item.get("action")
+    if not isinstance(given, dict):
+        raise invalid(f"{place}.action", "must be an object")
+    action = cast("JSONObject", given)
+    fields = {name: action[name] for name in SHELL_SCHEMA["properties"] if action.get(name)}
+    return msgspec.json.encode(fields).decode()
+
+
+def _reasoning_text(place: str, item: JSONObject) -> str | None:
+    """Return what an item of reasoning shows: its text, or else the summary of it.
+
+    None: it is encrypted, and not by this server; nothing else could be made of it.
+    """
     texts: list[str] = []
+    sealed = unseal("reasoning", item.get("encrypted_content"))
     for name in ("content", "summary"):
         parts: Any = item.get(name) or ()
         for part in cast("list[Any]", parts) if isinstance(parts, list) else ():
@@ -68,8 +114,7 @@ def _reasoning_text(place: str, item: JSONObject) -> str:
                 raise invalid(f"{place}.{name}", "must be a list of texts")
             texts.append(text)
         if texts:
-            break
-    if not texts and item.get("encrypted_content"):
-        advice = "leave items out whose reasoning is encrypted"
-        raise unsupported(f"{place}.encrypted_content", advice)
-    return "\n".join(texts)
+            return "\n".join(texts)
+        if sealed is not None:
+            return sealed
+    return None if item.get("encrypted_content") else ""

@@ -1,6 +1,6 @@
 """Blocks of an answer as output items, and as the events in which they come.  Pure."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from trouper.frontends.server.openai.adapter import StreamEvent
 from trouper.frontends.server.openai.blocks import (
@@ -10,22 +10,83 @@ from trouper.frontends.server.openai.blocks import (
     BlockGrown,
     BlockStarted,
 )
+from trouper.frontends.server.responses.sealed import seal
+from trouper.frontends.server.responses.tools import ResponseTools, custom_input, shell_action
 
 JSONObject = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
-PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+PREFIXES = {
+    "reasoning": "rs", "text": "msg", "function": "fc", "custom": "ctc", "local_shell": "lsh"
+}  # fmt: skip
 DELTAS = {
     "reasoning": "response.reasoning_text",
     "text": "response.output_text",
     "call": "response.function_call_arguments",
 }
+CUSTOM_INPUT = "response.custom_tool_call_input"
+
+
+class ItemForm(NamedTuple):
+    """The form of the items of one response.
+
+    Attributes:
+        id: of the response, and part of the ids of its items.
+        tools: that calls may be for.
+        seals_reasoning: items of reasoning have `encrypted_content`, too.
+    """
+
+    id: str
+    tools: ResponseTools
+    seals_reasoning: bool = False
+
+    def item_id(self, block: AnswerBlock) -> str:
+        """Return an id that no other block of any response has."""
+        kind = self._call_kind(block) if block.kind == "call" else block.kind
+        return f"{PREFIXES[kind]}_{self.id}_{block.index}"
+
+    def item(self, block: AnswerBlock, status: Status) -> JSONObject:
+        """Return the item of a block; one that is in progress has no content yet."""
+        head: JSONObject = {"id": self.item_id(block), "status": status}
+        if block.kind == "call":
+            return {**head, **self._call(block, status)}
+        content = [] if status == "in_progress" else [_part(block.kind, block.text)]
+        if block.kind == "text":
+            return {**head, "type": "message", "role": "assistant", "content": content}
+        item = {**head, "type": "reasoning", "summary": [], "content": content}
+        if self.seals_reasoning and content:
+            item["encrypted_content"] = seal("reasoning", block.text)
+        return item
+
+    def is_held_back(self, block: AnswerBlock) -> bool:
+        """Tell whether a call is shown when it is whole, because its arguments have another form in its item."""
+        return block.kind == "call" and self.tools.called(block.name).kind != "function"
+
+    def _call(self, block: AnswerBlock, status: Status) -> JSONObject:
+        tool = self.tools.called(block.name)
+        kind = self._call_kind(block)
+        call: JSONObject = {"type": f"{kind}_call", "call_id": block.call_id}
+        if kind == "local_shell":
+            return {**call, "action": shell_action(block.text)}
+        call["name"] = tool.name
+        if tool.namespace is not None:
+            call["namespace"] = tool.namespace
+        if kind == "custom":
+            text = "" if status == "in_progress" else custom_input(block.text)
+            return {**call, "type": "custom_tool_call", "input": text}
+        return {**call, "arguments": block.text}
+
+    def _call_kind(self, block: AnswerBlock) -> str:
+        """Return the kind of a call; one of `local_shell` without a command is shown as what it is, a function's."""
+        kind = self.tools.called(block.name).kind
+        is_broken = kind == "local_shell" and shell_action(block.text) is None
+        return "function" if is_broken else kind
 
 
 class EventWriter:
     """Numbers the events of one response."""
 
-    def __init__(self, response_id: str) -> None:
-        self._id = response_id
+    def __init__(self, form: ItemForm) -> None:
+        self._form = form
         self._num_events = 0
 
     def event(self, kind: str, **content: Any) -> StreamEvent:
@@ -36,77 +97,67 @@ class EventWriter:
     def render(self, change: BlockEvent) -> list[StreamEvent]:
         """Return the events that tell what has become of a block."""
         block = change.block
-        place = {"output_index": block.index}
+        if self._form.is_held_back(block):
+            if not isinstance(change, BlockEnded):
+                return []
+            return [*self._started(block), *self._ended(block, change.is_cut)]
         match change:
             case BlockStarted():
-                item = output_item(block, self._id, "in_progress")
-                events = [self.event("response.output_item.added", **place, item=item)]
-                if block.kind != "call":
-                    part = _part(block.kind, "")
-                    events.append(self._in_part("content_part.added", block, part=part))
-                return events
+                return self._started(block)
             case BlockGrown(_, text):
                 return [self._of_text("delta", block, delta=text)]
             case BlockEnded(_, is_cut):
-                return self._ended(block, "incomplete" if is_cut else "completed")
+                return self._ended(block, is_cut)
 
-    def _ended(self, block: AnswerBlock, status: Status) -> list[StreamEvent]:
-        item = output_item(block, self._id, status)
+    def _started(self, block: AnswerBlock) -> list[StreamEvent]:
+        item = self._form.item(block, "in_progress")
+        added = self.event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
-            whole = {"name": block.name, "arguments": block.text}
-            events = [self._of_text("done", block, **whole)]
-        else:
+            return [added]
+        return [added, self._in_part("content_part.added", block, part=_part(block.kind, ""))]
+
+    def _ended(self, block: AnswerBlock, is_cut: bool) -> list[StreamEvent]:
+        item = self._form.item(block, "incomplete" if is_cut else "completed")
+        if block.kind != "call":
             events = [
                 self._of_text("done", block, text=block.text),
                 self._in_part("content_part.done", block, part=_part(block.kind, block.text)),
             ]
-        return [
-            *events,
-            self.event("response.output_item.done", output_index=block.index, item=item),
-        ]
+        elif item["type"] == "function_call":
+            whole = {"name": item["name"], "arguments": block.text}
+            events: list[StreamEvent] = []
+            if self._form.is_held_back(block):
+                events.append(self._of_text("delta", block, delta=block.text))
+            events.append(self._of_text("done", block, **whole))
+        elif item["type"] == "custom_tool_call":
+            place = {"item_id": item["id"], "output_index": block.index}
+            events = [
+                self.event(f"{CUSTOM_INPUT}.delta", **place, delta=item["input"]),
+                self.event(f"{CUSTOM_INPUT}.done", **place, input=item["input"]),
+            ]
+        else:
+            events = []
+        done = self.event("response.output_item.done", output_index=block.index, item=item)
+        return [*events, done]
 
     def _of_text(
         self, moment: Literal["delta", "done"], block: AnswerBlock, **content: Any
     ) -> StreamEvent:
         kind = f"{DELTAS[block.kind]}.{moment}"
         if block.kind == "call":
-            return self.event(
-                kind, item_id=item_id(block, self._id), output_index=block.index, **content
-            )
+            item_id = self._form.item_id(block)
+            return self.event(kind, item_id=item_id, output_index=block.index, **content)
         more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         return self._in_part(kind.removeprefix("response."), block, **content, **more)
 
     def _in_part(self, kind: str, block: AnswerBlock, **content: Any) -> StreamEvent:
         return self.event(
             f"response.{kind}",
-            item_id=item_id(block, self._id),
+            item_id=self._form.item_id(block),
             output_index=block.index,
             content_index=0,
             **content,
         )
-
-
-def output_item(block: AnswerBlock, response_id: str, status: Status) -> JSONObject:
-    """Return the item of a block; one that is in progress has no content yet."""
-    id = item_id(block, response_id)
-    if block.kind == "call":
-        return {
-            "id": id,
-            "type": "function_call",
-            "status": status,
-            "call_id": block.call_id,
-            "name": block.name,
-            "arguments": block.text,
-        }
-    content = [] if status == "in_progress" else [_part(block.kind, block.text)]
-    if block.kind == "reasoning":
-        return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
-    return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def item_id(block: AnswerBlock, response_id: str) -> str:
-    """Return an id that no other block of any response has."""
-    return f"{PREFIXES[block.kind]}_{response_id}_{block.index}"
 
 
 def response_of(item: str) -> str:

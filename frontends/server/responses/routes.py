@@ -5,7 +5,7 @@ from functools import partial
 
 import msgspec
 
-from trouper.frontends.server.errors import HTTPError
+from trouper.frontends.server.errors import HTTPError, clean, logger
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.driver import client_names, prepare
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
@@ -23,6 +23,7 @@ from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.unsupported import unsupported
 
+MAX_SHOWN = 200
 RESPONSES = "/v1/responses/"  # an id follows, and perhaps what is to be done
 
 
@@ -31,6 +32,9 @@ async def create_response(
 ) -> None:
     """Continue a conversation of items, whole, as typed events, or in background."""
     turn = await recall(service, context, request)
+    if turn.tools.left_out:
+        kinds = clean(", ".join(turn.tools.left_out), MAX_SHOWN)
+        logger.info("request %s: tools that cannot run here are left out: %s", context.id, kinds)
     with client_names(partial(ResponsesAdapter.client_name, turn)):
         if request.background:
             await context.send_json(_start(service, context, turn))

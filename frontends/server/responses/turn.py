@@ -11,8 +11,7 @@ from trouper.frontends.server.openai.transcript import Transcript
 from trouper.frontends.server.response_store import StoredResponse
 from trouper.frontends.server.responses.conversation import add_items
 from trouper.frontends.server.responses.requests import ResponsesRequest
-from trouper.frontends.server.responses.tools import chat_tool_choice, chat_tools
-from trouper.frontends.server.unsupported import unsupported
+from trouper.frontends.server.responses.tools import ResponseTools
 
 JSONObject = dict[str, Any]
 SAME_NAME = ("stop", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
@@ -47,17 +46,20 @@ class ResponsesTurn:
         self.is_stored = is_stored
         self.pieces: tuple[bytes, ...] = ()  # the items up to the end of the input, to be stored
         self.items = _input_items(body)
+        self.tools = ResponseTools(body.tools)
         self.transcript = Transcript()
         if body.instructions is not None:
             self.transcript.append("instructions", "system", body.instructions)
         add_items(self.transcript, history, "previous_response_id")
         add_items(self.transcript, self.items, "input")
 
+    @property
+    def seals_reasoning(self) -> bool:
+        """The client keeps the reasoning for the next turn as one string."""
+        return ENCRYPTED in (self.body.include or ())
+
     def as_chat(self) -> ChatRequest:
         body = self.body
-        if ENCRYPTED in (body.include or ()):
-            raise unsupported("include", f"{ENCRYPTED} is not; the text of it is in the answer")
-        tools = chat_tools(body.tools)
         fields = {name: getattr(body, name) for name in SAME_NAME}
         response_format = _response_format(body)
         if response_format is not None and body.structured_outputs is not None:
@@ -67,8 +69,8 @@ class ResponsesTurn:
             max_completion_tokens=body.max_output_tokens,
             response_format=response_format,
             reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-            tools=tools,
-            tool_choice=chat_tool_choice(body.tool_choice, has_tools=tools is not None),
+            tools=self.tools.functions or None,
+            tool_choice=self.tools.choice(body.tool_choice),
             **fields,
             **body.shared(),
         )
