@@ -38,9 +38,10 @@ from trouper.frontends.server.pooling.requests import (
     RerankRequest,
     ScoreRequest,
 )
+from trouper.frontends.server.responses.compaction import compact_response, count_input_tokens
 from trouper.frontends.server.responses.errors import RESPONSES_ERRORS
 from trouper.frontends.server.responses.input_items import MAX_ITEMS
-from trouper.frontends.server.responses.requests import ResponsesRequest
+from trouper.frontends.server.responses.requests import CompactRequest, ResponsesRequest
 from trouper.frontends.server.responses.routes import (
     RESPONSES,
     cancel_response,
@@ -107,6 +108,14 @@ ROUTES = (
         "POST", "/v1/responses", "user", create_response, ResponsesRequest, generates=True,
         errors=RESPONSES_ERRORS,
     ),
+    Route(
+        "POST", f"{RESPONSES}compact", "user", compact_response, CompactRequest, generates=True,
+        errors=RESPONSES_ERRORS,
+    ),
+    Route(
+        "POST", f"{RESPONSES}input_tokens", "user", count_input_tokens, CompactRequest,
+        tokenizes=True,
+    ),
     Route("GET", RESPONSE, "user", retrieve_response),
     Route("DELETE", RESPONSE, "user", delete_response),
     Route("POST", f"{RESPONSE}/cancel", "user", cancel_response),
@@ -166,7 +175,7 @@ for _route in ROUTES:
 
 def find(path: str) -> Mapping[str, Route]:
     """Return the routes of a path by method."""
-    return TABLE.get(_template(path), {})
+    return TABLE.get(path) or TABLE.get(_template(path), {})
 
 
 def _template(path: str) -> str:

@@ -34,6 +34,7 @@ from trouper.outputs import CompletionOutput, RequestOutput
 
 JSONObject = dict[str, Any]
 CLIENT_NAMES = {
+    "prompt": "messages",
     "stop": "stop_sequences",
     "reasoning_effort": EFFORT,
     "response_format": FORMAT,

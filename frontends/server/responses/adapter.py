@@ -23,6 +23,7 @@ from trouper.outputs import CompletionOutput, RequestOutput
 JSONObject = dict[str, Any]
 CLIENT_NAMES = {
     "messages": "input",
+    "prompt": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",

@@ -49,29 +49,13 @@ def _add(transcript: Transcript, place: str, item: JSONObject) -> None:
             if text is not None:
                 message = transcript.assistant(place, *ANSWERS)
                 message["reasoning_content"] = text
-        case "function_call":
-            name = function_name(_string(place, item, "name"), item.get("namespace"))
-            arguments = _string(place, item, "arguments")
-            transcript.add_call(place, _string(place, item, "call_id"), name, arguments)
-        case "custom_tool_call":
-            name = function_name(_string(place, item, "name"), item.get("namespace"))
-            arguments = custom_arguments(_string(place, item, "input"))
-            transcript.add_call(place, _string(place, item, "call_id"), name, arguments)
-        case "local_shell_call":
-            arguments = _shell_arguments(place, item)
-            transcript.add_call(place, _string(place, item, "call_id"), SHELL, arguments)
+        case "function_call" | "custom_tool_call" | "local_shell_call":
+            call_id = _string(place, item, "call_id")
+            transcript.add_call(place, call_id, *_call(place, item))
         case kind if kind in RESULTS:
-            output = item.get("output")
-            if not isinstance(output, str | list):
-                raise invalid(f"{place}.output", "must be a string or a list of parts")
-            name = "call_id" if "call_id" in item or kind != RESULTS[-1] else "id"
-            transcript.add_result(place, name, item.get(name), output)
+            _add_result(transcript, place, item)
         case "compaction" | "compaction_summary":
-            summary = unseal("compaction", item.get("encrypted_content"))
-            if summary is None:
-                advice = "only a compaction of this server can be read"
-                raise unsupported(f"{place}.encrypted_content", advice)
-            transcript.append(place, "user", f"{SUMMARY}\n{summary}")
+            transcript.append(place, "user", f"{SUMMARY}\n{_summary(place, item)}")
         case kind if kind in PASSED_OVER:
             pass
         case str(kind):
@@ -88,14 +72,37 @@ def _string(place: str, item: JSONObject, name: str) -> str:
     return value
 
 
-def _shell_arguments(place: str, item: JSONObject) -> str:
-    """Return the arguments of a call of `local_shell`, of which its item has made an action."""
-    given: Any = item.get("action")
-    if not isinstance(given, dict):
-        raise invalid(f"{place}.action", "must be an object")
-    action = cast("JSONObject", given)
-    fields = {name: action[name] for name in SHELL_SCHEMA["properties"] if action.get(name)}
-    return msgspec.json.encode(fields).decode()
+def _call(place: str, item: JSONObject) -> tuple[str, str]:
+    """Return the name and the arguments of the function that a call of any kind is in a chat."""
+    if item["type"] == "local_shell_call":
+        given: Any = item.get("action")
+        if not isinstance(given, dict):
+            raise invalid(f"{place}.action", "must be an object")
+        action = cast("JSONObject", given)
+        fields = {name: action[name] for name in SHELL_SCHEMA["properties"] if action.get(name)}
+        return SHELL, msgspec.json.encode(fields).decode()
+    name = function_name(_string(place, item, "name"), item.get("namespace"))
+    if item["type"] == "custom_tool_call":
+        return name, custom_arguments(_string(place, item, "input"))
+    return name, _string(place, item, "arguments")
+
+
+def _add_result(transcript: Transcript, place: str, item: JSONObject) -> None:
+    output = item.get("output")
+    if not isinstance(output, str | list):
+        raise invalid(f"{place}.output", "must be a string or a list of parts")
+    # OpenAI's own type of a shell's output names its call `id`.
+    is_by_id = item["type"] == "local_shell_call_output" and "call_id" not in item
+    name = "id" if is_by_id else "call_id"
+    transcript.add_result(place, name, item.get(name), output)
+
+
+def _summary(place: str, item: JSONObject) -> str:
+    summary = unseal("compaction", item.get("encrypted_content"))
+    if summary is None:
+        advice = "only a compaction of this server can be read"
+        raise unsupported(f"{place}.encrypted_content", advice)
+    return summary
 
 
 def _reasoning_text(place: str, item: JSONObject) -> str | None:

@@ -38,3 +38,9 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     background: bool | None = None
     metadata: JSONObject | None = None
     enable_response_messages: bool | None = None
+
+
+class CompactRequest(ResponsesRequest, kw_only=True):
+    """`POST /v1/responses/compact` and `/v1/responses/input_tokens`: a conversation that is not continued."""
+
+    input: str | list[JSONObject] | None = None  # type: ignore[assignment]  # the history may be all there is

@@ -180,7 +180,11 @@ def shell_action(arguments: str) -> JSONObject | None:
     words: Any = fields.get("command")
     if not isinstance(words, list) or not all(isinstance(w, str) for w in cast("list[Any]", words)):
         return None
-    return {"type": "exec", "env": {}, **{k: fields[k] for k in SHELL_SCHEMA["properties"] if k in fields}}
+    return {
+        "type": "exec",
+        "env": {},
+        **{k: fields[k] for k in SHELL_SCHEMA["properties"] if k in fields},
+    }
 
 
 def _kind(tool: Any, place: str) -> str:

@@ -45,7 +45,8 @@ class ResponsesTurn:
         self.request_id = body.request_id
         self.is_stored = is_stored
         self.pieces: tuple[bytes, ...] = ()  # the items up to the end of the input, to be stored
-        self.items = _input_items(body)
+        self.history = history
+        self.items = _input_items(body, is_first=not history)
         self.tools = ResponseTools(body.tools)
         self.transcript = Transcript()
         if body.instructions is not None:
@@ -82,11 +83,11 @@ def _inheriting(body: ResponsesRequest, previous: StoredResponse) -> ResponsesRe
     return msgspec.structs.replace(body, **fields)
 
 
-def _input_items(request: ResponsesRequest) -> list[JSONObject]:
+def _input_items(request: ResponsesRequest, *, is_first: bool) -> list[JSONObject]:
     """Return the input as items; a text is a message of the user."""
     if isinstance(request.input, str):
         return [{"type": "message", "role": "user", "content": request.input}]
-    if not request.input:
+    if not request.input and is_first:
         raise invalid("input", "must not be empty")
     return request.input
 
