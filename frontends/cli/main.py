@@ -16,6 +16,7 @@ from trouper.frontends.cli.complete import complete
 from trouper.frontends.cli.embed import embed, score
 from trouper.frontends.cli.generate import generate
 from trouper.frontends.cli.help import PanelCommand, WholeSentenceGroup
+from trouper.frontends.cli.launch import launch
 from trouper.frontends.cli.models import models
 from trouper.frontends.cli.run_batch import run_batch
 from trouper.frontends.cli.serve import serve
@@ -34,6 +35,7 @@ app.command(cls=PanelCommand)(complete)
 app.command(cls=PanelCommand)(embed)
 app.command(cls=PanelCommand)(score)
 app.command(cls=PanelCommand)(serve)
+app.command(cls=PanelCommand)(launch)
 app.command(cls=PanelCommand)(run_batch)
 app.command(cls=PanelCommand)(models)
 app.command(cls=PanelCommand)(collect_env)

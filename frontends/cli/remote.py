@@ -49,6 +49,13 @@ class RemoteOptions:
     ] = None
 
 
+class RemoteModel(msgspec.Struct):
+    """A model as a server lists it."""
+
+    id: str
+    max_model_len: int | None = None  # vLLM's servers say it
+
+
 class RemoteServer(AsyncContextManagerMixin):
     """A server that answers for one model; entering looks the model up if none is named."""
 
@@ -66,6 +73,11 @@ class RemoteServer(AsyncContextManagerMixin):
     def __repr__(self) -> str:
         return f"<RemoteServer {self._url}>"
 
+    @property
+    def url(self) -> str:
+        """The address that routes are relative to, without a slash at its end."""
+        return str(self._url).rstrip("/")
+
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         import httpx2
@@ -74,7 +86,7 @@ class RemoteServer(AsyncContextManagerMixin):
         async with httpx2.AsyncClient(
             base_url=self._url, headers=self._headers, timeout=timeout
         ) as self._client:
-            self._model = self._model or await self._first_model()
+            self._model = self._model or (await self._models())[0].id
             yield self
 
     async def chat(
@@ -101,18 +113,37 @@ class RemoteServer(AsyncContextManagerMixin):
                 await _check_status(source.response)
                 return await _read(source, show)
 
-    async def _first_model(self) -> str:
+    async def model(self) -> RemoteModel:
+        """Find the model that is asked in the server's list.
+
+        Raises:
+            TrouperValidationError: it is not there.
+            TrouperClientError, RemoteError: there is no list.
+        """
+        models = await self._models()
+        found = next((model for model in models if model.id == self._model), None)
+        if found is None:
+            names = _plain(", ".join(model.id for model in models))
+            rule = f"the server has no such model, only: {names}"
+            raise TrouperValidationError(rule, parameter="model_name", value=self._model)
+        return found
+
+    async def _models(self) -> list[RemoteModel]:
+        """Return the models that the server lists, at least one."""
         with self._explained():
             async with self._client.stream("GET", "models") as response:
                 await _check_status(response)
                 body = await _bounded_body(response)
         try:
-            return msgspec.json.decode(body, type=_Models).data[0].id
-        except (msgspec.MsgspecError, IndexError):
+            models = msgspec.json.decode(body, type=_Models).data
+        except msgspec.MsgspecError:
+            models = []
+        if not models:
             raise RemoteError(
                 f"{self._url}models lists no model: is this an OpenAI-compatible server? "
                 "(--model-name names one)"
-            ) from None
+            )
+        return models
 
     @contextmanager
     def _explained(self) -> Generator[None]:
@@ -146,12 +177,8 @@ class _Chunk(msgspec.Struct):
     usage: AnswerUsage | None = None
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[RemoteModel]
 
 
 async def _read(source: "EventSource", show: Show) -> AnswerUsage | None:

@@ -1,0 +1,211 @@
+"""`trouper launch`: a coding agent that is installed on this machine, with a server's model behind it.
+
+The settings are in the environment and the arguments of the agent's process only.  No file is written, so the agent starts
+as before when it is called by its own name.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Annotated, Literal, NamedTuple
+
+import typer
+
+from trouper.errors import RemoteError, TrouperValidationError
+from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.remote import CONNECTING, RemoteModel, RemoteOptions, RemoteServer
+from trouper.frontends.cli.running import Interrupts, run_open
+
+NO_KEY = "none"  # agents insist on a key, and a server without keys takes any
+PROVIDER = "trouper"
+MAX_OUTPUT = 32_000  # tokens of one answer
+OUTPUT_SHARE = 4  # at most one in so many tokens of the context is left for an answer
+# Claude Code takes no window below 100,000 tokens.  It keeps at most 20,000 of a window free for an answer, and compacts
+# where a share of the rest, in percent, is used.
+CLAUDE_WINDOW = 100_000
+CLAUDE_RESERVE = 20_000
+CLAUDE_USED = 80
+
+AgentName = Literal["codex", "claude", "opencode", "qwen"]
+
+
+class AgentStart(NamedTuple):
+    """The settings of an agent's process.
+
+    Attributes:
+        variables: of the environment; None removes one.
+        arguments: in front of the user's own.
+    """
+
+    variables: dict[str, str | None]
+    arguments: list[str]
+
+
+class Agent(NamedTuple):
+    """One agent: the package that brings its program, and its settings for a server."""
+
+    package: str
+    settings: Callable[["Backend"], AgentStart]
+
+
+class Backend(NamedTuple):
+    """The server behind an agent."""
+
+    url: str  # ends with /v1
+    model: RemoteModel
+    key: str | None
+
+    @property
+    def max_output(self) -> int:
+        """The tokens that an agent may ask for in one answer."""
+        length = self.model.max_model_len
+        return MAX_OUTPUT if length is None else max(1, min(MAX_OUTPUT, length // OUTPUT_SHARE))
+
+
+@expand_options
+def launch(
+    ctx: typer.Context,
+    agent: Annotated[
+        AgentName,
+        typer.Argument(metavar="AGENT", help="One of codex, claude, opencode and qwen."),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENT]", help="Arguments for the agent itself."),
+    ] = None,
+    prints: Annotated[
+        bool, typer.Option("--print", help="Print the shell's lines that would start it, and end.")
+    ] = False,
+    *,
+    remote: RemoteOptions,
+) -> None:
+    """Start a coding agent with a server's model behind it.
+
+    For example: trouper launch claude --url http://127.0.0.1:8000
+
+    The agent gets the address, the model and the length of its context in its environment and arguments, and no file
+    is written.  What follows -- goes to the agent: trouper launch codex -- exec "fix the tests"
+    """
+    program = shutil.which(agent)
+    if program is None and not prints:
+        package = AGENTS[agent].package
+        raise TrouperValidationError(
+            f"there is no program {agent} in PATH; install it with: npm install -g {package}",
+            parameter="agent",
+        )
+    start = AGENTS[agent].settings(_find_backend(remote))
+    command = [agent, *start.arguments, *(arguments or ())]
+    if prints or program is None:
+        print("\n".join(shell_lines(start, command)))
+        return
+    environment = {k: v for k, v in os.environ.items() if k not in start.variables}
+    given = {k: v for k, v in start.variables.items() if v is not None}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(program, command, {**environment, **given})
+
+
+def shell_lines(start: AgentStart, command: list[str]) -> list[str]:
+    """Return the lines by which a POSIX shell starts the agent."""
+    lines = [
+        f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}"
+        for name, value in start.variables.items()
+    ]
+    return [*lines, shlex.join(command)]
+
+
+def codex(backend: Backend) -> AgentStart:
+    provider = {"name": PROVIDER, "base_url": backend.url, "wire_api": "responses"}
+    if backend.key is not None:
+        provider["env_key"] = "TROUPER_API_KEY"
+    settings = {
+        "model": _toml(backend.model.id),
+        "model_provider": _toml(PROVIDER),
+        **{f"model_providers.{PROVIDER}.{name}": _toml(v) for name, v in provider.items()},
+    }
+    if backend.model.max_model_len is not None:
+        settings["model_context_window"] = str(backend.model.max_model_len)
+    arguments = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+    return AgentStart({} if backend.key is None else {"TROUPER_API_KEY": backend.key}, arguments)
+
+
+def claude(backend: Backend) -> AgentStart:
+    name, length = backend.model.id, backend.model.max_model_len
+    models = (
+        "ANTHROPIC_MODEL",
+        *(f"ANTHROPIC_DEFAULT_{k}_MODEL" for k in ("OPUS", "SONNET", "HAIKU")),
+    )
+    variables: dict[str, str | None] = {
+        "ANTHROPIC_BASE_URL": backend.url.removesuffix("/v1"),
+        "ANTHROPIC_AUTH_TOKEN": backend.key or NO_KEY,
+        "ANTHROPIC_API_KEY": None,  # a second key, which would be sent beside the first
+        **dict.fromkeys(models, name),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(backend.max_output),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    if length is not None:
+        window = max(length, CLAUDE_WINDOW)
+        variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(window)
+        if length < window:
+            usable = window - min(backend.max_output, CLAUDE_RESERVE)
+            share = max(1, CLAUDE_USED * length // usable)
+            variables["CLAUDE_AUTOCOMPACT_PCT_OVERRIDE"] = str(share)
+    return AgentStart(variables, [])
+
+
+def opencode(backend: Backend) -> AgentStart:
+    name, length = backend.model.id, backend.model.max_model_len
+    limit = {} if length is None else {"limit": {"context": length, "output": backend.max_output}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": PROVIDER,
+        "options": {"baseURL": backend.url, "apiKey": backend.key or NO_KEY},
+        "models": {name: limit},
+    }
+    whole = f"{PROVIDER}/{name}"
+    config = {"model": whole, "small_model": whole, "provider": {PROVIDER: provider}}
+    return AgentStart({"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, [])
+
+
+def qwen(backend: Backend) -> AgentStart:
+    variables: dict[str, str | None] = {
+        "OPENAI_BASE_URL": backend.url,
+        "OPENAI_API_KEY": backend.key or NO_KEY,
+        "OPENAI_MODEL": backend.model.id,
+    }
+    return AgentStart(variables, ["--auth-type", "openai"])
+
+
+AGENTS: dict[AgentName, Agent] = {
+    "codex": Agent("@openai/codex", codex),
+    "claude": Agent("@anthropic-ai/claude-code", claude),
+    "opencode": Agent("opencode-ai", opencode),
+    "qwen": Agent("@qwen-code/qwen-code", qwen),
+}
+
+
+def _find_backend(remote: RemoteOptions) -> Backend:
+    """Ask the server which model it has.
+
+    Raises:
+        RemoteError: it cannot be reached.
+        TrouperClientError: it refuses the key, or has no such model.
+    """
+    server = RemoteServer(remote)
+    found: list[RemoteModel] = []
+
+    async def ask(opened: RemoteServer, _: Interrupts) -> None:
+        found.append(await opened.model())
+
+    try:
+        run_open(server, ask, CONNECTING)
+    except RemoteError as error:
+        raise RemoteError(f"{error}; is it running? trouper serve starts one") from error
+    return Backend(server.url, found[0], remote.api_key)
+
+
+def _toml(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
