@@ -135,6 +135,7 @@ class App:
                 return
             if route.generates:
                 self.service.check_open()
+                self.service.check_kind(route)
             if route.is_admitted:
                 self.service.check_room(context)  # refused before the body is read
             route, request = await self._read(context, route, stack)

@@ -7,14 +7,15 @@ import hmac
 from collections.abc import Mapping
 from hashlib import sha256
 
-from trouper.frontends.server.errors import HTTPError
+from trouper.frontends.server.errors import HTTPError, clean
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.route import Access, Route
-from trouper.frontends.server.routes import ROUTES, find
+from trouper.frontends.server.routes import ROUTES, find, nearest
 from trouper.frontends.server.settings import ServerSettings
 
 SCHEME = b"Bearer "
 ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+MAX_SHOWN_PATH = 200  # characters of a path in an error
 KEY_HEADERS = (b"authorization", b"x-api-key")  # OpenAI's clients, Anthropic's
 
 
@@ -49,10 +50,17 @@ class Authenticator:
             return None
         self._check_key(context, access)
         if not methods:
-            raise HTTPError(404, "not_found", "there is no such route")
+            near = nearest(context.path, self._served)
+            hint = (
+                "; GET /openapi.json lists the paths" if near is None else f"; did you mean {near}?"
+            )
+            path = clean(context.path, MAX_SHOWN_PATH)
+            raise HTTPError(404, "not_found", f"this server has no path {path!r}{hint}")
         if context.method not in methods:
-            allow = (b"allow", ", ".join(sorted(methods)).encode())
-            raise HTTPError(405, "method_not_allowed", "not with this method", headers=(allow,))
+            allowed = ", ".join(sorted(methods))
+            text = f"{clean(context.path, MAX_SHOWN_PATH)} takes {allowed}, not {clean(context.method, 16)}"
+            headers = ((b"allow", allowed.encode()),)
+            raise HTTPError(405, "method_not_allowed", text, headers=headers)
         return methods[context.method]
 
     def _access(self, route: Route) -> Access:

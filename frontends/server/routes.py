@@ -1,6 +1,8 @@
 """The table of routes.  Authentication and routing read the same entry of it."""
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec import UNSET
@@ -27,7 +29,7 @@ from trouper.frontends.server.openai.requests import (
     UnloadAdapterRequest,
 )
 from trouper.frontends.server.openai.responses_types import ChatReply, CompletionReply
-from trouper.frontends.server.ops import adapters, control, operations
+from trouper.frontends.server.ops import adapters, control, landing, operations
 from trouper.frontends.server.ops.openapi import describe
 from trouper.frontends.server.pooling import routes
 from trouper.frontends.server.pooling.requests import (
@@ -88,6 +90,8 @@ def choose_invoked(service: Service, body: bytes | memoryview) -> Route:
 
 
 ROUTES = (
+    Route("GET", "/", "public", landing.welcome, kind="text"),
+    Route("HEAD", "/", "public", landing.welcome, kind="text"),
     Route("GET", "/health", "public", operations.ready, kind="empty"),
     Route("GET", "/health/live", "public", operations.live, kind="empty"),
     Route("GET", "/health/ready", "public", operations.ready, kind="empty"),
@@ -137,15 +141,15 @@ ROUTES = (
         choose=choose_invoked,
     ),
     Route("GET", "/tokenizer_info", "user", tokens.tokenizer_info),
-    Route("POST", "/v1/embeddings", "user", routes.create_embedding, EmbeddingRequest, True),
-    Route("POST", "/pooling", "user", routes.create_pooling, PoolingRequest, True),
-    Route("POST", "/classify", "user", routes.create_classification, ClassifyRequest, True),
-    Route("POST", "/score", "user", routes.create_score, ScoreRequest, True),
-    Route("POST", "/v1/score", "user", routes.create_score, ScoreRequest, True),
-    Route("POST", "/rerank", "user", routes.create_rerank, RerankRequest, True),
-    Route("POST", "/v1/rerank", "user", routes.create_rerank, RerankRequest, True),
-    Route("POST", "/v2/rerank", "user", routes.create_rerank, RerankRequest, True),
-    Route("POST", "/v2/embed", "user", routes.create_cohere_embedding, CohereEmbedRequest, True),
+    Route("POST", "/v1/embeddings", "user", routes.create_embedding, EmbeddingRequest, True, pools=True),
+    Route("POST", "/pooling", "user", routes.create_pooling, PoolingRequest, True, pools=True),
+    Route("POST", "/classify", "user", routes.create_classification, ClassifyRequest, True, pools=True),
+    Route("POST", "/score", "user", routes.create_score, ScoreRequest, True, pools=True),
+    Route("POST", "/v1/score", "user", routes.create_score, ScoreRequest, True, pools=True),
+    Route("POST", "/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
+    Route("POST", "/v1/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
+    Route("POST", "/v2/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
+    Route("POST", "/v2/embed", "user", routes.create_cohere_embedding, CohereEmbedRequest, True, pools=True),
     Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest, tokenizes=True),
     Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest, tokenizes=True),
     Route(
@@ -171,6 +175,34 @@ ROUTES = (
 TABLE: dict[str, dict[str, Route]] = {}
 for _route in ROUTES:
     TABLE.setdefault(_route.path, {})[_route.method] = _route
+
+
+# Paths of other APIs and of other programs, each with the path here that does the same.
+ELSEWHERE = {
+    "/api/chat": "/v1/chat/completions",
+    "/api/generate": "/v1/completions",
+    "/api/tags": "/v1/models",
+    "/api/embed": "/v1/embeddings",
+    "/api/embeddings": "/v1/embeddings",
+    "/completion": "/v1/completions",
+    "/generate": "/v1/completions",
+    "/embedding": "/v1/embeddings",
+    "/docs": "/openapi.json",
+}
+MAX_COMPARED = 100  # characters of a path for which a near one is looked for
+
+
+def nearest(path: str, served: Iterable[Route]) -> str | None:
+    """Return the path that a client most likely means by one that does not exist."""
+    paths = dict.fromkeys(route.path for route in served if route.path != "/")
+    plain = "/" + re.sub(r"/+", "/", path[:MAX_COMPARED]).strip("/").lower()
+    if len(path) > MAX_COMPARED or "%" in path or ".." in path:
+        return None
+    bare = re.sub(r"^(/v1)+(?=/|$)", "", plain)
+    for candidate in (plain, f"/v1{bare}", bare, ELSEWHERE.get(plain)):
+        if candidate in paths:
+            return candidate
+    return next(iter(difflib.get_close_matches(plain, paths, n=1, cutoff=0.75)), None)
 
 
 def find(path: str) -> Mapping[str, Route]:

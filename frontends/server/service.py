@@ -22,6 +22,7 @@ from trouper.frontends.server.background import BackgroundTasks
 from trouper.frontends.server.errors import HTTPError, aborted, clean, logger, unavailable
 from trouper.frontends.server.http.body import BodyMemory
 from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.http.trace_context import trace_headers
 from trouper.frontends.server.http.unknown_fields import UnknownFields
 from trouper.frontends.server.metrics import ServerMetrics
@@ -37,6 +38,13 @@ if TYPE_CHECKING:
 
 PLACES = 4  # × max_num_seqs sequences may be open: one runs, three wait
 MAX_ECHO = 200
+MAX_SHOWN_NAME = 100  # characters of a model's name in an error
+MAX_SHOWN_NAMES = 3  # names, so that the whole fits an error's text
+# What a pooling model does by default, and the path for it.
+POOLING_ROUTES = {
+    "embed": ("makes embeddings", "/v1/embeddings"),
+    "classify": ("classifies", "/classify"),
+}
 MIN_SPARE_SLOTS = 2  # in the engine's own queue, so that a slot is taken again at once
 BODIES = 8  # × max_body: the budget of all bodies under way
 PROOF_S = 1.0  # how long a round trip proves that the next would succeed
@@ -229,8 +237,27 @@ class Service:
         if name is None:
             return self.model_names[0]
         if name not in self.model_names and self.adapter(name) is None:
-            raise TrouperNotFoundError(f"the model {clean(name, MAX_ECHO)!r} does not exist")
+            raise TrouperNotFoundError(self._unknown_model(name))
         return name
+
+    def _unknown_model(self, name: str) -> str:
+        """Say which models there are, as many as an error has room for."""
+        adapters = (adapter.lora_name for adapter in self.core.adapters.requests)
+        names = [*self.model_names, *adapters]
+        shown = ", ".join(f"`{clean(each, MAX_SHOWN_NAME)}`" for each in names[:MAX_SHOWN_NAMES])
+        rest = f" and {len(names) - MAX_SHOWN_NAMES} more (GET /v1/models)"
+        more = rest if len(names) > MAX_SHOWN_NAMES else ""
+        return f"The model `{clean(name, MAX_SHOWN_NAME)}` does not exist. This server has {shown}{more}."
+
+    def check_kind(self, route: Route) -> None:
+        """Refuse a route that generates where the model pools.  Raises HTTPError."""
+        spec = self.config.pooler
+        if spec is None or route.pools or route.choose is not None:
+            return
+        does, ask = POOLING_ROUTES.get(spec.task, ("pools", "/pooling"))
+        name = clean(self.model_names[0], MAX_SHOWN_NAME)
+        text = f"{route.path}: the model {name!r} {does} and does not generate text; ask {ask}"
+        raise HTTPError(400, "not_supported", text, param="model")
 
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Return the adapter of this name that requests may use, if there is one."""

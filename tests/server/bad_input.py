@@ -136,7 +136,7 @@ SUITE = {
         *(
             raw(path, b"", "not_found", 404, path=path, method="GET", headers=[])
             for path in (
-                "/", "//v1/models", "/v1/../pause", "/v1/%2e%2e/pause", "/v1/models;x", "/v1/models/",
+                "//v1/models", "/v1/../pause", "/v1/%2e%2e/pause", "/v1/models;x", "/v1/models/",
                 "/V1/models", "/v1/models%00", "/health/", "/docs", "/openapi.yaml", "/v1",
             )
         ),

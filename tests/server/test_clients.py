@@ -108,7 +108,7 @@ def test_a_chat_is_the_same_here_and_there(ask, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model-name", "nope"], "404: the model 'nope' does not exist"),
+        (["--model-name", "nope"], "404: The model `nope` does not exist. This server has"),
         (["--temperature", "7"], "400: temperature: must be in [0, 2]"),
         (["--api-key", "wrong"], "401: a valid API key is needed"),
         (["--stop", "x", "--max-tokens", "0"], "400: max_tokens"),

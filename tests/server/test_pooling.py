@@ -296,12 +296,25 @@ async def test_texts_that_are_compared_may_be_cut(anyio_backend, task):
         ("/score", {"queries": ["a", ""], "items": ["a", "b"]}, 400, "queries[1]"),
         ("/score", {"data_1": "a", "data_2": "word " * 999}, 400, "data_2"),
         ("/score", {"text_1": "a", "text_2": ["a"] * 2049}, 400, "text_2"),
-        ("/v1/completions", {"prompt": "a"}, 400, "runner"),
+        ("/v1/completions", {"prompt": "a"}, 400, "model"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(pooling, path, body, status, param):
     answer = await pooling.post(path, body)
     assert (answer.status, answer.error["param"]) == (status, param), answer.body
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/infill"]
+)
+async def test_a_pooling_model_says_that_it_does_not_generate_and_what_to_ask(pooling, path):
+    answer = await pooling.post(path, {"messages": [{"role": "user", "content": "hi"}]})
+    assert answer.status == 400
+    message = answer.error["message"]
+    assert (
+        message
+        == f"{path}: the model 'trouper-demo' makes embeddings and does not generate text; ask /v1/embeddings"
+    )
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify"])

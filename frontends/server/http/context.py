@@ -39,7 +39,9 @@ class RequestContext:
     """One request as handlers get it: its head, its body on demand, and the methods that answer it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        root: str = scope.get("root_path", "").rstrip("/")
+        self.root_path: str = scope.get("root_path", "").rstrip("/")
+        self.scheme: str = scope.get("scheme", "http")
+        root = self.root_path
         path: str = scope["path"]
         self.path = path.removeprefix(root) if path.startswith(f"{root}/") else path
         self.method: str = scope["method"]

@@ -15,8 +15,8 @@ Handler = Callable[[Any, Any, Any], Awaitable[None]]
 class Route(msgspec.Struct, frozen=True):
     """The handler of a method and a path, and its description for the OpenAPI document.
 
-    `body` is what the request's body is decoded to.  A route that `generates` makes the engine work; requests of a
-    route that generates or `tokenizes` are admitted.  `reply` of None stands for any JSON object.  `choose` finds the
+    `body` is what the request's body is decoded to.  A route that `generates` makes the engine work, and
+    one that also `pools` needs a pooling model; requests of a route that generates or `tokenizes` are admitted.  `reply` of None stands for any JSON object.  `choose` finds the
     route that a body is for, where one path takes the bodies of several.
     """
 
@@ -30,6 +30,7 @@ class Route(msgspec.Struct, frozen=True):
     kind: Literal["json", "text", "empty"] = "json"  # of the reply's body
     query: dict[str, dict[str, Any]] = {}  # schemas of the query's fields
     tokenizes: bool = False
+    pools: bool = False
     choose: Callable[[Any, Any], "Route"] | None = None  # takes the service and the body
     errors: ErrorForm = OPENAI_ERRORS
 
