@@ -177,8 +177,8 @@ class ServerOptions:
     ] = False
     responses_store_bytes: Annotated[
         int,
-        _server("Bytes of responses that are kept for follow-ups; 0 keeps none.", min=0),
-    ] = 0  # fmt: skip
+        _server("Bytes of responses that are kept in memory for follow-ups; 0 keeps none.", min=0),
+    ] = 64 * 2**20
     enable_tokenizer_info_endpoint: Annotated[
         bool,
         _server(

@@ -57,9 +57,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_field: Literal["reasoning", "reasoning_content", "both"] = "reasoning"
     enable_prompt_tokens_details: bool = False
     force_include_usage: bool = False
-    responses_store_bytes: int = (
-        0  # of the responses that clients may come back to; 0: none is kept
-    )
+    responses_store_bytes: int = 64 * MIB  # that clients may come back to; 0: none is kept
     shows_tokenizer_info: bool = False  # at /tokenizer_info
     shows_metrics: bool = False  # of each request, with its answer
     return_tokens_as_token_ids: bool = False

@@ -7,7 +7,7 @@ from trouper.errors import UnsupportedFeatureError
 NO_MEDIA = "send text only"
 NO_TOOLS = "describe the functions in a message and parse the answer"
 NO_MEMORY = (
-    "this server keeps no responses; start it with --responses-store-bytes, or send the whole "
+    "this server has been told to keep no responses by --responses-store-bytes 0; send the whole "
     "conversation with every request"
 )
 NO_MEMORY_OF_ITEMS = "use previous_response_id, or send the whole conversation with every request"

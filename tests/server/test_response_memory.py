@@ -307,7 +307,9 @@ async def test_another_key_finds_nothing(remembering):
         await client.get(f"{PATH}/{name}", yours, method="DELETE"),
         await client.request("POST", f"{PATH}/{name}/cancel", headers=yours),
     ]
-    assert {(answer.status, answer.body) for answer in found} == {(404, absent.body)}
+    same = absent.body.replace(b"resp_none", name.encode())
+    assert {(answer.status, answer.body) for answer in found} == {(404, same)}
+    assert absent.error["message"].startswith("Response with id 'resp_none' not found.")
     answer = await client.post(PATH, follow_up, yours)
     assert (answer.status, answer.error["param"]) == (404, "previous_response_id")
     assert (await client.get(f"{PATH}/{name}", mine)).status == 200
@@ -349,7 +351,18 @@ async def test_a_failure_leaves_nothing(engine, error, stream):
     assert len(app.service.responses) == 0
 
 
-async def test_without_a_store_what_needs_one_is_refused(client):
+async def test_responses_are_kept_where_no_option_says_otherwise(client):
+    first = (await client.post(PATH, GREEDY)).json
+    assert first["store"] is True
+    follow_up = await client.post(PATH, {**GREEDY, "previous_response_id": first["id"]})
+    assert follow_up.json["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    assert (await client.get(f"{PATH}/{first['id']}")).json == first
+    assert client._app.service.responses.max_bytes == 64 * 2**20
+
+
+async def test_without_a_store_what_needs_one_is_refused(make_client):
+    client = make_client(responses_store_bytes=0)
+    assert (await client.post(PATH, GREEDY)).json["store"] is False
     for fields in ({"store": True}, {"background": True}, {"previous_response_id": "resp_x"}):
         answer = await client.post(PATH, {**GREEDY, **fields})
         assert (answer.status, answer.error["param"]) == (400, next(iter(fields)))

@@ -53,7 +53,7 @@ async def test_a_whole_answer(client):
     assert (reply["status"], item["role"]) == ("incomplete", "assistant")
     assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
     assert reply["usage"]["input_tokens"] == wanted["usage"]["prompt_tokens"]
-    assert reply["store"] is False
+    assert reply["store"] is True
 
 
 async def test_the_prompt_and_the_answer_of_the_model_are_shown_where_they_are_asked_for(client):
@@ -415,7 +415,7 @@ async def test_a_choice_without_tools_is_allowed(client, choice):
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"max_output_tokens": 513}, 400, "max_output_tokens"),
         ({"input": "x" * 100_000}, 400, "input"), ({"temperature": 3}, 400, "temperature"),
-        ({"previous_response_id": "x"}, 400, "previous_response_id"),
+        ({"previous_response_id": "x"}, 404, "previous_response_id"),
         ({"tools": [{}]}, 400, "tools[0].type"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
         ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, 400, "tools[1].name"),

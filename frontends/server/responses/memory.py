@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import anyio.to_thread
 import msgspec
 
-from trouper.errors import UnsupportedFeatureError, invalid
-from trouper.frontends.server.errors import HTTPError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+from trouper.frontends.server.errors import HTTPError, clean
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import THREAD_FROM
 from trouper.frontends.server.response_store import ResponseStore, StoredResponse
@@ -17,6 +17,7 @@ from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.unsupported import NO_MEMORY, unsupported
 
+MAX_ECHO = 100  # characters of an id that is not known
 A = TypeVar("A")
 B = TypeVar("B")
 JSONObject = dict[str, Any]
@@ -59,8 +60,8 @@ def find(
     """Return the response of that id.  Raises HTTPError: 404, the same for those that other keys have made."""
     found = service.responses.get(name, context.tenant)
     if found is None:
-        text = "there is no response of this id, or it has not been kept"
-        raise HTTPError(404, "response_not_found", text, param=parameter)
+        text = f"Response with id '{clean(name, MAX_ECHO)}' not found. It is not kept any more, or another key has made it."
+        raise HTTPError(404, "response_not_found", text, param=parameter or "response_id")
     return found
 
 
@@ -98,7 +99,8 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
         if getattr(request, name):
             check_is_on(store, name)
     if request.background and request.store is False:
-        raise invalid("background", "needs store")
+        text = "background can only be used when `store` is true"
+        raise TrouperValidationError(text, parameter="background")
     if request.background and request.stream:
         raise unsupported("stream", "it is not beside background; ask for the response by its id")
 

@@ -83,7 +83,8 @@ async def cancel_response(service: Service, context: RequestContext, _: None) ->
     stored = find(service, context, name)
     response = msgspec.json.decode(stored.body)
     if not response["background"]:
-        raise HTTPError(400, "invalid_value", "only a response in background can be cancelled")
+        text = "Cannot cancel a synchronous response. It must have been asked for with background."
+        raise HTTPError(400, "invalid_value", text, param="response_id")
     if stored.is_running:
         response["status"] = "cancelled"
         body = msgspec.json.encode(response)
