@@ -1,41 +1,49 @@
 """`trouper chat`: a conversation in the terminal, with an engine in this process or with a server."""
 
-import sys
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.errors import RemoteError, TrouperClientError
-from trouper.frontends.cli import output
+from trouper.errors import TrouperClientError
 from trouper.frontends.cli.adapters import LoraOption, chosen_adapter
+from trouper.frontends.cli.conversation import ContextFullError, Conversation, Messages
 from trouper.frontends.cli.options import SamplingOptions, expand_options
-from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer, Show
+from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine, run_open
-from trouper.frontends.cli.stats import ASKED, AnswerUsage, StatsOption, Stopwatch
-from trouper.frontends.cli.terminal import read_line, show, terminal_kept
+from trouper.frontends.cli.session import Ask, Chat, Session, Show
+from trouper.frontends.cli.stats import ASKED, AnswerEnd, AnswerUsage, StatsOption
+from trouper.frontends.cli.terminal import backend, quick_message, terminal_kept
 from trouper.inputs import ChatPrompt
 from trouper.lora import LoRARequest
-from trouper.params import RequestOutputKind, SamplingParams
+from trouper.params import RequestOutputKind
 
 if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
-HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
-
-Messages = list[dict[str, Any]]
-Ask = Callable[[Messages, Show], Awaitable[AnswerUsage | None]]
-Converse = Callable[[Ask, Interrupts], Awaitable[None]]
+Converse = Callable[[Ask, dict[str, str], int | None, Interrupts], Awaitable[None]]
 
 
 @expand_options
 def chat(
     ctx: typer.Context,
+    named_model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            show_default=False,
+            help="Folder, hub id or GGUF file; with --url a model of the server.",
+        ),
+    ] = None,
     quick: Annotated[
         str | None,
-        typer.Option("--quick", "-q", metavar="MESSAGE", help="Answer this one message, and end."),
+        typer.Option(
+            "--quick",
+            "-q",
+            metavar="MESSAGE",
+            help="Answer this one message, followed by the text on stdin; - is stdin only.",
+        ),
     ] = None,
     system_prompt: Annotated[
         str | None, typer.Option(help="System message at the beginning of the conversation.")
@@ -51,31 +59,62 @@ def chat(
 
     For example: trouper chat --url http://127.0.0.1:8000 --system-prompt "Be brief."
 
-    Ctrl-C stops an answer; at the prompt it ends the program, as Ctrl-D does.
+    /help lists the commands. Ctrl-C stops an answer or clears the line, Ctrl-D ends.
     """
-    converse = partial(_converse, Conversation(system_prompt, shows_stats=stats), quick)
-    with terminal_kept():
-        if remote.url is not None:
-            fields = sampling.given() | (ASKED if stats else {})
-            if lora is not None:
-                message = "needs an engine here: a server's adapter is a --model-name"
-                raise typer.BadParameter(message, param_hint="--lora")
-            _with_server(converse, remote, fields, engine_args)
+    _take_model(named_model, remote, engine_args)
+    message = quick_message(quick)
+
+    async def converse(
+        ask: Ask, facts: dict[str, str], limit: int | None, interrupts: Interrupts
+    ) -> None:
+        conversation = Conversation(system_prompt)
+        subject = Chat(conversation, sampling, shows_stats=stats, ask=ask, facts=facts, limit=limit)
+        if message is not None:
+            await subject.answer(message, interrupts)
         else:
-            _with_engine(converse, remote, sampling, engine_args, lora)
+            await Session(subject, interrupts).run("chat")
+
+    with terminal_kept():
+        if remote.url is None:
+            _with_engine(converse, remote, sampling, engine_args, lora, backend(quick))
+        elif lora is not None:
+            rule = "needs an engine here: a server's adapter is a --model-name"
+            raise typer.BadParameter(rule, param_hint="--lora")
+        else:
+            _with_server(converse, remote, engine_args, backend(quick))
+
+
+def _take_model(name: str | None, remote: RemoteOptions, engine_args: EngineArgs) -> None:
+    """Let the argument name the model, of the engine here or of the server."""
+    if name is None:
+        return
+    is_remote = remote.url is not None
+    if (remote.model_name if is_remote else engine_args.model) is not None:
+        option = "--model-name" if is_remote else "--model"
+        raise typer.BadParameter("give it once", param_hint=f"MODEL and {option}")
+    if is_remote:
+        remote.model_name = name
+    else:
+        engine_args.model = name
 
 
 def _with_server(
-    converse: Converse, remote: RemoteOptions, fields: dict[str, Any], engine_args: EngineArgs
+    converse: Converse, remote: RemoteOptions, engine_args: EngineArgs, loop: str
 ) -> None:
     if engine_args != EngineArgs():
         message = "takes no options of an engine: the server has its own"
         raise typer.BadParameter(message, param_hint="--url")
 
     async def act(server: RemoteServer, interrupts: Interrupts) -> None:
-        await converse(partial(server.chat, fields), interrupts)
+        async def ask(
+            messages: Messages, sampling: SamplingOptions, wants_counts: bool, show: Show
+        ) -> AnswerEnd:
+            fields = sampling.given() | (ASKED if wants_counts else {})
+            return await server.chat(fields, messages, show)
 
-    run_open(RemoteServer(remote), act, CONNECTING)
+        await converse(ask, server.facts, server.max_model_len, interrupts)
+
+    run_open(RemoteServer(remote), act, CONNECTING, backend=loop)
 
 
 def _with_engine(
@@ -84,6 +123,7 @@ def _with_engine(
     sampling: SamplingOptions,
     engine_args: EngineArgs,
     lora: str | None,
+    loop: str,
 ) -> None:
     if remote.model_name is not None:
         raise typer.BadParameter("needs --url", param_hint="--model-name")
@@ -92,100 +132,44 @@ def _with_engine(
     adapter = chosen_adapter(lora, engine_args)
     model = resolve_offline(engine_args).model
     defaults = {"max_tokens": None, **model.default_sampling}  # None: up to the model's length
-    params = sampling.params(defaults, output_kind=RequestOutputKind.DELTA)
+    sampling.params(defaults)  # a wrong option is named before the weights are loaded
 
     async def act(engine: "AsyncLLMEngine", interrupts: Interrupts) -> None:
-        await converse(partial(_ask_engine, engine, params, adapter), interrupts)
+        async def ask(
+            messages: Messages, sampling: SamplingOptions, _: bool, show: Show
+        ) -> AnswerEnd:
+            return await _ask_engine(engine, defaults, adapter, messages, sampling, show)
 
-    run_engine(engine_args, act)
+        config = engine.config
+        facts = {"model": config.model.name, "dtype": str(config.dtype)}
+        await converse(ask, facts, config.max_model_len, interrupts)
+
+    run_engine(engine_args, act, backend=loop)
 
 
 async def _ask_engine(
     engine: "AsyncLLMEngine",
-    params: SamplingParams,
+    defaults: dict[str, Any],
     adapter: LoRARequest | None,
     messages: Messages,
+    sampling: SamplingOptions,
     show: Show,
-) -> AnswerUsage:
-    usage = AnswerUsage(0, 0)
+) -> AnswerEnd:
+    """Pass an answer to `show`.  Raises ContextFullError, or what the engine raises."""
+    usage, reason = AnswerUsage(0, 0), None
+    params = sampling.params(defaults, output_kind=RequestOutputKind.DELTA)
     prompt = ChatPrompt(messages=messages)
-    async with engine.generate(prompt, params, lora_request=adapter) as stream:
-        async for result in stream:
-            usage.prompt_tokens = len(result.prompt_token_ids)
-            usage.completion_tokens += len(result.outputs[0].token_ids)
-            show(result.outputs[0].text)
-            if result.error is not None:
-                raise result.error.to_exception()
-    return usage
-
-
-class Conversation:
-    """The messages so far of one conversation, and the way to answer the next one."""
-
-    def __init__(self, system_prompt: str | None, *, shows_stats: bool) -> None:
-        self._shows_stats = shows_stats
-        self._system: Messages = (
-            [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
-        )
-        self.messages: Messages = [*self._system]
-
-    def reset(self) -> None:
-        self.messages = [*self._system]
-
-    async def answer(self, ask: Ask, message: str, interrupts: Interrupts) -> None:
-        """Print the answer as it comes.  An answer that Ctrl-C cuts off stays in the history as far as it came.
-
-        Raises:
-            TrouperClientError: the conversation cannot be rendered; it is as it was before.
-            RemoteError: the server has failed; the same.
-        """
-        before = self.messages
-        self.messages = [*before, {"role": "user", "content": message}]
-        pieces: list[str] = []
-        usage: AnswerUsage | None = None
-        watch = Stopwatch(show)
-
-        def hear(text: str) -> None:
-            watch.hear(text)
-            pieces.append(text)
-
-        try:
-            with interrupts.stoppable():
-                usage = await ask(self.messages, hear)
-        except BaseException:
-            self.messages = before
-            raise
-        print()
-        if self._shows_stats:
-            watch.report(usage)
-        answer = {"role": "assistant", "content": "".join(pieces)}
-        self.messages = [*self.messages, answer] if answer["content"] else before
-
-
-async def _converse(
-    conversation: Conversation, quick: str | None, ask: Ask, interrupts: Interrupts
-) -> None:
-    if quick is not None:
-        await conversation.answer(ask, quick, interrupts)
-    else:
-        await _talk(conversation, ask, interrupts)
-
-
-async def _talk(conversation: Conversation, ask: Ask, interrupts: Interrupts) -> None:
-    if output.is_terminal(sys.stdin):
-        print(HELP, file=sys.stderr)
-    while (line := await read_line()) is not None:
-        match line.strip():
-            case "":
-                pass
-            case "/exit":
-                return
-            case "/reset":
-                conversation.reset()
-            case command if command.startswith("/"):
-                print(f"no such command: {command}; {HELP}", file=sys.stderr)
-            case message:
-                try:
-                    await conversation.answer(ask, message, interrupts)
-                except (TrouperClientError, RemoteError) as error:
-                    output.complain(output.explain(error)[1])
+    try:
+        async with engine.generate(prompt, params, lora_request=adapter) as stream:
+            async for result in stream:
+                usage.prompt_tokens = len(result.prompt_token_ids)
+                usage.completion_tokens += len(result.outputs[0].token_ids)
+                reason = result.outputs[0].finish_reason
+                show(result.outputs[0].text)
+                if result.error is not None:
+                    raise result.error.to_exception()
+    except TrouperClientError as error:
+        if "(max_model_len)" in str(error):
+            raise ContextFullError(str(error)) from error
+        raise
+    return AnswerEnd(usage, reason)

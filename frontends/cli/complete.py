@@ -1,17 +1,15 @@
 """`trouper complete`: completion of prompts by a server."""
 
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from trouper.errors import RemoteError, TrouperClientError
-from trouper.frontends.cli import output
 from trouper.frontends.cli.options import DEFAULT_MAX_TOKENS, SamplingOptions, expand_options
-from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer
+from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer, Show
 from trouper.frontends.cli.running import Interrupts, run_open
-from trouper.frontends.cli.stats import ASKED, AnswerUsage, StatsOption, Stopwatch
-from trouper.frontends.cli.terminal import read_line, show, terminal_kept
+from trouper.frontends.cli.session import Completions, Session
+from trouper.frontends.cli.stats import ASKED, AnswerEnd, StatsOption
+from trouper.frontends.cli.terminal import backend, quick_message, terminal_kept
 
 
 @expand_options
@@ -19,7 +17,12 @@ def complete(
     ctx: typer.Context,
     quick: Annotated[
         str | None,
-        typer.Option("--quick", "-q", metavar="PROMPT", help="Complete this one prompt, and end."),
+        typer.Option(
+            "--quick",
+            "-q",
+            metavar="PROMPT",
+            help="Complete this one prompt, followed by the text on stdin; - is stdin only.",
+        ),
     ] = None,
     stats: StatsOption = False,
     *,
@@ -30,35 +33,23 @@ def complete(
 
     For example: trouper complete --url http://127.0.0.1:8000 -q "def f("
 
-    Ctrl-C stops a text; at the prompt it ends the program, as Ctrl-D does.
+    At a terminal /help lists the commands. Ctrl-C stops a text or clears the line, Ctrl-D ends.
     """
-    fields = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling.given(), **(ASKED if stats else {})}
+    prompt = quick_message(quick)
+
+    async def act(server: RemoteServer, interrupts: Interrupts) -> None:
+        async def ask(
+            prompt: str, sampling: SamplingOptions, wants_counts: bool, show: Show
+        ) -> AnswerEnd:
+            asked = ASKED if wants_counts else {}
+            fields = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling.given(), **asked}
+            return await server.complete(fields, prompt, show)
+
+        completions = Completions(sampling, shows_stats=stats, ask=ask, facts=server.facts)
+        if prompt is not None:
+            await completions.answer(prompt, interrupts)
+        else:
+            await Session(completions, interrupts).run("complete")
+
     with terminal_kept():
-        run_open(RemoteServer(remote), partial(_complete, quick, fields, stats), CONNECTING)
-
-
-async def _complete(
-    quick: str | None,
-    fields: dict[str, Any],
-    shows_stats: bool,
-    server: RemoteServer,
-    interrupts: Interrupts,
-) -> None:
-    async def go_on(prompt: str) -> None:
-        usage: AnswerUsage | None = None
-        watch = Stopwatch(show)
-        with interrupts.stoppable():
-            usage = await server.complete(fields, prompt, watch.hear)
-        print()
-        if shows_stats:
-            watch.report(usage)
-
-    if quick is not None:
-        await go_on(quick)
-        return
-    while (line := await read_line()) is not None:
-        if line.strip():
-            try:
-                await go_on(line.removesuffix("\n"))
-            except (TrouperClientError, RemoteError) as error:
-                output.complain(output.explain(error)[1])
+        run_open(RemoteServer(remote), act, CONNECTING, backend=backend(quick))

@@ -5,6 +5,7 @@ answer is a RemoteError.  No request is sent twice.
 """
 
 import dataclasses
+import re
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast
@@ -15,7 +16,8 @@ import typer
 from anyio import AsyncContextManagerMixin
 
 from trouper.errors import RemoteError, TrouperClientError, TrouperValidationError
-from trouper.frontends.cli.stats import AnswerUsage
+from trouper.frontends.cli.conversation import ContextFullError
+from trouper.frontends.cli.stats import AnswerEnd, AnswerUsage
 
 if TYPE_CHECKING:
     from httpx2 import URL, AsyncClient, EventSource, Response
@@ -28,6 +30,12 @@ LAST_WORDS_S = 1.0  # for a stream to end after `[DONE]`, so that its connection
 MAX_BODY = 2**20  # bytes of a reply that is no stream
 MAX_MESSAGE = 400
 TRY_AGAIN = (408, 429)
+TOO_LONG = (400, 413, 422)
+# The codes and words of servers (trouper and vLLM, OpenAI, llama.cpp, Ollama) for a prompt that is too long.
+FULL = re.compile(
+    r"context_length_exceeded|exceed_context_size|context (length|size|window)|max_model_len",
+    re.IGNORECASE,
+)
 
 Show = Callable[[str], None]
 
@@ -69,6 +77,12 @@ class RemoteServer(AsyncContextManagerMixin):
                 raise TrouperValidationError("must be printable ASCII", parameter="api_key")
             self._headers["authorization"] = f"Bearer {options.api_key}"
         self._client: AsyncClient
+        self.max_model_len: int | None = None  # if the server says it
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The server and the model, for `/show`."""
+        return {"server": str(self._url), "model": self._model or ""}
 
     def __repr__(self) -> str:
         return f"<RemoteServer {self._url}>"
@@ -86,27 +100,30 @@ class RemoteServer(AsyncContextManagerMixin):
         async with httpx2.AsyncClient(
             base_url=self._url, headers=self._headers, timeout=timeout
         ) as self._client:
-            self._model = self._model or (await self._models())[0].id
+            if self._model is None:
+                first = (await self._models())[0]
+                self._model, self.max_model_len = first.id, first.max_model_len
             yield self
 
     async def chat(
         self, fields: dict[str, Any], messages: list[dict[str, Any]], show: Show
-    ) -> AnswerUsage | None:
+    ) -> AnswerEnd:
         """Pass each piece of the answer to a conversation to `show`; otherwise as `complete`."""
         return await self._ask("chat/completions", {"messages": messages, **fields}, show)
 
-    async def complete(self, fields: dict[str, Any], prompt: str, show: Show) -> AnswerUsage | None:
+    async def complete(self, fields: dict[str, Any], prompt: str, show: Show) -> AnswerEnd:
         """Pass each piece of the text that follows a prompt to `show`.  Leaving closes the connection.
 
-        Returns the counts of tokens if `fields` request them (`stream_options`) and the server sends them.
+        Returns how it ended, with the counts of tokens if `fields` request them (`stream_options`).
 
         Raises:
-            TrouperClientError: the server refuses the request.
+            ContextFullError: the server refuses the request because it is too long.
+            TrouperClientError: the server refuses the request for another reason.
             RemoteError: anything else, also in the middle of the answer.
         """
         return await self._ask("completions", {"prompt": prompt, **fields}, show)
 
-    async def _ask(self, path: str, fields: dict[str, Any], show: Show) -> AnswerUsage | None:
+    async def _ask(self, path: str, fields: dict[str, Any], show: Show) -> AnswerEnd:
         body = {"model": self._model, **fields, "stream": True}
         with self._explained():
             async with self._client.sse(path, method="POST", json=body) as source:
@@ -181,10 +198,11 @@ class _Models(msgspec.Struct):
     data: list[RemoteModel]
 
 
-async def _read(source: "EventSource", show: Show) -> AnswerUsage | None:
+async def _read(source: "EventSource", show: Show) -> AnswerEnd:
     """Read a stream to its end."""
     error: Exception | None = None
     usage: AnswerUsage | None = None
+    reason: str | None = None
     is_over = False
     # The library's generators end in order at their end or when they are cancelled inside, not when dropped.
     with anyio.CancelScope() as rest:
@@ -196,15 +214,16 @@ async def _read(source: "EventSource", show: Show) -> AnswerUsage | None:
             try:
                 chunk = _show_chunk(event.data, show)
                 usage = chunk.usage or usage
-                is_over |= any(choice.finish_reason is not None for choice in chunk.choices)
+                for choice in chunk.choices:
+                    reason = choice.finish_reason or reason
             except Exception as raised:
                 error = raised
                 rest.cancel()
     if error is not None:
         raise error
-    if not is_over:
+    if not is_over and reason is None:
         raise RemoteError("the answer broke off before its end")
-    return usage
+    return AnswerEnd(usage, reason)
 
 
 def _show_chunk(data: str, show: Show) -> _Chunk:
@@ -227,10 +246,13 @@ async def _check_status(response: "Response") -> None:
         return
     body = await _bounded_body(response)
     try:
-        told = _message_of(msgspec.json.decode(body, type=dict[str, Any]).get("error"))
+        error = msgspec.json.decode(body, type=dict[str, Any]).get("error")
     except msgspec.MsgspecError:
-        told = ""
+        error = None
+    told = _message_of(error)
     text = f"the server answers {status}: {told or response.reason_phrase}"
+    if status in TOO_LONG and FULL.search(f"{_code_of(error)} {told}"):
+        raise ContextFullError(text)
     if 400 <= status < 500 and status not in TRY_AGAIN:
         raise TrouperClientError(text)
     raise RemoteError(text)
@@ -239,6 +261,11 @@ async def _check_status(response: "Response") -> None:
 def _message_of(error: Any) -> str:
     message = cast("dict[str, Any]", error).get("message") if isinstance(error, dict) else error
     return _plain(message) if isinstance(message, str) else ""
+
+
+def _code_of(error: Any) -> str:
+    found = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
+    return f"{found.get('code')} {found.get('type')}"
 
 
 async def _bounded_body(response: "Response") -> bytes:

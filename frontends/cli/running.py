@@ -33,6 +33,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.number: int | None = None  # the signal that ended the command
+        self.keeps_session = False  # whether Ctrl-C outside of such a block is ignored
         self._stoppable: anyio.CancelScope | None = None
 
     @contextmanager
@@ -60,6 +61,8 @@ class Interrupts:
         scope = self._stoppable
         if scope is not None and number == signal.SIGINT and not scope.cancel_called:
             scope.cancel()
+        elif self.keeps_session and number == signal.SIGINT:
+            return  # pressed twice, it must not cost the conversation; Ctrl-D ends a session
         elif self.number is None:
             self.number = number
             command.cancel()

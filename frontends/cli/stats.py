@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import anyio
 import msgspec
@@ -19,6 +19,13 @@ class AnswerUsage(msgspec.Struct):
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+
+
+class AnswerEnd(NamedTuple):
+    """How an answer ended.  Servers that send no counts leave `usage` out."""
+
+    usage: AnswerUsage | None = None
+    finish_reason: str | None = None
 
 
 class Stopwatch:

@@ -1,4 +1,4 @@
-"""Lines from a terminal or a pipe, and text for it."""
+"""Text from a terminal or a pipe, and text for it."""
 
 import re
 import sys
@@ -7,11 +7,15 @@ from contextlib import contextmanager
 
 import anyio
 import anyio.to_thread
+import typer
 
+from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
+from trouper.frontends.cli.chat_input import continued
 
-PROMPT = "> "
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+STDIN = "-"
+MAX_STDIN = 64 * 2**20  # characters; no model reads as much
 
 
 def show(text: str) -> None:
@@ -21,21 +25,79 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
+def note(text: str) -> None:
+    """Print a line that is no answer."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def is_interactive() -> bool:
+    return output.is_terminal(sys.stdin) and output.is_terminal(sys.stdout)
+
+
+def backend(quick: str | None) -> str:
+    """Return the event loop of a session; the line editor runs on asyncio only."""
+    return "asyncio" if quick is None and is_interactive() else "trio"
+
+
+def quick_message(quick: str | None) -> str | None:
+    """Return the message of `--quick`, with the text of a file or pipe on stdin after it; `-` is stdin only.
+
+    Raises:
+        typer.BadParameter: there is no text.
+    """
+    if quick is None:
+        return None
+    parts = [] if quick == STDIN else [quick]
+    if sys.stdin is not None and (quick == STDIN or not output.is_terminal(sys.stdin)):
+        parts.append(_read_stdin())
+    message = "\n\n".join(part for part in parts if part.strip())
+    if not message:
+        raise typer.BadParameter("the message is empty", param_hint="--quick")
+    return message
+
+
+def _read_stdin() -> str:
+    try:
+        text = sys.stdin.read(MAX_STDIN + 1)
+    except UnicodeDecodeError:
+        raise TrouperValidationError("stdin is not text in UTF-8", parameter="quick") from None
+    if len(text) > MAX_STDIN:
+        raise TrouperValidationError(
+            f"stdin has more than {MAX_STDIN} characters", parameter="quick"
+        )
+    return text.removesuffix("\n")
+
+
+class PipeReader:
+    """Reads messages without a line editor, as a filter does."""
+
+    def __init__(self, *, joins_lines: bool) -> None:
+        self._joins_lines = joins_lines  # whether `\"\"\"` and a backslash continue a message
+
+    async def read(self) -> str | None:
+        """Return the next message, or None at the end."""
+        text = ""
+        while (line := await read_line()) is not None:
+            text += line.removesuffix("\n")
+            more = continued(text) if self._joins_lines else None
+            if more is None:
+                return text
+            text = more
+        return text or None
+
+
 async def read_line() -> str | None:
     """Return the next line, or None at the end.  Abandoned when the command ends: a read cannot be cancelled."""
     return await anyio.to_thread.run_sync(
-        _input, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
+        _readline, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
     )
 
 
-def _input() -> str | None:
-    if output.is_terminal(sys.stdin) and output.is_terminal(sys.stdout):
-        try:
-            return input(PROMPT)
-        except EOFError:
-            print()
-            return None
-    return sys.stdin.readline() or None
+def _readline() -> str | None:
+    try:
+        return sys.stdin.readline() or None
+    except UnicodeDecodeError:
+        raise TrouperValidationError("stdin is not text in UTF-8", parameter="prompt") from None
 
 
 @contextmanager
@@ -44,7 +106,6 @@ def terminal_kept() -> Generator[None]:
     if not output.is_terminal(sys.stdin):
         yield
         return
-    import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]  # gives input() history and arrow keys
     import termios
 
     fd = sys.stdin.fileno()

@@ -16,6 +16,8 @@ from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli import options, output, serve
 from trouper.frontends.cli.main import run_line
+from trouper.frontends.cli.session import CUT
+from trouper.frontends.cli.terminal import quick_message
 
 GREEDY = ["--temperature", "0"]
 GENERATE_RESOLVE = "trouper.frontends.cli.running.resolve"
@@ -176,7 +178,10 @@ MISTAKES = [
     ("generate --prompt-file -", 2, "no prompt in -"),
     ("chat -q hello -m /no/such/folder", 2, "no such model folder"),
     ("chat -q hello --max-tokens 0", 2, "max_tokens"),
-    ("chat surplus", 2, "surplus"),
+    ("chat /no/such/folder -q hello", 2, "no such model folder"),
+    ("chat folder -m folder -q hello", 2, "give it once"),
+    ("chat one two", 2, "two"),
+    ("chat a --url http://host --model-name b -q hello", 2, "give it once"),
     ("chat -q hello --url ftp://host", 2, "must be http://"),
     ("chat -q hello --url http://host:port", 2, "parameter=url"),
     ("chat -q hello --url nonsense", 2, "must be http://"),
@@ -330,34 +335,32 @@ def test_a_prompt_that_is_too_long_is_named(capsys):
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["x"]
 
 
-def test_chat_keeps_the_conversation(capsys, monkeypatch):
-    seen = []
-
-    class Conversation(chat_module().Conversation):
-        async def answer(self, *arguments):
-            await super().answer(*arguments)
-            seen.append([message["role"] for message in self.messages])
-
-    monkeypatch.setattr(chat_module(), "Conversation", Conversation)
-    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nagain\n/nonsense\n/reset\nhi\n/exit\nno\n"))
+def test_chat_keeps_the_conversation(capsys, monkeypatch, tmp_path):
+    saved = tmp_path / "talk.json"
+    lines = f"hi\n\n/nonsense\nagain\n/save {saved}\n/reset\n/usr/bin/x \\\nfails\n/save {saved}2\n/exit\nno\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     arguments = ["--system-prompt", "Be brief.", "--max-tokens", "3", "--ignore-eos"]
     assert run_line(["chat", *arguments, "--min-tokens", "3"]) == 0
     out, err = capsys.readouterr()
+    first, second = (
+        json.loads((tmp_path / name).read_text())["messages"]
+        for name in ("talk.json", "talk.json2")
+    )
     turn = ["user", "assistant"]
-    assert seen == [["system", *turn], ["system", *turn, *turn], ["system", *turn]]
+    assert [message["role"] for message in first] == ["system", *turn, *turn]
+    assert [message["role"] for message in second] == ["system", *turn]
+    assert second[1]["content"] == "/usr/bin/x \nfails"
     assert out.endswith("\n")
-    assert err.startswith("no such command: /nonsense")
-
-
-def chat_module():
-    return sys.modules["trouper.frontends.cli.chat"]
+    told = err.splitlines()
+    assert told[0] == told[2] == CUT
+    assert told[1].startswith("no such command: /nonsense")
 
 
 def test_quick_chat_answers_once(capsys):
     assert run_line(["chat", "-q", "hi", "--max-tokens", "2"]) == 0
     out, err = capsys.readouterr()
     assert out.endswith("\n")
-    assert err == ""
+    assert err == f"{CUT}\n"
 
 
 def test_a_conversation_that_does_not_fit_is_told_and_goes_on(capsys, monkeypatch):
@@ -366,6 +369,51 @@ def test_a_conversation_that_does_not_fit_is_told_and_goes_on(capsys, monkeypatc
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("trouper: ")
+    assert "--max-model-len" in err
+
+
+def test_the_oldest_turns_give_way_and_the_system_message_stays(capsys, monkeypatch, tmp_path):
+    saved = tmp_path / "talk.json"
+    lines = [f"number {number} of these questions" for number in range(6)]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*lines, f"/save {saved}"])))
+    arguments = ["--system-prompt", "Be brief.", "--max-tokens", "3", "--ignore-eos"]
+    assert run_line(["chat", *arguments, "--max-model-len", "96"]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "is full" in line]
+    assert all("/reset" in line and "--max-model-len" in line for line in told)
+    messages = json.loads(saved.read_text())["messages"]
+    assert messages[0] == {"role": "system", "content": "Be brief."}
+    assert messages[-2]["content"] == lines[-1]
+    assert (len(messages) - 1) // 2 < len(lines)
+    assert told
+
+
+@pytest.mark.parametrize(
+    ("quick", "piped", "message"),
+    [
+        ("summarise:", "a\nb\n", "summarise:\n\na\nb"),
+        ("-", "a\nb\n", "a\nb"),
+        ("hi", "", "hi"),
+        ("hi", "\n", "hi"),
+        ("", "a", "a"),
+    ],
+)
+def test_stdin_joins_a_quick_message(monkeypatch, quick, piped, message):
+    monkeypatch.setattr("sys.stdin", io.StringIO(piped))
+    assert quick_message(quick) == message
+
+
+def test_an_empty_quick_message_is_a_mistake(capsys):
+    for command in ("chat", "complete"):
+        for quick in ("-", " "):
+            assert run_line([command, "-q", quick]) == 2
+            assert "the message is empty" in capsys.readouterr().err
+
+
+def test_stdin_that_is_no_text_is_a_mistake(capsys, monkeypatch):
+    for arguments in (["-q", "-"], ["-q", "x"]):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
+        assert run_line(["chat", *arguments]) == 2
+        assert "stdin is not text in UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,17 @@ import pytest
 
 import trouper
 
-HEAVY = ("llvmlite", "numpy", "torch", "transformers", "tokenizers", "trio", "triton")
+HEAVY = (
+    "llvmlite",
+    "numpy",
+    "prompt_toolkit",
+    "pyarrow",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "trio",
+    "triton",
+)
 
 
 def loaded_after(code):

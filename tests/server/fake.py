@@ -51,6 +51,8 @@ class Handler(socketserver.StreamRequestHandler):
                 self.wfile.write(self.server.models)
             else:
                 self.wfile.write(self.server.answer)
+                if self.server.hold:
+                    self.rfile.read()  # until the client leaves
                 if not self.server.answer.endswith(b"0\r\n\r\n"):
                     return  # the connection ends with it
 
@@ -58,6 +60,7 @@ class Handler(socketserver.StreamRequestHandler):
 class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
+    hold = False  # whether an answer is left open behind its last byte
 
 
 @contextmanager

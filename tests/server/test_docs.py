@@ -69,7 +69,9 @@ def test_the_page_shows_every_route():
         assert f"`{route.method} {route.path}`" in PAGE or f"`{route.path}`" in PAGE, route.path
 
 
-FROM_THE_HUB = re.compile(r"-m \w[\w.-]*/\w")  # their options are checked with those of all pages
+FROM_THE_HUB = re.compile(
+    r"(-m|chat) \w[\w.-]*/\w"
+)  # their options are checked with those of all pages
 
 
 @pytest.mark.parametrize(

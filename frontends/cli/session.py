@@ -1,0 +1,357 @@
+"""A session of `chat` or `complete`: read a message, answer it or obey it, until the end.
+
+The conversation, the commands and the line editor have modules of their own; this one prints and waits.
+"""
+
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from trouper.errors import RemoteError, TrouperClientError, TrouperValidationError
+from trouper.frontends.cli import output
+from trouper.frontends.cli.chat_input import (
+    SWITCHES,
+    Command,
+    Unknown,
+    help_lines,
+    parameter_kinds,
+    parameter_name,
+    parse,
+    unquoted,
+    with_parameter,
+    with_values,
+)
+from trouper.frontends.cli.conversation import (
+    MAX_FILE,
+    ContextFullError,
+    Conversation,
+    Messages,
+    load,
+    next_dropped,
+)
+from trouper.frontends.cli.options import SamplingOptions
+from trouper.frontends.cli.running import Interrupts
+from trouper.frontends.cli.stats import AnswerEnd, Stopwatch
+from trouper.frontends.cli.terminal import PipeReader, is_interactive, note, show
+
+Show = Callable[[str], None]
+# Called with the messages, or the prompt, and whether counts of tokens are wanted.
+Ask = Callable[[Messages, SamplingOptions, bool, Show], Awaitable[AnswerEnd]]
+Continue = Callable[[str, SamplingOptions, bool, Show], Awaitable[AnswerEnd]]
+CUT = "[cut at max_tokens]"
+WELCOME = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the session"
+GENERAL = frozenset({"help", "set", "show", "bye"})
+OF_CHATS = GENERAL | {"reset", "system", "save", "load"}
+LONGER = "--max-model-len at start takes longer ones"
+
+
+class _Reader(Protocol):
+    async def read(self) -> str | None: ...
+
+
+class _Answer(NamedTuple):
+    text: str
+    end: AnswerEnd | None  # None if Ctrl-C stopped it
+
+
+class Completions:
+    """Prompts that a model continues, each for itself."""
+
+    commands = GENERAL
+
+    def __init__(
+        self, sampling: SamplingOptions, *, shows_stats: bool, ask: Continue, facts: dict[str, str]
+    ) -> None:
+        self.sampling = sampling
+        self.shows_stats = shows_stats
+        self._ask = ask
+        self.facts = facts
+
+    async def answer(self, prompt: str, interrupts: Interrupts) -> None:
+        async def ask(hear: Show) -> AnswerEnd:
+            return await self._ask(prompt, self.sampling, self.shows_stats, hear)
+
+        # Most completions end so; in a pipe it would be a line for each of them.
+        says_cut = is_interactive()
+        await _answered(ask, interrupts, shows_stats=self.shows_stats, says_cut=says_cut)
+
+    def obey(self, command: Command) -> None:
+        """Run a command that only this kind of session has."""
+        raise AssertionError(command)
+
+    def described(self) -> dict[str, str]:
+        return self.facts
+
+
+class Chat:
+    """A conversation, and the model that answers in it."""
+
+    commands = OF_CHATS
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        sampling: SamplingOptions,
+        *,
+        shows_stats: bool,
+        ask: Ask,
+        facts: dict[str, str],
+        limit: int | None,
+    ) -> None:
+        """Make one.
+
+        Args:
+            facts: what `/show` shows of the model.
+            limit: the tokens that the model reads and writes; None if they are not known.
+        """
+        self.conversation = conversation
+        self.sampling = sampling
+        self.shows_stats = shows_stats
+        self._ask = ask
+        self._limit = limit
+        self.facts = facts
+        self._own_files: set[str] = set()  # that this session saved or loaded
+
+    async def answer(self, question: str, interrupts: Interrupts) -> None:
+        """Print the answer as it comes.  An answer that Ctrl-C cuts off is kept as far as it came.
+
+        Raises:
+            TrouperClientError: the conversation cannot be rendered, or the message is too long; the
+                conversation is as it was before.
+            RemoteError: the server has failed; the same.
+        """
+        question = question.strip()
+        turns = self.conversation.turns
+        num = self.conversation.num_too_old(question, self._limit, self.sampling.max_tokens)
+        while True:
+            try:
+                answer = await self._answered(question, num, interrupts)
+                break
+            except ContextFullError as error:
+                if num == len(turns):
+                    message = f"{error}; the message is too long: {LONGER}"
+                    raise TrouperClientError(message) from None
+                num = next_dropped(num, len(turns))
+        if answer.text:
+            usage = answer.end and answer.end.usage
+            total = usage and usage.prompt_tokens + usage.completion_tokens
+            self.conversation.turns = turns[num:]
+            self.conversation.append(question, answer.text, total or None)
+
+    async def _answered(self, question: str, num_dropped: int, interrupts: Interrupts) -> _Answer:
+        messages = self.conversation.messages(question, num_dropped=num_dropped)
+
+        async def ask(hear: Show) -> AnswerEnd:
+            return await self._ask(messages, self.sampling, self.shows_stats, hear)
+
+        # It is said with the first text: before, the model may refuse these messages, too.
+        first = self._full_line(num_dropped) if num_dropped else None
+        return await _answered(ask, interrupts, shows_stats=self.shows_stats, first_line=first)
+
+    def _full_line(self, num: int) -> str:
+        of = "" if self._limit is None else f" of {self._limit:,} tokens"
+        turns = "oldest turn is" if num == 1 else f"{num} oldest turns are"
+        return f"the context{of} is full: the {turns} left out; /reset begins anew, {LONGER}"
+
+    def obey(self, command: Command) -> None:
+        """Run a command.  Raises TrouperValidationError."""
+        match command:
+            case ("reset", ""):
+                self.conversation.turns = []
+            case ("reset", rest):
+                raise TrouperValidationError(f"/reset takes no text, not {rest!r}")
+            case ("system", ""):
+                note(self.conversation.system or "no system message")
+            case ("system", text):
+                self.conversation.system = text
+            case (name, ""):
+                raise TrouperValidationError(f"/{name} needs the name of a file")
+            case ("save", name):
+                self._save(name)
+            case (_, name):
+                self._load(name)
+
+    def described(self) -> dict[str, str]:
+        limit = "" if self._limit is None else f" of {self._limit:,}"
+        context = f"about {self.conversation.num_tokens:,}{limit} tokens"
+        turns = f"{len(self.conversation.turns)} turns"
+        return {**self.facts, "context": f"{context} in {turns}"}
+
+    def _save(self, name: str) -> None:
+        path = Path(name).expanduser()
+        if path.exists() and os.path.realpath(path) not in self._own_files:
+            raise TrouperValidationError(
+                "exists; choose another name", parameter="file", value=name
+            )
+        try:
+            newest = path.with_name(f"{path.name}.{os.getpid()}")
+            file = os.open(newest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(file, "wb") as stream:
+                stream.write(self.conversation.dumped(self._parameters()))
+            newest.replace(path)
+        except OSError as error:
+            raise _unusable("written", error, name) from None
+        self._own_files.add(os.path.realpath(path))
+        note(f"saved {len(self.conversation.turns)} turns in {name}")
+
+    def _parameters(self) -> dict[str, Any]:
+        kinds = parameter_kinds()
+        return {name: value for name, value in self.sampling.given().items() if name in kinds}
+
+    def _load(self, name: str) -> None:
+        path = Path(name).expanduser()
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_FILE + 1)
+        except OSError as error:
+            raise _unusable("read", error, name) from None
+        if len(data) > MAX_FILE:
+            raise TrouperValidationError(f"has more than {MAX_FILE} bytes", parameter="file")
+        conversation, parameters = load(data)
+        self.sampling = with_values(self.sampling, parameters)
+        self.conversation = conversation
+        self._own_files.add(os.path.realpath(path))
+        note(f"loaded {len(conversation.turns)} turns from {name}")
+
+
+def _first_word(text: str) -> tuple[str, str]:
+    """Return the first word of a text and the rest of it."""
+    word, *rest = text.split(maxsplit=1) or [""]
+    return word, rest[0] if rest else ""
+
+
+def _unusable(verb: str, error: OSError, name: str) -> TrouperValidationError:
+    return TrouperValidationError(
+        f"cannot be {verb}: {error.strerror}", parameter="file", value=name
+    )
+
+
+async def _answered(
+    ask: Callable[[Show], Awaitable[AnswerEnd]],
+    interrupts: Interrupts,
+    *,
+    shows_stats: bool,
+    first_line: str | None = None,
+    says_cut: bool = True,
+) -> _Answer:
+    """Print an answer, and a sign if it was cut."""
+    pieces: list[str] = []
+    ends: list[AnswerEnd] = []
+    watch = Stopwatch(show)
+
+    def hear(text: str) -> None:
+        if not pieces and first_line is not None:
+            note(first_line)
+        watch.hear(text)
+        pieces.append(text)
+
+    try:
+        with interrupts.stoppable():
+            ends.append(await ask(hear))
+    except BaseException:
+        if pieces and output.is_terminal(sys.stdout):
+            print()
+        raise
+    print(flush=True)
+    end = ends[0] if ends else None
+    if says_cut and end is not None and end.finish_reason == "length":
+        note(CUT)
+    if shows_stats:
+        watch.report(end and end.usage)
+    return _Answer("".join(pieces), end)
+
+
+class Session:
+    """The loop over what is typed, or comes through a pipe."""
+
+    def __init__(self, subject: Chat | Completions, interrupts: Interrupts) -> None:
+        self._subject = subject
+        self._interrupts = interrupts
+        self._is_interactive = is_interactive()
+        self._editor: Any = None
+
+    async def run(self, name: str) -> None:
+        """Answer messages until the end; `name` is that of the history file."""
+        reader = self._reader(name)
+        if self._is_interactive:
+            note(WELCOME)
+        self._interrupts.keeps_session = output.is_terminal(sys.stdin)
+        while (text := await reader.read()) is not None:
+            try:
+                if not await self._take(text):
+                    return
+            except (TrouperClientError, RemoteError) as error:
+                output.complain(output.explain(error)[1])
+
+    def _reader(self, name: str) -> _Reader:
+        if not self._is_interactive:
+            return PipeReader(joins_lines=isinstance(self._subject, Chat))
+        from trouper.frontends.cli.line_editor import LineEditor, MessageHistory, history_path
+
+        self._editor = LineEditor(MessageHistory(history_path(name)), note)
+        return self._editor
+
+    async def _take(self, text: str) -> bool:
+        """Answer or obey a text.  Returns whether the session goes on."""
+        # A filter that completes lines takes them as they are: `/set` may begin a line of any file.
+        known = self._subject.commands
+        has_commands = self._is_interactive or isinstance(self._subject, Chat)
+        match parse(text, known) if has_commands else text:
+            case Unknown(hint):
+                note(hint)
+            case Command("bye", _):
+                return False
+            case Command("help", _):
+                note("\n".join(help_lines(known)))
+            case Command("set", argument):
+                self._set(argument)
+            case Command("show", argument):
+                self._show(argument)
+            case Command() as command:
+                self._subject.obey(command)
+            case message if message.strip():
+                await self._subject.answer(message, self._interrupts)
+            case _:
+                pass
+        return True
+
+    def _set(self, argument: str) -> None:
+        """Obey `/set`.  Raises TrouperValidationError."""
+        subject = self._subject
+        what, rest = _first_word(argument)
+        match what:
+            case "parameter" if rest:
+                name, value = _first_word(rest)
+                if value:
+                    subject.sampling = with_parameter(subject.sampling, name, value)
+                else:
+                    note(self._parameters().get(parameter_name(name), "the model's default"))
+            case "system" if "system" in subject.commands:
+                subject.obey(Command("system", unquoted(rest).strip()))
+            case "verbose" | "quiet":
+                subject.shows_stats = what == "verbose"
+            case "history" | "nohistory":
+                if self._editor is not None:
+                    self._editor.history.is_kept = what == "history"
+            case _:
+                system = "system, " if "system" in subject.commands else ""
+                known = f"parameter NAME VALUE, {system}{', '.join(SWITCHES)}"
+                raise TrouperValidationError(f"/set takes {known}, not {argument!r}")
+
+    def _show(self, argument: str) -> None:
+        """Obey `/show`.  Raises TrouperValidationError."""
+        subject = self._subject
+        parts: dict[str, dict[str, str]] = {"info": subject.described()}
+        if isinstance(subject, Chat):
+            parts["system"] = {"system": subject.conversation.system or "none"}
+        parts["parameters"] = self._parameters() or {"parameters": "the model's defaults"}
+        if argument and argument not in parts:
+            raise TrouperValidationError(f"/show takes {', '.join(parts)}, not {argument!r}")
+        for name, facts in parts.items():
+            if argument in ("", name):
+                note("\n".join(f"{fact:<20} {value}" for fact, value in facts.items()))
+
+    def _parameters(self) -> dict[str, str]:
+        return {name: str(value) for name, value in self._subject.sampling.given().items()}

@@ -1,0 +1,253 @@
+"""The decisions of a session at the terminal: messages, commands, the turns that give way, files."""
+
+import json
+import stat
+
+import pytest
+
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli.chat_input import (
+    Command,
+    Unknown,
+    continued,
+    help_lines,
+    parse,
+    unquoted,
+    with_parameter,
+)
+from trouper.frontends.cli.conversation import (
+    Conversation,
+    load,
+    next_dropped,
+    num_dropped,
+)
+from trouper.frontends.cli.line_editor import (
+    MAX_ENTRIES,
+    MessageHistory,
+    entries_of,
+    history_path,
+)
+from trouper.frontends.cli.options import SamplingOptions
+from trouper.frontends.cli.session import GENERAL, OF_CHATS
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        ("hi", None),
+        ("", None),
+        ("hi \\", "hi \n"),
+        ("C:\\\\", None),  # an escaped backslash ends no line
+        ('"""', '"""\n'),
+        ('"""a\nb', '"""a\nb\n'),
+        ('"""a\nb"""', None),
+        ('"""a"""', None),
+        ('""""""', None),
+        ('"""a\\', '"""a\\\n'),
+        ('/system """a', '/system """a\n'),
+        ('/set system """a\nb""" ', None),
+        ('say """', None),
+        ("a \\\nb", None),  # a paste is taken as it is
+    ],
+)
+def test_a_message_is_continued_or_complete(text, more):
+    assert continued(text) == more
+
+
+@pytest.mark.parametrize(
+    ("text", "inner"),
+    [
+        ('"""\na\nb\n"""', "a\nb"),
+        ('"""a', "a"),
+        ("a", "a"),
+        (' """ a """', " a "),
+        ('a """', 'a """'),
+    ],
+)
+def test_quotes_are_taken_off(text, inner):
+    assert unquoted(text) == inner
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("hi", "hi"),
+        ("/usr/bin/python fails", "/usr/bin/python fails"),
+        ("/etc/", "/etc/"),
+        ("/dev/null?", "/dev/null?"),
+        ("// a comment", "// a comment"),
+        ("/", "/"),
+        ("/3 is a third", "/3 is a third"),
+        ("/system: what is it?", "/system: what is it?"),
+        (" /tmp is full", " /tmp is full"),
+        ("/reset", Command("reset", "")),
+        ("/clear", Command("reset", "")),
+        ("/?", Command("help", "")),
+        ("/exit now", Command("bye", "now")),
+        ("/system  Be brief. ", Command("system", "Be brief.")),
+        ('/system """\na\nb\n"""', Command("system", "a\nb")),
+        ("/set\tparameter x 1", Command("set", "parameter x 1")),
+    ],
+)
+def test_a_text_is_a_message_or_a_command(text, found):
+    assert parse(text, OF_CHATS) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("/resett", "no such command: /resett; did you mean /reset? /help"),
+        ("/tmp is full", "no such command: /tmp; /help"),
+        ("/HELP", "no such command: /HELP; "),
+    ],
+)
+def test_an_unknown_command_has_a_hint(text, hint):
+    found = parse(text, OF_CHATS)
+    assert isinstance(found, Unknown)
+    assert found.hint.startswith(hint)
+    assert found.hint.endswith("begins with a space is sent as it is")
+
+
+def test_help_has_every_command():
+    for known in (OF_CHATS, GENERAL):
+        text = "\n".join(help_lines(known))
+        assert all(f"/{name}" in text for name in known)
+    assert "/reset" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("temperature", "0.5", 0.5),
+        ("top-k", "4", 4),
+        ("num_predict", "7", 7),
+        ("repeat_penalty", "1.1", 1.1),
+        ("stop", "a 'b c' \\n", ["a", "b c", "n"]),
+        ("stop", "'\\n'", ["\n"]),
+        ("ignore_eos", "true", True),
+        ("seed", "3", 3),
+    ],
+)
+def test_a_parameter_is_set(name, text, value):
+    own = {"top-k": "top_k", "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+    assert with_parameter(SamplingOptions(), name, text).given() == {own.get(name, name): value}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("temperature", "hot", "must be a number"),
+        ("temperature", "-1", "temperature"),
+        ("top_k", "1.5", "must be an integer"),
+        ("num_ctx", "8192", "--max-model-len"),
+        ("mirostat", "1", "no such parameter; there are max_tokens"),
+        ("ignore_eos", "perhaps", "must be true or false"),
+        ("json_schema", "x.json", "no such parameter"),
+    ],
+)
+def test_a_wrong_parameter_is_named(name, text, message):
+    with pytest.raises(TrouperValidationError, match=message):
+        with_parameter(SamplingOptions(), name, text)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fixed", "num"),
+    [
+        ([], 10, 0),
+        ([30, 30], 10, 0),
+        ([30, 30], 16, 1),  # 76 is too much, and 46 is under half
+        ([30, 30, 30], 0, 2),
+        ([90], 90, 1),
+        ([10] * 8, 0, 3),
+    ],
+)
+def test_the_oldest_turns_give_way_until_half_is_free(sizes, fixed, num):
+    assert num_dropped(sizes, fixed, most=75, wanted=50) == num
+
+
+@pytest.mark.parametrize(("num", "num_turns", "then"), [(0, 8, 4), (4, 8, 6), (7, 8, 8), (0, 1, 1)])
+def test_a_refusal_drops_half_of_the_rest(num, num_turns, then):
+    assert next_dropped(num, num_turns) == then
+
+
+def talked():
+    conversation = Conversation("Be brief.")
+    conversation.append("hi", "ho", 20)
+    conversation.append("and", "so", 34)
+    return conversation
+
+
+def test_a_conversation_knows_the_size_of_its_turns():
+    conversation = talked()
+    assert [turn.num_tokens for turn in conversation.turns] == [20, 14]
+    assert conversation.num_too_old("x", 100, None) == 0
+    assert conversation.num_too_old("x", 48, None) == 1
+    assert conversation.num_too_old("x", 48, 4) == 0
+    assert conversation.num_too_old("x", None, None) == 0
+    assert [m["content"] for m in conversation.messages("x", num_dropped=1)] == [
+        "Be brief.", "and", "so", "x",
+    ]  # fmt: skip
+
+
+def test_a_saved_conversation_is_loaded_again():
+    conversation = talked()
+    again, parameters = load(conversation.dumped({"temperature": 0.5, "stop": ["a"]}))
+    assert again.messages() == conversation.messages()
+    assert parameters == {"temperature": 0.5, "stop": ["a"]}
+    plain, _ = load(json.dumps(conversation.messages()).encode())
+    assert plain.messages() == conversation.messages()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"{}", b"nonsense", b"\xff", b"5", b'{"messages": 5}', b'[{"role": "user", "content": "a"}]',
+        b'[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]',
+        b'[{"role": "user", "content": 5}, {"role": "assistant", "content": "a"}]', b"[" * 100000,
+    ],
+)  # fmt: skip
+def test_a_file_of_another_kind_is_refused(data):
+    with pytest.raises(TrouperValidationError, match="no saved conversation"):
+        load(data)
+
+
+def test_history_is_private_and_bounded(tmp_path):
+    path = tmp_path / "state" / "chat_history"
+    history = MessageHistory(path)
+    assert list(history.load_history_strings()) == []
+    history.store_string("one\ntwo")
+    path.chmod(0o644)
+    history.store_string("three")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert list(MessageHistory(path).load_history_strings()) == ["three", "one\ntwo"]
+    history.is_kept = False
+    history.store_string("secret")
+    history.is_kept = True
+    history.store_string("x" * 10**6)
+    assert len(path.read_text().splitlines()) == 2
+    path.write_text("".join(f'"{i}"\n' for i in range(MAX_ENTRIES + 5)))
+    assert len(list(MessageHistory(path).load_history_strings())) == MAX_ENTRIES
+    assert path.read_text().splitlines()[0] == '"5"'
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [each.name for each in path.parent.iterdir()] == ["chat_history"]
+
+
+def test_a_history_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").touch()
+    history = MessageHistory(tmp_path / "file" / "chat_history")
+    history.store_string("x")
+    assert list(history.load_history_strings()) == []
+
+
+def test_half_a_line_of_history_is_left_out():
+    assert entries_of(b'"a"\n"b\n5\n"\\u00e9"\n') == ["a", "é"]
+
+
+def test_history_is_where_xdg_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert history_path("chat") == tmp_path / "trouper" / "chat_history"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in ("", "relative"):
+        monkeypatch.setenv("XDG_STATE_HOME", given)
+        assert history_path("chat") == tmp_path / ".local/state/trouper/chat_history"
