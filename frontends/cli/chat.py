@@ -72,7 +72,7 @@ def chat(
         if message is not None:
             await subject.answer(message, interrupts)
         else:
-            await Session(subject, interrupts).run("chat")
+            await Session(subject, interrupts).answer_all("chat")
 
     with terminal_kept():
         if remote.url is None:

@@ -49,7 +49,7 @@ def complete(
         if prompt is not None:
             await completions.answer(prompt, interrupts)
         else:
-            await Session(completions, interrupts).run("complete")
+            await Session(completions, interrupts).answer_all("complete")
 
     with terminal_kept():
         run_open(RemoteServer(remote), act, CONNECTING, backend=backend(quick))

@@ -22,7 +22,7 @@ class ContextFullError(TrouperClientError):
     """The messages have more tokens than the model reads."""
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     """A question with its answer, and the tokens that both take in the prompt."""
 
     question: str
@@ -35,7 +35,7 @@ class Conversation:
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
-        self.turns: list[Turn] = []
+        self.turns: list[ChatTurn] = []
 
     def __repr__(self) -> str:
         return f"<Conversation of {len(self.turns)} turns>"
@@ -66,7 +66,7 @@ class Conversation:
             own = estimate(question) + estimate(answer)
         else:
             own = max(1, num_tokens - self.num_tokens)
-        self.turns.append(Turn(question, answer, own))
+        self.turns.append(ChatTurn(question, answer, own))
 
     def num_too_old(self, question: str, limit: int | None, max_tokens: int | None) -> int:
         """Return how many of the oldest turns give way to a question.

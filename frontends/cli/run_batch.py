@@ -94,14 +94,14 @@ def run_batch(
         if isinstance(answers, AnswersFile) and _are_all_answered(source, answers):
             print(f"{answers.num_answers} requests, all answered before", file=sys.stderr)
             return
-        run = _Run(source, answers, limit, names, adapters, origin)
+        run = _BatchRun(source, answers, limit, names, adapters, origin)
         run_engine(engine_args, run.answer)
     if run.have_all_failed:
         raise typer.Exit(EXIT_ALL_FAILED)
 
 
 @dataclass
-class _Run:
+class _BatchRun:
     """One run of an engine over the input."""
 
     source: BinaryIO

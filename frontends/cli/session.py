@@ -47,11 +47,11 @@ OF_CHATS = GENERAL | {"reset", "system", "save", "load"}
 LONGER = "--max-model-len at start takes longer ones"
 
 
-class _Reader(Protocol):
+class _MessageReader(Protocol):
     async def read(self) -> str | None: ...
 
 
-class _Answer(NamedTuple):
+class _ShownAnswer(NamedTuple):
     text: str
     end: AnswerEnd | None  # None if Ctrl-C stopped it
 
@@ -140,7 +140,9 @@ class Chat:
             self.conversation.turns = turns[num:]
             self.conversation.append(question, answer.text, total or None)
 
-    async def _answered(self, question: str, num_dropped: int, interrupts: Interrupts) -> _Answer:
+    async def _answered(
+        self, question: str, num_dropped: int, interrupts: Interrupts
+    ) -> _ShownAnswer:
         messages = self.conversation.messages(question, num_dropped=num_dropped)
 
         async def ask(hear: Show) -> AnswerEnd:
@@ -235,7 +237,7 @@ async def _answered(
     shows_stats: bool,
     first_line: str | None = None,
     says_cut: bool = True,
-) -> _Answer:
+) -> _ShownAnswer:
     """Print an answer, and a sign if it was cut."""
     pieces: list[str] = []
     ends: list[AnswerEnd] = []
@@ -260,7 +262,7 @@ async def _answered(
         note(CUT)
     if shows_stats:
         watch.report(end and end.usage)
-    return _Answer("".join(pieces), end)
+    return _ShownAnswer("".join(pieces), end)
 
 
 class Session:
@@ -272,7 +274,7 @@ class Session:
         self._is_interactive = is_interactive()
         self._editor: Any = None
 
-    async def run(self, name: str) -> None:
+    async def answer_all(self, name: str) -> None:
         """Answer messages until the end; `name` is that of the history file."""
         reader = self._reader(name)
         if self._is_interactive:
@@ -285,7 +287,7 @@ class Session:
             except (TrouperClientError, RemoteError) as error:
                 output.complain(output.explain(error)[1])
 
-    def _reader(self, name: str) -> _Reader:
+    def _reader(self, name: str) -> _MessageReader:
         if not self._is_interactive:
             return PipeReader(joins_lines=isinstance(self._subject, Chat))
         from trouper.frontends.cli.line_editor import LineEditor, MessageHistory, history_path
