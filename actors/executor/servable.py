@@ -15,6 +15,7 @@ from trouper.actors.executor.models.registry import (
     has_own_code,
 )
 from trouper.actors.executor.weights.schemes import read_scheme
+from trouper.actors.executor.weights.tensor_files import tensor_files
 from trouper.config.args import EngineArgs
 from trouper.config.gguf import is_gguf
 from trouper.config.model import ModelConfig
@@ -53,7 +54,12 @@ def judge(path: Path) -> Verdict:
 
 
 def _check_files(path: Path) -> None:
-    if is_gguf(path) or any(path.glob("*.safetensors")):
+    if is_gguf(path):
+        return
+    if any(path.glob("*.safetensors")):
+        missing = [name for name in tensor_files(path) if not (path / name).is_file()]
+        if missing:
+            raise invalid("model", f"the folder lacks {missing[0]}, which its index names")
         return
     pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
     rule = "its weights are pickled, and never read" if pickled else "no weights in the folder"

@@ -78,6 +78,7 @@ def test_a_broken_file_is_refused(folder):
 
 
 def test_a_file_that_the_index_promises_and_is_not_there_is_refused(folder):
+    (folder / FILE).unlink()
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}})
     )

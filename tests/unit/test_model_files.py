@@ -72,6 +72,8 @@ def test_a_fine_tune_of_the_same_shapes_is_refused_with_both_digests(folder, nam
 def test_another_number_of_files_is_refused(folder):
     wanted = sample_model(at(folder))
     shutil.copy(folder / NAME, folder / "another.safetensors")
+    check_model(at(folder), wanted)  # a stray file is not part of the checkpoint
+    (folder / NAME).rename(folder / "one.safetensors")
     with pytest.raises(TrouperValidationError, match="2 files here, 1 there"):
         check_model(at(folder), wanted)
 

@@ -26,7 +26,7 @@ from trouper.actors.executor.weights.schemes import Scheme
 from trouper.actors.executor.weights.stacks import StackedPart, Stacks
 from trouper.actors.executor.weights.tensor_files import tensor_files
 from trouper.actors.executor.weights.text_names import text_names
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized
 
 MARKS = {"qweight": "weight", "weight_packed": "weight", "_blocks": "", "weight": "weight"}
@@ -62,8 +62,13 @@ class Checkpoint:
                     f"cannot be read: {error}", parameter="model", value=str(folder / file)
                 ) from error
             self._files[file] = opened
-            names: list[str] = cast("Any", opened).keys()  # a method of no dict
-            stored |= dict.fromkeys(names, file)
+            # safetensors types it as an object without `keys`.
+            names: list[str] = cast("Any", opened).keys()
+            for name in names:
+                if name in stored:
+                    rule = f"the tensor {name} is in {stored[name]} and in {file}; keep only one of these files"
+                    raise invalid("model", rule, str(folder))
+                stored[name] = file
         found = text_names(stored) if is_part else {prefix + name: name for name in stored}
         self._stored_name = found
         self._file_of = {name: stored[found[name]] for name in found}

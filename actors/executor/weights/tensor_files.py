@@ -1,30 +1,37 @@
-"""The safetensors files of a model folder, by name; torch is not needed."""
+"""Choose the safetensors files of a model folder, as transformers does; torch is not needed.
+
+A folder often holds more than its checkpoint: an older copy, the same weights in Mistral's own format
+(`consolidated.safetensors`), an adapter.  Reading all files would let a stray one replace the checkpoint's tensors.
+"""
 
 from pathlib import Path
 
+from trouper.config.adapters import WEIGHTS as ADAPTER
 from trouper.config.files import check_folder, checked, read_object
 from trouper.errors import invalid
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 def tensor_files(folder: Path) -> list[str]:
-    """List the files of a checkpoint: those of its index, or all that there are.
+    """List the files of a checkpoint: `model.safetensors`, else those of the index, else all but an adapter's.
 
     Raises:
-        TrouperValidationError: there is none, or one lies elsewhere.
+        TrouperValidationError: there is none, or the index names one outside the folder.
     """
+    check_folder(folder)
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
     index = read_object(folder / INDEX)
     if index is None:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        names = sorted(path.name for path in folder.glob("*.safetensors") if path.name != ADAPTER)
     else:
-        names = sorted(
-            set(checked(index.get("weight_map"), dict[str, str], f"{INDEX}: weight_map").values())
-        )
+        weight_map = checked(index.get("weight_map"), dict[str, str], f"{INDEX}: weight_map")
+        names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise invalid("model", f"{INDEX}: weight_map: not the name of a safetensors file", name)
-    check_folder(folder)
     if not names:
         raise invalid("model", "no safetensors in the model folder", str(folder))
     return names
