@@ -68,7 +68,8 @@ def _check_files(path: Path) -> None:
 
 def _check_pooling(model: ModelConfig) -> None:
     if encoder_traits(model.hf_config, model.architecture) is None:
-        decoder_traits(model.hf_config, generating_sibling(model.architecture))
+        sibling = generating_sibling(model.architecture)
+        decoder_traits(model.hf_config, sibling, may_see_ahead=True)
 
 
 def _check_transformers(model: ModelConfig) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -60,11 +61,19 @@ DECODERS = {
     "mistral-windowed": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 6}),
     "gemma2": ("Gemma2", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6}),
 }  # fmt: skip
+BOTH_WAYS = {
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "is_causal": False}),
+    "llama": ("Llama", {"num_key_value_heads": 1, "is_causal": False, "head_dim": 16}),
+    "mistral-windowed": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 6, "is_causal": False}),
+    "embeddinggemma": ("Gemma3Text", {
+        "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 12, "use_bidirectional_attention": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+}  # fmt: skip
 LENGTHS = (1, 3, 3, 9, 20, 20, 20, 41)
 
 
 def save_tiny(kind, auto, folder, **more):
-    name, changes = (ENCODERS | DECODERS)[kind]
+    name, changes = (ENCODERS | DECODERS | {f"both-{n}": c for n, c in BOTH_WAYS.items()})[kind]
     given = {**(changes if kind == "distilbert" else SMALL | changes), **more}
     config = getattr(transformers, f"{name}Config")(**given)
     torch.manual_seed(0)
@@ -115,6 +124,21 @@ def test_hidden_states_equal_those_of_transformers(kind, tmp_path):
         with torch.no_grad():
             theirs = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", BOTH_WAYS)
+def test_decoders_that_see_ahead_equal_transformers(kind, tmp_path):
+    model = save_tiny(f"both-{kind}", AutoModel, tmp_path)
+    for ids, mine in zip(prompts(), run(tmp_path, "token_embed"), strict=True):
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+def test_decoders_that_see_ahead_do_not_generate(tmp_path):
+    save_tiny("both-qwen2", AutoModelForCausalLM, tmp_path)
+    with pytest.raises(UnsupportedFeatureError, match="cannot generate"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, device="cpu")
 
 
 @pytest.mark.parametrize("kind", ENCODERS)

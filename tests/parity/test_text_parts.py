@@ -1,13 +1,19 @@
 """The text models of architectures that also take images: on own code and by way of transformers, from their checkpoints."""
 
+import inspect
+import re
+
 import pytest
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from trouper.actors.executor.cpu.hf_runner import HfRunner
 from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.models.registry import SCALING_HEADS, is_text_part
 from trouper.actors.executor.weights.text_names import text_names
 from trouper.actors.messages.plans import Sampling
+from trouper.errors import UnsupportedFeatureError
 
 from .driver import Driver, engine_config, random_prompts
 
@@ -23,7 +29,49 @@ SMALL_TOWER = {
 }  # fmt: skip
 QWEN_TOWER = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14}
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+CLIP = SMALL_TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}
+SIGLIP = SMALL_TOWER | {"model_type": "siglip_vision_model"}
+IDEFICS = {
+    "text_config": TEXT | {"model_type": "llama"}, "vision_config": SMALL_TOWER, "scale_factor": 1,
+}  # fmt: skip
 CASES = {
+    # The outer class decides about the head: whether it is the embedding, and whether it scales.
+    "tied mistral3": (
+        "Mistral3",
+        {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": SMALL_TOWER | {"model_type": "pixtral"}},
+        CpuRunner,
+    ),
+    "untied mistral3": (
+        "Mistral3",
+        {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": SMALL_TOWER | {"model_type": "pixtral"},
+         "tie_word_embeddings": False},
+        CpuRunner,
+    ),
+    "internvl": (
+        "InternVL",
+        {"text_config": TEXT | {"model_type": "qwen2"},
+         "vision_config": SMALL_TOWER | {"image_size": [28, 28], "patch_size": [14, 14]}},
+        CpuRunner,
+    ),
+    "aya vision": (
+        "AyaVision",
+        {"text_config": TEXT | {"model_type": "cohere2", "logit_scale": 0.0625, "sliding_window": 8},
+         "vision_config": SIGLIP, "adapter_layer_norm_eps": 1e-6},
+        HfRunner,
+    ),
+    "granite in llava-next": (
+        "LlavaNext",
+        {"text_config": TEXT | {"model_type": "granite", "logits_scaling": 4.0}, "vision_config": CLIP},
+        HfRunner,
+    ),
+    "capped gemma3": (
+        "Gemma3",
+        {"text_config": TEXT | {"sliding_window": 8, "final_logit_softcapping": 2.0}, "vision_config": SMALL_TOWER,
+         "mm_tokens_per_image": 4},
+        CpuRunner,
+    ),
+    "smolvlm": ("SmolVLM", IDEFICS, CpuRunner),
+    "idefics3": ("Idefics3", IDEFICS, CpuRunner),
     "gemma3": (
         "Gemma3",
         {"text_config": TEXT | {"sliding_window": 8}, "vision_config": SMALL_TOWER, "mm_tokens_per_image": 4},
@@ -32,7 +80,7 @@ CASES = {
     "llava": (
         "Llava",
         {"text_config": TEXT | {"model_type": "llama"},
-         "vision_config": SMALL_TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}},
+         "vision_config": CLIP},
         CpuRunner,
     ),
     "qwen2-vl": (
@@ -51,7 +99,7 @@ CASES = {
     "mixtral in llava": (
         "Llava",
         {"text_config": TEXT | {"model_type": "mixtral", "num_local_experts": 4},
-         "vision_config": SMALL_TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}},
+         "vision_config": CLIP},
         HfRunner,
     ),
 }  # fmt: skip
@@ -78,6 +126,30 @@ def test_text_alone_equals_the_whole_model(case, tmp_path):
         for found, row in zip(s.logprobs, expected, strict=True):
             wanted = row[list(found.token_ids)]
             torch.testing.assert_close(torch.tensor(found.logprobs), wanted, atol=1e-4, rtol=0)
+
+
+def test_a_prompt_that_is_read_in_both_directions_is_refused(tmp_path):
+    config = transformers.PaliGemmaConfig(
+        text_config=TEXT | {"model_type": "gemma"}, vision_config=SIGLIP
+    )
+    transformers.PaliGemmaForConditionalGeneration._from_config(config).save_pretrained(tmp_path)
+    for runner in (CpuRunner, HfRunner):
+        with pytest.raises(UnsupportedFeatureError, match="both directions"):
+            runner(engine_config(tmp_path, max_model_len=64)).load()
+
+
+# Older releases of transformers lack some of them.
+@pytest.mark.parametrize("name", sorted(n for n in SCALING_HEADS if hasattr(transformers, n)))
+def test_outer_heads_that_scale_are_those_of_transformers(name):
+    source = inspect.getsource(getattr(transformers, name).forward)
+    assert re.search("logit_scale|logits_scaling|softcap|output_multiplier", source)
+
+
+def test_no_other_outer_head_scales():
+    for name in set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()) - SCALING_HEADS:
+        if is_text_part(name):
+            source = inspect.getsource(getattr(transformers, name).forward)
+            assert not re.search("logit_scale|logits_scaling|softcap|output_multiplier", source)
 
 
 @pytest.mark.parametrize(

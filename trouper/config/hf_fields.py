@@ -16,6 +16,7 @@ MOST_POSITIONS = 2**24
 Positions = Annotated[int, Meta(ge=1, le=MOST_POSITIONS)]
 Index = Annotated[int, Meta(ge=-1, le=2**31)]
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
+Length = Annotated[float, Meta(ge=1, le=1e12)]
 Number = Annotated[float, Meta(ge=-1e12, le=1e12)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
@@ -27,7 +28,7 @@ class Rope(Struct):
     type: str | None = None
     rope_theta: Positive | None = None
     factor: Positive | None = None
-    original_max_position_embeddings: Positive | None = None
+    original_max_position_embeddings: Length | None = None
     partial_rotary_factor: Share | None = None
     attention_factor: Positive | None = None
     low_freq_factor: Positive | None = None
@@ -83,7 +84,7 @@ class HfFields(Struct):
     rotary_emb_base: Positive | None = None
     rotary_emb_fraction: Share | None = None
     partial_rotary_factor: Share | None = None
-    original_max_position_embeddings: Positive | None = None
+    original_max_position_embeddings: Length | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     no_rope_layers: list[int] | None = None

@@ -8,6 +8,7 @@ import msgspec
 
 from trouper.config.args import EngineArgs
 from trouper.config.files import check_folder, checked, read_object
+from trouper.config.flattened import flattened, with_floats
 from trouper.config.gguf import is_gguf, read_gguf
 from trouper.config.gguf_names import hf_config
 from trouper.config.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
@@ -26,33 +27,6 @@ DTYPES = {
     "float": "float32", "float32": "float32", "fp32": "float32",
 }  # fmt: skip
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Names of some encoder families for what nearly all others call so.
-_OTHER_NAMES = {
-    "hidden_size": ("dim", "n_embd"),
-    "num_attention_heads": ("n_heads", "n_head"),
-    "num_hidden_layers": ("n_layers", "n_layer"),
-    "intermediate_size": ("hidden_dim", "n_inner"),
-    "max_position_embeddings": ("n_positions", "max_seq_len"),
-}
-# The sizes that a text_config leaves out are those of its class in transformers.
-_LLAMA = {
-    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
-}  # fmt: skip
-TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA
-    | {
-        "intermediate_size": 14_336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-    },
-    "gemma3_text": {
-        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
-    },
-}  # fmt: skip
 # They have no number of positions that a config could give.
 RECURRENT = ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlstm")
 RECURRENT_STATE = "it keeps a recurrent state, not keys and values alone"
@@ -103,15 +77,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         else:
             raw = GEOMETRIES[str(path)]
         overrides = cast("dict[str, Any]", args.hf_overrides or {})
-        raw = overridden(raw, overrides)
-        config = _lifted(raw)
-        _use_common_names(config)
+        raw = overridden(with_floats(raw), overrides)
+        config = flattened(raw)
         fields = checked(config, HfFields, "config.json")
         if not fields.architectures:
             raise invalid("model", "config.json has no 'architectures'", str(path))
         generation = _generation_config(args, path)
         eos = checked(
-            {"eos_token_id": generation.get("eos_token_id", config.get("eos_token_id"))},
+            {"eos_token_id": _first(generation.get("eos_token_id"), config.get("eos_token_id"))},
             GenerationFields,
             "generation_config.json",
         ).eos_token_id
@@ -124,7 +97,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             vocab_size=_needed(fields, "vocab_size", path),
             hidden_size=fields.hidden_size or 0,
             max_position_embeddings=_num_positions(fields, path),
-            dtype=fields.dtype or fields.torch_dtype or "float32",
+            dtype=fields.dtype or "float32",
             eos_token_ids=tuple(eos if isinstance(eos, list) else [eos] if eos is not None else ()),
             default_sampling=_default_sampling(generation),
         )
@@ -153,20 +126,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return pooler_spec(wishes, folder, self.architecture, self.hf_config, convert)
 
 
-def _use_common_names(config: dict[str, Any]) -> None:
-    for name, others in _OTHER_NAMES.items():
-        for other in others:
-            if config.get(name) is None and config.get(other) is not None:
-                config[name] = config[other]
-
-
-def _lifted(raw: dict[str, Any]) -> dict[str, Any]:
-    """Put the fields of a nested text_config to the top, where those of a plain decoder are."""
-    nested = checked(raw.get("text_config") or {}, dict[str, Any], "config.json: text_config")
-    defaults = TEXT_DEFAULTS.get(str(nested.get("model_type")), {})
-    config = {**defaults, **raw, **nested}
-    config["architectures"] = raw.get("architectures") or config.get("architectures") or []
-    return config
+def _first(*values: Any) -> Any:
+    """Return the first value that is not None; 0 is a value."""
+    return next((value for value in values if value is not None), None)
 
 
 def _needed(fields: HfFields, name: str, path: Path) -> int:
@@ -183,7 +145,8 @@ def _num_positions(fields: HfFields, path: Path) -> int:
         raise UnsupportedFeatureError(rule, parameter="model")
     num_positions = max(_needed(fields, "max_position_embeddings", path), _stretched(fields))
     if fields.model_type in _OFFSET_POSITIONS:
-        num_positions -= (fields.pad_token_id or 1) + 1
+        is_fixed = fields.model_type == "mpnet" or fields.pad_token_id is None
+        num_positions -= 1 + (1 if is_fixed else fields.pad_token_id or 0)
     if num_positions < 1:
         raise invalid("model", "config.json: pad_token_id leaves no position", fields.pad_token_id)
     return num_positions

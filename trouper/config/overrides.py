@@ -65,7 +65,7 @@ def _put(config: Fields, name: str, value: Any) -> None:
         group = OLD_NAMES.get(name, WHOLE)
         change = {name if name == "partial_rotary_factor" else "rope_theta": value}
         config[name] = value
-        if _is_grouped(ropes):
+        if is_grouped(ropes):
             config[ROPE] = overridden(ropes, {group: change})
         elif group == WHOLE:
             config[ROPE] = ropes | change
@@ -83,10 +83,10 @@ def _put_rope(config: Fields, name: str, wish: Fields | None) -> None:
         config.pop(OLD_ROPE, None)
     if wish is None and name == ROPE:
         config[ROPE] = None
-    elif _is_grouped(wish or {}):
+    elif is_grouped(wish or {}):
         groups = cast("Fields", wish)
         config[ROPE] = own | {key: _stretched(own.get(key) or {}, groups[key]) for key in groups}
-    elif not _is_grouped(own):
+    elif not is_grouped(own):
         config[place] = _stretched(own, wish)
     elif WHOLE in own:
         config[place] = own | {WHOLE: _stretched(own[WHOLE], wish)}
@@ -95,7 +95,8 @@ def _put_rope(config: Fields, name: str, wish: Fields | None) -> None:
         raise invalid("hf_overrides", rule, wish)
 
 
-def _is_grouped(ropes: Fields) -> bool:
+def is_grouped(ropes: Fields) -> bool:
+    """Check whether each kind of layer has frequencies of its own."""
     return bool(ropes) and all(isinstance(each, dict) for each in ropes.values())
 
 

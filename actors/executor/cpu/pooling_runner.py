@@ -79,7 +79,9 @@ class PoolingRunner:
         model = config.model
         self._traits: EncoderTraits | DecoderTraits = encoder_traits(
             model.hf_config, model.architecture
-        ) or decoder_traits(model.hf_config, generating_sibling(model.architecture))
+        ) or decoder_traits(
+            model.hf_config, generating_sibling(model.architecture), may_see_ahead=True
+        )
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         size = self._traits.hidden_size
         self._pool = RowPooling(config.pooler.seq_pooling_type, self._dtype, size)
@@ -195,7 +197,12 @@ class PoolingRunner:
                 self._is_recorded = False
         if type_ids is None:
             type_ids = np.zeros_like(token_ids)
-        ids_T, positions_T, types_T = map(from_numpy, (token_ids, positions_of(groups), type_ids))
+        positions = (
+            self._model.positions(token_ids, groups)
+            if isinstance(self._model, Encoder)
+            else positions_of(groups)
+        )
+        ids_T, positions_T, types_T = map(from_numpy, (token_ids, positions, type_ids))
         return self._model.forward(ids_T, positions_T, types_T, groups)
 
     @property

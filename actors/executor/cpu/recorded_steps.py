@@ -21,7 +21,7 @@ from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.kernels.codegen.arena import Arena
 from trouper.kernels.codegen.recording import Recording
-from trouper.kernels.cpu.attention.varlen import Group, positions_of, tiles_of
+from trouper.kernels.cpu.attention.varlen import Group, tiles_of
 from trouper.kernels.ops import CpuOps, HostTokens
 
 # Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
@@ -211,10 +211,11 @@ class RecordedEncoderSteps:
         ids, types, positions = self._inputs
         ids[:num_tokens] = token_ids
         types[:num_tokens] = 0 if type_ids is None else type_ids
-        if len(groups) == groups[0].num_sequences == 1 and num_tokens <= MAX_TOKENS:
+        is_text = len(groups) == groups[0].num_sequences == 1 and num_tokens <= MAX_TOKENS
+        if is_text and not self._encoder.has_padding(token_ids):
             step = self._of_text(groups[0])
         else:
-            positions[:num_tokens] = positions_of(groups)
+            positions[:num_tokens] = self._encoder.positions(token_ids, groups)
             step = self._of_pass(num_tokens, groups)
         step.recording.replay()
         return step.recording.result[:num_tokens]

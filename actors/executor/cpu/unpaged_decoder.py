@@ -1,11 +1,12 @@
-"""A decoder that reads whole prompts and keeps nothing: causal attention over fresh keys alone.
+"""A decoder that reads whole prompts and keeps nothing.
 
-The keys of a step lie in scratch memory of one layer, which all layers share; each prompt has whole blocks
-of it, so that the decoder's attention finds them as it finds a cache.
+The keys of a step are in scratch memory of one layer, which all layers share; each prompt has whole blocks
+of it, so that the decoder's attention finds them as it finds a cache.  Models that embed with attention in both
+directions (EmbeddingGemma, gte-Qwen2) use an encoder's attention over the same keys.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.config.resolve import EngineConfig
-from trouper.kernels.cpu.attention.varlen import Group
+from trouper.errors import UnsupportedFeatureError
+from trouper.kernels.cpu.attention.varlen import Group, is_native, tiles_of, varlen_attention
 from trouper.kernels.ops import CpuOps, HostTokens
 from trouper.kernels.select import make_ops
 
@@ -32,13 +34,15 @@ class UnpagedDecoder:
     @classmethod
     def load(cls, config: EngineConfig, traits: DecoderTraits) -> Self:
         dtype: torch.dtype = getattr(torch, config.dtype)
-        decoder = load_decoder(
-            config,
-            traits,
-            ops=lambda: make_ops(ops_config(traits, dtype, BLOCK_SIZE)),
-            has_head=False,
-        )
-        return cls(decoder)
+        if not traits.is_causal and (traits.attention_softcap is not None or traits.has_sinks):
+            rule = "attention in both directions with a soft cap or sinks is not supported"
+            raise UnsupportedFeatureError(rule, parameter="model")
+
+        def ops() -> CpuOps:
+            made = make_ops(ops_config(traits, dtype, BLOCK_SIZE))
+            return made if traits.is_causal else cast("CpuOps", _BothWays(made, traits, dtype))
+
+        return cls(load_decoder(config, traits, ops=ops, has_head=False))
 
     @property
     def num_bytes(self) -> int:
@@ -59,8 +63,11 @@ class UnpagedDecoder:
         block_ids = firsts[:, None] + np.arange(int(num_blocks.max()))
         slots_T = from_numpy(np.repeat(firsts * BLOCK_SIZE, lengths)) + positions_T
         rows, starts = range(len(lengths)), [0] * len(lengths)
-        plans = {
-            window: self._decoder.ops.plan(block_ids, rows, starts, lengths, window)
+        ops = self._decoder.ops
+        plans: dict[int | None, Any] = {
+            window: ops.plan(block_ids, rows, starts, lengths, window)
+            if traits.is_causal
+            else _GroupPlan(groups, slots_T, window)
             for window in traits.windows
         }
         num_slots = int(num_blocks.sum()) * BLOCK_SIZE
@@ -69,3 +76,40 @@ class UnpagedDecoder:
         )
         tokens = HostTokens(token_ids_T, positions_T, slots_T)
         return self._decoder.forward(tokens, plans, [scratch] * len(traits.layers))
+
+
+class _GroupPlan(NamedTuple):
+    """Whole prompts whose tokens see each other, and the slots of their keys."""
+
+    groups: Sequence[Group]
+    slots_T: Tensor
+    window: int | None
+
+
+class _BothWays:
+    """The operations of a decoder with attention in both directions; all others are those of `ops`."""
+
+    def __init__(self, ops: CpuOps, traits: DecoderTraits, dtype: torch.dtype) -> None:
+        self._ops, self._traits = ops, traits
+        self._is_native = is_native(dtype, traits.head_dim)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def attend(
+        self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: _GroupPlan, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Return [T, N D]; each KV head is copied for the query heads that share it."""
+        traits = self._traits
+        num_shared = traits.num_q_heads // traits.num_kv_heads
+        # The kernel of encoders reads [T, 3, N, D].
+        q_TND = qkv_TND.narrow(1, 0, traits.num_q_heads)
+        kv_2THD = cache_2HSD.index_select(2, plan.slots_T).transpose(1, 2)
+        k_TND, v_TND = kv_2THD.repeat_interleave(num_shared, dim=2)
+        return varlen_attention(
+            torch.stack((q_TND, k_TND, v_TND), dim=1),
+            plan.groups,
+            scale=traits.attention_scale,
+            window=plan.window,
+            tiles=tiles_of(plan.groups) if self._is_native else None,
+        )

@@ -18,6 +18,7 @@ from trouper.kernels.cpu.attention.varlen import (
     ROWS,
     Group,
     is_native,
+    positions_of,
     tiles_of,
     varlen_attention,
 )
@@ -77,6 +78,24 @@ class Encoder:
         """The bytes that a batch reads: the weights without the embeddings."""
         linears = [x for la in self._layers for x in (la.qkv, la.o, la.up, la.down)]
         return sum(x.shape[0] * x.shape[1] for x in linears) * self.dtype.itemsize
+
+    def positions(self, token_ids: np.ndarray, groups: Sequence[Group]) -> np.ndarray:
+        """Return [T] int64, the row of the position table for each token."""
+        positions = positions_of(groups)
+        if not self.has_padding(token_ids):
+            return positions
+        is_padding = token_ids == self.traits.padding_id
+        counts = np.cumsum(~is_padding)
+        starts = np.flatnonzero(positions == 0)
+        lengths = np.diff(np.append(starts, len(counts)))
+        before = np.repeat(counts[starts] - ~is_padding[starts], lengths)
+        last_row = self.traits.num_positions - self.traits.position_offset
+        return np.where(is_padding, last_row, counts - before - 1)
+
+    def has_padding(self, token_ids: np.ndarray) -> bool:
+        """Check whether a text has the padding token, which takes no position in RoBERTa's family."""
+        padding_id = self.traits.padding_id
+        return padding_id is not None and bool((token_ids == padding_id).any())
 
     def forward(
         self,

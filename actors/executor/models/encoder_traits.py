@@ -24,6 +24,7 @@ ACTS: dict[str, Act] = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
     "swiglu": "silu", "swish": "silu", "relu": "relu", "geglu": "gelu",
 }  # fmt: skip
+GATED_ACTS: tuple[Act, ...] = ("gelu", "gelu_tanh", "silu")
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,8 @@ class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     num_positions: int  # rows of the position table
     position_offset: int = 0  # the row of the first position
+    # A token with this id takes no position, wherever it is in a text, and reads the row before the first one.
+    padding_id: int | None = None
     num_types: int = 0
     norm_eps: float
     norm_first: bool = False  # norms before attention and MLP, instead of after the sums
@@ -96,11 +99,20 @@ def encoder_traits(config: HfConfig, architecture: str) -> EncoderTraits | None:
     return None
 
 
+def padding_id(config: HfConfig) -> int:
+    """Return the id of the padding token, which may be 0; 1 is the default of RoBERTa's classes."""
+    found = config.get("pad_token_id")
+    return 1 if found is None else int(found)
+
+
 def _common(config: HfConfig, **own: object) -> EncoderTraits:
     name = config.get("hidden_act") or config.get("hidden_activation") or config.get("activation")
     name = name or config.get("activation_function") or "gelu"
     if name not in ACTS:
         raise UnsupportedFeatureError(f"the activation {name!r} is not supported")
+    for field in ("is_decoder", "add_cross_attention", "is_encoder_decoder"):
+        if config.get(field):
+            raise UnsupportedFeatureError(f"{field}=true is not supported for an encoder")
     kind = config.get("position_embedding_type") or "absolute"
     if kind not in ("absolute", "rope", "rotary"):
         raise UnsupportedFeatureError(f"position_embedding_type={kind!r} is not supported")
@@ -116,10 +128,15 @@ def _common(config: HfConfig, **own: object) -> EncoderTraits:
         "act": ACTS[name],
         **own,
     }
+    if own.get("is_gated") and ACTS[name] not in GATED_ACTS:
+        raise UnsupportedFeatureError(f"the activation {name!r} of a gated MLP is not supported")
     traits = EncoderTraits(**fields)  # type: ignore[arg-type]  # checked by `require` and the readers
     if traits.hidden_size % traits.num_heads:
         rule = f"{traits.num_heads} heads do not divide hidden_size ({traits.hidden_size})"
         raise TrouperValidationError(rule, parameter="num_attention_heads", value=traits.num_heads)
+    if config.get("head_dim") not in (None, traits.head_dim):
+        rule = f"must be hidden_size / num_attention_heads ({traits.head_dim}) in an encoder"
+        raise TrouperValidationError(rule, parameter="head_dim", value=config["head_dim"])
     if traits.windows and len(traits.windows) != traits.num_layers:
         rule = f"config.json describes {len(traits.windows)} layers, not {traits.num_layers}"
         raise TrouperValidationError(rule, parameter="layer_types")
@@ -149,7 +166,8 @@ def _roberta(config: HfConfig) -> EncoderTraits:
         names=BERT_NAMES,
         head=Head(dense="classifier.dense", act="tanh", out="classifier.out_proj"),
         prefixes=("roberta.",),
-        position_offset=int(config.get("pad_token_id") or 1) + 1,
+        position_offset=padding_id(config) + 1,
+        padding_id=padding_id(config),
     )
 
 
@@ -186,7 +204,9 @@ def _mpnet(config: HfConfig) -> EncoderTraits:
         ),
         head=Head(dense="classifier.dense", act="tanh", out="classifier.out_proj"),
         prefixes=("mpnet.",),
-        position_offset=2,  # whatever the padding token is
+        # Whatever the config's padding token is.
+        position_offset=2,
+        padding_id=1,
         relative_buckets=config.get("relative_attention_num_buckets") or 32,
     )
 

@@ -6,11 +6,14 @@ A new decoder is one reader here, if its differences are traits already.
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from trouper.actors.executor.models.mixtures import MIXTURES
 from trouper.actors.executor.models.traits import (
     DecoderTraits,
     HfConfig,
     LayerTraits,
+    activation_of,
     common_traits,
     granite_traits,
     layers_of,
@@ -20,17 +23,29 @@ from trouper.actors.executor.models.traits import (
 )
 from trouper.errors import UnsupportedFeatureError
 
+SEES_AHEAD = (
+    "its tokens attend to later ones (is_causal or use_bidirectional_attention), so it cannot generate; "
+    "runner='pooling' embeds with it"
+)
+GELU_TANH = "gelu_pytorch_tanh"
 SIBLING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "Model")
 
 
-def decoder_traits(config: HfConfig, architecture: str) -> DecoderTraits:
+def decoder_traits(
+    config: HfConfig, architecture: str, *, may_see_ahead: bool = False
+) -> DecoderTraits:
     """Read a Hugging Face config.
+
+    Args:
+        may_see_ahead: accept a model whose tokens see those behind them; it can pool and cannot generate.
 
     Raises:
         UnsupportedFeatureError: the architecture, or a trait of this model, is not known.
         TrouperValidationError: the config lacks a number or contradicts itself.
     """
-    if is_text_part(architecture):
+    outer = architecture
+    if is_text_part(outer):
+        check_text_part(outer)
         architecture = TEXT_MODELS.get(str(config.get("model_type")), architecture)
     reader = READERS.get(architecture)
     if reader is None:
@@ -38,12 +53,28 @@ def decoder_traits(config: HfConfig, architecture: str) -> DecoderTraits:
         raise UnsupportedFeatureError(
             f"architecture {architecture!r} is not supported; known are {known}"
         )
-    return read_traits(reader, config, architecture)
+    traits = read_traits(reader, config, architecture)
+    if is_text_part(outer) and outer not in SCALING_HEADS:
+        traits = msgspec.structs.replace(traits, logits_scale=1.0, final_softcap=None)
+    if not traits.is_causal and not may_see_ahead:
+        raise UnsupportedFeatureError(SEES_AHEAD, parameter="model")
+    return traits
 
 
 def is_text_part(architecture: str) -> bool:
     """Tell whether it also takes images or sounds; its text model alone is served."""
     return architecture.endswith("ForConditionalGeneration")
+
+
+def check_text_part(architecture: str) -> None:
+    """Check that text alone is read by its text model as the whole model reads it.
+
+    Raises:
+        UnsupportedFeatureError: it is not.
+    """
+    if architecture in PREFIX_MODELS:
+        rule = f"{architecture} reads its prompt in both directions, and the engine reads it in one"
+        raise UnsupportedFeatureError(rule, parameter="model")
 
 
 def has_own_code(config: HfConfig, architecture: str) -> bool:
@@ -104,11 +135,13 @@ def _phi3(config: HfConfig) -> DecoderTraits:
         config,
         fused_checkpoint=True,
         layers=layers_of(config, config.get("sliding_window")),
-        ropes=(rope_traits(config, head_dim, parameters=parameters),),
+        ropes=(rope_traits(config, head_dim, parameters=parameters, may_be_partial=True),),
     )
 
 
 def _gemma2(config: HfConfig) -> DecoderTraits:
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedFeatureError("use_bidirectional_attention is not supported for Gemma 2")
     return _gemma(
         config,
         layers=layers_of(config, config.get("sliding_window", 4096), pattern=2),
@@ -118,11 +151,14 @@ def _gemma2(config: HfConfig) -> DecoderTraits:
 
 
 def _gemma3(config: HfConfig) -> DecoderTraits:
-    layers = layers_of(
-        config,
-        config.get("sliding_window", 4096),
-        pattern=config.get("sliding_window_pattern") or 6,
-    )
+    if config.get("attn_logit_softcapping") is not None:
+        raise UnsupportedFeatureError("attn_logit_softcapping is not supported for Gemma 3")
+    window = config.get("sliding_window", 4096)
+    sees_ahead = bool(config.get("use_bidirectional_attention"))
+    if sees_ahead:
+        # EmbeddingGemma: half of the window on each side.
+        window = window and window // 2
+    layers = layers_of(config, window, pattern=config.get("sliding_window_pattern") or 6)
     head_dim = config.get("head_dim", 256)
     scaling: HfConfig = config.get("rope_parameters") or {}
     whole: HfConfig = scaling.get("full_attention") or config.get("rope_scaling") or {}
@@ -137,20 +173,19 @@ def _gemma3(config: HfConfig) -> DecoderTraits:
             rope_traits(config, head_dim, parameters=local),
         ),
         qk_norm="head",
-        attention_softcap=config.get("attn_logit_softcapping"),
         final_softcap=config.get("final_logit_softcapping"),
+        is_causal=not sees_ahead and config.get("is_causal") is not False,
     )
 
 
 def _gemma(config: HfConfig, **own: Any) -> DecoderTraits:
-    if config.get("use_bidirectional_attention"):
-        raise UnsupportedFeatureError("use_bidirectional_attention is not supported")
     bias = bool(config.get("attention_bias", False))
     fields: dict[str, Any] = {
         "head_dim": config.get("head_dim", 256),
         "norm_placement": "sandwich",
         "norm_offset": 1.0,
-        "activation": "gelu_tanh",
+        # Configs of before `hidden_activation` say "gelu" and mean its approximation.
+        "activation": activation_of({"hidden_act": config.get("hidden_activation") or GELU_TANH}),
         "qkv_bias": bias,
         "o_bias": bias,
         "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -238,6 +273,21 @@ TEXT_MODELS = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
+
+# Outer classes whose head scales or caps the logits as their text model's own class does.  All others return the plain
+# product, whatever the text_config says.
+SCALING_HEADS = frozenset(
+    {
+        "CohereCompassForConditionalGeneration", "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration", "Granite4VisionForConditionalGeneration",
+        "GraniteDoclingForConditionalGeneration", "HyperCLOVAXVisionV2ForConditionalGeneration",
+        "Inkling2ForConditionalGeneration", "Inkling2LoopForConditionalGeneration",
+        "MistralLarge4ForConditionalGeneration", "MuseGlimmerForConditionalGeneration",
+        "MuseSparkForConditionalGeneration", "PaliGemmaForConditionalGeneration", "T5Gemma2ForConditionalGeneration",
+    }
+)  # fmt: skip
+# The tokens of their prompts see each other, whatever their text models do alone.
+PREFIX_MODELS = ("PaliGemmaForConditionalGeneration", "ColPaliForRetrieval")
 
 
 def _qwen_layers(config: HfConfig) -> tuple[LayerTraits, ...]:

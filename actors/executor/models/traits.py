@@ -41,7 +41,8 @@ class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
 class LayerTraits(msgspec.Struct, frozen=True):
     """The traits in which layers of one model differ."""
 
-    window: int | None = None  # a query sees this many keys, itself included; None = all before it
+    # A query sees this many keys, itself included, or without causality those at most this far away; None = all.
+    window: int | None = None
     rope: int | None = 0  # index into `DecoderTraits.ropes`; None = no positions (NoPE)
     is_sparse: bool = False  # its MLP is that of `DecoderTraits.experts`
 
@@ -101,6 +102,7 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0  # of what attention and MLP add
     logits_scale: float = 1.0
     tied_embeddings: bool = False
+    is_causal: bool = True  # False: a token sees those behind it too, so that the model only pools
     fused_checkpoint: bool = False  # stores qkv_proj and gate_up_proj (Phi-3)
 
     @property
@@ -185,6 +187,7 @@ def common_traits(
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "attention_scale": head_dim**-0.5,
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "is_causal": config.get("is_causal") is not False,
         **own,
     }
     if "ropes" not in fields:
@@ -215,6 +218,8 @@ def require(config: HfConfig, name: str) -> int:
 def granite_traits(config: HfConfig, **own: Any) -> DecoderTraits:
     """Read what all of Granite's decoders have: multipliers of what others take as it is."""
     bias = bool(config.get("attention_bias", False))
+    if config.get("attention_multiplier") == 0:
+        raise UnsupportedFeatureError("attention_multiplier=0 is not supported")
     return common_traits(
         config,
         qkv_bias=bias,
@@ -234,9 +239,13 @@ def layers_of(config: HfConfig, window: int | None, *, pattern: int = 0) -> tupl
         "full_attention" if pattern and (i + 1) % pattern == 0 else "sliding_attention"
         for i in range(num_layers)
     ]
-    return tuple(
-        LayerTraits((window or None) if kind == "sliding_attention" else None) for kind in kinds
-    )
+    if window is None and "sliding_attention" in (config.get("layer_types") or ()):
+        rule = "layer_types has sliding_attention, but sliding_window is null or switched off"
+        raise UnsupportedFeatureError(rule)
+    if window == 0 and "sliding_attention" in kinds:
+        rule = "sliding_window=0 would hide every token from every other; use null for no window"
+        raise UnsupportedFeatureError(rule)
+    return tuple(LayerTraits(window if kind == "sliding_attention" else None) for kind in kinds)
 
 
 def activation_of(config: HfConfig) -> Activation:
@@ -256,11 +265,15 @@ def rope_traits(
     *,
     parameters: Mapping[str, Any] | None = None,
     default_theta: float = 10_000.0,
+    may_be_partial: bool = False,
 ) -> RopeTraits:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
+    Args:
+        may_be_partial: the family rotates only `partial_rotary_factor` of each head, if its config says so.
+
     Raises:
-        UnsupportedFeatureError: a kind of scaling that is not known here.
+        UnsupportedFeatureError: a kind of scaling that is not known here, or a partial rotation in another family.
     """
     if parameters is None:
         parameters = config.get("rope_parameters") or config.get("rope_scaling")
@@ -268,6 +281,9 @@ def rope_traits(
     checked(parameters, Rope, "config.json: rope_parameters")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if share != 1 and not may_be_partial:
+        rule = f"partial_rotary_factor={share} is not supported for this architecture"
+        raise UnsupportedFeatureError(rule)
     theta = parameters.get("rope_theta") or config.get("rope_theta") or default_theta
     plain = RopeTraits(theta=float(theta), width=int(head_dim * share))
     if plain.width < 2 or plain.width % 2:
@@ -312,6 +328,9 @@ def _yarn(stretched: RopeTraits, parameters: Mapping[str, Any]) -> RopeTraits:
     def magnitude(scale: float) -> float:
         return 1.0 if stretched.factor <= 1 else 0.1 * scale * math.log(stretched.factor) + 1.0
 
+    if stretched.theta <= 1:
+        rule = "config.json: yarn needs a rope_theta above 1"
+        raise TrouperValidationError(rule, parameter="rope_parameters", value=stretched.theta)
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
     by_default = (
         magnitude(mscale) / magnitude(mscale_all_dim)

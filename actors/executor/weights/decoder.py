@@ -8,7 +8,7 @@ Laws:
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -130,8 +130,8 @@ def load_decoder(
         is_batch_invariant=config.batch_invariant,
     )
     place = Placement(dtype, device, linear, shard)
-    outer = [p for p in outer_parameters(traits) if has_head or p.name != "head"]
-    source = _open_source(config, traits, outer, has_head=has_head)
+    source, traits = _open_source(config, traits, has_head=has_head)
+    outer = _outer(traits, has_head=has_head)
     stage = stage or Stage(0, 1, 0, len(traits.layers))
     has_head = has_head and stage.is_last
     wanted = {"embedding"} if stage.is_first else set[str]()
@@ -154,21 +154,31 @@ def load_decoder(
     )
 
 
+def _outer(traits: DecoderTraits, *, has_head: bool) -> list[Parameter]:
+    return [p for p in outer_parameters(traits) if has_head or p.name != "head"]
+
+
+def _all(traits: DecoderTraits, *, has_head: bool) -> Iterator[Parameter]:
+    yield from _outer(traits, has_head=has_head)
+    for i in range(len(traits.layers)):
+        yield from layer_parameters(traits, i)
+
+
 def _open_source(
-    config: EngineConfig, traits: DecoderTraits, outer: Sequence[Parameter], *, has_head: bool
-) -> Source:
-    """Open the checkpoint, and compare all its names and shapes with the traits."""
+    config: EngineConfig, traits: DecoderTraits, *, has_head: bool
+) -> tuple[Source, DecoderTraits]:
+    """Open the checkpoint, and compare all its names and shapes with the traits.
+
+    Returns:
+        The checkpoint, and the traits with the head as it is stored.
+    """
     folder, load_format = Path(config.model.path), config.load_format
     if load_format == "dummy":
-        return RandomWeights(config.seed, getattr(torch, config.dtype))
-    parameters = [
-        *outer,
-        *(p for i in range(len(traits.layers)) for p in layer_parameters(traits, i)),
-    ]
+        return RandomWeights(config.seed, getattr(torch, config.dtype)), traits
     if load_format in ("auto", "gguf") and is_gguf(folder):
         source = GgufCheckpoint(folder)
-        source.check(parameters)
-        return source
+        source.check([*_all(traits, has_head=has_head)])
+        return source, traits
     if load_format not in ("auto", "safetensors"):
         raise TrouperValidationError(
             "must be auto, safetensors, gguf (of a GGUF file) or dummy",
@@ -181,11 +191,15 @@ def _open_source(
     if not has_head and EMBEDDING not in checkpoint.shapes:
         # what the generating sibling wraps is stored bare
         checkpoint = Checkpoint(folder, BASE, scheme, stacks=stacks)
+    if traits.tied_embeddings and HEAD in checkpoint and not checkpoint.are_equal(HEAD, EMBEDDING):
+        # The flag says that the head is the embedding, but another one was trained and stored.
+        traits = msgspec.structs.replace(traits, tied_embeddings=False)
     ignored = frozenset({HEAD} if traits.tied_embeddings else ())
+    parameters = _all(traits, has_head=has_head)
     checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
     if checkpoint.num_activation_scales:
         logger.info(ACTIVATION_SCALES, checkpoint.num_activation_scales, config.dtype)
-    return checkpoint
+    return checkpoint, traits
 
 
 def _head(

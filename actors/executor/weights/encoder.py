@@ -42,7 +42,11 @@ class Tensors:
         self._prefixes = ("", *prefixes)
 
     def has(self, name: str) -> bool:
-        return self._dummy is not None or self._find(name) is not None
+        return self._dummy is not None or self.stores(name)
+
+    def stores(self, name: str) -> bool:
+        """Check for a tensor in the checkpoint; dummy weights have none."""
+        return self._find(name) is not None
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Raises TrouperValidationError: it is missing or of another shape."""
@@ -100,15 +104,22 @@ def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) ->
         return tensors.read(f"{name}.weight", (num_rows, hidden))
 
     words = table(names.words, traits.vocab_size)
-    positions = table(names.positions, traits.num_positions)
-    if positions is not None:
-        positions = positions[traits.position_offset :]
+    rows = positions = table(names.positions, traits.num_positions)
+    if rows is not None:
+        positions = rows[traits.position_offset :]
         if len(positions) < max_model_len:
             raise TrouperValidationError(
                 f"must be at most {len(positions)}, the positions that the model has",
                 parameter="max_model_len",
                 value=max_model_len,
             )
+    if rows is not None and positions is not None and traits.padding_id is not None:
+        # Kernels read rows from 0 on, so the row of padding tokens becomes the last one.
+        last = traits.position_offset
+        positions = torch.cat((positions, rows[last - 1 : last]))
+    if traits.names.types and traits.num_types == 0 and tensors.stores(f"{names.types}.weight"):
+        rule = f"config.json says type_vocab_size=0, but the checkpoint has {names.types}.weight"
+        raise TrouperValidationError(rule, parameter="model")
     assert words is not None
     return Encoder(
         traits,

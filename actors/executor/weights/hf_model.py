@@ -17,7 +17,12 @@ from torch import nn
 from trouper.actors.executor.models.hf_attention import NAME, HfAttention
 from trouper.actors.executor.models.hf_decoder import HfDecoder
 from trouper.actors.executor.models.parameters import Parameter
-from trouper.actors.executor.models.registry import is_text_part
+from trouper.actors.executor.models.registry import (
+    SCALING_HEADS,
+    SEES_AHEAD,
+    check_text_part,
+    is_text_part,
+)
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.decoder import Wrap
 from trouper.actors.executor.weights.hf_check import (
@@ -41,6 +46,8 @@ KNOWN_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention"}
     | {"dense", "sparse", "moe"}  # kinds of MLP
 )
+# Fields by which text models scale or cap their logits, and the values that leave them as they are.
+PLAIN_HEAD = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
 GROWING_ROPES = ("dynamic", "longrope")  # frequencies depend on the longest sequence of a batch
 
 
@@ -139,6 +146,7 @@ def _class_of(model: ModelConfig, hf_config: Any) -> Any:
     """Find the class of the model, or of its text model where it also sees or hears."""
     architecture = model.architecture
     if is_text_part(architecture):
+        check_text_part(architecture)
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         kind = hf_config.model_type
@@ -187,6 +195,8 @@ def check_class(cls: Any, hf_config: Any) -> None:
         raise UnsupportedFeatureError(
             "its config says is_decoder=false: tokens see those behind them"
         )
+    if getattr(text, "is_causal", True) is False:
+        raise UnsupportedFeatureError(SEES_AHEAD)
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in KNOWN_LAYERS:
             raise UnsupportedFeatureError(
@@ -206,11 +216,21 @@ def _hf_config(model: ModelConfig) -> Any:
         raise UnsupportedFeatureError(f"transformers does not know its model_type {kind!r}")
     try:
         found: Any = cast("Any", CONFIG_MAPPING[kind]).from_dict(dict(fields))
-        is_part = is_text_part(model.architecture)
-        return found.get_text_config(decoder=True) if is_part else found
+        return _text_config(found, model) if is_text_part(model.architecture) else found
     except Exception as error:  # whatever the library raises for a config that it does not like
         line = str(error).strip().partition("\n")[0]
         raise UnsupportedFeatureError(f"transformers cannot read its config: {line}") from error
+
+
+def _text_config(whole: Any, model: ModelConfig) -> Any:
+    """Return the config of the text model, with the head of the whole one."""
+    text = whole.get_text_config(decoder=True)
+    text.tie_word_embeddings = model.hf_config["tie_word_embeddings"]
+    if model.architecture not in SCALING_HEADS:
+        for name, neutral in PLAIN_HEAD.items():
+            if hasattr(text, name):
+                setattr(text, name, neutral)
+    return text
 
 
 def _with_weights(cls: Any, hf_config: Any, config: EngineConfig, dtype: torch.dtype) -> nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 STYLES = (
     {"model.language_model.": "model.", "lm_head.": "lm_head."},
     {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
+    {"model.text_model.": "model.", "lm_head.": "lm_head."},
     {"model.layers.": "model.layers.", "model.embed_tokens.": "model.embed_tokens.", "model.norm.": "model.norm.", "lm_head.": "lm_head."},
 )  # fmt: skip
 
@@ -30,7 +31,7 @@ def key_mapping() -> dict[str, str]:
     """Return the same as patterns and their replacements, as transformers takes them."""
     return {
         f"^{re.escape(begin)}": plain
-        for style in STYLES[:2]
+        for style in STYLES[:-1]
         for begin, plain in style.items()
         if begin != plain
     }
