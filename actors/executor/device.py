@@ -38,6 +38,13 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     num_weight_bytes: int = 0  # in memory; 0: not counted
 
 
+def timed(result: StepResult, seconds: float) -> StepResult:
+    """Say in the result of a plan how long it was the eldest; one that has failed says nothing."""
+    if isinstance(result, StepFailed):
+        return result
+    return msgspec.structs.replace(result, seconds=seconds)
+
+
 class Device(Protocol):
     """Runs plans one after another, in the order in which they were submitted.
 

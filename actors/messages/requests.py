@@ -71,6 +71,7 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     embeds_digests: tuple[bytes, ...] = ()  # by block; empty where it has none
     data_parallel_rank: int | None = None
     session_id: str | None = None
+    key: str = ""  # of the client whose share of the steps it uses
 
 
 class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +87,7 @@ class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     arrival_time: float = 0.0
     data_parallel_rank: int | None = None
+    key: str = ""  # as of an `Admit`
 
 
 class Abort(msgspec.Struct, frozen=True):

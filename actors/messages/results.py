@@ -35,6 +35,7 @@ class StepDone(msgspec.Struct, frozen=True):
     failed: tuple[tuple[int, EntryFailure], ...] = ()  # (entry, reason)
     num_draft_tokens: tuple[int, ...] = ()  # verified for each entry; empty: none
     grammar: GrammarWork | None = None  # None: no entry has a grammar
+    seconds: float = 0.0  # from when it was the eldest plan to its answer; 0: not measured
 
 
 class PoolDone(msgspec.Struct, frozen=True):
@@ -45,6 +46,7 @@ class PoolDone(msgspec.Struct, frozen=True):
 
     step: int
     arrays: tuple[np.ndarray, ...]
+    seconds: float = 0.0  # as of a `StepDone`
 
 
 class StepFailed(msgspec.Struct, frozen=True):

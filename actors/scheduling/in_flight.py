@@ -10,6 +10,7 @@ import msgspec
 
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.scheduling.sequences import Sequence
+from trouper.actors.scheduling.step_time import StepWork
 
 StepEntry = tuple[Sequence, int, int, int, int]
 """A sequence, its preemption epoch, the first position, the position after the last, and samples.
@@ -47,6 +48,8 @@ class InFlightStep(msgspec.Struct, eq=False):
     # Drafts of each entry, of which the answer says how far they took it; empty: none.
     lookaheads: list[int]
     is_cancelled: bool = False  # an earlier step raised: this one never runs
+    work: StepWork | None = None  # None: the time of steps is not learnt
+    estimate_s: float = 0.0  # 0: not known yet
 
 
 class InFlightSteps(InFlight[InFlightStep]):

@@ -16,9 +16,10 @@ Laws:
    at what all blocks together hold.  So each plan advances the best running one, or it waits for a sample
    in flight; sequences are finite, hence it ends, and the next best is the best.
    No sequence behind the head of the queue overtakes it, but a bounded number of them while its adapter must wait
-   (`starting.py`): so it starts at the latest when all that were running have ended then.
-6. `plan()` is None only when paused, while the device is lost, when enough steps are in flight, or when nothing is runnable; an
-   answer from the device or a new event then calls it again.
+   (`starting.py`): so it starts at the latest when all that were running have ended then.  In turns (`prompt_turns.py`) the head
+   is the first in the fluid order, whose times are finite, and a bounded number passes it also while it finds no room.
+6. `plan()` is None only when paused, while the device is lost, when enough steps are in flight or, in turns, a long one, or when nothing is
+   runnable; an answer from the device or a new event then calls it again.
 """
 
 from trouper.actors.messages.controls import Pause
@@ -33,6 +34,7 @@ from trouper.actors.scheduling.bisection import FaultBisection
 from trouper.actors.scheduling.in_flight import InFlightStep, InFlightSteps
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.lookahead import Lookahead
+from trouper.actors.scheduling.prompt_turns import PromptTurns
 from trouper.actors.scheduling.quarantine import Quarantine
 from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.sequence_table import SequenceTable, Shared
@@ -40,6 +42,7 @@ from trouper.actors.scheduling.sequences import Request, Sequence, State
 from trouper.actors.scheduling.snapshot import PolicySnapshot
 from trouper.actors.scheduling.stage_turns import take_turns
 from trouper.actors.scheduling.starting import start_waiting
+from trouper.actors.scheduling.step_budget import LONG_S
 from trouper.actors.scheduling.step_builder import StepBuilder
 from trouper.actors.scheduling.token_budget import TokenBudget
 from trouper.actors.stages import max_chunk
@@ -76,6 +79,10 @@ class Policy:
         self._epoch = 0
         self._num_prompt_tokens = 0
         self._lookahead = Lookahead(config.num_speculative_tokens)
+        # None: prompts are computed in the order of their arrival, with no regard to time.
+        self.turns: PromptTurns | None = None
+        if config.max_step_ms != 0:
+            self.turns = PromptTurns(config, self.table, self._max_num_running)
         self.is_device_lost = False  # it is being started again, or has failed
         self.has_device_failed = False  # it is not started again
 
@@ -184,6 +191,8 @@ class Policy:
     def enter(self, request: Request, replica: int = 0, num_expected: int = 0) -> None:
         """Take a request in, with all that it has; what other replicas have computed is computed again."""
         request.replica, request.num_expected = replica, num_expected
+        if self.turns is not None:
+            self.turns.budget.note_arrival()
         self.table.enter(request)
 
     def work(self) -> tuple[int, int]:
@@ -207,6 +216,8 @@ class Policy:
         """Take the results of the eldest plan in flight."""
         assert isinstance(done, StepDone)
         step, table = self.in_flight.complete(done.step), self.table
+        if self.turns is not None:
+            self.turns.note_step(step, done.seconds)
         self._token_budget.passed()
         if self._bisection.is_testing:
             self._bisection.passed()
@@ -336,12 +347,10 @@ class Policy:
 
     def plan(self) -> StepPlan | None:
         """Make the next plan, which is in flight from now on; None as law 6 says."""
-        if (
-            self.is_device_lost
-            or self.pause is Pause.ALL
-            or len(self.in_flight) >= self.config.max_steps_in_flight
-        ):
+        if self._must_wait():
             return None
+        if self.turns is not None:
+            self.turns.settle()
         running = self.table.running
         num_competing = len(running) + len(self.table.waiting)
         builder = StepBuilder(self.config, num_competing, self._token_budget.num_tokens)
@@ -363,14 +372,39 @@ class Policy:
             self._schedule(builder)
             if not builder.sequences:
                 return None
+        return self._commit(builder)
+
+    def _commit(self, builder: StepBuilder) -> StepPlan:
         self._step += 1
+        if self.turns is not None:
+            self.turns.note_plan(builder)
         plan, record = builder.commit(self._step, self._epoch)
+        if self.turns is not None:
+            self.turns.estimate(plan, record)
         self.in_flight.append(record)
         return plan
+
+    def _must_wait(self) -> bool:
+        """Whether no plan may be made, whatever there is to plan."""
+        return (
+            self.is_device_lost
+            or self.pause is Pause.ALL
+            or len(self.in_flight) >= self.config.max_steps_in_flight
+            or self._waits_for_answer()
+        )
+
+    def _waits_for_answer(self) -> bool:
+        """Whether a plan in flight is so long that the next is made when it is answered, with the requests that come meanwhile."""
+        if self.turns is None or self._num_stages > 1:
+            return False
+        return any(step.estimate_s >= LONG_S for step in self.in_flight)
 
     def _schedule(self, builder: StepBuilder) -> None:
         """Plan for those that run, then for those that wait."""
         running, step, num_stages = self.table.running, self._step + 1, self._num_stages
+        if self.turns is not None and self.turns.has_prompts:
+            self._schedule_in_turns(builder, self.turns)
+            return
         if num_stages == 1:
             builder.max_lookahead = self._lookahead.per_sequence(
                 len(running), self._token_budget.num_tokens
@@ -388,6 +422,26 @@ class Policy:
             running.schedule(
                 builder, take_turns(running.snapshot(), step, num_stages, is_early=True)
             )
+
+    def _schedule_in_turns(self, builder: StepBuilder, turns: PromptTurns) -> None:
+        """Plan for the rows that decode, then for prompts that run or wait."""
+        running, step, num_stages = self.table.running, self._step + 1, self._num_stages
+        rows = turns.rows()
+        if num_stages == 1:
+            builder.max_lookahead = self._lookahead.per_sequence(
+                len(running), self._token_budget.num_tokens
+            )
+            turns.limit_drafts(builder, len(rows))
+        else:
+            rows = take_turns(rows, step, num_stages)
+        only_returning = self.pause is Pause.NO_NEW_REQUESTS
+        running.schedule(builder, rows)
+        turns.fill(builder, only_returning=only_returning)
+        num_before = len(running) + 1
+        while num_stages > 1 and not builder.sequences and len(running) < num_before:
+            num_before = len(running)  # again if one made room
+            early = take_turns(turns.rows(), step, num_stages, is_early=True)
+            running.schedule(builder, early)
 
     def _longest_lone_chunk(self) -> int:
         """Return the tokens that a prompt without company may take of a step: few enough to keep all stages busy."""
@@ -444,6 +498,8 @@ class Policy:
             if preemption_epoch == sequence.preemption_epoch:
                 sequence.num_computed = sequence.num_computed_on_device
                 sequence.is_slot_stale = True  # the device's copy of the slot may be ahead
+                if self.turns is not None:
+                    self.turns.note_undone(sequence)
                 still_running.append(sequence)
             elif num_sampled:
                 self.table.requeue(sequence)

@@ -191,6 +191,21 @@ class Running:
             blocks.register(sequence.blocks[i], hashes[i])
         sequence.num_registered = count
 
+    def expected_start(self, sequence: Sequence) -> int:
+        """Find the first position that a waiting sequence would compute if it started now."""
+        _, start, _ = self._prefix(sequence)
+        return start
+
+    def has_longer_prefix(self, sequence: Sequence, start: int) -> bool:
+        """Whether the cache has the block behind position `start` of a waiting sequence: O(1) once its blocks are hashed."""
+        blocks = self._blocks
+        end = start // blocks.block_size + 1
+        if not blocks.enable_prefix_caching or _skips_cache(sequence):
+            return False
+        if start % blocks.block_size or end * blocks.block_size >= sequence.num_tokens:
+            return False
+        return bool(blocks.match(sequence.hash_blocks(end, blocks.block_size)[-1:]))
+
     def _spare(self, sequence: Sequence) -> int:
         """Count the blocks that must stay free when it starts beside others."""
         if sequence.num_evictions == 0:

@@ -12,6 +12,7 @@ from trouper.actors.messages.outputs import SequenceTokens
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import TokenLogprobs
 from trouper.actors.messages.stats import AdapterStats
+from trouper.actors.scheduling.fluid import Fluid
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.outbox import SchedulerOutputs
 from trouper.actors.scheduling.running import Running
@@ -41,6 +42,7 @@ class SequenceTable:
         self.outputs = self._shared.outputs
         self.requests: dict[RequestId, Request] = {}
         self.sequences: dict[SequenceId, Sequence] = {}
+        self.fluid: Fluid | None = None  # which those that end leave
         self.num_deferred = 0  # siblings that wait for their leader's prompt
         self.num_generation_tokens = 0
         self._config = config
@@ -128,6 +130,8 @@ class SequenceTable:
             ids.update(s.id for s in request.sequences if s.state is not State.FINISHED)
         for id in ids:
             del self.sequences[id]
+            if self.fluid is not None:
+                self.fluid.leave(id)
         self.waiting.take_all(ids)
         return requests
 
@@ -227,6 +231,8 @@ class SequenceTable:
             self.waiting.discard(sequence)
         sequence.state = State.FINISHED
         del self.sequences[sequence.id]
+        if self.fluid is not None:
+            self.fluid.leave(sequence.id)
         if sequence.index == 0:
             self.release_siblings(request)
         request.num_unfinished -= 1

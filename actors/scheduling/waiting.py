@@ -19,6 +19,8 @@ class Queue:
     def __init__(self) -> None:
         self._heap: list[tuple[Order, Sequence]] = []
         self._live: set[SequenceId] = set()
+        # The sequences that were pushed, for the owner of the list; None: they are not kept.
+        self.arrivals: list[Sequence] | None = None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -30,6 +32,8 @@ class Queue:
         """Add a sequence that is not in the queue."""
         self._live.add(sequence.id)
         heappush(self._heap, (sequence.order, sequence))
+        if self.arrivals is not None:
+            self.arrivals.append(sequence)
 
     def head(self) -> Sequence | None:
         """Return the best sequence, which stays; None if there is none."""
@@ -82,10 +86,7 @@ class Waiting:
     @property
     def ids(self) -> tuple[SequenceId, ...]:
         """The ids in the order of service, for tests and debugging."""
-        waiting = [*self.returning.live(), *self.fresh.live()]
-        if not self._is_fcfs:
-            waiting.sort(key=lambda sequence: sequence.order)
-        return tuple(sequence.id for sequence in waiting)
+        return tuple(sequence.id for sequence in self._in_order())
 
     def head(self, *, only_returning: bool) -> Sequence | None:
         """Return the sequence to start next, which stays; None if there is none."""
@@ -96,6 +97,21 @@ class Waiting:
         if returning is None or fresh is None:
             return returning or fresh
         return min(returning, fresh, key=lambda sequence: sequence.order)
+
+    def keep_arrivals(self) -> list[Sequence]:
+        """Return a list that gets each sequence that is queued from now on; its owner empties it."""
+        self.fresh.arrivals = self.returning.arrivals = arrivals = list[Sequence]()
+        return arrivals
+
+    def best(self, count: int) -> list[Sequence]:
+        """Return the first `count` in the order of service: O(n log n)."""
+        return self._in_order()[:count]
+
+    def _in_order(self) -> list[Sequence]:
+        waiting = [*self.returning.live(), *self.fresh.live()]
+        if not self._is_fcfs:
+            waiting.sort(key=lambda sequence: sequence.order)
+        return waiting
 
     def take(self, sequence: Sequence) -> None:
         """Remove a sequence from among the others; it may come back."""

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from types import NoneType
@@ -95,6 +95,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "long_prefill_token_threshold": "Largest number of tokens of one long prompt in a step; 0 is off.",
         "long_prefill_token_threshold_adaptive": "Apply the threshold under load only.",
         "scheduling_policy": "Order of waiting requests: priority or fcfs.",
+        "max_step_ms": "Milliseconds that a step may take, so streams pause no longer; learnt by a server; 0 is no limit.",
         "async_scheduling": "Plan a step while the previous one runs; on by default.",
         "speculative_config": 'Verify drafted tokens, e.g. {"method": "ngram", "num_speculative_tokens": 5}; the text stays the same.',
         "scheduler_reserve_full_isl": "Admit a prompt only when all its blocks fit; on by default.",
@@ -250,11 +251,15 @@ def served_names(engine_args: EngineArgs) -> tuple[str, ...]:
 
 
 def expand_options(
-    command: Callable[..., None], *, reads_variables: bool = False
+    command: Callable[..., None],
+    *,
+    reads_variables: bool = False,
+    engine_defaults: Mapping[str, Any] | None = None,
 ) -> Callable[..., None]:
     """Let typer see an option for each field of the command's dataclass parameters, and `--debug`.
 
-    With `reads_variables` an option that is not given takes the value of `TROUPER_…`, if there is one.
+    With `reads_variables` an option that is not given takes the value of `TROUPER_…`, if there is one.  `engine_defaults`
+    are this command's own defaults of options of the engine.
     """
     own = inspect.signature(command).parameters
     groups: dict[str, Any] = {
@@ -262,7 +267,9 @@ def expand_options(
     }
     parameters = [p for p in own.values() if p.name not in groups]
     for group in groups.values():
-        options = _engine_options() if group is EngineArgs else _options_of(group)
+        options = (
+            _engine_options(engine_defaults or {}) if group is EngineArgs else _options_of(group)
+        )
         parameters += map(_read_from_variable, options) if reads_variables else options
     parameters += [_debug_option()]
 
@@ -305,14 +312,15 @@ def _options_of(group: type[Any]) -> list[inspect.Parameter]:
     return [_parameter(f.name, f.default, f.type) for f in dataclasses.fields(group)]
 
 
-def _engine_options() -> list[inspect.Parameter]:
+def _engine_options(defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
     """Return one option for each field of the engine's arguments but the seed."""
     fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     parameters: list[inspect.Parameter] = []
     for panel, texts in ENGINE_HELP.items():
         for name, text in texts.items():
             option = _engine_option(name, fields[name].type, panel, text)
-            parameters.append(_parameter(name, fields[name].default, option))
+            default = defaults.get(name, fields[name].default)
+            parameters.append(_parameter(name, default, option))
     return parameters
 
 

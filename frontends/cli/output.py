@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, runtime_checkable
 
-from trouper.config.vllm_options import NOT_IMPLEMENTED
+from trouper.config.vllm_options import NOT_IMPLEMENTED, NOT_NEEDED
 from trouper.errors import RemoteError, TrouperClientError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -139,6 +139,9 @@ def _cause(error: BaseException) -> str:
 
 def _usage(error: _UsageError) -> str:
     option = str(getattr(error, "option_name", ""))
-    if option.removeprefix("--").replace("-", "_") in NOT_IMPLEMENTED:
+    name = option.removeprefix("--").replace("-", "_")
+    if name in NOT_NEEDED:
+        return f"{option} is {NOT_NEEDED[name]}"
+    if name in NOT_IMPLEMENTED:
         return f"{option} is not supported yet"  # a name of vLLM's, so not a misspelling
     return error.format_message().removesuffix(".")

@@ -247,7 +247,7 @@ class ServerOptions:
     ] = False  # fmt: skip
 
 
-@partial(expand_options, reads_variables=True)
+@partial(expand_options, reads_variables=True, engine_defaults={"max_step_ms": None})
 def serve(
     ctx: typer.Context,
     model_name: Annotated[

@@ -24,13 +24,16 @@ from trouper.actors.output.output_stats import OutputStatsCollector
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.actors.scheduling.bisection import FaultBisection
+from trouper.actors.scheduling.fluid import Fluid
 from trouper.actors.scheduling.in_flight import InFlightSteps
 from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, KVBlocks
 from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.prompt_turns import PromptTurns, _Starting
 from trouper.actors.scheduling.running import Running
 from trouper.actors.scheduling.sequence_table import SequenceTable
 from trouper.actors.scheduling.sequences import Sequence
 from trouper.actors.scheduling.step_builder import StepBuilder
+from trouper.actors.scheduling.step_time import StepTimes
 from trouper.errors import EngineDeadError
 
 from .scenario import draw, draw_with_drafts
@@ -272,6 +275,43 @@ def stop_reason_of_eos_is_its_id(right):
         return ("stop", token) if end is not None and end[0] == "stop" else end
 
     return faulty
+
+
+# Turns
+
+
+@bug(Policy, "_waits_for_answer")
+def plans_follow_a_long_one(right):
+    return lambda self: False
+
+
+@bug(_Starting, "may_start")
+def room_goes_to_a_lower_priority(right):
+    def faulty(self, sequence):
+        self._blocked_rank = None
+        return right(self, sequence)
+
+    return faulty
+
+
+@bug(Fluid, "leave")
+def the_fluid_keeps_who_has_gone(right):
+    return lambda self, id: None
+
+
+@bug(PromptTurns, "note_undone")
+def what_is_undone_is_no_prompt(right):
+    return lambda self, sequence: None
+
+
+@bug(StepTimes, "tokens_in")
+def a_step_takes_twice_its_seconds(right):
+    return lambda self, seconds, start: 2 * right(self, seconds, start)
+
+
+@bug(Fluid, "order")
+def priorities_are_forgotten_in_turns(right):
+    return lambda self: iter(sorted(right(self), key=lambda job: (job.num_tokens, job.order)))
 
 
 # Drafts

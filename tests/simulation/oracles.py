@@ -177,7 +177,39 @@ def check_plan(world: Any, plan: Any, before: set[int]) -> None:
             allowed = 1 if case.is_finished and not case.was_aborted else 0
             require(case.num_late_plans <= allowed, "work for a request that has ended", case)
     check_overtaking(policy, before)
+    if policy.turns is not None and not policy.is_searching:
+        check_turns(policy, plan)
     check_starts(world, plan)
+
+
+def check_turns(policy: Policy, plan: Any) -> None:
+    """Prompts in a step: by priority, within its seconds, and none that goes on behind one that ends."""
+    turns, entries = policy.turns, policy.in_flight[-1].entries
+    assert turns is not None
+    if len(policy.in_flight) > 1:
+        longest_s = max(step.estimate_s for step in list(policy.in_flight)[:-1])
+        require(longest_s < 0.05, "a plan behind a long one", longest_s)
+    chunks = [
+        (sequence, start, end, num_sampled)
+        for sequence, _, start, end, num_sampled in entries
+        if end - start > 1
+    ]
+    ranks = [sequence.order[0] for sequence, *_ in chunks]
+    require(ranks == sorted(ranks), "a prompt of a lower priority goes first", ranks)
+    if policy.config.enable_chunked_prefill:
+        ends = [num_sampled for *_, num_sampled in chunks]
+        require(ends == sorted(ends), "a prompt goes on behind one that ends", ends)
+    if chunks and not policy.table.running.num_preemptions:
+        planned = {sequence.id for sequence, *_ in entries}
+        held = [s for s in policy.table.running.snapshot() if s.id not in planned]
+        held = [s for s in held if s.num_computed < s.num_prompt and s.num_tokens < s.limit]
+        best = min((s.order[0] for s in held), default=max(ranks))
+        require(best >= max(ranks), "a prompt of a higher priority is held back", held)
+    if turns.times.is_known and policy.config.enable_chunked_prefill:
+        costs = [turns.times.cost(start, end - start) for _, start, end, _ in chunks]
+        is_least = sum(end - start for _, start, end, _ in chunks) <= 16
+        spent_s, most_s = sum(costs), turns.budget.last_s * (1 + 1e-6)
+        require(is_least or spent_s <= most_s, "the seconds of a step", spent_s, most_s)
 
 
 def check_starts(world: Any, plan: Any) -> None:
@@ -203,7 +235,10 @@ def check_overtaking(policy: Policy, before: set[int]) -> None:
         if sequence.id in before or policy.config.policy == "fcfs":
             continue
         for head in heads:
-            require(head is None or _turn(sequence) <= _turn(head), "overtaken", sequence, head)
+            # In turns, equals may pass each other: `fluid_oracle` says when.
+            length = 2 if policy.turns is None else 1
+            is_first = head is None or _turn(sequence)[:length] <= _turn(head)[:length]
+            require(is_first, "overtaken", sequence, head)
 
 
 def _turn(sequence: Sequence) -> tuple[float, float]:
@@ -405,6 +440,8 @@ def check_idle(world: Any) -> None:
     require(mine.num_steps_in_flight == 0, "steps in flight", stats)
     require(mine.num_blocks_free == mine.num_blocks_total, "blocks leak", stats)
     require(not policy.table.requests and not policy.table.sequences, "requests leak", policy)
+    if policy.turns is not None:
+        require(not policy.turns.has_prompts, "prompts leak", policy.turns)
     suspects = policy.snapshot().suspects
     require(not suspects, "suspects of a fault that have ended", suspects)
     check_blocks(policy)

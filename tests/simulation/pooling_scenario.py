@@ -31,6 +31,7 @@ class PoolingWish(msgspec.Struct, kw_only=True):
     truncate: int | None = None
     keeps_end: bool = False
     priority: int = 0
+    key: str = ""
     mode: Literal["cache_query", "score_doc"] | None = None  # of late interaction
     query_key: str = "q"
     query_uses: int | None = None

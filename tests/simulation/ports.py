@@ -12,6 +12,7 @@ from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevic
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import StepDone, StepFailed
+from trouper.actors.scheduling.step_time import StepWork
 
 from .scenario import STEP_S, Scenario
 
@@ -72,7 +73,11 @@ class Trouble(Conditions):
 
     def duration_s(self, plan: StepPlan) -> float:
         is_slow = self._dice.random() < self._weather.slow_step_rate
-        return self.step_s * (self._dice.choice((3, 10)) if is_slow else 1)
+        step_s = self.step_s
+        if (coefficients := getattr(self._scenario, "coefficients", None)) is not None:
+            work = StepWork.of(plan.num_scheduled_tokens, plan.num_computed_tokens)
+            step_s = sum(a * b for a, b in zip(coefficients, (1, *work), strict=True))
+        return step_s * (self._dice.choice((3, 10)) if is_slow else 1)
 
     def call_s(self, method: str) -> float:
         if self._dice.random() < self._weather.call_error_rate:

@@ -13,6 +13,8 @@ import msgspec
 VOCAB_SIZE = 48
 EOS = 0
 STEP_S = 0.01
+FAST = 0.002, 0.001, 0.001, 0.001, 1e-5, 1e-5
+SLOW = 0.005, 0.005, 0.01, 0.002, 1e-4, 1e-5
 Dice = Callable[[str], random.Random]
 Drafters = Literal["mixed", "true", "junk"]
 DRAFTERS: tuple[Drafters, ...] = ("mixed", "mixed", "true", "junk")  # as often as they are drawn
@@ -37,6 +39,7 @@ class Wish(msgspec.Struct, kw_only=True):
     stream_interval: int | None = None
     priority: int = 0
     salt: str | None = None
+    key: str = ""
     repetition: tuple[int, int] | None = None  # patterns of up to so many tokens, so many times
 
 
@@ -100,6 +103,12 @@ class Scenario(msgspec.Struct, kw_only=True):
     watermark: float = 0.0
     prefix_caching: bool = True
     steps_in_flight: int = 2
+    max_step_ms: int | None = 0
+    # Of the machine, as `StepTimes` has them; none: each step takes the same.
+    coefficients: tuple[float, float, float, float, float, float] | None = None
+    misjudged: float = (
+        1.0  # times the seconds that the policy believes in at first; 0: it knows nothing
+    )
     num_drafts: int = 0  # that a step may verify
     drafters: Drafters = "mixed"  # of all sequences; mixed: each draft is right to a drawn length
     num_renderers: int = 1
@@ -130,7 +139,7 @@ def streams_of(seed: int) -> Dice:
 
 
 def draw_with(dice: Dice, *, seed: int) -> Scenario:
-    sizes, arrivals = dice("sizes"), dice("arrivals")
+    sizes, arrivals, times = dice("sizes"), dice("arrivals"), dice("times")
     num_drafts = dice("drafts").choice((0, 0, 1, 3, 7))
     block_size = sizes.choice((1, 2, 4, 4))
     max_model_len = sizes.choice((16, 24, 32))
@@ -149,6 +158,8 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
         draw_client(dice, index, spread_s, prefixes, max_model_len, max_num_seqs, has_tokenizer)
         for index in range(num_clients)
     )
+    for client in clients:
+        client.wish.key = times.choice(("", "", "x", "y"))
     return Scenario(
         seed=seed,
         clients=clients,
@@ -170,6 +181,9 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
         watermark=sizes.choice((0.0, 0.0, 0.1)),
         prefix_caching=sizes.random() < 0.8,
         steps_in_flight=sizes.choice((1, 2, 2, 3)),
+        max_step_ms=times.choice((0, 0, None, None, None, 20, 60)),
+        coefficients=times.choice((None, FAST, SLOW)),
+        misjudged=times.choice((0.0, 0.4, 1.0, 1.0, 3.0)),
         num_drafts=num_drafts,
         num_renderers=sizes.choice((1, 1, 2, 3)),
         stream_interval=sizes.choice((1, 1, 1, 3)),

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import anyio
+import msgspec
 import trio
 
 from trouper.actors.engine.wiring import Engine, open_engine
@@ -17,6 +18,7 @@ from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.requests import Admit, Render
 from trouper.actors.messages.results import StepDone
 from trouper.actors.rendering.text import Prompts
+from trouper.actors.scheduling.policy import Policy
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig, SchedulerConfig
 from trouper.errors import EngineDeadError
@@ -24,7 +26,7 @@ from trouper.errors import EngineDeadError
 from . import oracles
 from .clients import Broken, Case, Story, abort_later, operate, play
 from .ports import DeviceCrashError, InjectedError, SimThreads, Trouble, WatchedDevice
-from .scenario import EOS, VOCAB_SIZE, Scenario
+from .scenario import EOS, STEP_S, VOCAB_SIZE, Scenario
 from .scheduling import CancelAtStep
 
 
@@ -157,6 +159,16 @@ class World:
         policy.admit = partial(self._admit, policy.admit)  # type: ignore[method-assign]
         policy.plan = partial(self._plan, policy.plan)  # type: ignore[method-assign]
         policy.apply = partial(self._apply, policy.apply)  # type: ignore[method-assign]
+        self.teach(policy)
+
+    def teach(self, policy: Any) -> None:
+        """Have the policy believe in steps of some length: it has seen others before."""
+        scenario = self.scenario
+        if isinstance(policy, Policy) and policy.turns is not None and scenario.misjudged:
+            times = policy.turns.times
+            mine = scenario.coefficients or (STEP_S / 2, STEP_S / 2, STEP_S / 8, 0.0, 0.0, 0.0)
+            times.coefficients = tuple(scenario.misjudged * each for each in mine)
+            times.is_known = True
 
     def _open(
         self,
@@ -196,7 +208,8 @@ class World:
         self.prompts[message.id] = message.prompt_token_ids
         for index in range(message.params.n):
             self.owners[SequenceId(message.id + index)] = (self.owner(message.id), num_prompt)
-        right(message)
+        case = self.cases[self.owner(message.id)]
+        right(msgspec.structs.replace(message, key=case.client.wish.key))
 
     def _plan(self, right: Callable[..., Any]) -> StepPlan | None:
         before = set(self.policy.table.running.ids)
@@ -365,6 +378,7 @@ def config_of(scenario: Scenario) -> EngineConfig:
             long_prefill_token_threshold=scenario.long_prefill_threshold,
             long_prefill_token_threshold_adaptive=scenario.is_adaptive,
             policy=scenario.policy,
+            max_step_ms=scenario.max_step_ms,
             reserve_full_isl=scenario.reserve_full_isl,
             watermark=scenario.watermark,
             enable_prefix_caching=scenario.prefix_caching,

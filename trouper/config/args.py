@@ -113,6 +113,7 @@ class EngineArgs:
     long_prefill_token_threshold: int = 0
     long_prefill_token_threshold_adaptive: bool = False
     scheduling_policy: str = "priority"
+    max_step_ms: int | None = 0
     async_scheduling: bool | None = None
     speculative_config: dict[str, Any] | None = None
     stream_interval: int = 1

@@ -82,6 +82,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     watermark: float = 0.0  # share of all blocks that must stay free when a request is admitted
     enable_prefix_caching: bool = True
     max_steps_in_flight: int = 1
+    max_step_ms: int | None = 0  # that a step may take; None = learnt; 0 = any, in order of arrival
     num_stages: int = 1  # of the pipeline
     max_loras: int | None = None  # adapters among the running sequences; None = any number
     num_speculative_tokens: int = 0  # drafts of one sequence that a step may verify
@@ -282,6 +283,7 @@ def _scheduler_config(
         max_steps_in_flight=max_steps_in_flight(
             args.pipeline_parallel_size, plans_ahead=args.async_scheduling is not False
         ),
+        max_step_ms=args.max_step_ms,
         num_stages=args.pipeline_parallel_size,
         max_loras=args.max_loras if args.enable_lora else None,
         seed=args.seed,

@@ -41,6 +41,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (4, "mm_processor_cache_gb"),
     (1, """
         prefill_schedule_interval
+        max_num_partial_prefills max_long_partial_prefills max_concurrent_prefills
         prefill_context_parallel_size decode_context_parallel_size
         dcp_kv_cache_interleave_size _api_process_count offload_num_in_group offload_prefetch_step
     """),
@@ -98,6 +99,10 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     ("balanced", "performance_mode"),
     ("native", "kv_offloading_backend"),
 )  # fmt: skip
+NOT_NEEDED = dict.fromkeys(
+    ("max_num_partial_prefills", "max_long_partial_prefills", "max_concurrent_prefills"),
+    "not needed: steps are shared by time, as docs/latency.md says",
+)
 NOT_IMPLEMENTED: dict[str, Any] = {
     name: value for value, names in _ACCEPTED_AT for name in names.split()
 }
@@ -109,6 +114,8 @@ def check_not_implemented(name: str, value: Any) -> None:
     value = getattr(value, "value", value)  # a member of one of vLLM's enumerations
     is_default = value is None or value == default or value in ({}, [], set())
     if not is_default:
+        if name in NOT_NEEDED:
+            raise UnsupportedFeatureError(f"{name}={value!r} is {NOT_NEEDED[name]}")
         raise UnsupportedFeatureError(
             f"{name}={value!r} is not supported yet; leave it at {default!r}"
         )

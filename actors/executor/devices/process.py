@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 import anyio
 import msgspec
 
-from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
+from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult, timed
 from trouper.actors.executor.devices.launch_local import CrewLauncher, Launcher, launch
 from trouper.actors.executor.devices.local_crew import LocalCrew
 from trouper.actors.executor.devices.model_files import FileSample
@@ -348,10 +348,11 @@ class ProcessDevice:
     def _note_result(self, result: StepResult) -> StepResult:
         plan = self._plans.popleft()
         now = anyio.current_time()
-        self._deadlines.note(plan.num_tokens, now - max(plan.submitted_s, self._last_answer_s))
+        seconds = now - max(plan.submitted_s, self._last_answer_s)
+        self._deadlines.note(plan.num_tokens, seconds)
         self._last_answer_s = now
         self._budget.note_progress()
-        return result
+        return timed(result, seconds)
 
     def _note(self, rank: int, frame: Frame) -> None:
         """Take a frame that is no result."""

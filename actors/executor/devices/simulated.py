@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import anyio
 import msgspec
 
-from trouper.actors.executor.device import DeviceInfo, StepResult
+from trouper.actors.executor.device import DeviceInfo, StepResult, timed
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, PoolPlan, Sampling, StepPlan
 from trouper.actors.messages.results import EntryFailure, StepDone, StepFailed, TokenLogprobs
@@ -119,6 +119,7 @@ class SimulatedSteps(ABC, Generic[Plan]):
             self._submitted = anyio.Event()
             await self._submitted.wait()
         plan, submitted_at = self._queue[0]
+        begin = anyio.current_time()
         if plan.epoch > self._refused_epoch:
             begin = max(submitted_at, self._is_free_at)
             self._is_free_at = begin + self._conditions.duration_s(plan)
@@ -127,7 +128,7 @@ class SimulatedSteps(ABC, Generic[Plan]):
             await anyio.lowlevel.checkpoint()
         self._queue.popleft()
         self._answered.set()
-        return self._run(plan)
+        return timed(self._run(plan), anyio.current_time() - begin)
 
     async def call(self, method: str, *args: object) -> object:
         """Asleep it refuses plans, and what its memory held is gone."""

@@ -7,6 +7,7 @@ what else is submitted.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import anyio
 
-from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
+from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult, timed
 from trouper.actors.executor.devices.model_host import ModelHost, check_call, log_phase
 from trouper.actors.executor.devices.task import DeviceTask
 from trouper.actors.messages.plans import PoolPlan, StepPlan
@@ -43,7 +44,9 @@ class ThreadedDevice:
         # The executor's credits bound it: max_steps_in_flight steps, a call and the closing.
         # Beside them comes one `LOOK` for each launched step that tells when it is ready.
         self._tasks: queue.SimpleQueue[DeviceTask[Any] | str | None] = queue.SimpleQueue()
-        self._steps: deque[DeviceTask[StepResult]] = deque()  # submitted, not received
+        # Submitted, not received, and when.
+        self._steps: deque[tuple[DeviceTask[StepResult], float]] = deque()
+        self._last_answer_s = -math.inf
         self._submitted = anyio.Event()
         self._loop: EventLoop | None = None  # which waits for the results
         self._thread: threading.Thread | None = None
@@ -72,7 +75,7 @@ class ThreadedDevice:
         return await self._post(lambda: self._host.load(log_phase)).wait()
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
-        self._steps.append(self._post(lambda: self._execute(plan)))
+        self._steps.append((self._post(lambda: self._execute(plan)), anyio.current_time()))
         self._submitted.set()
 
     def _execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult]:
@@ -84,9 +87,12 @@ class ThreadedDevice:
         while not self._steps:
             self._submitted = anyio.Event()
             await self._submitted.wait()
-        result = await self._steps[0].wait()
+        task, submitted_s = self._steps[0]
+        result = await task.wait()
         self._steps.popleft()
-        return result
+        now = anyio.current_time()
+        seconds, self._last_answer_s = now - max(submitted_s, self._last_answer_s), now
+        return timed(result, seconds)
 
     async def call(self, method: str, *args: object) -> object:
         check_call(method)

@@ -2,6 +2,7 @@
 
 import typer
 
+from trouper.frontends.cli.bench.fairness import fairness
 from trouper.frontends.cli.bench.kernels import kernels
 from trouper.frontends.cli.bench.latency import latency
 from trouper.frontends.cli.bench.loop_gap import loop_gap
@@ -25,6 +26,7 @@ for command in (
     throughput,
     latency,
     serve,
+    fairness,
     startup,
     kernels,
     quantization,

@@ -1,0 +1,206 @@
+"""The fluid order: whose prompt tokens are computed next.  Pure.
+
+Imagine a fluid in which every prompt token that is planned is shared equally among the keys that have prompts, and each
+key's part equally among its prompts.  The prompt that would be finished first there goes first here.  A short prompt passes long ones,
+because it would be done before them; a flood of short ones does not starve a long one; a key with a hundred prompts is one
+key.
+
+Law: among requests of one priority, if none was refused room, preempted or ended early and all lengths were foreseen rightly, the last
+prompt token of each is planned at the latest in the plan with which the fluid finishes it.
+"""
+
+from bisect import insort
+from collections.abc import Iterator
+from heapq import merge
+
+import msgspec
+
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.scheduling.sequences import Order
+
+# Tokens that a prompt counts as at least.  Shorter ones are equals, so the first of them comes first: without it, newcomers
+# of 60 tokens would pass those of 240 under overload.
+GRAIN = 256
+NOTHING = 2.0**-20  # tokens; less than this is what rounding leaves
+
+
+class Job(msgspec.Struct, eq=False):
+    """The prompt tokens of one sequence that were to be computed when it entered."""
+
+    id: SequenceId
+    key: str
+    order: Order
+    num_tokens: int  # of them that are not planned yet
+    size: float  # tokens in the fluid
+    mark: float = 0.0  # reading of its key's meter at which the fluid has finished it
+    num_planned: int = 0
+    is_finished: bool = False  # in the fluid
+
+
+class _Key:
+    """The jobs of one key, and a meter: the tokens that each of them has got since the meter stood at zero."""
+
+    __slots__ = ("jobs", "meter")
+
+    def __init__(self) -> None:
+        self.meter = 0.0
+        self.jobs: list[Job] = []  # by mark, then by order
+
+    @property
+    def until_next(self) -> float:
+        """Tokens of the key until the fluid has finished its next job."""
+        return (self.jobs[0].mark - self.meter) * len(self.jobs)
+
+    def needs(self) -> Iterator[tuple[float, Order, Job]]:
+        """Give the jobs in order, each with the tokens that the key must compute until the fluid has finished it."""
+        before, num_jobs = 0.0, len(self.jobs)
+        for i, job in enumerate(self.jobs):
+            rest = job.mark - self.meter
+            yield before + rest * (num_jobs - i), job.order, job
+            before += rest
+
+
+class _Level:
+    """The fluid of one priority."""
+
+    __slots__ = ("keys", "overdue")
+
+    def __init__(self) -> None:
+        self.keys: dict[str, _Key] = {}
+        # Jobs that the fluid has finished and the engine has not, in the order in which it did.  A dict, to remove from.
+        self.overdue: dict[SequenceId, Job] = {}
+
+    def insert(self, job: Job) -> None:
+        key = self.keys.setdefault(job.key, _Key())
+        job.mark = key.meter + job.size
+        insort(key.jobs, job, key=_by_mark)
+
+    def remove(self, job: Job) -> None:
+        """Take out a job that the fluid has not finished."""
+        key = self.keys[job.key]
+        key.jobs.remove(job)
+        if not key.jobs:
+            del self.keys[job.key]
+
+    def resize(self, job: Job, size: float) -> None:
+        """Give a job another size; one that has got as much already is finished."""
+        got = job.size - (job.mark - self.keys[job.key].meter)
+        job.size = size
+        self.remove(job)
+        if size - got > NOTHING:
+            key = self.keys.setdefault(job.key, _Key())
+            job.mark = key.meter + size - got
+            insort(key.jobs, job, key=_by_mark)
+        else:
+            self._finish([job])
+
+    def advance(self, num_tokens: float) -> float:
+        """Compute as many tokens; return how many are left over, because there are no more jobs."""
+        keys = self.keys
+        while num_tokens > NOTHING and keys:
+            share = min(num_tokens / len(keys), min(key.until_next for key in keys.values()))
+            num_tokens -= share * len(keys)
+            finished: list[Job] = []
+            for name, key in list(keys.items()):
+                key.meter += share / len(key.jobs)
+                num_done = 0
+                while num_done < len(key.jobs) and key.jobs[num_done].mark - key.meter <= NOTHING:
+                    num_done += 1
+                finished += key.jobs[:num_done]
+                del key.jobs[:num_done]
+                if not key.jobs:
+                    del keys[name]
+            self._finish(finished)
+        return num_tokens
+
+    def _finish(self, jobs: list[Job]) -> None:
+        for job in sorted(jobs, key=_by_order):
+            job.is_finished = True
+            if job.num_tokens:
+                self.overdue[job.id] = job
+
+
+def _by_mark(job: Job) -> tuple[float, Order]:
+    return job.mark, job.order
+
+
+def _by_order(job: Job) -> Order:
+    return job.order
+
+
+class Fluid:
+    """The prompts that are to be computed, and how far the fluid has come with them."""
+
+    def __init__(self) -> None:
+        self.open: dict[SequenceId, Job] = {}  # that the engine has not planned to their end
+        self._levels: dict[
+            int, _Level
+        ] = {}  # by the first part of an `Order`: the smaller comes first
+
+    def __repr__(self) -> str:
+        return f"<Fluid {len(self.open)} open, {self.num_overdue_tokens} tokens overdue>"
+
+    @property
+    def num_overdue_tokens(self) -> int:
+        """Tokens of jobs that the fluid has finished and the engine has not: 0 by the law, unless room is missing."""
+        overdue = (level.overdue.values() for level in self._levels.values())
+        return sum(job.num_tokens for jobs in overdue for job in jobs)
+
+    def enter(self, id: SequenceId, key: str, order: Order, num_tokens: int, size: int) -> None:
+        """Take in tokens to compute; a sequence that is in already begins anew with these."""
+        self.leave(id)
+        job = self.open[id] = Job(id, key, order, num_tokens, float(size))
+        self._levels.setdefault(order[0], _Level()).insert(job)
+
+    def leave(self, id: SequenceId) -> None:
+        """Take out what is not planned of a sequence; what is planned stays, for it is computed."""
+        job = self.open.pop(id, None)
+        if job is None:
+            return
+        level = self._levels[job.order[0]]
+        job.num_tokens = 0
+        if job.is_finished:
+            del level.overdue[id]
+        else:
+            level.resize(job, float(job.num_planned))
+
+    def correct(self, id: SequenceId, num_tokens: int) -> None:
+        """Set right how many tokens a sequence has still to compute."""
+        job = self.open[id]
+        if num_tokens == job.num_tokens:
+            return
+        job.num_tokens = num_tokens
+        size = float(max(job.num_planned + num_tokens, GRAIN))
+        if not job.is_finished and size != job.size:
+            self._levels[job.order[0]].resize(job, size)
+
+    def plan(self, counts: dict[SequenceId, int]) -> None:
+        """Note the tokens of open jobs that a plan computes, and let the fluid compute as many."""
+        for id, count in counts.items():
+            job = self.open[id]
+            job.num_planned += count
+            job.num_tokens -= count
+            if job.num_tokens <= 0:
+                job.num_tokens = 0
+                del self.open[id]
+                self._levels[job.order[0]].overdue.pop(id, None)
+        num_tokens = float(sum(counts.values()))
+        for rank in sorted(self._levels):
+            num_tokens = self._levels[rank].advance(num_tokens)
+            if num_tokens <= NOTHING:
+                break
+        if not self.open:  # a busy period ends
+            self._levels.clear()
+
+    def order(self) -> Iterator[Job]:
+        """Give the open jobs, the one whose turn it is first.  It must not change meanwhile."""
+        for rank in sorted(self._levels):
+            level = self._levels[rank]
+            yield from level.overdue.values()
+            for _, _, job in merge(*(key.needs() for key in level.keys.values()), key=_by_need):
+                if job.num_tokens:
+                    yield job
+
+
+def _by_need(entry: tuple[float, Order, Job]) -> tuple[float, Order]:
+    return entry[0], entry[1]

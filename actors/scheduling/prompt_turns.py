@@ -1,0 +1,269 @@
+"""Choose the prompts that a step goes on with, and the number of tokens of each.  Pure.
+
+Rows that decode are in every step, first; they never wait for prompts.  Then come prompts, those that run and those that
+wait, in the order of the `Fluid` (under fcfs of arrival), as far as the seconds of the `StepBudget` go.
+
+Laws:
+1. A step that computes the end of a prompt is not filled up with a part of another: no first token waits for that.
+2. A prompt that comes first in the order and does not fit is not passed for lack of time.  For lack of room, or of a place for its
+   adapter, it is passed by others: at most MAX_PASSES times, then none starts before it; and none of a lower priority takes
+   the room that it waits for.
+3. A step advances the fluid by the prompt tokens that it computes, whatever it was made for.
+"""
+
+import math
+from collections.abc import Iterator
+
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.scheduling.fluid import GRAIN, Fluid, Job
+from trouper.actors.scheduling.in_flight import InFlightStep
+from trouper.actors.scheduling.sequence_table import SequenceTable
+from trouper.actors.scheduling.sequences import Sequence, State
+from trouper.actors.scheduling.starting import MAX_PASSES
+from trouper.actors.scheduling.step_budget import StepBudget
+from trouper.actors.scheduling.step_builder import StepBuilder
+from trouper.actors.scheduling.step_time import StepTimes, StepWork
+from trouper.config.resolve import SchedulerConfig
+from trouper.params import RequestOutputKind
+
+MAX_WAITING = 64  # that are looked at for one step
+CHUNK_GRAIN = 16  # tokens; a part of a prompt is a multiple of it
+MIN_CHUNK = 32  # tokens of a part that is not the first of its step
+# Tokens of a chunk until steps are known, in turn: two sizes, so that what is fixed shows.
+FIRST_CHUNKS = 64, 256
+NUM_LOOKED_UP = 4  # prompts whose turn is next, whose prefix may have been computed meanwhile
+DRAFTS_SHARE = 0.5  # of a step's rows, that drafts may add to it while prompts wait
+
+
+class PromptTurns:
+    """The turns of one policy.  Owns the fluid, the step times and the budget."""
+
+    def __init__(self, config: SchedulerConfig, table: SequenceTable, max_num_running: int) -> None:
+        self.fluid = table.fluid = Fluid()
+        self.times = StepTimes()
+        self.budget = StepBudget(self.times, config.max_step_ms)
+        self._config = config
+        self._table = table
+        self._max_num_running = max_num_running
+        self._is_fcfs = config.policy == "fcfs"
+        self._arrivals = table.waiting.keep_arrivals()
+        self.num_passed = 0  # starts before one that came first in the order
+
+    def __repr__(self) -> str:
+        return f"<PromptTurns {self.fluid!r}, {self.times!r}>"
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt runs or waits."""
+        return bool(self._arrivals or self.fluid.open)
+
+    def note_undone(self, sequence: Sequence) -> None:
+        """A running sequence goes back to what is computed: it has these tokens to compute again."""
+        self._arrivals.append(sequence)
+
+    def settle(self) -> None:
+        """Let those that have come since the last plan enter the fluid."""
+        arrivals = self._arrivals
+        for sequence in arrivals:
+            if sequence.state is State.FINISHED or sequence.id not in self._table.sequences:
+                continue
+            num_tokens = self._rest(sequence)
+            if sequence.request_slot >= 0 and num_tokens <= 1:
+                continue  # it decodes
+            # A sibling has its last prompt token to compute, for the others are its leader's.
+            size = 1 if sequence.index and num_tokens == 1 else max(num_tokens, GRAIN)
+            key = sequence.request.admit.key
+            self.fluid.enter(sequence.id, key, sequence.order, num_tokens, size)
+        arrivals.clear()
+        if self.fluid.open:
+            self._look_up_again()
+
+    def _rest(self, sequence: Sequence) -> int:
+        """Count the tokens that are known and not computed, nor expected in the cache."""
+        if sequence.request_slot >= 0:
+            return _known(sequence) - sequence.num_computed
+        return sequence.num_tokens - self._table.running.expected_start(sequence)
+
+    def rows(self) -> list[Sequence]:
+        """List the running sequences that decode."""
+        prompts = self.fluid.open
+        running = self._table.running.snapshot()
+        return [sequence for sequence in running if sequence.id not in prompts]
+
+    def limit_drafts(self, builder: StepBuilder, num_rows: int) -> None:
+        """Have drafts add no more than half to the rows of a step while prompts wait for its end."""
+        _, _, _, row_s, _, _ = self.times.coefficients
+        if builder.max_lookahead and self.times.is_known and row_s > 0 and num_rows:
+            alone_s = self.times.seconds(StepWork(0, 0, num_rows, 0.0, 0))
+            most = DRAFTS_SHARE * alone_s / (self.times.drift * row_s * num_rows)
+            builder.max_lookahead = min(builder.max_lookahead, int(most))
+
+    def fill(self, builder: StepBuilder, *, only_returning: bool) -> None:
+        """Put prompts into a step that has its rows.
+
+        Args:
+            only_returning: start none that never ran.
+        """
+        self.times.refresh()
+        filling = _Filling(self, builder, self._prompt_s(builder))
+        starting = _Starting(self, builder, only_returning=only_returning)
+        running = self._table.running
+        for sequence, num_left in self._candidates(starting):
+            if builder.budget <= 0 or filling.is_over:
+                break
+            start = _known(sequence) - num_left
+            count = filling.count(start, num_left)
+            if not count:
+                break
+            before, builder.max_count = builder.max_count, min(builder.max_count, count)
+            num_entries = len(builder.sequences)
+            if sequence.request_slot >= 0:
+                running.schedule(builder, [sequence])
+            else:
+                starting.start(sequence)
+            builder.max_count = before
+            if len(builder.sequences) > num_entries and builder.sequences[-1] is sequence:
+                filling.note(sequence, builder.counts[-1])
+
+    def note_plan(self, builder: StepBuilder) -> None:
+        """Let the fluid compute as many prompt tokens as a plan that is to be committed."""
+        jobs, counts = self.fluid.open, dict[SequenceId, int]()
+        for sequence, count in zip(builder.sequences, builder.counts, strict=True):
+            if sequence.id in jobs:
+                self.fluid.correct(sequence.id, _known(sequence) - sequence.num_computed)
+                counts[sequence.id] = count
+        if counts:
+            self.fluid.plan(counts)
+
+    def estimate(self, plan: StepPlan, record: InFlightStep) -> None:
+        """Note in the record of a plan what it computes, and how long that should take."""
+        num_drafts = sum(plan.num_lookahead_tokens)
+        record.work = StepWork.of(plan.num_scheduled_tokens, plan.num_computed_tokens, num_drafts)
+        if self.times.is_known:
+            record.estimate_s = self.times.seconds(record.work)
+
+    def note_step(self, record: InFlightStep, seconds: float) -> None:
+        """Take what a step has taken; 0: the device does not say."""
+        if seconds > 0 and record.work is not None:
+            self.budget.note_step(seconds)
+            self.times.note(record.work, seconds)
+
+    def _prompt_s(self, builder: StepBuilder) -> float | None:
+        counts, starts = builder.counts, [s.num_computed for s in builder.sequences]
+        rows = StepWork.of(counts, starts, sum(builder.lookaheads))
+        final_only = RequestOutputKind.FINAL_ONLY
+        kinds = (sequence.request.admit.params.output_kind for sequence in builder.sequences)
+        has_streams = any(kind != final_only for kind in kinds)
+        return self.budget.prompt_s(rows, has_streams=has_streams)
+
+    def _candidates(self, starting: "_Starting") -> Iterator[tuple[Sequence, int]]:
+        """Give the prompts that may be planned, the one whose turn it is first, and what each has to compute."""
+        sequences, num_waiting = self._table.sequences, 0
+        for job in self._in_order():
+            sequence = sequences[job.id]
+            if sequence.request_slot < 0:
+                if num_waiting >= MAX_WAITING or not starting.may_start(sequence):
+                    continue
+                num_waiting += 1
+            yield sequence, job.num_tokens
+
+    def _in_order(self) -> Iterator[Job]:
+        if not self._is_fcfs:
+            return self.fluid.order()
+        jobs, table = self.fluid.open, self._table
+        ids = (*table.running.ids, *(s.id for s in table.waiting.best(MAX_WAITING)))
+        return (jobs[id] for id in ids if id in jobs)
+
+    def _look_up_again(self) -> None:
+        """Make a prompt short whose beginning another has computed since it came."""
+        sequences, running = self._table.sequences, self._table.running
+        first = [job for job, _ in zip(self.fluid.order(), range(NUM_LOOKED_UP), strict=False)]
+        for job in first:
+            sequence = sequences[job.id]
+            start = sequence.num_tokens - job.num_tokens
+            if sequence.request_slot < 0 and running.has_longer_prefix(sequence, start):
+                start = running.expected_start(sequence)
+                self.fluid.correct(job.id, sequence.num_tokens - start)
+
+
+class _Filling:
+    """The seconds of one step that prompts may take, and what has been taken."""
+
+    def __init__(self, turns: PromptTurns, builder: StepBuilder, prompt_s: float | None) -> None:
+        self._times = turns.times
+        self._builder = builder
+        self._cuts = turns._config.enable_chunked_prefill
+        self._left_s = math.inf if prompt_s is None else prompt_s
+        self._most = FIRST_CHUNKS[turns.times.num_chunks % 2] if prompt_s is None else 0
+        self._has_any = self._has_end = self._is_short = False
+        self.is_over = False
+
+    def count(self, start: int, num_left: int) -> int:
+        """Return the tokens that a prompt may have of this step; 0: none, and no other after it."""
+        builder = self._builder
+        most = self._most or self._times.tokens_in(self._left_s, start)
+        self._is_short = num_left > most
+        if not self._cuts:  # the first goes in any case, for a whole prompt has no smaller part
+            fits = num_left <= builder.budget or num_left > builder.capacity
+            return num_left if fits and not (self._is_short and self._has_any) else 0
+        most = min(most, builder.budget, builder.max_count)
+        if num_left <= most:
+            return num_left
+        if self._has_end:
+            return 0
+        count = min(max(CHUNK_GRAIN, most // CHUNK_GRAIN * CHUNK_GRAIN), builder.budget)
+        return count if count >= MIN_CHUNK or not self._has_any else 0
+
+    def note(self, sequence: Sequence, count: int) -> None:
+        start = sequence.num_computed
+        self._left_s -= self._times.cost(start, count)
+        self._has_any = True
+        is_end = start + count == _known(sequence)
+        self._has_end |= is_end
+        self.is_over = self._is_short and not is_end
+
+
+class _Starting:
+    """The waiting sequences that start with one step."""
+
+    def __init__(self, turns: PromptTurns, builder: StepBuilder, *, only_returning: bool) -> None:
+        self._turns = turns
+        self._table = turns._table
+        self._builder = builder
+        self._only_returning = only_returning
+        self._passed: list[Sequence] = []
+        self._is_over = False
+        self._blocked_rank: int | None = None  # of those that found no room
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """Whether it waits, and may be tried."""
+        table = self._table
+        if self._is_over or self._builder.has_preempted:
+            return False
+        if len(table.running) >= self._turns._max_num_running:
+            return False
+        if self._blocked_rank is not None and sequence.order[0] > self._blocked_rank:
+            return False
+        is_fresh = sequence.id in table.waiting.fresh and not self._only_returning
+        return is_fresh or sequence.id in table.waiting.returning
+
+    def start(self, sequence: Sequence) -> None:
+        """Start it, or set it aside for others to pass."""
+        table = self._table
+        has_place = table.running.has_adapter_room(sequence)
+        if not has_place or not table.running.start(sequence, self._builder):
+            self._is_over = sequence.num_passed >= MAX_PASSES
+            self._passed.append(sequence)
+            if has_place:
+                self._blocked_rank = sequence.order[0]
+            return
+        table.waiting.take(sequence)
+        table.outputs.add_start(sequence.id)
+        for other in self._passed:
+            other.num_passed += 1
+        self._turns.num_passed += bool(self._passed)
+
+
+def _known(sequence: Sequence) -> int:
+    return sequence.num_tokens + sequence.num_in_flight
