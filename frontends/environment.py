@@ -11,6 +11,7 @@ from typing import Any
 from trouper import __version__
 from trouper.actors.executor.environment import torch_facts
 from trouper.actors.executor.topology import num_physical_cores
+from trouper.config.memory import UNLIMITED, control_groups, read_number, read_text
 
 PACKAGES = (
     "anyio", "httptools", "httpx2", "huggingface_hub", "hypercorn", "jinja2", "msgspec", "numpy", "prometheus_client",
@@ -25,7 +26,6 @@ VARIABLES = (
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "PYTHONHASHSEED", "TROUPER_BATCH_INVARIANT", "TROUPER_CHAT_TEMPLATE_RENDER_TIMEOUT",
     "TROUPER_CPU_BIND", "TROUPER_CPU_KVCACHE_SPACE", "TROUPER_DEVICE", "TROUPER_LOG_STATS_INTERVAL", "TROUPER_RAY_CPUS_PER_WORKER",
 )  # fmt: skip
-UNLIMITED = 2**60  # what version 1 of cgroups says for "no limit" is beyond it
 
 
 def collect() -> dict[str, Any]:
@@ -52,27 +52,21 @@ def cgroup_limits(
     """Return the narrowest limits from this process's cgroup up to the root: CPUs, and bytes."""
     cpus: list[float] = []
     memory: list[int] = []
-    for line in _read(memberships).splitlines():
-        _, controllers, path = line.split(":", 2)
-        top = root / controllers if controllers else root
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(top):
-                break
-            quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
-            quota = quota or _read(folder / "cpu.cfs_quota_us").strip()
-            period = period or _read(folder / "cpu.cfs_period_us").strip()
-            if quota.isdigit() and period.isdigit():
-                cpus.append(int(quota) / int(period))
-            for name in ("memory.max", "memory.limit_in_bytes"):
-                limit = _read(folder / name).strip()
-                if limit.isdigit() and int(limit) < UNLIMITED:
-                    memory.append(int(limit))
+    for folder in control_groups(memberships, root):
+        quota, _, period = read_text(folder / "cpu.max").strip().partition(" ")
+        quota = quota or read_text(folder / "cpu.cfs_quota_us").strip()
+        period = period or read_text(folder / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit():
+            cpus.append(int(quota) / int(period))
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = read_number(folder / name)
+            if limit is not None and limit < UNLIMITED:
+                memory.append(limit)
     return {"cpus": min(cpus, default=None), "memory_bytes": min(memory, default=None)}
 
 
 def _cpu() -> dict[str, Any]:
-    info = _read(Path("/proc/cpuinfo"))
+    info = read_text(Path("/proc/cpuinfo"))
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
     has_affinity = hasattr(os, "sched_getaffinity")
@@ -86,7 +80,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, Any]:
-    info = _read(Path("/proc/meminfo"))
+    info = read_text(Path("/proc/meminfo"))
     found = dict(re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB$", info, re.MULTILINE))
     return {
         "total_bytes": int(found["MemTotal"]) * 1024 if "MemTotal" in found else None,
@@ -99,11 +93,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _read(path: Path) -> str:
-    """Return the text of a file; empty where it is absent or unreadable."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

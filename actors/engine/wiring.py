@@ -5,6 +5,7 @@ every waiter gets `EngineDeadError` with that exception as its cause; the caller
 it where it waits, and at the latest where it ends.
 """
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
@@ -46,12 +47,15 @@ from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 from trouper.actors.scheduling.sequence_table import Shared
+from trouper.config.context import context_line, fitted
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.extras import install_hint
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Engine", "EngineStatistics", "open_engine"]
 
@@ -173,7 +177,7 @@ async def _run_actors(
         try:
             async with anyio.create_task_group() as tasks:
                 executors = _make_executors(executor_inboxes, to_scheduler, devices)
-                info, tokenizer = await _load(config, executors, threads, tasks)
+                config, info, tokenizer = await _load(config, executors, threads, tasks)
                 policy = _make_policy(config, info)
                 observer = _make_observer(
                     config, info, observer_inbox, _replica_statistics(policy), note_ended
@@ -363,8 +367,12 @@ async def _tracing(
 
 async def _load(
     config: EngineConfig, executors: Sequence[Executor], threads: Threads, tasks: TaskGroup
-) -> tuple[DeviceInfo, Tokenizer | None]:
-    """Load all devices at once; the tokenizer is read while the weights are."""
+) -> tuple[EngineConfig, DeviceInfo, Tokenizer | None]:
+    """Load all devices at once; the tokenizer is read while the weights are.
+
+    Returns:
+        The config in force, whose context is what all devices have room for.
+    """
     tokenizer: Tokenizer | None = None
 
     async def load_tokenizer(folder: str) -> None:
@@ -383,7 +391,11 @@ async def _load(
             loading.start_soon(load_device, executor, f"executor {replica}")
         await load_device(executors[0], "executor")
     # A request may move to any replica, so each offers the blocks that all have.
-    return min(infos, key=lambda info: info.num_blocks), tokenizer
+    info = min(infos, key=lambda info: info.num_blocks)
+    config = fitted(config, info.num_blocks - 1, info.longest)  # all but the null block
+    if (line := context_line(config, info.longest)) is not None:
+        logger.warning(line)
+    return config, info, tokenizer
 
 
 def _first_leaf(group: BaseExceptionGroup[Exception]) -> Exception:

@@ -36,6 +36,9 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     dtype: str
     name: str  # for people: "cpu", "NVIDIA H200", …
     num_weight_bytes: int = 0  # in memory; 0: not counted
+    longest: int | None = (
+        None  # tokens of a sequence that the model's code can compute; None: any number
+    )
 
 
 def timed(result: StepResult, seconds: float) -> StepResult:

@@ -112,7 +112,8 @@ def num_kv_blocks(config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes
         item_bytes: of one number in the cache.
 
     Raises:
-        TrouperValidationError: one sequence of `max_model_len` does not fit; it names the longest that does.
+        TrouperValidationError: one sequence of the length that the user gave does not fit, or no block does; it names
+            the longest that does.
     """
     size, longest = config.block_size, config.max_model_len
     block_bytes = sum(spec.token_size for spec in specs) * size * item_bytes
@@ -122,11 +123,15 @@ def num_kv_blocks(config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes
         useful = config.scheduler.max_num_seqs * -(-longest // size)
         if config.device == "cuda":  # a GPU's memory is given to be used: the rest keeps prefixes
             useful = max(useful, MAX_PREFIX_BLOCKS)
+        else:
+            useful = min(useful, max(MAX_PREFIX_BLOCKS, -(-longest // size)))
         usable = min(config.kv_cache_bytes // block_bytes, useful)
-    if usable * size < longest:
+    if usable < 1 or (usable * size < longest and not config.is_length_open):
         raise TrouperValidationError(
-            f"the KV memory holds {usable} blocks of {size} tokens ({usable * block_bytes / 2**20:.0f} MiB): "
-            f"the largest max_model_len that fits is {usable * size}",
+            f"the KV cache holds {usable} blocks of {size} tokens ({usable * block_bytes / 2**20:.0f} MiB), "
+            f"and the largest max_model_len that fits is {usable * size}: give max_model_len='auto' "
+            "(--max-model-len auto) for the longest that fits, or more memory by kv_cache_memory_bytes "
+            "(--kv-cache-memory-bytes)",
             parameter="max_model_len",
             value=longest,
         )

@@ -61,7 +61,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "dtype": "Type of the weights: auto (as stored), float32, bfloat16 or float16.",
         "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
         "compress_weights": "Keep bfloat16 weights in 12 bits, exactly; by default with --max-num-seqs below 8.",
-        "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; the model's own by default.",
+        "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; by default (auto) the model's own, or what fits the KV cache.",
         "generation_config": "Source of sampling defaults: auto, trouper (ignore the model's), or a folder.",
         "override_generation_config": "Sampling defaults that win over the model's.",
         "enable_prompt_embeds": "Accept prompts that are embeddings.",
@@ -79,7 +79,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     "KV cache": {
         "block_size": "Tokens in a block of the KV cache.",
         "num_gpu_blocks_override": "Number of KV blocks, in place of as many as fit the memory.",
-        "kv_cache_memory_bytes": "Memory for the KV cache, in bytes.",
+        "kv_cache_memory_bytes": "Memory for the KV cache in bytes, e.g. 8G; by default half of what the weights leave.",
         "gpu_memory_utilization": "Share of the device's memory to use.",
         "enable_prefix_caching": "Reuse the blocks of equal prefixes; on by default.",
         "prefix_caching_hash_algo": "Hash of prefixes: sha256; others of vLLM are not supported yet.",

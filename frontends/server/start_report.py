@@ -18,7 +18,9 @@ def summarise(
     name: str, config: EngineConfig, info: DeviceInfo, addresses: Sequence[str], seconds: float
 ) -> list[str]:
     """Describe a server that is ready: what it serves where, and what it has for it."""
-    context = f"{config.max_model_len:,} tokens of context"
+    whole = config.model.max_position_embeddings
+    of = f" of {whole:,}" if config.max_model_len < whole else ""
+    context = f"{config.max_model_len:,}{of} tokens of context"
     lines = [f"serving {name} at {', '.join(addresses)}"]
     facts = {
         "model": f"{config.model.architecture}, {info.dtype}, {context}",

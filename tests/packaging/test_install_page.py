@@ -9,8 +9,8 @@ import pytest
 from trouper.actors.executor.kv_memory import kv_cache_specs
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
 from trouper.actors.executor.models.registry import decoder_traits
+from trouper.config.context import KV_SHARE, LEAST_CONTEXT
 from trouper.config.presets import GEOMETRIES
-from trouper.config.resolve import DEFAULT_KV_CACHE_BYTES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
 # bits of a weight of a layer, and of the output head
@@ -49,4 +49,5 @@ def test_the_memory_of_a_model_is_what_its_shapes_say(name, cells):
 
 
 def test_the_page_names_the_default_size_of_the_kv_cache():
-    assert f"at most {DEFAULT_KV_CACHE_BYTES // 2**30} GiB on a CPU" in PAGE
+    assert (KV_SHARE, "may take half of what the weights leave" in PAGE) == (0.5, True)
+    assert f"at least {LEAST_CONTEXT:,} tokens" in PAGE

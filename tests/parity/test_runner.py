@@ -1,5 +1,8 @@
 """What the runner promises the scheduler, on tiny models."""
 
+import os
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -214,8 +217,22 @@ def test_kv_memory_is_as_large_as_asked_and_no_larger_than_useful(folder):
     assert by_bytes.num_blocks == 51
 
 
+def test_pages_of_the_kv_cache_take_memory_when_they_are_first_used(folder):
+    """A cache of 2 GiB costs nothing at start: its pages are zero until a sequence writes to them."""
+    block_bytes = 2 * 2 * 2 * 16 * 8 * 4
+    before = resident_bytes()
+    runner = CpuRunner(engine_config(folder, num_gpu_blocks_override=2**31 // block_bytes))
+    assert runner.load().num_blocks > 2**17
+    assert resident_bytes() - before < 2**28
+    runner.close()
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_a_sequence_that_cannot_fit_is_refused_with_the_length_that_could(folder):
-    config = engine_config(folder, num_gpu_blocks_override=31)
+    config = engine_config(folder, num_gpu_blocks_override=31, max_model_len=256)
     with pytest.raises(TrouperValidationError, match=r"largest max_model_len that fits is 248"):
         CpuRunner(config).load()
     CpuRunner(engine_config(folder, num_gpu_blocks_override=31, max_model_len=248)).load()

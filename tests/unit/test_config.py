@@ -8,9 +8,10 @@ from dataclasses import fields
 import pytest
 
 from trouper.config.args import AsyncEngineArgs, EngineArgs
+from trouper.config.context import UNKNOWN_KV_CACHE_BYTES
 from trouper.config.model import DEMO_MODEL, DTYPES, ModelConfig
 from trouper.config.presets import GEOMETRIES
-from trouper.config.resolve import DEFAULT_KV_CACHE_BYTES, resolve
+from trouper.config.resolve import resolve
 from trouper.config.vllm_options import NOT_IMPLEMENTED
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
@@ -46,7 +47,7 @@ def test_defaults_are_those_of_the_specification(folder):
     assert config.scheduler.enable_prefix_caching
     assert config.scheduler.max_steps_in_flight == 2
     assert (config.block_size, config.num_blocks) == (128, None)
-    assert config.kv_cache_bytes == DEFAULT_KV_CACHE_BYTES
+    assert config.kv_cache_bytes > 0
     assert (config.dtype, config.max_model_len, config.max_logprobs) == ("bfloat16", 10_000, 20)
 
 
@@ -224,7 +225,8 @@ def test_an_unusable_config_says_what_is_wrong(tmp_path, text, message):
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_a_geometry_is_a_model_of_dummy_weights_with_the_demos_tokenizer(name):
+def test_a_geometry_is_a_model_of_dummy_weights_with_the_demos_tokenizer(name, monkeypatch):
+    monkeypatch.setattr("trouper.config.resolve.available_bytes", lambda **_: 2**40)
     config = resolve(EngineArgs(name, load_format="dummy"))
     assert config.model.hf_config.items() >= GEOMETRIES[name].items()
     assert (config.model.path, config.tokenizer) == (name, str(DEMO_MODEL))
@@ -324,10 +326,11 @@ def test_tokenizer_may_lie_elsewhere_or_be_left_out(folder, tmp_path):
     assert resolve(EngineArgs(path, tokenizer=str(elsewhere))).tokenizer == str(elsewhere)
 
 
-@pytest.mark.parametrize(("text", "size"), [("0", DEFAULT_KV_CACHE_BYTES), ("0.5", 2**29)])
-def test_cache_size_comes_from_the_environment(folder, monkeypatch, text, size):
-    monkeypatch.setenv("TROUPER_CPU_KVCACHE_SPACE", text)
-    assert resolve(EngineArgs(folder())).kv_cache_bytes == size
+def test_cache_size_comes_from_the_environment(folder, monkeypatch):
+    monkeypatch.setattr("trouper.config.resolve.available_bytes", lambda **_: None)
+    for text, size in (("0", UNKNOWN_KV_CACHE_BYTES), ("0.5", 2**29)):
+        monkeypatch.setenv("TROUPER_CPU_KVCACHE_SPACE", text)
+        assert resolve(EngineArgs(folder())).kv_cache_bytes == size
     assert resolve(EngineArgs(folder(), kv_cache_memory_bytes=10)).kv_cache_bytes == 10
 
 

@@ -43,7 +43,8 @@ def test_auto_is_the_longest_that_fits_the_blocks(folder):
     assert longest(path, num_gpu_blocks_override=3, block_size=16, max_model_len=-1) == 48
     assert longest(path, num_gpu_blocks_override=3) == 3 * 128
     assert longest(path, num_gpu_blocks_override=10**6) == 10_000
-    fixed = resolve(EngineArgs(path, num_gpu_blocks_override=3))
+    assert longest(path, num_gpu_blocks_override=3, block_size=16, max_model_len=None) == 48
+    fixed = resolve(EngineArgs(path, num_gpu_blocks_override=3, max_model_len=10_000))
     assert fixed.max_model_len == 10_000
 
 

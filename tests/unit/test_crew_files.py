@@ -104,7 +104,7 @@ def test_the_ranks_of_a_stage_share_one_memory_and_only_the_last_has_a_sheet(cre
 
 def test_too_little_memory_is_an_error_before_any_is_taken(monkeypatch):
     before = num_open()
-    monkeypatch.setattr(ranks, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(ranks, "available_bytes", lambda: 1000)
     # two rings of hidden states with two entries, two of tokens with three, a group of each stage
     wanted = 2 * 2 * 64 + 2 * 3 * 8 + 600 + 500
     with pytest.raises(

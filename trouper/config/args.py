@@ -101,7 +101,7 @@ class EngineArgs:
     enable_prefix_caching: bool | None = None
     prefix_caching_hash_algo: str = "sha256"
     gpu_memory_utilization: float = 0.92
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: int | str | None = None
     num_gpu_blocks_override: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None

@@ -40,6 +40,9 @@ ONE_OF = {
     "model_impl": ("auto", "trouper", "transformers"),
     "prefix_caching_hash_algo": ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
 }
+UNITS = {
+    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
 IDLE_ON_CPU = ("cudagraph_capture_sizes", "gpu_memory_utilization")
 
 
@@ -68,6 +71,23 @@ def log_idle_options(args: EngineArgs) -> None:
     idle = [name for name in IDLE_ON_CPU if getattr(args, name) != defaults[name]]
     if idle:
         logger.info("no effect on the CPU: %s", ", ".join(idle))
+
+
+def human_int(value: Any, parameter: str) -> int:
+    """Read `8k`, `1M`, `4096`: lower-case suffixes are decimal, upper-case ones binary.
+
+    Raises:
+        TrouperValidationError: it is no number; the message names the parameter.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        if not isinstance(value, str):
+            return operator.index(value)
+        text = value.strip()
+        return int(float(text[:-1]) * UNITS[text[-1]]) if text[-1:] in UNITS else int(text)
+    except (OverflowError, TypeError, ValueError):
+        raise invalid(parameter, "must be a number such as 4096, 8k or 1M", value) from None
 
 
 def _check_types(args: EngineArgs) -> None:
@@ -113,6 +133,9 @@ def _check_lists(args: EngineArgs) -> None:
 
 
 def _check_numbers(args: EngineArgs) -> None:
+    memory = args.kv_cache_memory_bytes
+    if isinstance(memory, str):
+        args.kv_cache_memory_bytes = human_int(memory, "kv_cache_memory_bytes")
     for name in AT_LEAST:
         value = _as_integer(getattr(args, name))
         setattr(args, name, value)

@@ -4,7 +4,6 @@ Only json files are read here; torch is never imported.
 """
 
 import math
-import operator
 import os
 from typing import Any, Literal, cast
 
@@ -13,6 +12,15 @@ import msgspec
 from trouper.config.adapters import LoRAConfig
 from trouper.config.args import EngineArgs
 from trouper.config.checks import ROUNDED, check_engine_args, log_idle_options
+from trouper.config.context import (
+    Context,
+    Sizes,
+    check_weights_fit,
+    choose_context,
+    default_kv_cache_bytes,
+    given_length,
+    weight_bytes,
+)
 from trouper.config.cpu_bind import CpuBind, read_cpu_bind
 from trouper.config.devices import (
     DeviceKind,
@@ -21,6 +29,7 @@ from trouper.config.devices import (
     choose_device,
     choose_device_worker,
 )
+from trouper.config.memory import available_bytes
 from trouper.config.model import (
     ModelConfig,
     code_folder,
@@ -47,9 +56,6 @@ DEFAULT_BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 128, "cuda": 16}
 CPU_STEP_TOKENS = 1024
 # twelve bits a weight multiply one row 1.2 times as fast as sixteen, eight rows or more 0.85 to 0.95 times
 COMPRESSED_ROWS = 8
-DEFAULT_KV_CACHE_BYTES = (
-    2 * 2**30
-)  # CPU, when nothing else says; capped by what max_num_seqs can use
 # adapters that are loaded at once; on the CPU a slot takes memory when it is first loaded
 ADAPTER_SLOTS: dict[DeviceKind, int] = {
     "cpu": 32,
@@ -115,6 +121,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.92  # of the GPU's memory
     seed: int
     max_model_len: int
+    # max_model_len was not given, so it is shortened to what the KV cache holds once that is known.
+    is_length_open: bool = False
     max_logprobs: int
     renderer_num_workers: int
     block_size: int
@@ -194,16 +202,18 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
     nodes = nodes_config(args, device)
     dtype = concrete_dtype(args.dtype, model)
     block_size = args.block_size or DEFAULT_BLOCK_SIZES[device]
-    kv_cache_bytes = args.kv_cache_memory_bytes
-    if kv_cache_bytes is None and device == "cpu":
-        kv_cache_bytes = _kv_cache_bytes()
     speculation = speculative_config(args.speculative_config, device, pools=pooler is not None)
     draft = draft_model(args, model, speculation)
-    token_bytes = kv_bytes_per_token(model, dtype, args.tensor_parallel_size)
-    if draft is not None and token_bytes is not None:
-        token_bytes += kv_bytes_per_token(draft, dtype) or 0
-    block_bytes = None if token_bytes is None else token_bytes * block_size
-    max_model_len = _max_model_len(args, model, pooler, block_size, block_bytes, kv_cache_bytes)
+    num_nodes = 1 if nodes is None else nodes.num_nodes
+    context_sizes = Sizes(
+        longest=model.max_position_embeddings,
+        block_size=block_size,
+        token_bytes=_token_bytes(args, model, draft, dtype),
+        weight_bytes=weight_bytes(args, model, dtype) * args.data_parallel_size // num_nodes,
+        num_workers=max(1, math.prod(sizes) // num_nodes),
+    )
+    context = _context(args, context_sizes, device, pooler)
+    max_model_len = context.max_model_len
     scheduler = _scheduler_config(args, max_model_len, device, pooler, offline)
     if speculation is not None:
         scheduler = _with_drafts(args, scheduler, speculation)
@@ -235,9 +245,10 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         quantization=quantization,
         compress_weights=compresses,
         max_model_len=max_model_len,
+        is_length_open=context.is_open,
         block_size=block_size,
         num_blocks=args.num_gpu_blocks_override,
-        kv_cache_bytes=kv_cache_bytes,
+        kv_cache_bytes=context.kv_cache_bytes,
         shutdown_timeout_s=args.shutdown_timeout,
         render_timeout_s=_environ("TROUPER_CHAT_TEMPLATE_RENDER_TIMEOUT", 30.0),
         log_stats=not args.disable_log_stats,
@@ -253,6 +264,36 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         scheduler=scheduler,
         **{name: getattr(args, name) for name in UNCHANGED},
     )
+
+
+def _token_bytes(
+    args: EngineArgs, model: ModelConfig, draft: ModelConfig | None, dtype: str
+) -> int | None:
+    """Compute what one worker keeps of a token, as if all stages had the same number of layers."""
+    whole = kv_bytes_per_token(model, dtype, args.tensor_parallel_size)
+    if whole is None:
+        return None
+    whole += (draft and kv_bytes_per_token(draft, dtype)) or 0
+    return -(-whole // args.pipeline_parallel_size)
+
+
+def _context(
+    args: EngineArgs, sizes: Sizes, device: DeviceKind, pooler: PoolerSpec | None
+) -> Context:
+    """Choose the length of the context and the memory of the KV cache, which a model that pools does not have."""
+    kv_cache_bytes = cast("int | None", args.kv_cache_memory_bytes)  # a text has been read
+    if kv_cache_bytes is None and device == "cpu":
+        kv_cache_bytes = int(_environ("TROUPER_CPU_KVCACHE_SPACE", 0.0) * 2**30) or None
+    measures = kv_cache_bytes is None and device == "cpu"
+    if measures:
+        check_weights_fit(args, sizes.weight_bytes, available_bytes(with_swap=True))
+    if pooler is not None:
+        length = given_length(args.max_model_len, sizes.longest)
+        default = min(sizes.longest, pooler.max_length or sizes.longest)
+        return Context(default if length is None else length, kv_cache_bytes, length is None)
+    if measures:
+        kv_cache_bytes = default_kv_cache_bytes(args, sizes, available_bytes())
+    return choose_context(args, sizes, kv_cache_bytes)
 
 
 def _scheduler_config(
@@ -393,40 +434,6 @@ def _graph_sizes(args: EngineArgs) -> tuple[int, ...] | None:
     return tuple(sorted(set(sizes))) or None
 
 
-def _max_model_len(
-    args: EngineArgs,
-    model: ModelConfig,
-    pooler: PoolerSpec | None,
-    block_size: int,
-    block_bytes: int | None,
-    kv_cache_bytes: int | None,
-) -> int:
-    """Choose the longest sequence.
-
-    None: the model's own; -1 or auto: as much of that as the KV memory holds, if its size is known.
-    """
-    wanted, longest = args.max_model_len, model.max_position_embeddings
-    if wanted is None:
-        return min(longest, (pooler and pooler.max_length) or longest)
-    if wanted in (-1, "-1", "auto"):
-        if pooler is not None:  # it keeps no KV
-            return longest
-        num_blocks = args.num_gpu_blocks_override
-        if num_blocks is None and block_bytes and kv_cache_bytes:
-            num_blocks = kv_cache_bytes // block_bytes
-        if num_blocks is None:
-            return longest
-        return max(1, min(longest, num_blocks * block_size))
-    length = _human_int(wanted)
-    if not 1 <= length <= longest:
-        raise TrouperValidationError(
-            f"max_model_len must be in [1, {longest}] for this model",
-            parameter="max_model_len",
-            value=wanted,
-        )
-    return length
-
-
 def _batch_limits(args: EngineArgs, max_model_len: int, offline: bool) -> tuple[int, int]:
     """Choose `max_num_seqs` and `max_num_batched_tokens`; what is left out is made to fit what is given."""
     num_tokens = args.max_num_batched_tokens
@@ -452,26 +459,6 @@ def _batch_limits(args: EngineArgs, max_model_len: int, offline: bool) -> tuple[
             parameter="max_num_active_seqs",
         )
     return num_seqs, num_tokens
-
-
-def _human_int(value: Any) -> int:
-    """Read `8k`, `1M`, `4096`: lower-case suffixes are decimal, upper-case ones binary."""
-    units = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        if not isinstance(value, str):
-            return operator.index(value)
-        return int(float(value[:-1]) * units[value[-1]]) if value[-1:] in units else int(value)
-    except (OverflowError, TypeError, ValueError):
-        raise TrouperValidationError(
-            "must be a number such as 4096, 8k or 1M", parameter="max_model_len", value=value
-        ) from None
-
-
-def _kv_cache_bytes() -> int:
-    """Read `TROUPER_CPU_KVCACHE_SPACE`, which is in GiB; 0 or unset means the default."""
-    return int(_environ("TROUPER_CPU_KVCACHE_SPACE", 0.0) * 2**30) or DEFAULT_KV_CACHE_BYTES
 
 
 def _environ(name: str, default: float) -> float:

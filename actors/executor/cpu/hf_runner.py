@@ -64,7 +64,7 @@ class HfRunner:
         config = self._config
         self.wake(frozenset({"weights"}))
         assert self._decoder is not None
-        specs = layer_cache_specs(self._decoder.layers)
+        specs, longest = layer_cache_specs(self._decoder.layers), self._decoder.longest
         self._num_blocks = num_kv_blocks(config, specs, self._dtype.itemsize)
         self.wake(frozenset({"kv_cache"}))
         return DeviceInfo(
@@ -73,6 +73,7 @@ class HfRunner:
             dtype=config.dtype,
             name="cpu",
             num_weight_bytes=self._decoder.num_weight_bytes,
+            longest=longest if longest < config.max_model_len else None,
         )
 
     def sleep(self, level: int) -> None:

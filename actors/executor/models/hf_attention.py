@@ -90,7 +90,7 @@ class HfAttention:
     """
 
     def __init__(self, dtype: torch.dtype, block_size: int, max_model_len: int) -> None:
-        self._dtype, self._block_size, self._max_model_len = dtype, block_size, max_model_len
+        self._dtype, self._block_size, self.max_model_len = dtype, block_size, max_model_len
         self.layers: tuple[LayerAttention, ...] = ()
         self._trial: _Trial | None = None
         self._ops: list[CpuOps] = []  # of each layer
@@ -115,7 +115,7 @@ class HfAttention:
         Raises:
             UnsupportedFeatureError: a layer asks for what this attention does not do.
         """
-        trial = self._trial = _Trial(self._dtype, self._max_model_len)
+        trial = self._trial = _Trial(self._dtype, self.max_model_len)
         try:
             run()
         finally:

@@ -50,6 +50,11 @@ class HfDecoder:
         return self._attention.layers
 
     @property
+    def longest(self) -> int:
+        """The tokens of the longest sequence for which its attention has been examined."""
+        return self._attention.max_model_len
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The distinct windows, so that a batch plans its attention once for each."""
         return tuple(dict.fromkeys(layer.window for layer in self._attention.layers))

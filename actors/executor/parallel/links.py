@@ -6,7 +6,6 @@ On one machine a link is a ring in memory that both sides have, between machines
 import os
 import stat
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -43,17 +42,3 @@ def open_next(files: list[int], num_entries: int, entry_bytes: int) -> Link:
         return TcpLink(files.pop(0), entry_bytes)
     ring, files[:3] = RingFiles(*files[:3]), []
     return Ring(ring, num_entries, entry_bytes)
-
-
-def free_bytes() -> int:
-    """Read how much memory this machine, and this cgroup, can still give."""
-    words = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(words["MemAvailable"].split()[0]) * 1024
-    try:
-        path = Path("/proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2]
-        folder = Path(f"/sys/fs/cgroup{path}")
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-    except (OSError, ValueError, IndexError):
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)

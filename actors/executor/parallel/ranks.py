@@ -17,11 +17,11 @@ from typing import NamedTuple
 from trouper.actors.executor.parallel.links import (
     Link,
     close_files,
-    free_bytes,
     open_next,
 )
 from trouper.actors.executor.parallel.rings import create_ring
 from trouper.actors.stages import num_ring_entries
+from trouper.config.memory import available_bytes
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
@@ -204,8 +204,8 @@ def open_worker_links(worker: int, files: Sequence[int], sizes: CrewSizes) -> Wo
 
 
 def _check_memory(parts: Sequence[int]) -> None:
-    wanted, free = sum(parts), free_bytes()
-    if wanted > free:
+    wanted, free = sum(parts), available_bytes()
+    if free is not None and wanted > free:
         raise DeviceStartError(
             f"the workers share {wanted} bytes for their sums, hidden states and logits, {free} are free"
         )

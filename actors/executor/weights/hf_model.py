@@ -8,9 +8,11 @@ Laws:
   * What is not admitted is refused with the reason before the engine is ready.
 """
 
+import sys
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import nn
 
@@ -78,7 +80,14 @@ def _load(config: EngineConfig, wrap: Wrap | None) -> HfDecoder:
             "enable_prompt_embeds: its layers look up each token by its id"
         )
     model = _with_weights(cls, hf_config, config, dtype)
-    _check_ropes(model, config.max_model_len)
+    longest = _longest(model)
+    if longest < config.max_model_len:
+        if not config.is_length_open:
+            raise UnsupportedFeatureError(
+                f"its positions are stretched beyond {longest} tokens by the length of each sequence; "
+                f"set max_model_len to {longest} or less, or to 'auto'"
+            )
+        config = msgspec.structs.replace(config, max_model_len=longest)
     try:
         decoder = _checked(model, config, dtype)
     except TrouperError:
@@ -295,16 +304,15 @@ def _dummy(cls: Any, hf_config: Any, seed: int, dtype: torch.dtype) -> nn.Module
     return model.eval()
 
 
-def _check_ropes(model: nn.Module, max_model_len: int) -> None:
-    """Refuse lengths at which a sequence's keys would depend on how long others are."""
+def _longest(model: nn.Module) -> int:
+    """Find the length beyond which a sequence's keys would depend on how long others are."""
+    found = sys.maxsize
     for module in model.modules():
         kind: Any = getattr(module, "rope_type", None)
         kinds: set[Any] = (
             set(cast("dict[Any, Any]", kind).values()) if isinstance(kind, dict) else {kind}
         )
         longest = getattr(module, "original_max_seq_len", None)
-        if kinds & set(GROWING_ROPES) and longest is not None and max_model_len > longest:
-            raise UnsupportedFeatureError(
-                f"its positions are stretched beyond {longest} tokens by the length of each sequence; "
-                f"set max_model_len to {longest} or less"
-            )
+        if kinds & set(GROWING_ROPES) and longest is not None:
+            found = min(found, int(longest))
+    return found

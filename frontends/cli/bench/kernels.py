@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from trouper.config.devices import cuda_problem
-from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
 from trouper.frontends.cli.bench.options import ReportOptions, note
@@ -82,8 +81,9 @@ def kernels(
     config: dict[str, Any] | None = None
     if model is not None:
         from trouper.config.args import EngineArgs
+        from trouper.config.model import ModelConfig
 
-        config = resolve(EngineArgs(model=model, load_format="dummy")).model.hf_config
+        config = ModelConfig.load(EngineArgs(model=model, load_format="dummy")).hf_config
 
     from trouper.bench import kernels as core
     from trouper.bench.cuda_roofs import clock_and_roofs
