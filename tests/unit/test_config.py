@@ -12,7 +12,7 @@ from trouper.config.context import UNKNOWN_KV_CACHE_BYTES
 from trouper.config.model import DEMO_MODEL, DTYPES, ModelConfig
 from trouper.config.presets import GEOMETRIES
 from trouper.config.resolve import resolve
-from trouper.config.vllm_options import NOT_IMPLEMENTED
+from trouper.config.vllm_options import NOT_IMPLEMENTED, NOT_NEEDED
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 CONFIG = {
@@ -96,6 +96,20 @@ def test_what_is_not_implemented_is_accepted_at_its_default_only(name):
         EngineArgs(**{name: "something else"})
 
 
+def test_the_length_of_steps_is_learnt_for_none_and_free_by_default():
+    lengths = [resolve(EngineArgs(**wish)).scheduler.max_step_ms for wish in MAX_STEPS]
+    assert lengths == [0, None, 0, 250]
+
+
+MAX_STEPS = {}, {"max_step_ms": None}, {"max_step_ms": 0}, {"max_step_ms": 250}
+
+
+@pytest.mark.parametrize("name", sorted(NOT_NEEDED))
+def test_limits_on_prompts_are_not_needed(name):
+    with pytest.raises(UnsupportedFeatureError, match=r"not needed: steps are shared by time"):
+        EngineArgs(**{name: 2})
+
+
 def test_the_runner_may_be_said_aloud():
     assert resolve(EngineArgs(runner="generate", convert="none")).pooler is None
     assert resolve(EngineArgs(runner="pooling")).pooler.tasks == ("embed", "token_embed")
@@ -119,6 +133,8 @@ def test_the_runner_may_be_said_aloud():
         ({"kv_cache_memory_bytes": 0}, "parameter=kv_cache_memory_bytes"),
         ({"renderer_num_workers": 0}, "parameter=renderer_num_workers"),
         ({"stream_interval": 0}, "parameter=stream_interval"),
+        ({"max_step_ms": -1}, "parameter=max_step_ms"),
+        ({"max_step_ms": 1.5}, "parameter=max_step_ms"),
         ({"long_prefill_token_threshold": -1}, "parameter=long_prefill_token_threshold"),
         ({"max_logprobs": -2}, "parameter=max_logprobs"),
         ({"shutdown_timeout": -0.5}, "parameter=shutdown_timeout"),

@@ -167,7 +167,8 @@ def _check_number(args: EngineArgs, name: str, value: Any) -> None:
 
 
 def _is_optional(args: EngineArgs, name: str) -> bool:
-    return any(f.name == name and f.default is None for f in dataclasses.fields(args))
+    (field,) = (field for field in dataclasses.fields(args) if field.name == name)
+    return field.default is None or field.type == int | None
 
 
 def _is_number(value: Any) -> bool:
