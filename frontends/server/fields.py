@@ -247,6 +247,7 @@ RESPONSES = Others(
         **HARMLESS,
         "max_tool_calls": "limits the calls of built-in tools, and there are none",
         "background_options": ONLY_SPEED,
+        "client_metadata": ONLY_RECORDS,  # of Codex
     },
 )  # fmt: skip
 MESSAGES = Others(

@@ -18,12 +18,13 @@ TEMPLATE = """\
 {% endif %}
 {%- for message in messages %}
 {%- if message.role == 'system' %}
-{%- if not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+{%- if not loop.first %}<|im_start|>system
+{{ message.content }}<|im_end|>
+{% endif %}
 {%- elif message.role == 'tool' %}<|im_start|>user
 <tool_response>{{ message.content }}</tool_response><|im_end|>
 {% else %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>
-{% endif %}{{ message.content or '' }}
+{{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}
 <tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
 {%- endfor %}<|im_end|>
