@@ -6,17 +6,20 @@ messages, tools or variables, that spells one of the model's control tokens is n
 (`Tokenizer.encode_pieces`).
 """
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
 
+from trouper.actors.rendering.arrangements import Chat
+from trouper.actors.rendering.arranger import Arranger
 from trouper.actors.rendering.jinja import make_environment
+from trouper.actors.rendering.past_calls import past_arguments
 from trouper.actors.rendering.seams import SEAM, sew
 from trouper.actors.rendering.template_orders import MARK, is_array, is_object, plain_data
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is the templates' own
@@ -56,6 +59,8 @@ class ChatTemplate:
         control = {t for t in added if t in source and not t.isspace()} | set(special)
         self._special = frozenset(t for t in special if len(t) > 1)  # one character has no inside
         self._control = frozenset(t for t in control if len(t) > 1)
+        self._special_tokens: Mapping[str, str] = {}
+        self._arranger = Arranger(self._text_of)
 
     def render(
         self,
@@ -66,10 +71,16 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        needed: Collection[str] = (),
+        arranges: bool = False,
     ) -> list[str]:
         """The text of the conversation in pieces; no token may be found across two of them.
 
-        `variables` are the caller's, `special_tokens` the tokenizer's (`bos_token`, …).
+        Args:
+            variables: the caller's.
+            special_tokens: the tokenizer's (`bos_token`, …).
+            needed: names of variables that the template must read, unless they ask for nothing.
+            arranges: the messages are mapped, merged or moved where the template would drop or refuse some.
 
         Raises:
             TrouperValidationError: messages of a wrong form, or that the template refuses.
@@ -80,47 +91,64 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt exclude each other",
                 parameter="continue_final_message",
             )
-        try:
-            chat = [self._message(i, message) for i, message in enumerate(messages)]
-            if not chat:
-                raise TrouperValidationError(
-                    "a conversation must not be empty", parameter="messages"
-                )
+        self._check_read(variables or {}, needed)
+        self._special_tokens = special_tokens or {}
+        with _typed_faults():
+            given = [_plain_message(i, message) for i, message in enumerate(messages)]
+            if not given:
+                raise invalid("messages", "a conversation must not be empty")
+            chat = [self._message(i, message) for i, message in enumerate(given)]
+            tools, used = plain_data(tools), self._used(variables)
+            if arranges:
+                options = {**used, "add_generation_prompt": add_generation_prompt}
+                arranged = self._arranger.arrange(given, tools, options)
+                if arranged.messages != given:
+                    chat = [self._message(i, m) for i, m in enumerate(arranged.messages)]
+                tools = arranged.tools
             final = self._mark_end(chat) if continue_final_message else None
-            text = self._template.render(
+            text = self._text(
                 messages=chat,
-                tools=_sewn(plain_data(tools), self._control),
+                tools=_sewn(tools, self._control),
                 add_generation_prompt=add_generation_prompt,
-                **{
-                    "documents": None,
-                    **self._used(special_tokens),
-                    **_sewn(self._used(variables), self._control),
-                },
+                variables=_sewn(used, self._control),
             )
-        except TrouperValidationError:
-            raise
-        except TEMPLATE_FAULTS as error:
-            reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
-            raise TrouperValidationError(
-                f"the chat template refuses this conversation: {reason[:1000]}",
-                parameter="messages",
-            ) from error
         return (text if final is None else _cut_end(text, final)).split(SEAM)
+
+    def _text(self, *, variables: Mapping[str, Any], **fields: Any) -> str:
+        special = self._used(self._special_tokens)
+        with _typed_faults():
+            return self._template.render(**fields, **{"documents": None, **special, **variables})
+
+    def _text_of(self, chat: Chat, options: Mapping[str, Any]) -> str:
+        """Render a conversation that is to be tried."""
+        messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
+        adds = options.get("add_generation_prompt", True)
+        variables = {k: v for k, v in options.items() if k != "add_generation_prompt"}
+        return self._text(
+            messages=messages, tools=chat.tools, add_generation_prompt=adds, variables=variables
+        )
+
+    def _check_read(self, variables: Mapping[str, Any], needed: Collection[str]) -> None:
+        """Refuse variables that the template does not read: they would be dropped without a word."""
+        for name in needed:
+            if name == "documents" and variables.get(name) and name not in self.variables:
+                raise invalid(
+                    name, "the chat template has no place for them; put them into a message"
+                )
+            if name in RESERVED:
+                raise invalid("chat_template_kwargs", f"{name} is a field of its own")
+            if variables.get(name) and name not in self.variables:
+                read = ", ".join(sorted(self.variables))[:400] or "none"
+                rule = f"the chat template does not read {name[:64]!r}; it reads {read}"
+                raise invalid("chat_template_kwargs", rule)
 
     def _used(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
         """Copy the variables that the template names, and drop the others."""
         return {k: plain_data(v) for k, v in (variables or {}).items() if k in self.variables}
 
-    def _message(self, index: int, message: Any) -> dict[str, Any]:
-        """A checked copy in the form that templates expect."""
-        message = plain_data(message)
-        where = f"messages[{index}]"
-        if not is_object(message):
-            raise TrouperValidationError("a message must be a dict", parameter=where, value=message)
-        if not isinstance(role := message.get("role"), str):
-            raise TrouperValidationError("the role must be a string", parameter=f"{where}.role")
-        for call in message.get("tool_calls") or ():
-            _parse_arguments(call)
+    def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy in the form that templates expect."""
+        where, role = f"messages[{index}]", message["role"]
         # The model itself writes `<think>` and the like, so an earlier answer may hold them as tokens.
         unwelcome = self._special if role == "assistant" else self._control
         given = {key: value for key, value in message.items() if value is not None}
@@ -168,6 +196,37 @@ class ChatTemplate:
         return text
 
 
+@contextmanager
+def _typed_faults() -> Generator[None]:
+    """Turn what a template or its data raise into the error of the request."""
+    try:
+        yield
+    except TrouperValidationError:
+        raise
+    except TEMPLATE_FAULTS as error:
+        reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+        raise TrouperValidationError(
+            f"the chat template refuses this conversation: {reason[:1000]}", parameter="messages"
+        ) from error
+
+
+def _plain_message(index: int, message: Any) -> dict[str, Any]:
+    """Return a checked copy of a message with nothing but JSON types in it."""
+    message = plain_data(message)
+    where = f"messages[{index}]"
+    if not is_object(message):
+        raise TrouperValidationError("a message must be a dict", parameter=where, value=message)
+    if not isinstance(message.get("role"), str):
+        raise TrouperValidationError("the role must be a string", parameter=f"{where}.role")
+    calls = message.get("tool_calls")
+    for i, call in enumerate(calls if is_array(calls) else ()):
+        function = call.get("function") if is_object(call) else None
+        if is_object(function):
+            place = f"{where}.tool_calls[{i}].function.arguments"
+            function["arguments"] = past_arguments(function.get("arguments"), place)
+    return message
+
+
 def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
@@ -182,18 +241,6 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     if not isinstance(text, str):
         raise TrouperValidationError("a part must hold text", parameter=f"{where}.text")
     return {"type": "text", "text": text}
-
-
-def _parse_arguments(call: Any) -> None:
-    """Templates dump a call's arguments as json, so they must not be a json string already."""
-    function = call.get("function") if is_object(call) else None
-    if is_object(function) and isinstance(arguments := function.get("arguments"), str):
-        try:
-            parsed = json.loads(arguments)
-        except ValueError:
-            return
-        if is_object(parsed):
-            function["arguments"] = parsed
 
 
 def _cut_end(text: str, final: str) -> str:

@@ -46,7 +46,8 @@ INFILL_KEYS = TEXT_KEYS | GAP_KEYS
 CHAT_KEYS = frozenset(
     {
         "messages", "chat_template", "foreign_chat_template", "add_generation_prompt",
-        "continue_final_message", "tools", "chat_template_kwargs", "cache_salt", "mm_processor_kwargs",
+        "continue_final_message", "tools", "chat_template_kwargs", "template_defaults", "documents",
+        "cache_salt", "mm_processor_kwargs",
     }
 )  # fmt: skip
 LATER_KEYS = frozenset(
@@ -267,6 +268,8 @@ class Prompts:
             raise invalid("tools", "must be a list of dicts")
         if not isinstance(variables, Mapping):
             raise invalid("chat_template_kwargs", "must be a dict", type(variables).__name__)
+        if documents := prompt.get("documents"):
+            variables = {**cast("Mapping[str, Any]", variables), "documents": documents}
         messages, embeds = take_embeds(cast("Sequence[Any]", messages), self._decoded)
         foreign = prompt.get("foreign_chat_template")
         if foreign is None or foreign in tokenizer.chat_templates:
@@ -281,8 +284,10 @@ class Prompts:
             tools=tools,
             add_generation_prompt=prompt.get("add_generation_prompt", True),
             continue_final_message=prompt.get("continue_final_message", False),
-            variables=variables,
+            variables={**prompt.get("template_defaults", {}), **variables},
             special_tokens=tokenizer.special_tokens,
+            needed=list(variables),
+            arranges=True,
         )
         return pieces, embeds
 

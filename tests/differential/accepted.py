@@ -95,7 +95,7 @@ ACCEPTED = [
     Accepted(
         r"chat: developer",
         r"\$\.usage\.(prompt|total)_tokens",
-        "the role `developer` reaches the template as it is; vLLM renders it as `system` where the template does not know it",
+        "the role `developer` reaches a template that shows it as it is; vLLM renders it as `system` where the template does not name it",
     ),
     Accepted(
         r"models",

@@ -168,3 +168,34 @@ async def test_a_conversation_to_tokens(client):
     tokens = (await client.post("/tokenize", {"messages": MESSAGES})).json["tokens"]
     assert tokens == reply["prompt_token_ids"]
     assert len(reply["choices"][0]["token_ids"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template_kwargs": {"mood": "glad"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+        ({"documents": [{"title": "a", "text": "b"}]}, "documents"),
+    ],
+)
+async def test_what_the_template_has_no_place_for_is_named(client, fields, param):
+    answer = await client.post(PATH, {**GREEDY, **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_a_switch_that_asks_for_nothing_is_allowed(client):
+    fields = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+    assert (await client.post(PATH, {**GREEDY, **fields, "documents": []})).status == 200
+
+
+async def test_a_server_arranges_what_its_template_would_drop(make_client):
+    template = "{% for m in messages if m.role == 'user' %}U:{{ m.content }};{% endfor %}"
+    fields = {"chat_template": template, "return_prompt_text": True, "max_tokens": 1}
+    messages = [{"role": "developer", "content": "brief"}, {"role": "user", "content": "hi"}]
+    client = make_client(trust_request_chat_template=True)
+    reply = (await client.post(PATH, {**fields, "messages": messages})).json
+    assert reply["prompt_text"] == "U:brief\n\nhi;"
+    messages.insert(1, {"role": "narrator", "content": "once"})
+    answer = await client.post(PATH, {**fields, "messages": messages})
+    assert (answer.status, answer.error["param"]) == (400, "messages[1]")
+    assert "'narrator'" in answer.error["message"]

@@ -206,7 +206,7 @@ class TestInMemory:
         reply = (await client.post(PATH, {**GREEDY, "thinking": {"type": "disabled"}})).json
         assert reply["content"] == [text("yes")]
         prompt, *_ = client.engine.asked[0]
-        assert prompt["chat_template_kwargs"] == {"enable_thinking": False}
+        assert prompt["template_defaults"] == {"enable_thinking": False}
 
     async def test_the_budget_of_thinking_is_the_engines(self, says):
         client = says("<think>hm</think>yes", **REASONING)
@@ -214,7 +214,7 @@ class TestInMemory:
         await client.post(PATH, {**GREEDY, "thinking": thinking})
         prompt, params, _ = client.engine.asked[0]
         assert params.thinking_token_budget == 5
-        assert prompt["chat_template_kwargs"] == {"enable_thinking": True}
+        assert prompt["template_defaults"] == {"enable_thinking": True}
 
     async def test_system_messages_keep_their_places(self, asked):
         later = {
@@ -242,7 +242,7 @@ class TestInMemory:
 
     async def test_effort_goes_to_the_template(self, asked):
         _, (prompt, *_) = await asked({**GREEDY, "output_config": {"effort": "high"}})
-        assert prompt["chat_template_kwargs"] == {"reasoning_effort": "high"}
+        assert prompt["template_defaults"] == {"reasoning_effort": "high"}
 
     @pytest.mark.parametrize("edits", [[], [{"type": "clear_thinking_20251015", "keep": "all"}]])
     async def test_the_answer_says_that_no_edit_was_applied(self, client, edits):

@@ -246,6 +246,33 @@ async def test_a_hostile_answer_is_an_answer(engine, case):
     )
 
 
+async def test_tools_are_in_the_prompt_of_a_template_without_a_place_for_them(client):
+    fields = {**CHAT, "return_prompt_text": True, "max_tokens": 1}
+    reply = (await client.post(PATH, fields)).json
+    assert '{"name": "f", "parameters": {"type": "object"' in reply["prompt_text"]
+    bare = (await client.post(PATH, {**fields, "tools": None})).json
+    assert bare["usage"]["prompt_tokens"] < reply["usage"]["prompt_tokens"]
+
+
+async def test_a_whole_loop_of_calls_is_in_such_a_prompt(client):
+    function = {"name": "f", "arguments": ""}
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "c", "content": "seven"}
+    fields = {**CHAT, "messages": [*CHAT["messages"], call, result], "max_tokens": 1}
+    text = (await client.post(PATH, {**fields, "return_prompt_text": True})).json["prompt_text"]
+    assert '{"name": "f", "arguments": {}}' in text
+    assert "Result of the tool f:\nseven" in text
+    function["arguments"] = "[1]"
+    answer = await client.post(PATH, fields)
+    assert (answer.status, answer.error["param"]) == (
+        400,
+        "messages[1].tool_calls[0].function.arguments",
+    )
+
+
 CUT = '{"name": "f", "arguments": '
 
 

@@ -4,9 +4,12 @@ import copy
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from trouper.actors.rendering.chat import ChatTemplate
+from trouper.actors.rendering.past_calls import past_arguments
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
@@ -142,11 +145,35 @@ def call(arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "shown"), [('{"a": 1}', '{"a": 1}'), ("not json", '"not json"'), ("[1]", '"[1]"')]
-)
-def test_arguments_of_calls_become_data_when_they_are_an_object(arguments, shown):
+    ("arguments", "shown"),
+    [
+        ('{"a": 1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), ('"{\\"a\\": 1}"', '{"a": 1}'),
+        ("", "{}"), ("  ", "{}"), (None, "{}"), ("null", "{}"), ("{}", "{}"),
+        ('{"a": "x', '{"a": "x"}'), ('{"a": [1, {"b": 2}, {"c', '{"a": [1, {"b": 2}, {}]}'), ('{"a": tr', "{}"),
+        ('{"a": 1, "b', '{"a": 1}'), ('{"a": 1, "b":', '{"a": 1}'), ('{"a": 1,', '{"a": 1}'), ("{", "{}"), ('{"a": "x\\', "{}"),
+        ('{"a": "x\ny"}', '{"a": "x\\ny"}'),
+    ],
+)  # fmt: skip
+def test_arguments_of_past_calls_become_an_object(arguments, shown):
     template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}")
     assert render(template, [{"role": "assistant", "tool_calls": [call(arguments)]}]) == shown
+
+
+@pytest.mark.parametrize("arguments", ["not json", "[1]", [1], 7, '{"a": 1} x', '"x"', True])
+def test_past_arguments_that_are_no_object_are_named(arguments):
+    message = {"role": "assistant", "tool_calls": [call("{}"), call(arguments)]}
+    place = r"messages\[1\].tool_calls\[1\].function.arguments: must be a JSON object"
+    with pytest.raises(TrouperValidationError, match=place):
+        ChatTemplate(CHATML).render([USER, message])
+
+
+@given(st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=6), max_size=3), st.data())  # fmt: skip
+def test_past_arguments_that_were_cut_anywhere_are_recovered(arguments, data):
+    text = json.dumps(arguments)
+    cut = text[: data.draw(st.integers(1, len(text)))]
+    found = past_arguments(cut, "x")
+    assert found.keys() <= arguments.keys()
+    assert past_arguments(text, "x") == arguments
 
 
 @pytest.mark.parametrize("given", [{}, {"content": None}])

@@ -7,7 +7,7 @@ from typing import Any, cast
 from trouper.errors import invalid
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from trouper.frontends.server.anthropic.tools import chat_tool_choice, chat_tools
-from trouper.frontends.server.openai.requests import ChatRequest, ResponseFormat
+from trouper.frontends.server.openai.requests import ChatRequest, DerivedChat, ResponseFormat
 from trouper.frontends.server.openai.transcript import Transcript
 from trouper.frontends.server.unsupported import (
     NO_MEDIA,
@@ -52,7 +52,7 @@ def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
     response_format = _response_format(request)
     if response_format is not None and fields.get("structured_outputs") is not None:
         raise invalid("structured_outputs", f"not beside {FORMAT}")
-    return ChatRequest(
+    return DerivedChat(
         messages=transcript.messages,
         response_format=response_format,
         reasoning_effort=_effort(request),
@@ -65,14 +65,13 @@ def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
 
 def _thinking(request: CountTokensRequest) -> JSONObject:
     """Return the fields of a chat that say whether the model is to reason, and for how long."""
-    thinking, variables = request.thinking, request.chat_template_kwargs or {}
+    thinking = request.thinking
     if thinking is None:
-        return {"chat_template_kwargs": variables}
+        return {}
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise invalid("thinking.type", "must be enabled, adaptive or disabled", kind)
-    variables = {"enable_thinking": kind != "disabled", **variables}
-    fields: JSONObject = {"chat_template_kwargs": variables}
+    fields: JSONObject = {"template_defaults": {"enable_thinking": kind != "disabled"}}
     if kind == "disabled":
         return {**fields, "include_reasoning": False}
     if kind == "enabled" or budget is not None:

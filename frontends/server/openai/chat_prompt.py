@@ -21,14 +21,25 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
         raise invalid("chat_template", "this server renders its own template only")
     choice = getattr(request, "tool_choice", "none")
     tool_use(request.tools, choice)
-    variables = dict(settings.default_chat_template_kwargs)
+    defaults = dict(settings.default_chat_template_kwargs)
     if (effort := getattr(request, "reasoning_effort", None)) is not None:
-        variables["reasoning_effort"] = effort
-    variables |= request.chat_template_kwargs or {}
-    prompt: dict[str, Any] = {"messages": request.messages, "chat_template_kwargs": variables}
+        defaults["reasoning_effort"] = effort
+    defaults |= getattr(request, "template_defaults", {})
+    prompt: dict[str, Any] = {
+        "messages": request.messages,
+        "chat_template_kwargs": request.chat_template_kwargs or {},
+    }
+    if defaults:
+        prompt["template_defaults"] = defaults
     if request.chat_template is not None:
         prompt["foreign_chat_template"] = request.chat_template
-    for name in ("add_generation_prompt", "continue_final_message", "tools", "cache_salt"):
+    for name in (
+        "add_generation_prompt",
+        "continue_final_message",
+        "tools",
+        "documents",
+        "cache_salt",
+    ):
         if (value := getattr(request, name, None)) is not None:
             prompt[name] = value
     if choice == "none" and settings.exclude_tools_when_tool_choice_none:

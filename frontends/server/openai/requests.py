@@ -136,11 +136,19 @@ class ChatRequest(Generating, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     return_prompt_text: bool | None = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
         """Replace the placeholders in parts that are embeddings, as in `CompletionRequest`."""
         _put_back_parts(self.messages, strings)
+
+
+class DerivedChat(ChatRequest, kw_only=True):
+    """A chat that was made of another API's request."""
+
+    # variables that the request does not name itself: a template that does not read them passes them over
+    template_defaults: dict[str, Any] = {}
 
 
 def _put_back_parts(messages: list[dict[str, Any]], strings: dict[str, memoryview]) -> None:
