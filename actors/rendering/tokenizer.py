@@ -26,6 +26,11 @@ from trouper.extras import install_hint
 SPECIAL_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 )  # fmt: skip
+TYPES = "token_type_ids"
+# Classes of transformers, without "Fast", whose models get token types unless the folder says otherwise.
+TYPE_GIVERS = frozenset(
+    {"BertTokenizer", "DebertaTokenizer", "DebertaV2Tokenizer", "ElectraTokenizer", "FunnelTokenizer", "RemBertTokenizer"}
+)  # fmt: skip
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEXT_CACHE_SIZE = 2**16  # single-token texts for logprobs; about 100 bytes each
 MAX_CHARACTER_TOKENS = 4
@@ -49,6 +54,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
         truncation_side: str | None = None,
+        gives_types: bool = True,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -57,6 +63,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self.truncation_side = truncation_side
+        self._gives_types = gives_types
         self.added_tokens = {i: t.content for i, t in backend.get_added_tokens_decoder().items()}
         self.special_ids = frozenset(
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
@@ -121,6 +128,7 @@ class Tokenizer:
             special_tokens=named,
             chat_templates=templates,
             truncation_side=config.get("truncation_side"),
+            gives_types=_gives_types(config),
         )
 
     @classmethod
@@ -198,7 +206,7 @@ class Tokenizer:
         try:
             if max_length is None and not max_each:
                 whole = backend.encode(text, pair, add_special_tokens=add_special_tokens)
-                return whole.ids, whole.type_ids
+                return whole.ids, self._types(whole.type_ids)
             parts = [
                 backend.encode(part, add_special_tokens=False)
                 for part in (text, pair)
@@ -213,7 +221,7 @@ class Tokenizer:
                 for part, length in zip(parts, _shares([len(p) for p in parts], room), strict=True):
                     part.truncate(length, direction="left" if keeps_end else "right")
             whole = backend.post_process(*parts, add_special_tokens=add_special_tokens)
-            return whole.ids[:max_length], whole.type_ids[:max_length]
+            return whole.ids[:max_length], self._types(whole.type_ids[:max_length])
         except TypeError:
             raise _not_unicode() from None
         except BaseException as error:
@@ -304,6 +312,9 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         return None if text is None else self.token_id(text)
 
+    def _types(self, type_ids: list[int]) -> list[int]:
+        return type_ids if self._gives_types else [0] * len(type_ids)
+
     def _decode_one(self, token_id: int) -> str:
         if not 0 <= token_id <= self.max_id:
             return ""
@@ -352,6 +363,19 @@ def _add_tokens(backend: Any, config: dict[str, Any], named: dict[str, str]) -> 
             known.add(content)
 
 
+def _gives_types(config: dict[str, Any]) -> bool:
+    """Check whether a pair's second text has another token type, as transformers gives it to the model.
+
+    Without `model_input_names` the default of the tokenizer's class counts; a folder that names no class has its
+    model's tokenizer.
+    """
+    names = config.get("model_input_names")
+    if isinstance(names, list):
+        return TYPES in names
+    kind = config.get("tokenizer_class")
+    return kind is None or str(kind).removesuffix("Fast") in TYPE_GIVERS
+
+
 def _content(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
@@ -363,7 +387,9 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
         found["default"] = path / "chat_template.jinja"
     if found:
         return {name: read_text(file, "tokenizer") for name, file in found.items()}
-    entry: Any = config.get("chat_template")
+    # Processors of before transformers 5 have their template in a file of its own.
+    processor = read_object(path / "chat_template.json", "tokenizer") or {}
+    entry: Any = processor.get("chat_template") or config.get("chat_template")
     if isinstance(entry, list):
         entry = {named["name"]: named["template"] for named in cast("list[Any]", entry)}
     elif entry is not None:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -418,8 +419,6 @@ def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path):
     [("cls", lambda x: x[0]), ("mean", lambda x: x.mean(0)), ("lasttoken", lambda x: x[-1])],
 )
 def test_a_sentence_transformers_folder_decides_how_to_pool_and_project(mode, reduce, tmp_path):
-    from safetensors.torch import save_file
-
     model = save_tiny("bert", AutoModel, tmp_path)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense")]
     listed = [{"path": p, "type": f"sentence_transformers.models.{t}"} for p, t in modules]
@@ -448,3 +447,57 @@ def test_a_sentence_transformers_folder_decides_how_to_pool_and_project(mode, re
             hidden = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         theirs = torch.tanh(weight @ reduce(hidden) + bias)
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kinds", [
+    "PN", "PDN", "PND", "PNDN", "PDD", "PDND", "PN-D", "PD-N",
+])  # fmt: skip
+def test_modules_run_in_the_order_of_the_folder(kinds, tmp_path):
+    """P pooling, N normalize, D dense, - dropout."""
+    model = save_tiny("bert", AutoModel, tmp_path)
+    torch.manual_seed(1)
+    names = {"P": "Pooling", "N": "Normalize", "D": "Dense", "-": "Dropout"}
+    listed, layers = [{"path": "", "type": "st.Transformer"}], []
+    for i, letter in enumerate(kinds):
+        folder = tmp_path / f"{i}_{names[letter]}"
+        folder.mkdir()
+        listed.append({"path": folder.name, "type": f"st.{names[letter]}"})
+        config = {"pooling_mode_mean_tokens": True} if letter == "P" else {}
+        if letter == "N":
+            layers.append(lambda x: torch.nn.functional.normalize(x, dim=0))
+        if letter == "D":
+            weight = torch.randn(48, 48) / 7
+            save_file({"linear.weight": weight}, folder / "model.safetensors")
+            config = {"in_features": 48, "out_features": 48, "bias": False}
+            # The activation is tanh where the file leaves it out, as in the library.
+            layers.append(lambda x, weight=weight: torch.tanh(weight @ x))
+        (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    options = resolve(EngineArgs(model=str(tmp_path), skip_tokenizer_init=True))
+    for ids, mine in zip(prompts(), run(tmp_path, "embed"), strict=True):
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(0)
+        for layer in layers:
+            expected = layer(expected)
+        # The last Normalize is the postprocessor's, so that a request can switch it off.
+        found = torch.tensor(mine)
+        if options.pooler.normalizes:
+            found = torch.nn.functional.normalize(found, dim=0)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("kinds", "word"), [
+    (("Dense", "Pooling"), "Dense"), (("Normalize", "Pooling"), "Normalize"), (("Pooling", "Pooling"), "Pooling"),
+])  # fmt: skip
+def test_modules_in_front_of_the_pooling_are_refused(kinds, word, tmp_path):
+    save_tiny("bert", AutoModel, tmp_path)
+    listed = [{"path": "", "type": "st.Transformer"}]
+    for i, kind in enumerate(kinds):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "config.json").write_text(
+            json.dumps({"in_features": 48, "out_features": 48, "pooling_mode_cls_token": True})
+        )
+        listed.append({"path": str(i), "type": f"st.{kind}"})
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    with pytest.raises(UnsupportedFeatureError, match=f"{word}.*before Pooling"):
+        run(tmp_path, "embed")

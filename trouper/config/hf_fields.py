@@ -136,7 +136,9 @@ class DenseFields(Struct):
     in_features: Width
     out_features: Width
     bias: bool = True
-    activation_function: str | None = None
+    activation_function: str | None = "torch.nn.modules.activation.Tanh"
+    module_input_name: str | None = None
+    module_output_name: str | None = None
     use_residual: bool = False
 
 

@@ -4,6 +4,7 @@ An explicit setting beats the sentence-transformers files, which beat the archit
 json files are read.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -114,6 +115,7 @@ class Dense(msgspec.Struct, frozen=True):
     num_outputs: int
     has_bias: bool
     activation: str
+    normalizes_input: bool = False  # a Normalize module is in front of it
 
 
 class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -317,9 +319,9 @@ class _Modules:
         kinds: list[str] = []
         for module in modules:
             kind = module.type.rpartition(".")[2]
+            self._take(kind, _inside(folder, module.path), kinds)
             kinds.append(kind)
-            self._take(kind, _inside(folder, module.path))
-        self.normalizes = "Normalize" in kinds
+        self.normalizes = _is_normalized(kinds)
         # A projection of each token, and no pooling over them.
         self.is_late_interaction = "Pooling" not in kinds and (
             "Dense" in kinds or self.mask is not None
@@ -327,7 +329,7 @@ class _Modules:
         if self.is_late_interaction:
             self.normalizes = True
 
-    def _take(self, kind: str, folder: Path) -> None:
+    def _take(self, kind: str, folder: Path, before: Sequence[str]) -> None:
         match kind:
             case "Transformer":
                 files = (folder / f"sentence_{name}_config.json" for name in ST_TRANSFORMERS)
@@ -338,9 +340,15 @@ class _Modules:
                 self.max_length = own.max_seq_length or self.max_length
                 self.lowers_case = bool(own.do_lower_case)
             case "Pooling":
+                if early := [name for name in before if name in ("Dense", "Normalize", "Pooling")]:
+                    rule = f"the sentence-transformers module {early[0]!r} before Pooling is not supported"
+                    raise UnsupportedFeatureError(rule, parameter="model")
                 self.pooling = _pooling(_needed(folder / "config.json"))
             case "Dense":
-                self.dense = (*self.dense, _dense(folder))
+                is_pooled, is_normalized = "Pooling" in before, _is_normalized(before)
+                dense = _dense(folder, "sentence_embedding" if is_pooled else "token_embeddings")
+                dense = msgspec.structs.replace(dense, normalizes_input=is_normalized)
+                self.dense = (*self.dense, dense)
             case "MultiVectorMask":
                 self.mask = _needed(folder / "config.json")
             case "Normalize" | "Dropout":
@@ -367,12 +375,22 @@ def _pooling(config: dict[str, Any]) -> SeqPooling:
     return ST_MODES[modes[0]]
 
 
-def _dense(folder: Path) -> Dense:
+def _is_normalized(kinds: Sequence[str]) -> bool:
+    """Check whether the last of these modules that changes an embedding is Normalize."""
+    changing = [kind for kind in kinds if kind in ("Dense", "Normalize")]
+    return changing[-1:] == ["Normalize"]
+
+
+def _dense(folder: Path, feature: str) -> Dense:
     config = _needed(folder / "config.json")
     fields = checked(config, DenseFields, f"{folder.name}/config.json")
     name = (fields.activation_function or "identity").rpartition(".")[2].lower()
     if name not in DENSE_ACTIVATIONS:
         raise UnsupportedFeatureError(f"the activation {name} of {folder.name} is not supported")
+    for field in ("module_input_name", "module_output_name"):
+        if (found := getattr(fields, field)) not in (None, feature):
+            rule = f"{folder.name}/config.json: {field}={found!r} is not supported"
+            raise UnsupportedFeatureError(rule, parameter="model")
     if fields.use_residual:
         raise UnsupportedFeatureError(f"use_residual of {folder.name} is not supported")
     return Dense(str(folder), fields.in_features, fields.out_features, fields.bias, name)

@@ -22,11 +22,12 @@ Project = Callable[[Tensor], Tensor]
 
 def load_dense(modules: Sequence[Dense], load_format: str) -> Project:
     """The Dense modules of a sentence-transformers folder, one after the other."""
-    layers = [(*_dense_weights(dense, load_format), dense.activation) for dense in modules]
+    layers = [(dense, *_dense_weights(dense, load_format)) for dense in modules]
 
     def project(x: Tensor) -> Tensor:
-        for weight, bias, act in layers:
-            x = activate(F.linear(x, weight, bias), act)
+        for dense, weight, bias in layers:
+            x = F.normalize(x, dim=-1) if dense.normalizes_input else x
+            x = activate(F.linear(x, weight, bias), dense.activation)
         return x
 
     return project
