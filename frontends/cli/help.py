@@ -5,12 +5,20 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from trouper.errors import UnsupportedFeatureError
+from trouper.frontends.cli.foreign import FOR_ENGINE, settle
+from trouper.frontends.cli.foreign_options import COMMANDS
+
 ARGUMENTS, OPTIONS = "Arguments", "Options"  # panels of parameters that name none
 Row = tuple[str, str]
 
 
 class PanelCommand(TyperCommand):
     """A command whose help lists its options by the panel that each of them names."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        kept, ctx.meta[FOR_ENGINE] = settle(self.params, args)
+        return super().parse_args(ctx, kept)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[Row]] = {}
@@ -28,6 +36,12 @@ class PanelCommand(TyperCommand):
 
 class WholeSentenceGroup(TyperGroup):
     """A group of commands whose help shows the first paragraph of each, whole."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name not in self.commands and name in COMMANDS and ctx.parent is None:
+            raise UnsupportedFeatureError(f"{name} is a command of Ollama: {COMMANDS[name]}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows: list[Row] = []

@@ -10,6 +10,7 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, cast, get_args, get_origin
@@ -17,7 +18,10 @@ from typing import Annotated, Any, cast, get_args, get_origin
 import typer
 
 from trouper.config.args import EngineArgs
+from trouper.config.vllm_options import NOT_IMPLEMENTED
 from trouper.frontends.cli import output
+from trouper.frontends.cli.foreign import FOR_ENGINE, take
+from trouper.frontends.cli.foreign_options import VLLM_SERVER
 from trouper.params import SamplingParams
 from trouper.structured_outputs import StructuredOutputsParams
 
@@ -35,7 +39,7 @@ SHORT = {
 # `--no-…`.
 ENGINE_HELP: dict[str, dict[str, str]] = {
     "Model": {
-        "model": "Folder or hub id; the bundled demo model when left out.",
+        "model": "Folder, GGUF file or hub id (ORG/NAME, or ORG/NAME:Q4_K_M); the bundled demo model when left out.",
         "tokenizer": "Folder or hub id of the tokenizer; the model's own when left out.",
         "skip_tokenizer_init": "Load no tokenizer: prompts and outputs are token ids.",
         "trust_remote_code": "Run a model's own Python code where nothing else knows it: of a local folder, or of --code-revision.",
@@ -215,26 +219,46 @@ def _schema_text(path: Path) -> str:
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Make the values of a TOML file the defaults of this command's options.
+    """Make the values of a TOML or YAML file the defaults of this command's options.
 
     Raises:
-        typer.BadParameter: it is no TOML, or names no option.
+        typer.BadParameter: it is neither, or names no option.
     """
     if path is None:
         return None
-    try:
-        given = {
-            name.replace("-", "_"): v for name, v in tomllib.loads(path.read_text("utf-8")).items()
-        }
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{path}: {error}") from None
+    given = {name.replace("-", "_"): value for name, value in _read_table(path).items()}
     options = {p.name: p for p in ctx.command.params if p.param_type_name == "option"}
+    for name in given.keys() & (NOT_IMPLEMENTED.keys() | VLLM_SERVER.keys()) - options.keys():
+        take(ctx.meta.setdefault(FOR_ENGINE, {}), name, given.pop(name), name)
     if unknown := given.keys() - options.keys() | given.keys() & {"config"}:
         raise typer.BadParameter(f"{path} names no options: {', '.join(sorted(unknown))}")
     ctx.default_map = {
         name: value if options[name].multiple else _as_typed(value) for name, value in given.items()
     }
     return path
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """Read the options of a file; its name says whether it is YAML.
+
+    vLLM's files are YAML.  An option without a value is left out, as there.
+    """
+    try:
+        text = path.read_text("utf-8")
+        if path.suffix not in (".yaml", ".yml"):
+            return tomllib.loads(text)
+        table: Any = import_module("yaml").safe_load(text)  # huggingface_hub needs the package
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}") from None
+    except Exception as error:  # the YAML package's own error is no ValueError
+        raise typer.BadParameter(f"{path}: {' '.join(str(error).split())}") from None
+    if table is None:
+        return {}
+    if not isinstance(table, dict) or not all(
+        isinstance(n, str) for n in cast("dict[Any, Any]", table)
+    ):
+        raise typer.BadParameter(f"{path}: must have lines such as `max-num-seqs: 8`")
+    return {n: v for n, v in cast("dict[str, Any]", table).items() if v is not None}
 
 
 def _as_typed(value: Any) -> Any:
@@ -280,7 +304,8 @@ def expand_options(
         for name, group in groups.items():
             # An option that the command declares itself goes to the command, not to the group.
             fields = [field.name for field in dataclasses.fields(group) if field.name not in own]
-            values[name] = group(**{f: values.pop(f) for f in fields if f in values})
+            foreign = values["ctx"].meta.get(FOR_ENGINE, {}) if group is EngineArgs else {}
+            values[name] = group(**{f: values.pop(f) for f in fields if f in values}, **foreign)
         try:
             command(**values)
         except BrokenPipeError:

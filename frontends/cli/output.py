@@ -1,5 +1,6 @@
 """Output of commands: results on stdout, everything else on stderr, an error in one line."""
 
+import difflib
 import os
 import sys
 import warnings
@@ -8,7 +9,6 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, runtime_checkable
 
-from trouper.config.vllm_options import NOT_IMPLEMENTED, NOT_NEEDED
 from trouper.errors import RemoteError, TrouperClientError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -138,10 +138,10 @@ def _cause(error: BaseException) -> str:
 
 
 def _usage(error: _UsageError) -> str:
-    option = str(getattr(error, "option_name", ""))
-    name = option.removeprefix("--").replace("-", "_")
-    if name in NOT_NEEDED:
-        return f"{option} is {NOT_NEEDED[name]}"
-    if name in NOT_IMPLEMENTED:
-        return f"{option} is not supported yet"  # a name of vLLM's, so not a misspelling
-    return error.format_message().removesuffix(".")
+    option = getattr(error, "option_name", None)
+    near = getattr(error, "possibilities", None)
+    if option is None or near is None:
+        return error.format_message().removesuffix(".")
+    # Names that only have a few letters in common would lead astray.
+    near = difflib.get_close_matches(option, near, cutoff=0.8)
+    return f"no such option: {option}" + (f"; did you mean {' or '.join(near)}?" if near else "")

@@ -253,14 +253,16 @@ def serve(
     model_name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", show_default=False, help="Folder or hub id; the demo when left out."
+            metavar="[MODEL]",
+            show_default=False,
+            help="Folder, GGUF file or hub id; the demo when left out.",
         ),
     ] = None,
     config: Annotated[
         Path | None,
         _server(
-            "Options in TOML; the command line wins.",
-            metavar="FILE.toml",
+            "Options in a TOML or YAML file; the command line wins.",
+            metavar="FILE",
             is_eager=True,
             callback=read_config,
         ),

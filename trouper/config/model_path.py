@@ -1,5 +1,6 @@
 """Finding the folder or the GGUF file that `model` names, on this machine or, if need be, from the hub."""
 
+import difflib
 import glob
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from trouper.errors import TrouperValidationError, invalid
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+MAX_NAMED = 3  # files in an error
 QUANTIZATION = re.compile(r"\w[\w.-]*(/[\w.-]+)*")
 
 
@@ -35,11 +37,13 @@ def model_path(args: EngineArgs) -> Path:
             return _named(find_gguf(folder, quantization, place), place)
         if HUB_ID.fullmatch(place):
             return _named(_gguf_of_hub(args, place, quantization), place)
+    if is_gguf(path) and (not HUB_ID.fullmatch(name) or path.parent.is_dir()):
+        raise invalid("model", f"no such file{_others(path)}", name)
     is_dummy, is_geometry = args.load_format == "dummy", name in GEOMETRIES
     if is_dummy and is_geometry:
         return path
     is_preset = is_geometry or (is_dummy and "/" not in name)
-    if is_preset or not HUB_ID.fullmatch(name) or (is_gguf(path) and "/" not in name):
+    if is_preset or not HUB_ID.fullmatch(name):
         hint = f"; load_format='dummy' knows {', '.join(GEOMETRIES)}"
         raise TrouperValidationError(
             "no such model folder" + hint * (is_dummy or is_geometry),
@@ -47,6 +51,16 @@ def model_path(args: EngineArgs) -> Path:
             value=name,
         )
     return _of_hub(args, name)
+
+
+def _others(path: Path) -> str:
+    """Name the GGUF files beside one that does not exist, the nearest names first."""
+    try:
+        names = sorted(file.name for file in path.parent.glob("*.gguf"))
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=MAX_NAMED, cutoff=0)
+    return f"; {path.parent} has {', '.join(near)}" if near else ""
 
 
 def is_plain(folder: Path, load_format: str = "auto") -> bool:

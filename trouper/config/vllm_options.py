@@ -1,9 +1,11 @@
 """vLLM's options that trouper does not implement, each with the one value at which it is accepted."""
 
+import logging
 from typing import Any
 
 from trouper.errors import UnsupportedFeatureError
 
+logger = logging.getLogger("trouper")
 _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (None, """
         logits_processors allowed_media_domains
@@ -108,12 +110,31 @@ NOT_IMPLEMENTED: dict[str, Any] = {
 }
 
 
+# Options that choose among ways to compute the same answers.  trouper has its own way for each device.
+_EQUIVALENT = """
+    attention_backend mm_encoder_attn_backend moe_backend linear_backend sparse_indexer_topk_backend
+    all2all_backend dcp_comm_backend mamba_backend mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend
+    kda_decode_backend compilation_config optimization_level performance_mode max_cudagraph_capture_size
+    ir_op_priority enable_flashinfer_autotune disable_custom_all_reduce disable_cascade_attn
+    disable_nccl_for_dp_synchronization safetensors_load_strategy safetensors_prefetch_num_threads
+    safetensors_prefetch_block_size max_parallel_loading_workers use_tqdm_on_load jit_monitor_mode
+    jit_monitor_verbose pt_load_map_location mm_device_do_normalize
+"""
+EQUIVALENT = frozenset(_EQUIVALENT.split())
+
+
 def check_not_implemented(name: str, value: Any) -> None:
-    """Refuse a value that asks for more than the default; raises UnsupportedFeatureError."""
+    """Refuse a value that asks for more than the default; raises UnsupportedFeatureError.
+
+    Of a choice among equals nothing is lost, so it is only logged.
+    """
     default = NOT_IMPLEMENTED[name]
     value = getattr(value, "value", value)  # a member of one of vLLM's enumerations
-    is_default = value is None or value == default or value in ({}, [], set())
-    if not is_default:
+    is_off = default is None and value in (False, "")
+    is_default = value is None or value == default or is_off or value in ({}, [], set())
+    if not is_default and name in EQUIVALENT:
+        logger.warning("%s=%r has no effect: the answers are the same with it", name, value)
+    elif not is_default:
         if name in NOT_NEEDED:
             raise UnsupportedFeatureError(f"{name}={value!r} is {NOT_NEEDED[name]}")
         raise UnsupportedFeatureError(

@@ -1,0 +1,181 @@
+"""Options and commands of other programs, each with what to use here.  No option of trouper is among them."""
+
+from typing import Any
+
+# Options of `vllm serve` beyond those of its engine: the value at which each changes nothing here, and what to use for another.
+# ANY means that every value does.
+ANY: Any = object()
+VLLM_SERVER: dict[str, tuple[Any, str]] = {
+    "headless": (False, "a machine with --node-rank above 0 runs workers and no server"),
+    "api_server_count": (1, "one process serves; --data-parallel-size adds replicas of the model"),
+    "grpc": (False, "only HTTP is served"),
+    "grpc_port": (None, "only HTTP is served"),
+    "chat_template_content_format": ("auto", "the chat template decides"),
+    "trust_request_mm_kwargs": (False, "models take no images here"),
+    "tool_server": (None, "clients run the tools that a model calls"),
+    "max_log_len": (ANY, ""),
+    "enable_server_load_tracking": (ANY, ""),
+    "enable_log_outputs": (False, "answers are never logged; --access-log logs a line for each"),
+    "enable_log_deltas": (ANY, ""),
+    "cohere_is_reasoning_model": (ANY, ""),
+    "cohere_format": (ANY, ""),
+    "anthropic_disabled_thinking_effort": ("auto", "the chat template decides"),
+    "log_error_stack": (False, "a 500 has its traceback in the log; use --log-level debug for other errors"),
+    "enable_scale_out": (False, "use --data-parallel-size and a load balancer"),
+    "fingerprint_mode": ("full", "answers have no system fingerprint"),
+    "fingerprint_value": (None, "answers have no system fingerprint"),
+    "data_parallel_supervisor_port": (ANY, ""),
+    "dp_supervisor_probe_interval_s": (ANY, ""),
+    "dp_supervisor_probe_timeout_s": (ANY, ""),
+    "dp_supervisor_probe_failure_threshold": (ANY, ""),
+    "ssl_ca_certs": (None, "put a proxy in front that checks the certificates of clients"),
+    "enable_ssl_refresh": (False, "start the server again when its certificate has changed"),
+    "ssl_cert_reqs": (0, "put a proxy in front that checks the certificates of clients"),
+    "ssl_ciphers": (None, "Python's own list is used; put a proxy in front for another"),
+    "middleware": (None, "mount trouper.frontends.server.app.create_app in an ASGI application of your own"),
+    "disable_fastapi_docs": (ANY, ""),
+    "enable_offline_docs": (False, "GET /openapi.json describes the routes"),
+    "enable_flash_late_interaction": (ANY, ""),
+    # of older versions
+    "disable_log_requests": (ANY, ""),
+    "disable_frontend_multiprocessing": (ANY, ""),
+    "use_v2_block_manager": (ANY, ""),
+    "swap_space": (ANY, ""),
+    "num_scheduler_steps": (1, "--async-scheduling is on by default"),
+    "max_seq_len_to_capture": (ANY, ""),
+    "guided_decoding_backend": ("auto", "llguidance is the only one"),
+    "enable_reasoning": (ANY, ""),
+    "task": ("auto", "use --runner generate or --runner pooling, with --convert embed or classify"),
+    "rope_scaling": (None, "use --hf-overrides.rope_parameters '{…}'"),
+    "rope_theta": (None, "use --hf-overrides.rope_theta N"),
+}  # fmt: skip
+# Options whose value is a switch although their default says nothing of it.
+_SWITCHES = """
+    disable_cascade_attn dcp_q_replicate enable_batch_sharded_sampling disable_nccl_for_dp_synchronization
+    disable_hybrid_kv_cache_manager enable_flashinfer_autotune enable_server_load_tracking enable_log_deltas
+    cohere_is_reasoning_model disable_fastapi_docs enable_flash_late_interaction disable_log_requests
+    disable_frontend_multiprocessing use_v2_block_manager enable_reasoning
+"""
+SWITCHES = frozenset(_SWITCHES.split())
+VLLM_SHORT = {
+    "-q": "quantization", "-n": "nnodes", "-r": "node_rank", "-sc": "speculative_config",
+    "-asc": "api_server_count", "-dcp": "decode_context_parallel_size", "-pcp": "prefill_context_parallel_size",
+    "-dpn": "data_parallel_rank", "-dpr": "data_parallel_start_rank", "-dpl": "data_parallel_size_local",
+    "-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port", "-dpb": "data_parallel_backend",
+    "-dph": "data_parallel_hybrid_lb", "-dpe": "data_parallel_external_lb",
+    "-dpm": "data_parallel_multi_port_external_lb", "-ep": "enable_expert_parallel", "-dc": "diffusion_config",
+    "-cc": "compilation_config", "-ac": "attention_config", "-O": "optimization_level",
+    "--device-memory-utilization": "gpu_memory_utilization",
+}  # fmt: skip
+
+_NO_IMAGES = "models take no images here"
+_ONE_DEVICE = "a model runs as a whole on one device, the one of --device, or in parts by --tensor-parallel-size"
+_AS_IT_IS = "leave it out, nothing needs it here"
+_NO_SAMPLER = "this sampler is not supported; use --min-p, --top-p or --top-k"
+_SPECULATIVE = "use --speculative-config"
+_REQUEST = "requests say so, in their field"
+_LLAMA: tuple[tuple[str, str], ...] = (
+    ("-ngl --gpu-layers --n-gpu-layers -sm --split-mode -ts --tensor-split -mg --main-gpu -ot --override-tensor -cmoe --cpu-moe "
+     "-ncmoe --n-cpu-moe --moe-cache-mib -ncffn --n-cpu-ffn -fit --fit -fitt --fit-target -fitc --fit-ctx --op-offload --no-op-offload "
+     "-kvo --kv-offload -nkvo --no-kv-offload --rpc --list-devices -dev --no-host", _ONE_DEVICE),
+    ("-c --ctx-size --kv-unified-per-slot", "use --max-model-len"),
+    ("-n --predict --n-predict", "use --max-tokens"),
+    ("-t --threads -tb --threads-batch --threads-http", "set OMP_NUM_THREADS in the environment"),
+    ("-C --cpu-mask -Cr --cpu-range --cpu-strict -Cb --cpu-mask-batch -Crb --cpu-range-batch --cpu-strict-batch --numa --prio --prio-batch "
+     "--poll --poll-batch", "set TROUPER_CPU_BIND in the environment, or start it under taskset or numactl"),
+    ("-b --batch-size -ub --ubatch-size", "use --max-num-batched-tokens"),
+    ("-np --parallel", "use --max-num-seqs"),
+    ("-fa --flash-attn -cb --cont-batching -nocb --no-cont-batching --mlock --mmap --no-mmap -lm --load-mode -lzm --lazy-mode --swa-full --perf "
+     "--no-perf --repack -nr --no-repack -dt --defrag-thold --check-tensors --warmup --no-warmup --jinja --no-jinja -kvu --kv-unified -no-kvu "
+     "--no-kv-unified -ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step -cram --cache-ram --cache-idle-slots "
+     "--no-cache-idle-slots --cache-prompt --cache-reuse --slots --no-slots --props --metrics --keep --context-shift "
+     "--no-context-shift -bs --backend-sampling -e --escape --no-escape --no-display-prompt -ag --agent -no-ag --no-agent", _AS_IT_IS),
+    ("-ctk --cache-type-k -ctv --cache-type-v -ctkd --cache-type-k-draft --spec-draft-type-k -ctvd --cache-type-v-draft --spec-draft-type-v",
+     "the KV cache has the --dtype of the model"),
+    ("--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow "
+     "--yarn-beta-fast --override-kv", "use --hf-overrides"),
+    ("--no-cache-prompt", "use --no-enable-prefix-caching"),
+    ("-hf -hfr --hf-repo -dr --docker-repo", "name the model: --model ORG/NAME, or --model ORG/NAME:Q4_K_M"),
+    ("-hff --hf-file", "name the quantization: --model ORG/NAME:Q4_K_M"),
+    ("-mu --model-url", "download the file, and give its path as --model"),
+    ("-hft", "use --hf-token"),
+    ("--offline -cl --cache-list", "set HF_HUB_OFFLINE=1; `trouper models` lists what is downloaded"),
+    ("--lora --lora-scaled", "use --lora-modules NAME=FOLDER with serve, --lora FOLDER elsewhere; adapters are folders of safetensors"),
+    ("--control-vector --control-vector-scaled --control-vector-layer-range", "control vectors are not supported"),
+    ("-a --alias", "use --served-model-name"),
+    ("--embedding --embeddings", "use --runner pooling with a folder of safetensors"),
+    ("--rerank --reranking", "use --runner pooling with a folder of safetensors; /v1/rerank is there then"),
+    ("--pooling", "use --pooler-config.seq_pooling_type MEAN, CLS or LAST"),
+    ("--embd-normalize", "use --pooler-config.use_activation"),
+    ("-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload -mmdev --mmproj-device "
+     "--image --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps --video-timestamp-interval --video-ffmpeg-dir "
+     "--media-path", _NO_IMAGES),
+    ("--api-key-file", "use --api-key for each key, or TROUPER_API_KEY"),
+    ("--ssl-key-file", "use --ssl-keyfile"),
+    ("--ssl-cert-file", "use --ssl-certfile"),
+    ("--cors-origins", "use --allowed-origins"),
+    ("--cors-methods", "use --allowed-methods"),
+    ("--cors-headers", "use --allowed-headers"),
+    ("--cors-credentials --no-cors-credentials", "use --allow-credentials"),
+    ("--api-prefix", "use --root-path"),
+    ("-to --timeout", "use --request-timeout"),
+    ("--sse-ping-interval", "use --sse-keep-alive-interval"),
+    ("--reuse-port", "start one server, with --data-parallel-size for more replicas"),
+    ("--chat-template-file", "--chat-template takes a file too"),
+    ("--chat-template-kwargs", "use --default-chat-template-kwargs"),
+    ("--reasoning-format", "use --reasoning-parser and --reasoning-field"),
+    ("-rea --reasoning --reasoning-effort --reasoning-preserve --no-reasoning-preserve", "use --default-chat-template-kwargs with the variable that the template knows"),
+    ("--reasoning-budget --reasoning-budget-message", f"{_REQUEST} thinking_token_budget"),
+    ("--tools --tools-runtime --mcp-servers-config --mcp-servers-json --ui-mcp-proxy --webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy",
+     "clients run the tools that a model calls"),
+    ("--ui --webui --no-ui --no-webui --ui-config --webui-config --ui-config-file --webui-config-file --path", "there is no web page but the one at /"),
+    ("--models-dir --models-preset --models-max --models-autoload --no-models-autoload --tags", "a server has one model; start one for each"),
+    ("--slot-save-path -lcs --lookup-cache-static -lcd --lookup-cache-dynamic", "caches live in memory only"),
+    ("--log-disable --log-file --log-jsonl --no-log-jsonl --log-colors --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps "
+     "--log-verbose -lv --verbosity --log-verbosity", "use --log-level; lines go to stderr"),
+    ("--temp", "use --temperature"),
+    ("--repeat-penalty", "use --repetition-penalty"),
+    ("--samplers --sampler-seq --sampling-seq --repeat-last-n --typical --typical-p --top-nsigma --top-n-sigma --xtc-probability --xtc-threshold "
+     "--dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker --adaptive-target --adaptive-decay "
+     "--dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent", _NO_SAMPLER),
+    ("-l --logit-bias", f"{_REQUEST} logit_bias"),
+    ("--grammar --grammar-file", "use --json-schema, --regex or --choice, or a request's structured_outputs.grammar"),
+    ("-j -jf --json-schema-file", "use --json-schema FILE"),
+    ("-p --prompt", "give the prompt as an argument of `trouper generate`, or `trouper chat -q`"),
+    ("-f --file", "use --prompt-file, or give the file as stdin"),
+    ("-sys -sysf --system-prompt-file", "use --system-prompt"),
+    ("-i --interactive -if --interactive-first -cnv --conversation -no-cnv -ins --instruct -mli --multiline-input", "use `trouper chat`"),
+    ("-r --reverse-prompt", "use --stop"),
+    ("-s", "use --seed"),
+    ("-sp --special --spm-infill", _AS_IT_IS),
+    ("-md --model-draft --draft --draft-max --draft-min --draft-n --draft-p-min -cd --ctx-size-draft -ngld --n-gpu-layers-draft --spec-type", _SPECULATIVE),
+)  # fmt: skip
+_OLLAMA: tuple[tuple[str, str], ...] = (
+    ("--keepalive", "a server keeps its model until it ends"),
+    ("--nowordwrap --insecure --experimental", _AS_IT_IS),
+    ("--format", "use --json-schema FILE"),
+    ("--think --hidethinking", "use --default-chat-template-kwargs with the variable that the template knows"),
+    ("--modelfile --file", "a Modelfile is not read: give its parameters as options"),
+    ("--truncate --dimensions", f"{_REQUEST} of that name"),
+)  # fmt: skip
+# The option, the program that has it, and what to use here.
+OTHERS: dict[str, tuple[str, str]] = {
+    name: (program, hint)
+    for program, table in (("Ollama", _OLLAMA), ("llama.cpp", _LLAMA))
+    for names, hint in table
+    for name in names.split()
+}
+# Commands of Ollama.
+COMMANDS = {
+    "run": "use `trouper chat -m MODEL`",
+    "pull": "a model is downloaded when it is first used; `hf download NAME` does it ahead",
+    "push": "use `hf upload`",
+    "list": "use `trouper models`",
+    "ls": "use `trouper models`",
+    "show": "use `trouper models`",
+    "ps": "ask a server: curl http://127.0.0.1:8000/v1/models",
+    "stop": "end the server by Ctrl-C",
+    "rm": "use `hf cache rm model/NAME`",
+    "cp": "use --served-model-name",
+    "create": "a Modelfile is not read: give its parameters as options",
+}

@@ -1,0 +1,229 @@
+"""Command lines and files that were written for vLLM, llama.cpp or Ollama: taken where they change nothing, else told what to use."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from trouper import EngineArgs
+from trouper.config.vllm_options import EQUIVALENT, NOT_IMPLEMENTED
+from trouper.errors import UnsupportedFeatureError
+from trouper.frontends.cli import output, serve
+from trouper.frontends.cli.foreign import FOR_ENGINE
+from trouper.frontends.cli.foreign_options import (
+    COMMANDS,
+    OTHERS,
+    SWITCHES,
+    VLLM_SERVER,
+    VLLM_SHORT,
+)
+from trouper.frontends.cli.main import app, run_line
+
+# Every option of vLLM 0.32's `serve`, with its default; null where that is none or no plain value.
+VLLM = json.loads((Path(__file__).parent / "vllm_serve_options.json").read_text())
+# Heads of requests are at most 128 KiB here.
+SMALLER_HERE = {"--h11-max-incomplete-event-size"}
+GROUP = typer.main.get_command(app)
+OWN = {
+    name
+    for command in [*GROUP.commands.values(), *GROUP.commands["bench"].commands.values()]
+    for p in command.params
+    for name in (*p.opts, *p.secondary_opts)
+}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `serve` would run with."""
+    seen = []
+    monkeypatch.setattr(serve, "_run", lambda *options: seen.extend(options))
+    monkeypatch.setattr(serve, "resolve", lambda args, **_: args)
+    return seen
+
+
+def words_at_default(name, default):
+    """The words that give an option its default; of one without a plain default, those that name it."""
+    match default:
+        case ["switch", is_on]:
+            return [name if is_on or not name.startswith("--") else f"--no-{name[2:]}"]
+        case None:
+            return [f"{name}=None"]
+        case str() as text:
+            return [name, text]
+        case value:
+            return [name, json.dumps(value)]
+
+
+def refusal(words):
+    """Why `serve` does not take these words; None if it does."""
+    try:
+        with GROUP.commands["serve"].make_context("serve", list(words), obj={}) as ctx:
+            EngineArgs(**ctx.meta[FOR_ENGINE])
+    except Exception as error:
+        return output.explain(error)[1]
+
+
+def test_each_option_of_vllm_is_known_and_accepted_at_its_default():
+    refused = {name: refusal(words_at_default(name, VLLM[name])) for name in VLLM}
+    assert [name for name, text in refused.items() if text and "no such option" in text] == []
+    # An option without a plain default cannot be given it; a switch's short name turns it on.
+    found = {
+        n for n, text in refused.items() if text and VLLM[n] is not None and n.startswith("--")
+    }
+    assert found == SMALLER_HERE
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("serve --kv-cache-dtype auto --cpu-offload-gb 0 --no-enable-log-requests", {}),
+        ("serve --max_model_len 512 --served_model_name=x", {"max_model_len": "512", "served_model_name": ["x"]}),
+        ("serve -q int8 -n 1 -r 0", {"quantization": "int8", "nnodes": 1, "node_rank": 0}),
+        ("serve --device-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
+        ("serve --enable-prompt-tokens-details --no-enable-prompt-tokens-details", {"enable_prompt_tokens_details": False}),
+        ("serve --no-enable-prompt-tokens-details --enable-prompt-tokens-details", {"enable_prompt_tokens_details": True}),
+        ("serve --disable-fastapi-docs --no-enable-log-deltas --max-log-len 9 --disable-log-requests", {}),
+        ("serve --stop-me-not", None),
+    ],
+)  # fmt: skip
+def test_a_command_line_of_vllm_is_read_as_vllm_reads_it(served, line, wanted):
+    code = run_line(line.split())
+    if wanted is None:
+        assert code == 2
+        return
+    assert code == 0
+    found = {**vars(served[0]), **vars(served[1])}
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("words", ["--attention-backend FLASH_ATTN", "-O3", "--compilation-config.mode 3", "--moe-backend=triton", "--enable-flashinfer-autotune"])  # fmt: skip
+def test_a_choice_among_equals_is_one_line_of_log(served, caplog, words):
+    assert run_line(["serve", *words.split()]) == 0
+    (record,) = caplog.records
+    assert "has no effect" in record.getMessage()
+
+
+def test_it_is_so_in_python_too(caplog):
+    EngineArgs(attention_backend="FLASHINFER", compilation_config={"mode": 3})
+    assert len(caplog.records) == 2
+    assert NOT_IMPLEMENTED.keys() >= EQUIVALENT
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("serve --kv-cache-dtype fp8", "kv_cache_dtype='fp8' is not supported yet; leave it at 'auto'"),
+        ("generate x --enable-expert-parallel", "enable_expert_parallel=True is not supported yet"),
+        ("serve -dcp 2", "decode_context_parallel_size=2 is not supported yet"),
+        ("serve --api-server-count 4", "--api-server-count 4 is not supported: one process serves"),
+        ("serve --middleware my.module", "create_app"),
+        ("serve --kv-cache-dtype", "needs a value"),
+        ("serve m.gguf --n-gpu-layers 99", "--n-gpu-layers is an option of llama.cpp: "),
+        ("serve m.gguf -ngl 99", "-ngl is an option of llama.cpp: "),
+        ("serve -mg 0", "-mg is an option of llama.cpp: "),
+        ("serve -hf ggml-org/gemma-3-1b-it-GGUF", "ORG/NAME:Q4_K_M"),
+        ("chat -c 4096", "-c is an option of llama.cpp: use --max-model-len"),
+        ("generate -p hello", "argument of `trouper generate`"),
+        ("generate x --temp 0.7", "--temp is an option of llama.cpp: use --temperature"),
+        ("chat --keepalive 5m", "--keepalive is an option of Ollama"),
+        ("run llama3.2", "run is a command of Ollama: use `trouper chat"),
+        ("pull llama3.2", "hf download"),
+        ("generate x --frobnicate", "no such option: --frobnicate"),
+        ("generate x --temprature 1", "no such option: --temprature; did you mean --temperature?"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_one_line_with_what_to_use(served, capsys, line, message):
+    assert run_line(line.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_name_with_a_few_letters_in_common_is_no_suggestion(capsys):
+    assert run_line(["serve", "--gpu-slices", "3"]) == 2
+    assert capsys.readouterr().err == "trouper: no such option: --gpu-slices\n"
+
+
+def test_words_behind_two_dashes_and_values_are_left_alone(monkeypatch, capsys):
+    assert run_line(["generate", "--max-tokens", "2", "--stop", "-ngl", "--", "-ngl"]) == 0
+    assert capsys.readouterr().out.startswith("-ngl")
+
+
+def test_the_tables_name_options_that_there_are_and_shadow_none():
+    for name, (_, hint) in {**OTHERS, **VLLM_SERVER}.items():
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", hint):
+            assert option in OWN, f"{name}: {option}"
+    assert not VLLM_SERVER.keys() & NOT_IMPLEMENTED.keys()
+    assert VLLM_SERVER.keys() | NOT_IMPLEMENTED.keys() >= SWITCHES
+    assert not COMMANDS.keys() & GROUP.commands.keys()
+    serve_options = {o for p in GROUP.commands["serve"].params for o in p.opts}
+    known = serve_options | {f"--{n.replace('_', '-')}" for n in (*NOT_IMPLEMENTED, *VLLM_SERVER)}
+    assert {f"--{n.replace('_', '-')}" for n in VLLM_SHORT.values()} <= known
+
+
+YAML = """
+# as vLLM reads it
+model: folder
+port: 9000
+api-key: [a, b]
+max_model_len: 8k
+max-num-seqs: 3
+enable-prefix-caching: false
+tokenizer:
+kv-cache-dtype: auto
+attention-backend: FLASH_ATTN
+disable-log-requests: true
+default-chat-template-kwargs:
+  enable_thinking: false
+"""
+
+
+@pytest.mark.parametrize("name", ["vllm.yaml", "vllm.yml"])
+def test_a_file_may_be_yaml(served, tmp_path, name):
+    (tmp_path / name).write_text(YAML)
+    assert run_line(["serve", "--config", str(tmp_path / name), "--port", "1"]) == 0
+    options, args = served[:2]
+    assert (options.port, options.api_key) == (1, ["a", "b"])
+    assert options.default_chat_template_kwargs == {"enable_thinking": False}
+    assert (args.model, args.max_model_len, args.max_num_seqs) == ("folder", "8k", 3)
+    assert (args.enable_prefix_caching, args.tokenizer) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "port: [1", "line 1"),
+        ("a.yaml", "just words", "must have lines such as `max-num-seqs: 8`"),
+        ("a.yaml", "- port", "must have lines such as"),
+        ("a.yaml", "1: 2", "must have lines such as"),
+        ("a.yaml", "prot: 1", "names no options: prot"),
+        ("a.yaml", "kv-cache-dtype: fp8", "kv_cache_dtype='fp8' is not supported yet"),
+        ("a.yaml", "api-server-count: 4", "is not supported: one process serves"),
+        (
+            "a.yaml",
+            "x: !!python/object/apply:os.system ['true']",
+            "could not determine a constructor",
+        ),
+        ("a.toml", "port: 1", "a.toml"),
+        ("a.yaml", None, "No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(served, capsys, tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert run_line(["serve", "--config", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_empty_file_changes_nothing(served, tmp_path):
+    (tmp_path / "a.yaml").write_text("# nothing\n")
+    assert run_line(["serve", "--config", str(tmp_path / "a.yaml")]) == 0
+
+
+def test_a_value_of_vllms_that_is_a_feature_is_refused_in_python():
+    with pytest.raises(UnsupportedFeatureError, match="kv_cache_dtype"):
+        EngineArgs(kv_cache_dtype="fp8")
