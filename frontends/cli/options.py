@@ -228,8 +228,11 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
         return None
     given = {name.replace("-", "_"): value for name, value in _read_table(path).items()}
     options = {p.name: p for p in ctx.command.params if p.param_type_name == "option"}
+    foreign = ctx.meta.setdefault(FOR_ENGINE, {})
     for name in given.keys() & (NOT_IMPLEMENTED.keys() | VLLM_SERVER.keys()) - options.keys():
-        take(ctx.meta.setdefault(FOR_ENGINE, {}), name, given.pop(name), name)
+        value = given.pop(name)
+        if name not in foreign:
+            take(foreign, name, value, name)
     if unknown := given.keys() - options.keys() | given.keys() & {"config"}:
         raise typer.BadParameter(f"{path} names no options: {', '.join(sorted(unknown))}")
     ctx.default_map = {

@@ -219,6 +219,12 @@ def test_a_file_that_cannot_be_read_is_one_line(served, capsys, tmp_path, name, 
     assert error.count("\n") == 1
 
 
+def test_the_command_line_wins_over_a_file_for_options_of_vllm_too(served, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("kv-cache-dtype: fp8\n")
+    line = ["serve", "--config", str(tmp_path / "a.yaml"), "--kv-cache-dtype", "auto"]
+    assert (run_line(line), capsys.readouterr().err) == (0, "")
+
+
 def test_an_empty_file_changes_nothing(served, tmp_path):
     (tmp_path / "a.yaml").write_text("# nothing\n")
     assert run_line(["serve", "--config", str(tmp_path / "a.yaml")]) == 0

@@ -211,3 +211,13 @@ def test_a_folder_may_have_any_name(tmp_path):
         ModelConfig.load(EngineArgs(str(folder)))
     assert not is_gguf(folder)
     assert place(f"{folder}") == Path(folder)
+
+
+@pytest.mark.parametrize("form", ["{folder}/typo.gguf", "./typo.gguf", "models/typo.gguf"])
+def test_a_missing_file_is_named_as_a_file_with_those_beside_it(tmp_path, monkeypatch, form):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for folder in (tmp_path, tmp_path / "models"):
+        (folder / "type.gguf").write_bytes(b"GGUF")
+    with pytest.raises(TrouperValidationError, match=r"no such file; \S+ has type\.gguf"):
+        place(form.format(folder=tmp_path))
