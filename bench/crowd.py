@@ -236,7 +236,10 @@ def _ratio(shares: Sequence[float]) -> dict[str, Any]:
 
 def cancelled(_: float, __: int) -> dict[str, Any]:
     """Many long requests that are all left after half a second; then one."""
-    with longer_demo() as model, served(model, "--max-num-seqs", str(NUM_CLIENTS)) as stage:
+    with (
+        demo_of_length(LONG + 100) as model,
+        served(model, "--max-num-seqs", str(NUM_CLIENTS)) as stage,
+    ):
         calls = [stage.ask(LONG, "long", lambda _: None) for _ in range(NUM_CANCELLED)]
         stage.callers.run_until(perf_counter() + 0.5)
         num_begun = sum(call.first > 0 for call in calls)
@@ -254,14 +257,14 @@ def cancelled(_: float, __: int) -> dict[str, Any]:
 
 
 @contextmanager
-def longer_demo() -> Iterator[str]:
+def demo_of_length(num_positions: int) -> Iterator[str]:
     """The demo model with more positions than it was trained on."""
     with tempfile.TemporaryDirectory() as folder:
         for file in DEMO_MODEL.iterdir():
             (Path(folder) / file.name).symlink_to(file)
         config = json.loads((DEMO_MODEL / "config.json").read_text())
         (Path(folder) / "config.json").unlink()
-        config["max_position_embeddings"] = LONG + 100
+        config["max_position_embeddings"] = num_positions
         (Path(folder) / "config.json").write_text(json.dumps(config))
         yield folder
 

@@ -178,14 +178,15 @@ def _describe_kind(clients: Sequence[VirtualClient], machine: VirtualMachine) ->
     gaps = [gap for client in clients for gap in client.gaps_s]
     return {
         "num": len(clients),
-        "first_token_s": _quantiles(client.first_token_s for client in clients),
-        "over_alone": _quantiles(slowdowns),
-        "gap_s": _quantiles(gaps),
+        "first_token_s": quantiles(client.first_token_s for client in clients),
+        "over_alone": quantiles(slowdowns),
+        "gap_s": quantiles(gaps),
         "end_s": max(client.tokens_s[-1] for client in clients),
     }
 
 
-def _quantiles(values: Iterable[float]) -> dict[str, float]:
+def quantiles(values: Iterable[float]) -> dict[str, float]:
+    """Return the values at some ranks; nothing, of nothing."""
     ordered = sorted(values)
     if not ordered:
         return {}

@@ -30,7 +30,7 @@ class ServerUnderTest:
     def __init__(self, port: int, pid: int) -> None:
         self.callers = Callers(port)
         self.outcomes: Counter[str] = Counter()
-        self._port, self._pid = port, pid
+        self.port, self._pid = port, pid
         self._random = random.Random(0)
 
     def some(self, mean: int) -> int:
@@ -105,7 +105,7 @@ class ServerUnderTest:
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def _get(self, path: str) -> bytes:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         connection.request("GET", path)
         answer = connection.getresponse().read()
         connection.close()

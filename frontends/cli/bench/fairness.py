@@ -1,13 +1,13 @@
-"""`trouper bench fairness`: what requests wait for each other, in virtual time."""
+"""`trouper bench fairness`: how long requests wait for each other, in virtual time or on a real server."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
 
 from trouper.errors import invalid
-from trouper.frontends.cli.bench.options import ReportOptions
-from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.bench.options import ReportOptions, note
+from trouper.frontends.cli.options import expand_options, integers
 
 MACHINE = "cpu-135m"
 
@@ -25,17 +25,46 @@ def fairness(
         list[str] | None,
         typer.Option(help="Order to play: arrival, threshold or fair; repeatable; all by default."),
     ] = None,
+    server: Annotated[
+        bool,
+        typer.Option(
+            "--server", help="Measure servers on this machine, one for each order in turn."
+        ),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Model of the servers; the demo with more positions by default."
+        ),
+    ] = None,
+    num_long: Annotated[
+        Any,
+        typer.Option(
+            parser=integers, metavar="N,N,…", help="Long prompts at once, for the servers."
+        ),
+    ] = "1,3",
+    long_len: Annotated[
+        int, typer.Option(min=600, help="Tokens of a long prompt, for the servers.")
+    ] = 6000,
     noise: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Deviation of a step's time, as a share of it.")
     ] = 0.1,
     *,
     report: ReportOptions,
 ) -> None:
-    """Play workloads against the scheduler in virtual time: short requests beside long prompts, streams, greedy keys."""
+    """Play workloads against the scheduler in virtual time, or measure servers: short requests beside long prompts, streams, greedy keys."""
+    from trouper.bench import fair_server
     from trouper.bench import fairness as core
     from trouper.bench.virtual_time import MACHINES
 
     report.check()
+    if server:
+        orders = _known("order", order, fair_server.ORDERS)
+        found = fair_server.measure(
+            model, orders, num_long=num_long, long_tokens=long_len, tell=note
+        )
+        report.finish(ctx, {"results": found}, _server_lines(found))
+        return
     workloads = _known("workload", workload, core.WORKLOADS)
     orders = _known("order", order, core.ORDERS)
     (name,) = _known("machine", [machine], MACHINES)
@@ -50,6 +79,22 @@ def _known(option: str, wished: list[str] | None, known: dict[str, Any]) -> list
         if name not in known:
             raise invalid(option, f"must be one of {', '.join(known)}", name)
     return list(wished or known)
+
+
+def _server_lines(results: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Make a table with a line for each number of long prompts, and one for streams."""
+    for result in results:
+        alone_ms = 1000 * result["short_alone_s"]["p50"]
+        yield f"{result['order']}: a short request alone {alone_ms:.0f} ms, a long one {result['long_alone_s']:.2f} s"
+        for num, found in result["beside"].items():
+            over = found["over_alone"]
+            yield (
+                f"  beside {num:2} long: {found['num_short']} short, over alone p50 {over['p50']:.1f}, p95 {over['p95']:.1f}; "
+                f"the long over their own work and that of the short {found['long_over_own']:.2f}"
+            )
+        gaps = result["streams"]["gap_s"]
+        alone, beside = (1000 * gaps[name]["p99"] for name in ("alone", "beside"))
+        yield f"  gap between tokens of streams, p99: alone {alone:.0f} ms, beside a long prompt {beside:.0f} ms"
 
 
 def _lines(results: list[dict[str, Any]]) -> Iterator[str]:

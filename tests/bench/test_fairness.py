@@ -1,0 +1,88 @@
+"""Fair steps in virtual time keep what the page on latency promises; a server is measured in a slow test."""
+
+import json
+from functools import cache
+
+import pytest
+
+from trouper.bench import fair_server
+from trouper.bench.fairness import ORDERS, WORKLOADS, measure
+from trouper.bench.virtual_time import MACHINES, Played, VirtualRun, policy_of, teach
+from trouper.frontends.cli.main import run_line
+
+MACHINE = MACHINES["cpu-135m"]
+
+
+@cache
+def played(workload, order, noise=0.1):
+    return measure(workload, MACHINE, order, noise=noise)
+
+
+@pytest.mark.parametrize("workload", ["titles-1", "titles-3", "titles-10"])
+def test_short_requests_beside_long_prompts_take_little_more_than_alone(workload):
+    short = played(workload, "fair")["kinds"]["short"]
+    step_s = 0.028 / 0.08 + 0.03
+    assert short["over_alone"]["p50"] <= 2.5
+    assert short["over_alone"]["p95"] <= max(3.5, 1 + 2 * step_s / MACHINE.alone_s(161))
+
+
+def test_long_prompts_are_late_by_the_work_of_the_short_ones_and_little_more():
+    clients = WORKLOADS["titles-1"](MACHINE)
+    work_s = sum(MACHINE.alone_s(client.num_prompt) for client in clients)
+    assert played("titles-1", "fair")["kinds"]["long"]["first_token_s"]["max"] <= 1.1 * work_s
+
+
+def test_the_gap_of_streams_beside_a_prompt_is_a_step():
+    fair = played("stream-and-prompt", "fair")["kinds"]["stream"]["gap_s"]
+    before = played("stream-and-prompt", "arrival")["kinds"]["stream"]["gap_s"]
+    assert fair["p99"] <= before["p99"] / 2
+    assert fair["p99"] <= 1.5 * (0.028 / 0.08 + 0.03)
+
+
+def test_a_greedy_key_does_not_delay_the_long_prompt_of_another():
+    assert played("greedy-key", "fair")["kinds"]["long"]["over_alone"]["max"] <= 2.2
+
+
+@pytest.mark.parametrize(
+    ("workload", "least"),
+    [("long-batch", 0.98), ("titles-1", 0.92), ("titles-10", 0.92), ("streams", 0.92)],
+)
+def test_the_total_time_grows_little(workload, least):
+    before, after = (played(workload, order)["total_s"] for order in ("arrival", "fair"))
+    assert before / after >= least
+
+
+def test_short_requests_alone_lose_nothing():
+    first = [played("short-only", order)["kinds"]["short"]["first_token_s"] for order in ORDERS]
+    arrival, _, fair = first
+    assert fair["p99"] <= 1.05 * arrival["p99"]
+
+
+def test_steps_are_foreseen():
+    policy = policy_of(MACHINE)
+    teach(policy.turns.times, MACHINE)
+    run: Played = VirtualRun(WORKLOADS["agents"](MACHINE), MACHINE, policy, noise=0.03).finish()
+    errors = sorted(abs(estimate / seconds - 1) for estimate, seconds in run.steps)
+    assert errors[int(0.9 * len(errors))] <= 0.2
+
+
+def test_the_command_shows_each_workload_in_each_order(report, bench):
+    found = report("fairness", "--workload", "titles-1", "--order", "fair", "--noise", "0")
+    assert [result["workload"] for result in found["results"]] == ["titles-1"]
+    table = bench("fairness", "--workload", "batch").out.splitlines()
+    assert [line.split()[:2] for line in table[1:]] == [["batch", order] for order in ORDERS]
+
+
+@pytest.mark.parametrize("option", ["workload", "order", "machine"])
+def test_an_unknown_name_is_an_error_that_lists_the_known(capsys, option):
+    assert run_line(["bench", "fairness", f"--{option}", "x"]) == 2
+    assert f"{option}: must be one of " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_server_answers_short_requests_beside_a_long_prompt():
+    (found,) = fair_server.measure(None, ["fair"], num_long=(1,), long_tokens=4000)
+    beside = found["beside"][1]
+    assert beside["num_short"] >= 1
+    assert beside["over_alone"]["p50"] < 10  # on any machine, with any other work
+    assert json.dumps(found)
