@@ -40,13 +40,17 @@ def invalid(parameter: str, rule: str, value: object = None) -> TrouperValidatio
     return TrouperValidationError(f"{parameter}: {rule}", parameter=parameter, value=value)
 
 
-def out_of_vocabulary(parameter: str, token_id: int, vocab_size: int) -> TrouperValidationError:
-    """Make the error for a token id that the model does not have; it names the id."""
-    shown = (
-        token_id if -(2**63) <= token_id < 2**63 else "a huge number"
-    )  # str() of some is refused
-    rule = f"token id {shown} is out of vocabulary, ids must be in [0, {vocab_size})"
-    return invalid(parameter, rule, token_id)
+MAX_SHOWN = 8  # wrong values that one error names
+
+
+def out_of_vocabulary(parameter: str, *token_ids: int, vocab_size: int) -> TrouperValidationError:
+    """Make the error for token ids that the model does not have; it names all of them, or the first eight."""
+    # str() of some numbers is refused.
+    shown = [str(id) if -(2**63) <= id < 2**63 else "a huge number" for id in token_ids[:MAX_SHOWN]]
+    more = ["…"] if len(token_ids) > MAX_SHOWN else []
+    which = f"id {shown[0]} is" if len(token_ids) == 1 else f"ids {', '.join(shown + more)} are"
+    rule = f"token {which} out of vocabulary, ids must be in [0, {vocab_size})"
+    return invalid(parameter, rule, token_ids[0] if len(token_ids) == 1 else None)
 
 
 class ChatTemplateResolutionError(TrouperClientError):

@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgspec
 
 from trouper.errors import (
+    MAX_SHOWN,
     TrouperValidationError,
     UnsupportedFeatureError,
     invalid,
@@ -177,12 +178,12 @@ class SamplingParams(msgspec.Struct):
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Check what depends on the model: ids inside the vocabulary, logprobs inside the limit."""
         for name in _ID_LISTS:
-            for token in getattr(self, name) or ():
-                if not 0 <= token < vocab_size:
-                    raise out_of_vocabulary(name, token, vocab_size)
-        for token in self.logit_bias or ():
-            if not 0 <= token < vocab_size:
-                raise out_of_vocabulary("logit_bias", token, vocab_size)
+            wrong = [token for token in getattr(self, name) or () if not 0 <= token < vocab_size]
+            if wrong:
+                raise out_of_vocabulary(name, *wrong, vocab_size=vocab_size)
+        wrong = [token for token in self.logit_bias or () if not 0 <= token < vocab_size]
+        if wrong:
+            raise out_of_vocabulary("logit_bias", *wrong, vocab_size=vocab_size)
         limit = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
@@ -368,18 +369,24 @@ def _plain(value: Any) -> Any:
 
 def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     clean: dict[int, float] = {}
+    wrong = [key for key in bias if not _is_token_id(key)]
+    if wrong:
+        keys = ", ".join(repr(str(key)[:MAX_ECHO]) for key in wrong[:MAX_SHOWN])
+        which = f"the key {keys} is" if len(wrong) == 1 else f"the keys {keys} are each"
+        rule = f"{which} no token id in plain decimal digits"
+        raise invalid("logit_bias", rule, wrong[0] if len(wrong) == 1 else None)
     for key, given in bias.items():
-        token, value = _plain(key), _plain(given)
-        if isinstance(token, str) and TOKEN_ID.fullmatch(token):
-            token = int(token)
-        if not isinstance(token, int):
-            rule = f"the key {str(key)[:MAX_ECHO]!r} is no token id in plain decimal digits"
-            raise invalid("logit_bias", rule, key)
+        token, value = int(_plain(key)), _plain(given)
         if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             rule = f"the value of {str(key)[:MAX_ECHO]!r} must be a finite number"
             raise invalid("logit_bias", rule, value)
         clean[token] = min(100.0, max(-100.0, float(value)))
     return clean
+
+
+def _is_token_id(key: Any) -> bool:
+    token = _plain(key)
+    return isinstance(token, int) or (isinstance(token, str) and bool(TOKEN_ID.fullmatch(token)))
 
 
 _NOT_IMPLEMENTED: dict[str, Any] = {
@@ -437,5 +444,9 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         f"at most {MAX_LOGPROB_TOKEN_IDS} ids",
     ),
     ("stream_interval", lambda v: v >= 1, "must be at least 1"),
-    ("thinking_token_budget", lambda v: v >= 0, "must be -1 or at least 0"),
+    (
+        "thinking_token_budget",
+        lambda v: v >= 0,
+        "must be a non-negative integer or -1 for unlimited",
+    ),
 )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast, get_args
 import msgspec
 
 from trouper.config.pooler import PoolerSpec
-from trouper.errors import UnsupportedFeatureError, invalid
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.params import RequestOutputKind
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
@@ -122,8 +122,7 @@ class PoolingParams(msgspec.Struct, kw_only=True):
         """
         task = self.task or spec.engine_task
         if task not in spec.tasks:
-            known = ", ".join(spec.tasks)
-            raise invalid("task", f"this model can {known}", task)
+            raise unsupported_task(task, f"This model can {', '.join(spec.tasks)}.")
         self._check_belongs(task, spec)
         is_embedding = task.endswith("embed")
         if is_embedding:
@@ -158,13 +157,21 @@ class PoolingParams(msgspec.Struct, kw_only=True):
                 raise invalid(name, "needs the token pooling type STEP", value)
 
 
+def unsupported_task(
+    task: object, known: str, parameter: str = "task"
+) -> TrouperValidationError:
+    """Make the refusal of a task; vLLM's clients know it by its beginning."""
+    text = f"Unsupported task: {str(task)[:40]!r}. {known}"
+    return TrouperValidationError(text, parameter=parameter)
+
+
 def _check_task(task: Any) -> None:
     if task is None or task in TASKS:
         return
     if task in LATER_TASKS:
         raise UnsupportedFeatureError(f"the pooling task {task!r} is not supported yet")
     removed = REMOVED.get(task) if isinstance(task, str) else None
-    raise invalid("task", removed or f"must be one of {', '.join(TASKS)}", task)
+    raise unsupported_task(task, removed or f"The tasks are {', '.join(TASKS)}.")
 
 
 def _check_dimensions(dimensions: int | None, spec: PoolerSpec) -> None:

@@ -29,6 +29,7 @@ from trouper.config.files import read_text
 from trouper.config.resolve import EngineConfig
 from trouper.errors import (
     ChatTemplateResolutionError,
+    TrouperValidationError,
     UnsupportedFeatureError,
     invalid,
     out_of_vocabulary,
@@ -36,7 +37,11 @@ from trouper.errors import (
 from trouper.params import SamplingParams
 
 MAX_SALT_CHARS = 128
-SHORTER = "reduce the length of the input prompt"
+# Clients know by these words of vLLM and OpenAI that a conversation must be shortened.
+TOO_LONG = (
+    "This model's maximum context length is {limit} tokens. However, your prompt contains {length}"
+)
+SHORTER = "Please reduce the length of the input prompt."
 SPARE_TOKENS = 64  # a text cut before tokenising is left this much longer than it needs to be
 # mm_processor_kwargs concerns multimodal items only; without any it has nothing to do.
 TEXT_KEYS = frozenset({"type", "prompt", "cache_salt", "mm_processor_kwargs"})
@@ -352,8 +357,8 @@ class Prompts:
             least = -(-num_chars // tokenizer.longest_token_chars)
             raise invalid(
                 "prompt",
-                f"the prompt has {num_chars} characters, which are at least {least} tokens, "
-                f"but the limit is {limit} tokens (max_model_len): {SHORTER}",
+                f"{TOO_LONG.format(limit=limit, length=num_chars)} characters, which are at least "
+                f"{least} input tokens (max_model_len). {SHORTER}",
             )
 
     def _needed_tokenizer(self, parameter: str) -> Tokenizer:
@@ -372,6 +377,11 @@ class Prompts:
             return limit - self._limits.room
         if not 1 <= truncate <= limit:
             rule = f"must be -1 or in [1, {limit}] (max_model_len)"
+            if truncate > limit:
+                text = f"truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size. It {rule}"
+                raise TrouperValidationError(
+                    text, parameter="truncate_prompt_tokens", value=truncate
+                )
             raise invalid("truncate_prompt_tokens", rule, truncate)
         return truncate
 
@@ -380,10 +390,9 @@ class Prompts:
         if length == 0:
             raise invalid("prompt", "the prompt must not be empty")
         if length > limit - self._limits.room:
-            also = ", which must also hold at least one new token" if self._limits.room else ""
-            rule = f"the prompt has {length} tokens, but the limit is {limit} (max_model_len){also}"
-            rule += f": {SHORTER}"
-            raise invalid("prompt", rule)
+            also = ", and at least one new token must fit, too" if length == limit else ""
+            head = TOO_LONG.format(limit=limit, length=length)
+            raise invalid("prompt", f"{head} input tokens{also} (max_model_len). {SHORTER}")
 
 
 def _control_tokens(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -423,7 +432,7 @@ def checked_ids(ids: Any, num: int, parameter: str = "prompt_token_ids") -> list
         known = [_as_int(token_id, parameter) for token_id in known]
     if known and not (min(known) >= 0 and max(known) < num):
         wrong = next(token_id for token_id in known if not 0 <= token_id < num)
-        raise out_of_vocabulary(parameter, wrong, num)
+        raise out_of_vocabulary(parameter, wrong, vocab_size=num)
     return list(known)
 
 

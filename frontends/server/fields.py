@@ -29,7 +29,6 @@ USE_ADAPTER = "use the adapter's name as the model"
 USE_TEMPLATE = 'use chat_template_kwargs, for many models {"enable_thinking": …}'
 USE_BUDGET = "use thinking_token_budget"
 PENALTIES = "use repetition_penalty, presence_penalty or frequency_penalty"
-ONE_ENGINE = "this engine hands no cache over to another; leave it out"
 LEAVE_OUT = "leave it out"
 
 # What changes the text that is generated, or what is said about it, in whatever API it is asked for.
@@ -39,8 +38,6 @@ REFUSED = {
     "early_stopping": "a beam search ends when max_tokens or no beam is left; leave it out",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "watermarking": "texts are never marked; leave it out",
-    "kv_transfer_params": ONE_ENGINE,
-    "ec_transfer_params": ONE_ENGINE,
     "documents": "put the documents into a message",
     "return_prompt_text": "use /v1/chat/completions, or prompt and echo of /v1/completions",
     # llama.cpp
@@ -114,7 +111,8 @@ HARMLESS = {
     **dict.fromkeys(
         ("cache_prompt", "id_slot", "n_cache_reuse", "prediction", "prompt_cache_key", "prompt_cache_options",
          "prompt_cache_retention", "service_tier", "keep_alive", "speculative", "speculative.n_max", "speculative.n_min",
-         "speculative.p_min", "speculative.type", "guided_decoding_backend", "sse_ping_interval"), ONLY_SPEED),
+         "speculative.p_min", "speculative.type", "guided_decoding_backend", "sse_ping_interval", "kv_transfer_params",
+         "ec_transfer_params"), ONLY_SPEED),
     **dict.fromkeys(
         ("user", "metadata", "store", "safety_identifier", "rid", "verbose", "timings_per_token", "return_progress", "usage",
          "provider", "models", "route", "transforms"), ONLY_RECORDS),
@@ -159,7 +157,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (0,),
     "length_penalty": (1,),
     "context_management": ({"edits": []},),
-    "padding": ("do_not_pad",),
+    "padding": ("do_not_pad", "longest", True),
 }
 ON_BY_DEFAULT = frozenset(("parse_tool_calls", "separate_reasoning", "stream_reasoning"))
 
@@ -287,7 +285,7 @@ COUNTING = Others(
 
 POOLING = Others(
     {
-        "padding": "texts are never padded; leave it out",
+        "padding": "no padding counts here: texts are never made longer; leave it out",
         "late_interaction_params": "use /score or /rerank of a model for late interaction",
         "data": "use input or messages",
     },

@@ -297,12 +297,12 @@ class Service:
         return trace_headers(context.headers)
 
     async def prompt_text(self, output: RequestOutput) -> str:
-        """Return the text of a prompt, also where it came as token ids."""
+        """Return the text of a prompt; of one that came as token ids, special tokens are shown, too."""
         tokenizer = self.core.tokenizer
         if output.prompt is not None or tokenizer is None:
             return output.prompt or ""
         return await anyio.to_thread.run_sync(
-            tokenizer.decode, output.prompt_token_ids, limiter=self.threads
+            tokenizer.decode, output.prompt_token_ids, False, limiter=self.threads
         )
 
     def token_text(self, token_id: int) -> str:

@@ -56,6 +56,7 @@ async def test_a_loaded_adapter_is_a_model_and_another_one_than_its_base(client)
     cards = {card["id"]: card for card in (await client.get("/v1/models")).json["data"]}
     assert cards.keys() == {base, "one", "two"}
     assert (cards["one"]["parent"], cards[base]["parent"]) == (base, None)
+    assert (cards["one"]["root"], cards[base]["root"]) == ("one", base)
     assert (await client.get("/v1/models/two")).json["parent"] == base
     texts = {name: await text(client, name) for name in cards}
     assert [shown for _, shown in texts.values()] == list(texts)

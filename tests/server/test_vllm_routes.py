@@ -101,7 +101,7 @@ async def test_strings_of_tokens_are_the_vocabularys_own(client):
 async def test_a_task_of_another_kind_of_model_is_named(client, path, fields, task):
     answer = await client.post(path, fields)
     assert answer.status == 400
-    assert answer.error["message"] == f"model: does not support {task}; it supports generate"
+    assert answer.error["message"] == f"Unsupported task: {task!r}. This model can generate."
 
 
 @pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": "def f("}), (CHAT, {"messages": HI})])  # fmt: skip
@@ -117,3 +117,67 @@ async def test_times_of_a_request_come_with_its_one_choice(client, make_client, 
         assert all(value > 0 for value in metrics.values()), metrics
     several = (await client.post(path, {**fields, "n": 2, "temperature": 1})).json
     assert several["metrics"] is None
+
+
+LONG = {"prompt": [1] * 600}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "sentence"),
+    [
+        (COMPLETIONS, {}, "Either prompt or prompt_embeds must be provided and non-empty."),
+        (COMPLETIONS, {"prompt": ""}, "Either prompt or prompt_embeds must be provided and non-empty."),
+        (COMPLETIONS, {"prompt": [], "prompt_embeds": []}, "Either prompt or prompt_embeds must be provided and non-empty."),
+        (COMPLETIONS, LONG, "This model's maximum context length is 512 tokens. However, your prompt contains 600 input tokens"),
+        (COMPLETIONS, LONG, "Please reduce the length of the input prompt."),
+        (COMPLETIONS, {"prompt": "x" * 10**5}, "Please reduce the length of the input prompt."),
+        (COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": 999}, "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size."),
+        (COMPLETIONS, {"prompt": "x", "thinking_token_budget": -2}, "must be a non-negative integer or -1 for unlimited"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"bad1": 1, "5": 1, "bad2": 2}}, "'bad1', 'bad2'"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"88888": 1, "5": 1, "99999": 2}}, "token ids 88888, 99999 are out of vocabulary"),
+        (COMPLETIONS, {"prompt": "x", "stop_token_ids": [77777, 88888]}, "token ids 77777, 88888 are out of vocabulary"),
+        ("/v1/responses", {"input": "x", "background": True, "store": False}, "background can only be used when `store` is true"),
+        ("/v1/responses", {"input": "x", "previous_response_id": "resp_no"}, "Response with id 'resp_no' not found."),
+        ("/v1/responses/resp_no/cancel", {}, "Response with id 'resp_no' not found."),
+    ],
+)  # fmt: skip
+async def test_clients_of_vllm_find_its_sentences_in_errors(client, path, fields, sentence):
+    answer = await client.post(path, fields)
+    assert answer.status in (400, 404)
+    assert sentence in answer.error["message"]
+
+
+async def test_many_wrong_ids_are_not_all_named(client):
+    bias = {str(90_000 + i): 1 for i in range(1000)}
+    answer = await client.post(COMPLETIONS, {"prompt": "x", "logit_bias": bias})
+    assert (answer.status, answer.error["param"]) == (400, "logit_bias")
+    assert "90007, …" in answer.error["message"]
+
+
+async def test_only_a_response_in_background_can_be_cancelled(client):
+    name = (await client.post("/v1/responses", {"input": "hi", "max_output_tokens": 2})).json["id"]
+    answer = await client.post(f"/v1/responses/{name}/cancel")
+    assert answer.status == 400
+    assert answer.error["message"].startswith("Cannot cancel a synchronous response.")
+
+
+async def test_an_echo_of_ids_shows_special_tokens(client):
+    fields = {**GREEDY, "prompt": [0, 5, 0], "echo": True}
+    echoed = (await client.post(COMPLETIONS, fields)).json["choices"][0]["text"]
+    text = (await client.post("/detokenize", {"tokens": [0, 5, 0]})).json["prompt"]
+    assert "<|endoftext|>" in text
+    assert echoed.startswith(text)
+
+
+async def test_the_chosen_token_is_the_first_of_its_position(client):
+    fields = {
+        **GREEDY,
+        "prompt": "def f(",
+        "temperature": 2,
+        "seed": 1,
+        "logprobs": 3,
+        "max_tokens": 20,
+    }
+    found = (await client.post(COMPLETIONS, fields)).json["choices"][0]["logprobs"]
+    assert [next(iter(top)) for top in found["top_logprobs"]] == found["tokens"]
+    assert all(3 <= len(top) <= 4 for top in found["top_logprobs"])

@@ -13,7 +13,7 @@ TYPES = {
 OTHERS = "invalid_request_error"
 # Anthropic's words for it, by which clients know that the conversation must be shortened
 TOO_LONG = "prompt is too long"
-COUNTS = re.compile(r"(\d+) tokens, but the limit is (\d+)")
+COUNTS = re.compile(r"length is (?P<limit>\d+) tokens.*?(?P<length>\d+) input tokens")
 
 
 def _render(problem: ErrorBody, request_id: str) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def _render(problem: ErrorBody, request_id: str) -> dict[str, Any]:
     message = problem.message
     if problem.code == "context_length_exceeded":
         counts = COUNTS.search(message)
-        shown = f": {counts[1]} tokens > {counts[2]} maximum" if counts else ""
+        shown = f": {counts['length']} tokens > {counts['limit']} maximum" if counts else ""
         message = f"{TOO_LONG}{shown}; {message}"
     if problem.param is not None and problem.param not in message:
         message = f"{clean(problem.param, MAX_PARAM)}: {message}"

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trouper.errors import invalid
+from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
@@ -181,7 +181,11 @@ def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
         raise invalid("max_tokens", "must be at least 1 without echo", 0)
     if request.suffix:
         return _gaps(request)
-    if request.prompt_embeds is None or (request.prompt_embeds == [] and request.prompt):
+    if not request.prompt and not request.prompt_embeds:
+        text = "Either prompt or prompt_embeds must be provided and non-empty."
+        name = "prompt" if request.prompt_embeds is None else "prompt_embeds"
+        raise TrouperValidationError(text, parameter=name)
+    if not request.prompt_embeds:
         return _text_prompts(request)
     prompts, places = _embeds_prompts(request)
     if request.prompt:

@@ -89,9 +89,11 @@ def _plain(position: LogprobsOnePosition) -> dict[int, dict[str, Any]]:
 
 
 def _shown(position: LogprobsOnePosition, chosen: int, num_top: int) -> list[tuple[int, Logprob]]:
-    """Return the `num_top` likeliest tokens, and the chosen one where it is not among them."""
+    """Return the chosen token, and then the rest of the `num_top` likeliest, as clients of vLLM read them."""
     top = sorted(position.items(), key=lambda item: -item[1].logprob)
-    return [item for i, item in enumerate(top) if num_top == -1 or i < num_top or item[0] == chosen]
+    shown = [item for i, item in enumerate(top) if num_top == -1 or i < num_top]
+    first = [item for item in top if item[0] == chosen]
+    return first + [item for item in shown if item[0] != chosen]
 
 
 def _entry(token_id: int, entry: Logprob, as_ids: bool) -> TokenLogprob:

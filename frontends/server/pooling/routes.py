@@ -53,7 +53,7 @@ from trouper.frontends.server.pooling.requests import (
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.streams import final_outputs
 from trouper.inputs import PoolingPrompt
-from trouper.pooling import PoolingParams
+from trouper.pooling import PoolingParams, unsupported_task
 
 MAX_INPUTS = 2048
 # numbers, written in 0.3 ms; those of one text in 30 µs, less than a hop to a thread and back
@@ -131,9 +131,8 @@ async def create_cohere_embedding(
         rule = f"binary needs a multiple of 8 dimensions, and these are {size}"
         raise invalid("embedding_types", rule)
     if request.input_type is not None and request.input_type not in COHERE_INPUTS:
-        raise invalid(
-            "input_type", f"must be one of {', '.join(COHERE_INPUTS)}", request.input_type
-        )
+        text = f"Unsupported input_type {request.input_type[:40]!r}. Supported values: {', '.join(COHERE_INPUTS)}"
+        raise TrouperValidationError(text, parameter="input_type")
     side = {"START": "left", "END": "right"}.get(request.truncate or "END")
     max_tokens = -1 if request.max_tokens is None else request.max_tokens
     inner = EmbeddingRequest(
@@ -227,7 +226,7 @@ def _spec(service: Service, task: str) -> PoolerSpec:
     """Return the settings of the pooler.  Raises TrouperValidationError for a model that generates."""
     spec = service.config.pooler
     if spec is None:
-        raise invalid("model", f"does not support {task}; it supports generate")
+        raise unsupported_task(task, "This model can generate.", "model")
     return spec
 
 
@@ -308,7 +307,7 @@ def _most(request: ScoringFields, name: str) -> int | None:
     """Return how many tokens of each text are read; None: all."""
     num: int | None = getattr(request, name)
     if num is not None and num < 0:
-        raise invalid(name, "must be at least 0, which is no limit", num)
+        raise invalid(name, "must be a non-negative integer; 0 is no limit", num)
     return num or None
 
 
