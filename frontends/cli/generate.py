@@ -1,19 +1,27 @@
 """`trouper generate`: complete prompts from the command line, a file or a pipe."""
 
-import json
 import sys
+from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import LoraOption, chosen_adapter
+from trouper.frontends.cli.bulk_run import BulkRun, Outcomes
 from trouper.frontends.cli.options import SamplingOptions, expand_options
-from trouper.frontends.cli.prompts import read_prompts
+from trouper.frontends.cli.prompts import Prompt, PromptFileOptions, Prompts
+from trouper.frontends.cli.results import (
+    Columns,
+    OutputFileOption,
+    ResultWriter,
+    check_output,
+    results_file,
+)
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
@@ -25,6 +33,11 @@ if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
+COLUMNS: Columns = {
+    "line": "int", "prompt": "text", "outputs": "outputs", "num_prompt_tokens": "int", "num_cached_tokens": "int",
+    "num_tokens": "int", "first_token_s": "float", "total_s": "float", "error": "text",
+}  # fmt: skip
+
 
 @expand_options
 def generate(
@@ -32,9 +45,6 @@ def generate(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT", show_default=False, help="Text that the model continues."),
-    ] = None,
-    prompt_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="File with one prompt per line; - is stdin.")
     ] = None,
     n: Annotated[int, typer.Option(help="Number of completions for each prompt.")] = 1,
     stream: Annotated[
@@ -50,30 +60,96 @@ def generate(
         bool | None,
         typer.Option(help="Print tokens and times on stderr; on by default at a terminal."),
     ] = None,
+    output_file: OutputFileOption = None,
     *,
+    source: PromptFileOptions,
     sampling: SamplingOptions,
     engine_args: EngineArgs,
 ) -> None:
     """Complete one or more prompts.
 
-    Without PROMPT the whole of stdin is one prompt.
+    Without PROMPT the whole of stdin is one prompt. A prompt that fails has its error, and the others go on.
     """
-    texts = read_prompts(prompts, prompt_file)
-    if stream is None:
-        stream = len(texts) == n == 1 and not as_json
-    if stream and (n > 1 or as_json):
-        raise typer.BadParameter("needs n = 1 and no --json", param_hint="--stream")
+    check_output(output_file, COLUMNS)
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
-    adapter = chosen_adapter(lora, engine_args)
-    model = resolve_offline(engine_args).model
-    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-    params = sampling.params(model.default_sampling, n=n, output_kind=kind)
-    printer = _JsonPrinter() if as_json else _TextPrinter(echo)
-    figures = _Figures()
-    run_engine(engine_args, partial(_complete, texts, params, adapter, printer, figures))
-    if stats or (stats is None and output.is_terminal(sys.stderr)):
+    with Prompts(prompts, source, "PROMPT") as given:
+        is_single, are_records = given.is_single, as_json or output_file is not None
+        if stream is None:
+            stream = is_single and n == 1 and not are_records
+        if stream and (n > 1 or are_records):
+            rule = "needs n = 1, no --json and no --output-file"
+            raise typer.BadParameter(rule, param_hint="--stream")
+        adapter = chosen_adapter(lora, engine_args)
+        model = resolve_offline(engine_args).model
+        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        params = sampling.params(model.default_sampling, n=n, output_kind=kind)
+        outcomes, figures = Outcomes("prompts", is_single=is_single), _Figures()
+        with ExitStack() as stack:
+            if are_records:
+                file = stack.enter_context(results_file(output_file, COLUMNS))
+                printer = _RecordPrinter(file)
+            else:
+                printer = _TextPrinter(echo)
+            completing = _Completing(given, params, adapter, printer, outcomes, figures)
+            run_engine(engine_args, completing.run_all)
+    if stats or (stats is None and (given.is_from_file or output.is_terminal(sys.stderr))):
         print(figures, file=sys.stderr)
+    outcomes.check()
+
+
+class _Completing:
+    """The completion of all prompts, whose results come in their order."""
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        params: SamplingParams,
+        adapter: LoRARequest | None,
+        printer: "_TextPrinter | _RecordPrinter",
+        outcomes: Outcomes,
+        figures: "_Figures",
+    ) -> None:
+        self._prompts = prompts
+        self._params = params
+        self._adapter = adapter
+        self._printer = printer
+        self._outcomes = outcomes
+        self._figures = figures
+        self._numbers = count()
+
+    async def run_all(self, engine: "AsyncLLMEngine", _: Interrupts) -> None:
+        self._figures.note_ready()
+        # Pieces of lines leave no place for a bar.
+        is_wanted = self._params.output_kind is RequestOutputKind.FINAL_ONLY
+        total = self._prompts.count() if output.is_terminal(sys.stderr) else None
+        with output.progress(total, "prompts", is_wanted=is_wanted) as bar:
+            open_one = partial(self._open_one, engine)
+            finish = partial(self._finish, bar)
+            run = BulkRun(self._prompts, open_one, finish, self._note_failure)
+            await run.answer_all(engine, bar)
+
+    def _open_one(self, engine: "AsyncLLMEngine", text: str) -> "Generation[RequestOutput]":
+        number = str(next(self._numbers))
+        return engine.generate(text, self._params, number, lora_request=self._adapter)
+
+    async def _finish(
+        self, bar: "tqdm[NoReturn]", prompt: Prompt, generation: "Generation[RequestOutput]"
+    ) -> None:
+        num_tokens = 0
+        async for result in generation:
+            self._figures.note_output(result)
+            num_tokens += sum(len(completion.token_ids) for completion in result.outputs)
+            with output.printing_beside(bar):
+                self._printer.show(prompt, result)
+            if result.error is not None:
+                raise result.error.to_exception()
+            if result.finished:
+                self._outcomes.succeed(len(result.prompt_token_ids), num_tokens)
+
+    def _note_failure(self, prompt: Prompt, error: Exception) -> None:
+        message = self._outcomes.fail(prompt, error)
+        self._printer.show_error(prompt, message)
 
 
 class _TextPrinter:
@@ -81,37 +157,43 @@ class _TextPrinter:
 
     def __init__(self, echo: bool) -> None:
         self._echo = echo
-        self._is_first = True
+        self._begun: Prompt | None = None
 
-    def begin(self, prompt: str) -> None:
-        if not self._is_first:
-            print()
-        self._is_first = False
-        print(prompt if self._echo else "", end="", flush=True)
-
-    def show(self, prompt: str, result: RequestOutput) -> None:
+    def show(self, prompt: Prompt, result: RequestOutput) -> None:
         """Print what is new; several completions come one after the other, each with its prompt."""
         for completion in sorted(result.outputs, key=lambda completion: completion.index):
-            if completion.index > 0:
-                print()
-                self.begin(prompt)
+            if self._begun is not prompt or completion.index > 0:
+                if self._begun is prompt:
+                    print()
+                self._begin(prompt)
             print(completion.text, end="", flush=True)
+        if result.finished and result.error is None:
+            print()
 
-    def end(self) -> None:
-        print()
+    def show_error(self, prompt: Prompt, message: str) -> None:
+        """End the line of a text that broke off; the error itself is on stderr."""
+        if self._begun is prompt:
+            print()
+
+    def _begin(self, prompt: Prompt) -> None:
+        if self._begun is not None:
+            print()
+        self._begun = prompt
+        print(prompt.text if self._echo else "", end="", flush=True)
 
 
-class _JsonPrinter:
-    """Printer of one line of JSON per prompt."""
+class _RecordPrinter:
+    """Writer of one record per prompt."""
 
-    def begin(self, prompt: str) -> None:
-        pass
+    def __init__(self, file: ResultWriter) -> None:
+        self._file = file
 
-    def show(self, prompt: str, result: RequestOutput) -> None:
-        print(json.dumps(_as_json(prompt, result), ensure_ascii=False), flush=True)
+    def show(self, prompt: Prompt, result: RequestOutput) -> None:
+        if result.error is None:
+            self._file.write({**prompt.place(), **_as_json(prompt.text or "", result)})
 
-    def end(self) -> None:
-        pass
+    def show_error(self, prompt: Prompt, message: str) -> None:
+        self._file.write({**prompt.place(), "prompt": prompt.text, "error": message})
 
 
 class _Figures:
@@ -141,65 +223,6 @@ class _Figures:
             f"{1000 * (self._first_text - self._ready):.0f} ms; "
             f"engine ready after {self._ready - self._started:.1f} s"
         )
-
-
-async def _complete(
-    prompts: list[str],
-    params: SamplingParams,
-    adapter: LoRARequest | None,
-    printer: _TextPrinter | _JsonPrinter,
-    figures: _Figures,
-    engine: "AsyncLLMEngine",
-    _: Interrupts,
-) -> None:
-    """Run all prompts at once and show the results in their order.
-
-    Outputs that come out of order wait in their request's reply slot.
-    """
-    figures.note_ready()
-    is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY  # pieces of lines leave no place
-    generations = [
-        engine.generate(prompt, params, str(i), lora_request=adapter)
-        for i, prompt in enumerate(prompts)
-    ]
-    try:
-        for generation in generations:
-            await generation.prepare()
-            generation.open()
-        with output.progress(len(prompts), "prompts", is_wanted=is_whole) as bar:
-            pairs = zip(prompts, generations, strict=True)
-            for number, (prompt, generation) in enumerate(pairs, 1):
-                try:
-                    await _show(prompt, generation, printer, figures, bar)
-                except TrouperValidationError as error:
-                    if len(prompts) > 1:
-                        error.message = f"prompt {number}: {error.message}"
-                    raise
-                bar.update()
-    finally:
-        for generation in generations:
-            generation.close()
-
-
-async def _show(
-    prompt: str,
-    generation: "Generation[RequestOutput]",
-    printer: _TextPrinter | _JsonPrinter,
-    figures: _Figures,
-    bar: "tqdm[NoReturn]",
-) -> None:
-    is_begun = False
-    async for result in generation:
-        figures.note_output(result)
-        with output.printing_beside(bar):
-            if not is_begun:
-                printer.begin(prompt)
-                is_begun = True
-            printer.show(prompt, result)
-            if result.finished and result.error is None:
-                printer.end()
-        if result.error is not None:
-            raise result.error.to_exception()
 
 
 def _as_json(prompt: str, result: RequestOutput) -> dict[str, Any]:

@@ -1,37 +1,380 @@
-"""Prompts from the command line, a file or a pipe."""
+"""Prompts from the command line, a file or a pipe.
 
+A file may be larger than memory, so it is read as it is needed.  A line that holds no prompt is an item of its own
+with the reason, never the end of the file: of ten thousand texts one that is bad must not cost the other 9,999.
+"""
+
+import codecs
+import csv
+import io
+import json
+import os
+import re
+import stat
 import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self, TextIO, cast
 
 import typer
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 
+MAX_LINE = 32 * 2**20  # characters; no model reads as much
+COLUMNS = ("prompt", "text", "input", "document")  # looked for if --column names none
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
+NOT_LINES = (
+    ".json",
+    ".parquet",
+    ".npy",
+    ".npz",
+    ".xlsx",
+    ".xls",
+    ".gz",
+    ".zip",
+    ".zst",
+    ".xz",
+    ".bz2",
+)
+DELIMITERS = ",;\t"
+SURROGATES = re.compile("[\ud800-\udfff]")
 
-def read_prompts(prompts: list[str] | None, prompt_file: str | None) -> list[str]:
-    """Return prompts from the arguments, then from the file; the whole of stdin when there are neither."""
-    texts = list(prompts or ())
-    if prompt_file is not None:
-        lines = _read(prompt_file).splitlines()
-        texts += [line for line in lines if line.strip()]
-        if not texts:
-            raise typer.BadParameter(f"no prompt in {prompt_file}", param_hint="--prompt-file")
-    elif not texts:
-        if output.is_terminal(sys.stdin):
-            raise typer.BadParameter("give one, or --prompt-file, or a pipe", param_hint="PROMPT")
-        texts = [_read("-").removesuffix("\n")]
-    if not all(texts):
-        raise TrouperValidationError("the prompt is empty", parameter="prompt")
-    return texts
+
+@dataclass
+class PromptFileOptions:
+    """The file that prompts come from."""
+
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="File with one text per line, row or JSON line; - is stdin."
+        ),
+    ] = None
+    input_format: Annotated[
+        Literal["txt", "jsonl", "csv"] | None,
+        typer.Option(help="Format of the file; by default its name tells, and stdin is txt."),
+    ] = None
+    column: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Column of csv, or field of jsonl; by default prompt, text, input or document.",
+        ),
+    ] = None
 
 
-def _read(name: str) -> str:
+class Prompt(NamedTuple):
+    """One text, or the reason why there is none."""
+
+    label: str  # "line 3" of a file, "prompt 2" of arguments
+    line: int | None = None
+    text: str | None = None
+    error: str | None = None
+
+    def place(self) -> dict[str, Any]:
+        """Return the number of the line for a record; arguments have none."""
+        return {} if self.line is None else {"line": self.line}
+
+
+class Prompts:
+    """The prompts of a command, read once, one after the other.  Usable as a context manager."""
+
+    def __init__(self, texts: list[str] | None, options: PromptFileOptions, what: str) -> None:
+        """Take the arguments, or the whole of stdin without any.
+
+        Args:
+            what: the name of the argument, for errors.
+
+        Raises:
+            typer.BadParameter: there is no prompt, or an option does not fit the file.
+            TrouperValidationError: an argument is empty.
+        """
+        self._stack = ExitStack()
+        self._options = options
+        self._texts = list(texts or ())
+        if options.prompt_file is None:
+            self._refuse_file_options()
+            if not self._texts:
+                self._texts = [_whole_stdin(what)]
+        else:
+            input_format(options)  # finds what does not fit
+        if not all(self._texts):
+            raise TrouperValidationError("the prompt is empty", parameter="prompt")
+        self._items: Iterator[Prompt] = iter(())
+        self._first: list[Prompt] = []
+
+    def __enter__(self) -> Self:
+        """Find the first prompts, so that a wrong file or column is named before a model is loaded.
+
+        Raises:
+            typer.BadParameter: there is no prompt, or no such column.
+            TrouperValidationError: the file cannot be read.
+        """
+        try:
+            self._items = self._read(self._open())
+            self._first = list(islice(self._items, 2))
+            if not self._first:
+                message = f"no prompt in {self._options.prompt_file}"
+                raise typer.BadParameter(message, param_hint="--prompt-file")
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[Prompt]:
+        first, self._first = self._first, []
+        return chain(first, self._items)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one prompt only.  Call it before the iteration."""
+        return len(self._first) == 1
+
+    @property
+    def is_from_file(self) -> bool:
+        return self._options.prompt_file is not None
+
+    @property
+    def is_pipe(self) -> bool:
+        """Whether the prompts come only once, and perhaps slowly."""
+        name = self._options.prompt_file
+        return name is not None and (name == "-" or not stat.S_ISREG(os.stat(name).st_mode))
+
+    def count(self) -> int | None:
+        """Count the prompts for a progress bar; None for a pipe."""
+        name = self._options.prompt_file
+        if self.is_pipe:
+            return None
+        if name is None:
+            return len(self._texts)
+        with ExitStack() as stack:
+            file = stack.enter_context(_opened(name))
+            return sum(1 for _ in self._read(file))
+
+    def _refuse_file_options(self) -> None:
+        for option in ("input_format", "column"):
+            if getattr(self._options, option) is not None:
+                name = f"--{option.replace('_', '-')}"
+                raise typer.BadParameter("needs --prompt-file", param_hint=name)
+
+    def _open(self) -> TextIO | None:
+        name = self._options.prompt_file
+        if name is None:
+            return None
+        return _stdin() if name == "-" else self._stack.enter_context(_opened(name))
+
+    def _read(self, file: TextIO | None) -> Iterator[Prompt]:
+        for number, text in enumerate(self._texts, 1):
+            yield Prompt(f"prompt {number}", None, text)
+        if file is not None:
+            format, column = input_format(self._options), self._options.column
+            for number, text, error in READERS[format](bounded_lines(file), column):
+                yield _checked(Prompt(f"line {number}", number, text, error))
+
+
+Found = tuple[
+    int, str | None, str | None
+]  # the number of a line, its text, the reason why it has none
+
+
+def input_format(options: PromptFileOptions) -> str:
+    """Return the format of a file, by the option or by its name.  Raises typer.BadParameter."""
+    suffix = Path(options.prompt_file or "").suffix.lower()
+    if options.input_format is None and suffix in NOT_LINES:
+        known = "give a file of lines, .jsonl or .csv, or name the format by --input-format"
+        message = f"cannot read {suffix} files: {known}"
+        raise typer.BadParameter(message, param_hint="--prompt-file")
+    found = options.input_format or FORMATS.get(suffix, "txt")
+    if found == "txt" and options.column is not None:
+        raise typer.BadParameter("a file of plain lines has no columns", param_hint="--column")
+    return found
+
+
+def bounded_lines(file: TextIO) -> Iterator[str]:
+    """Yield the lines with their ends.  A line that is too long is cut to `MAX_LINE` characters."""
+    is_first = True
+    while line := file.readline(MAX_LINE):
+        rest = line
+        while len(rest) == MAX_LINE and not rest.endswith("\n"):
+            rest = file.readline(MAX_LINE)
+        yield line.removeprefix("\ufeff") if is_first else line
+        is_first = False
+
+
+def txt_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
+    """Yield a prompt for each line that is not empty."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield (number, *_whole(line, line.rstrip("\r\n")))
+
+
+def jsonl_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
+    """Yield a prompt for each line of JSON, a string or an object with a field for the text."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        text, error = _whole(line, line)
+        if text is not None:
+            text, error = _json_text(text, column)
+        yield number, text, error
+
+
+def csv_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
+    """Yield a prompt for each row below the header; quoted fields may have several lines.
+
+    Raises:
+        typer.BadParameter: the header has no such column.
+    """
+    feed = _RecordLines(lines)
+    header_line = next(feed, "")
+    if not header_line.strip():
+        return
+    # Spreadsheets of many countries separate by semicolons.
+    delimiter = max(DELIMITERS, key=header_line.count)
+    csv.field_size_limit(MAX_LINE - 1)
+    feed.give_back(0)
+    rows = csv.reader(feed, delimiter=delimiter, strict=True)
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text()
-    except UnicodeDecodeError:
-        raise TrouperValidationError("not text in UTF-8", parameter="prompt", value=name) from None
+        header = next(rows)
+    except csv.Error as error:
+        message = f"the header is no CSV: {error}"
+        raise typer.BadParameter(message, param_hint="--prompt-file") from None
+    index = _column_index(header, column)
+    while True:
+        number = feed.begin()
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            # A quote that is never closed would swallow the rest of the file.
+            feed.give_back(1)
+            yield number, None, f"no CSV: {error}"
+            continue
+        if len(row) > index:
+            yield number, row[index], None
+        elif row:
+            yield number, None, f"the row has no column {header[index]!r}"
+
+
+class _RecordLines:
+    """The lines of a CSV file, of which those of the present record can be given back.
+
+    They are at most `MAX_LINE` characters, the limit of a field, and one line more.
+    """
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = iter(lines)
+        self._again: deque[str] = deque()
+        self._record: list[str] = []
+        self._number = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        line = self._again.popleft() if self._again else next(self._lines)
+        self._number += 1
+        self._record.append(line)
+        return line
+
+    def begin(self) -> int:
+        """Begin a record and return the number of its first line."""
+        self._record.clear()
+        return self._number + 1
+
+    def give_back(self, num_kept: int) -> None:
+        """Let the lines of the present record but the first `num_kept` come again."""
+        lines = self._record[num_kept:]
+        self._again.extendleft(reversed(lines))
+        self._number -= len(lines)
+        self._record.clear()
+
+
+READERS: dict[str, Callable[[Iterable[str], str | None], Iterator[Found]]] = {
+    "txt": txt_prompts,
+    "jsonl": jsonl_prompts,
+    "csv": csv_prompts,
+}
+
+
+def _whole(line: str, text: str) -> tuple[str | None, str | None]:
+    if len(line) < MAX_LINE:
+        return text, None
+    return None, f"the line has {MAX_LINE} characters or more"
+
+
+def _json_text(line: str, column: str | None) -> tuple[str | None, str | None]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return None, f"no JSON: {error}"
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        names = COLUMNS if column is None else (column,)
+        name = next((name for name in names if name in fields), None)
+        if name is None:
+            hint = "; --column names another" if column is None else ""
+            return None, f"the object has no field {' or '.join(map(repr, names))}{hint}"
+        value, where = fields[name], f"the field {name!r}"
+    elif column is not None:
+        return None, f"is no object, so it has no field {column!r}"
+    else:
+        where = "the line"
+    return (value, None) if isinstance(value, str) else (None, f"{where} is no string")
+
+
+def _column_index(header: list[str], column: str | None) -> int:
+    names = [name.strip() for name in header]
+    usual = tuple(names) if len(names) == 1 else COLUMNS
+    wanted = usual if column is None else (column,)
+    for name in wanted:
+        if name in names:
+            return names.index(name)
+    message = f"no column {' or '.join(wanted)}; there are {', '.join(names)}"
+    raise typer.BadParameter(message, param_hint="--column")
+
+
+def _checked(prompt: Prompt) -> Prompt:
+    """Return a prompt that is text, or the reason why it is none."""
+    if prompt.text is None:
+        return prompt
+    if not prompt.text.strip():
+        return prompt._replace(text=None, error="the prompt is empty")
+    if SURROGATES.search(prompt.text):
+        return prompt._replace(text=None, error="not text in UTF-8")
+    return prompt
+
+
+def _opened(name: str) -> TextIO:
+    try:
+        # Bytes that are no UTF-8 become surrogates, which `_checked` finds: they end their own line only.
+        return open(name, encoding="utf-8", errors="surrogateescape", newline="")
     except OSError as error:
         raise TrouperValidationError(
             f"cannot be read: {error.strerror}", parameter="prompt_file", value=name
         ) from None
+
+
+def _stdin() -> TextIO:
+    stdin: Any = sys.stdin
+    if isinstance(stdin, io.TextIOWrapper):
+        stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline="")
+    return cast("TextIO", sys.stdin)
+
+
+def _whole_stdin(what: str) -> str:
+    if output.is_terminal(sys.stdin):
+        raise typer.BadParameter("give one, or --prompt-file, or a pipe", param_hint=what)
+    try:
+        return sys.stdin.read().removeprefix(codecs.BOM_UTF8.decode()).removesuffix("\n")
+    except UnicodeDecodeError:
+        raise TrouperValidationError("not text in UTF-8", parameter="prompt", value="-") from None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 
+import numpy as np
 import pytest
 
 from tests.adapters import random_tensors, write_adapter
@@ -179,6 +180,16 @@ MISTAKES = [
     ("generate --prompt-file /no/such/file", 2, "No such file or directory"),
     ("generate --prompt-file /", 2, "Is a directory"),
     ("generate --prompt-file -", 2, "no prompt in -"),
+    ("generate x -o texts.txt", 2, "must end in .jsonl, .npy, .parquet"),
+    ("generate x -o texts.npy", 2, "no array of numbers"),
+    ("generate x -o texts.jsonl --stream", 2, "--stream"),
+    ("generate x --column text", 2, "needs --prompt-file"),
+    ("generate --prompt-file texts.json", 2, "cannot read .json files"),
+    ("generate --prompt-file x --input-format json", 2, "--input-format"),
+    ("embed x --task token_embed -o vectors.npy", 2, "no array of numbers"),
+    ("embed x -o /no/such/folder/x.npy", 2, "cannot be written"),
+    ("score query", 2, "the prompt is empty"),
+    ("score query --prompt-file /dev/null", 2, "no prompt in /dev/null"),
     ("chat -q hello -m /no/such/folder", 2, "no such model folder"),
     ("chat -q hello --max-tokens 0", 2, "max_tokens"),
     ("chat /no/such/folder -q hello", 2, "no such model folder"),
@@ -324,18 +335,78 @@ def test_prompts_from_stdin_are_lines(capsys, monkeypatch):
     assert second.endswith("\n")
 
 
-def test_a_prompt_that_is_too_long_is_named(capsys):
-    assert (
-        run_line(
-            ["generate", "x", "y " * 100, "--max-model-len", "16", "--max-tokens", "1", "--json"]
-        )
-        == 2
-    )
+def test_a_prompt_that_is_too_long_is_named_and_ends_no_other(capsys):
+    texts = ["x", "y " * 100, "z"]
+    limits = ["--max-model-len", "16", "--max-tokens", "1", "--json"]
+    assert run_line(["generate", *texts, *limits]) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("trouper: prompt 2: ")
-    assert "16" in err
+    first, count = err.splitlines()
+    assert first.startswith("trouper: prompt 2: ")
+    assert "16" in first
+    assert count == "trouper: 1 of 3 prompts failed"
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["prompt"] for record in records] == texts
+    assert ["error" in record for record in records] == [False, True, False]
+
+
+CSV = 'id,text\n1,"one\ntwo"\n2,"bad"x\n3,\n4,{long}\n5,last\n'
+POOLING = ["--runner", "pooling", "--max-model-len", "64"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A file of five texts, of which the second, the third and the fourth cannot be used."""
+    path = tmp_path / "texts.csv"
+    path.write_text(CSV.format(long="long " * 200))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "names"),
+    [
+        ("embed", POOLING, ("text", "embed")),
+        ("score", ["query", *POOLING], ("document", "score")),
+        (
+            "generate",
+            ["--json", "--max-tokens", "2", "--max-model-len", "64"],
+            ("prompt", "outputs"),
+        ),
+    ],
+)
+def test_each_text_of_a_file_has_its_result_or_its_error(capsys, texts, command, arguments, names):
+    assert run_line([command, *arguments, "--prompt-file", str(texts)]) == 2
+    out, err = capsys.readouterr()
+    text, result = names
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["line"] for record in records] == [2, 4, 5, 6, 7]
+    assert [result in record for record in records] == [True, False, False, False, True]
+    assert [record[text] for record in records[::4]] == ["one\ntwo", "last"]
+    told = [line.removeprefix("trouper: ") for line in err.splitlines()]
+    starts = ["line 4: no CSV", "line 5: the prompt is empty", "line 6: ", ""]
+    assert all(map(str.startswith, told, starts))
+    assert "64" in told[2]
+    assert "/s)" in told[3]
+    assert told[4].startswith("3 of 5 ")
+    assert [record["error"] for record in records[1:4]] == [line[8:] for line in told[:3]]
+
+
+def test_results_go_to_a_file(capsys, tmp_path, texts):
+    sink = tmp_path / "vectors.npy"
+    assert run_line(["embed", *POOLING, "--prompt-file", str(texts), "-o", str(sink)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "3 of 5 texts failed" in err
+    assert np.isnan(np.load(sink)).all(axis=1).tolist() == [False, True, True, True, False]
+
+
+def test_an_error_about_an_option_ends_the_run(capsys, tmp_path, texts):
+    sink = tmp_path / "vectors.jsonl"
+    line = ["embed", *POOLING, "--prompt-file", str(texts), "-o", str(sink), "--dimensions", "7"]
+    assert run_line(line) == 2
+    err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["x"]
+    assert "dimensions" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == [texts.name]
 
 
 def test_chat_keeps_the_conversation(capsys, monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from functools import partialmethod
 
@@ -9,7 +10,7 @@ import pytest
 from tqdm import tqdm
 
 from trouper.actors.executor.weights import decoder
-from trouper.frontends.cli import output
+from trouper.frontends.cli import bulk_run, output
 from trouper.frontends.cli.main import run_line
 
 PROMPTS = "a = 1\nb = 2\nc = 3\n"
@@ -36,6 +37,18 @@ def test_prompts_are_counted_and_stdout_holds_results_alone(capsys):
     out, err = run(capsys, "generate", "--prompt-file", "-", "--json", *SHORT)
     assert "3/3" in err
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == PROMPTS.split("\n")[:-1]
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("command", ["generate", "embed"])
+def test_a_bar_moves_in_tokens(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.setattr(bulk_run, "TICK_S", 0)
+    file = tmp_path / "prompts.txt"
+    file.write_text(PROMPTS)
+    options = ["--max-tokens", "40"] if command == "generate" else ["--runner", "pooling"]
+    out, err = run(capsys, command, "--prompt-file", file, *options)
+    assert out
+    assert len(set(re.findall(r"([\d,]+) tokens, [\d,]+/s", err))) >= 2
 
 
 @pytest.mark.usefixtures("terminal")

@@ -1,0 +1,256 @@
+"""Results of many prompts as lines of JSON, a NumPy array or a Parquet file.
+
+A file takes its name when it is complete, and is written as results come, so its size does not matter.  Each prompt has
+one record, in order: a prompt that failed has its error in it, and a row of NaN in an array.
+"""
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Protocol, cast
+
+import typer
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.extras import install_hint
+from trouper.frontends.cli import output
+
+SUFFIXES = (".jsonl", ".npy", ".parquet")
+NPY_HEADER = 128  # bytes; the shape is written into it at the end
+ROWS_PER_GROUP = 1024  # of Parquet, which are held until they are written
+# A record's values by name.  Arrays are numpy's.
+Record = dict[str, Any]
+# Names of a record's values and their kinds: int, text, float, vector, matrix, outputs.
+Columns = dict[str, str]
+
+OutputFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--output-file",
+        "-o",
+        metavar="FILE",
+        help="File for the results: .jsonl, .npy or .parquet; else stdout has them.",
+    ),
+]
+
+
+class ResultWriter(Protocol):
+    """Takes the records of all prompts, in order."""
+
+    def write(self, record: Record) -> None: ...
+
+    def finish(self) -> None:
+        """Make what was written a whole file."""
+        ...
+
+
+def check_output(name: str | None, columns: Columns) -> None:
+    """Find a mistake in the name of the output before a model is loaded.
+
+    Raises:
+        TrouperValidationError: the file's format does not hold such results, or is not known.
+        UnsupportedFeatureError: a package for the format is missing.
+    """
+    if name is None or name == "-" or not _is_plain(name):
+        return
+    suffix = Path(name).suffix.lower()
+    if suffix not in SUFFIXES:
+        rule = f"must end in {', '.join(SUFFIXES)}"
+        raise TrouperValidationError(rule, parameter="output_file", value=name)
+    if suffix == ".npy" and _array_column(columns) is None:
+        rule = "these results are no array of numbers; use .jsonl or .parquet"
+        raise TrouperValidationError(rule, parameter="output_file", value=name)
+    if suffix == ".parquet" and find_spec("pyarrow") is None:
+        hint = install_hint("parquet")
+        raise UnsupportedFeatureError(f".parquet needs pyarrow: {hint}", parameter="output_file")
+
+
+@contextmanager
+def results_file(name: str | None, columns: Columns) -> Generator[ResultWriter]:
+    """Open the output; stdout without a name.
+
+    Raises:
+        TrouperValidationError: it cannot be written.
+    """
+    if name is None or name == "-":
+        yield JsonLines(None)
+        return
+    path = os.path.realpath(name)
+    is_plain = _is_plain(name)
+    # The number keeps two processes apart, and an interrupted run's file from the next run.
+    part = f"{path}.{os.getpid()}.part" if is_plain else path
+    try:
+        file = open(part, "wb")  # noqa: SIM115  # closed below, outside of this try
+    except OSError as error:
+        raise TrouperValidationError(
+            f"cannot be written: {error.strerror}", parameter="output_file", value=name
+        ) from None
+    with file:
+        writer = _writer(Path(name).suffix.lower() if is_plain else ".jsonl", file, columns)
+        try:
+            yield writer
+            writer.finish()
+        except BaseException:
+            if is_plain:
+                _keep_part(writer, file, part)
+            raise
+    if is_plain:
+        os.replace(part, path)
+
+
+def _keep_part(writer: ResultWriter, file: BinaryIO, part: str) -> None:
+    """Make the results so far a file that can be read, if there are any."""
+    with contextlib.suppress(Exception):
+        writer.finish()
+    with contextlib.suppress(OSError):
+        file.flush()
+    if os.path.getsize(part):
+        output.complain(f"the results so far are in {part}")
+    else:
+        os.unlink(part)
+
+
+def _is_plain(name: str) -> bool:
+    return not os.path.exists(name) or stat.S_ISREG(os.stat(name).st_mode)
+
+
+def _array_column(columns: Columns) -> str | None:
+    """Return the column that fits into one array: a number or a vector for each prompt."""
+    return next((name for name, kind in columns.items() if kind in ("vector", "score")), None)
+
+
+def _writer(suffix: str, file: BinaryIO, columns: Columns) -> ResultWriter:
+    if suffix == ".npy":
+        return NpyFile(file, _array_column(columns) or "")
+    return ParquetFile(file, columns) if suffix == ".parquet" else JsonLines(file)
+
+
+class JsonLines:
+    """A line of JSON for each record."""
+
+    def __init__(self, file: BinaryIO | None) -> None:
+        self._file = file  # None is stdout
+
+    def write(self, record: Record) -> None:
+        line = json.dumps(record, ensure_ascii=False, default=_as_list)
+        if self._file is None:
+            print(line, flush=True)
+            return
+        self._file.write(line.encode("utf-8", "replace") + b"\n")
+        self._file.flush()
+
+    def finish(self) -> None:
+        pass
+
+
+def _as_list(value: Any) -> Any:
+    """Return an array as JSON has it."""
+    return value.tolist()
+
+
+class NpyFile:
+    """An array of float32 with a row for each prompt, NaN where it failed; of scores it has one dimension."""
+
+    def __init__(self, file: BinaryIO, column: str) -> None:
+        self._file = file
+        self._column = column
+        self._num_rows = 0
+        self._shape: tuple[int, ...] | None = None  # of a row; the first that did not fail has it
+
+    def write(self, record: Record) -> None:
+        import numpy as np
+
+        value = record.get(self._column)
+        if value is not None:
+            row = np.asarray(value, dtype="<f4")
+            if self._shape is None:
+                self._begin(row.shape)
+            self._file.write(row.tobytes())
+        elif self._shape is not None:
+            self._write_nan(1)
+        self._num_rows += 1
+
+    def finish(self) -> None:
+        if self._shape is None:
+            self._begin((0,))
+        shape = (self._num_rows, *(self._shape or ()))
+        fields = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape!r}, }}"
+        text = fields.ljust(NPY_HEADER - 11) + "\n"
+        header = b"\x93NUMPY\x01\x00" + (NPY_HEADER - 10).to_bytes(2, "little") + text.encode()
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.seek(0, os.SEEK_END)
+
+    def _begin(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self._file.write(bytes(NPY_HEADER))
+        self._write_nan(self._num_rows)
+
+    def _write_nan(self, num_rows: int) -> None:
+        import numpy as np
+
+        row = np.full(self._shape or (), np.nan, "<f4").tobytes()
+        for _ in range(num_rows):
+            self._file.write(row)
+
+
+class ParquetFile:
+    """A row for each record, by pyarrow."""
+
+    def __init__(self, file: BinaryIO, columns: Columns) -> None:
+        pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
+        self._schema: Any = pa.schema(
+            [(name, _parquet_type(kind)) for name, kind in columns.items()]
+        )
+        self._writer: Any = pq.ParquetWriter(file, self._schema)
+        self._rows: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        self._rows.append({name: _parquet_value(record.get(name)) for name in self._schema.names})
+        if len(self._rows) == ROWS_PER_GROUP:
+            self._flush()
+
+    def finish(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._rows:
+            batch: Any = import_module("pyarrow").RecordBatch
+            self._writer.write_batch(batch.from_pylist(self._rows, self._schema))
+            self._rows = []
+
+
+def _parquet_type(kind: str) -> Any:
+    pa: Any = import_module("pyarrow")
+    completion = {
+        "text": pa.string(), "token_ids": pa.list_(pa.int64()),
+        "finish_reason": pa.string(), "stop_reason": pa.string(),
+    }  # fmt: skip
+    return {
+        "int": pa.int64(),
+        "text": pa.string(),
+        "float": pa.float64(),
+        "score": pa.float64(),
+        "vector": pa.list_(pa.float32()),
+        "matrix": pa.list_(pa.list_(pa.float32())),
+        "outputs": pa.list_(pa.struct(list(completion.items()))),
+    }[kind]
+
+
+def _parquet_value(value: Any) -> Any:
+    """Return a value as a column has it: stop reasons are texts there, also those that are token ids."""
+    if isinstance(value, list):
+        completions = cast("list[Record]", value)
+        return [{**each, "stop_reason": _text(each.get("stop_reason"))} for each in completions]
+    return value.tolist() if getattr(value, "ndim", 1) > 1 else value
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
