@@ -13,7 +13,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from trouper.errors import GenerationError, TrouperClientError, TrouperValidationError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.prompts import Prompt, Prompts
+from trouper.frontends.cli.prompts import Prompt, PromptSource
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -103,7 +103,7 @@ class BulkRun:
 
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: PromptSource,
         open_one: Open,
         finish: Finish,
         note_failure: Callable[[Prompt, Exception], None],
@@ -182,7 +182,7 @@ class BulkRun:
 class Reading:
     """`async for prompt in Reading(prompts)`: reads in a thread, for a pipe may make it wait."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, prompts: PromptSource) -> None:
         self._items = iter(prompts)
         self._num = 1 if prompts.is_pipe else CHUNK
         self._read: deque[Prompt] = deque()

@@ -12,7 +12,7 @@ from trouper.frontends.cli.conversation import ContextFullError, Conversation, M
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine, run_open
-from trouper.frontends.cli.session import Ask, Chat, Session, Show
+from trouper.frontends.cli.session import Ask, ChatSubject, Session, Show
 from trouper.frontends.cli.stats import ASKED, AnswerEnd, AnswerUsage, StatsOption
 from trouper.frontends.cli.terminal import backend, quick_message, terminal_kept
 from trouper.inputs import ChatPrompt
@@ -68,7 +68,9 @@ def chat(
         ask: Ask, facts: dict[str, str], limit: int | None, interrupts: Interrupts
     ) -> None:
         conversation = Conversation(system_prompt)
-        subject = Chat(conversation, sampling, shows_stats=stats, ask=ask, facts=facts, limit=limit)
+        subject = ChatSubject(
+            conversation, sampling, shows_stats=stats, ask=ask, facts=facts, limit=limit
+        )
         if message is not None:
             await subject.answer(message, interrupts)
         else:

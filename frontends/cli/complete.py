@@ -7,7 +7,7 @@ import typer
 from trouper.frontends.cli.options import DEFAULT_MAX_TOKENS, SamplingOptions, expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer, Show
 from trouper.frontends.cli.running import Interrupts, run_open
-from trouper.frontends.cli.session import Completions, Session
+from trouper.frontends.cli.session import CompletionSubject, Session
 from trouper.frontends.cli.stats import ASKED, AnswerEnd, StatsOption
 from trouper.frontends.cli.terminal import backend, quick_message, terminal_kept
 
@@ -45,7 +45,7 @@ def complete(
             fields = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling.given(), **asked}
             return await server.complete(fields, prompt, show)
 
-        completions = Completions(sampling, shows_stats=stats, ask=ask, facts=server.facts)
+        completions = CompletionSubject(sampling, shows_stats=stats, ask=ask, facts=server.facts)
         if prompt is not None:
             await completions.answer(prompt, interrupts)
         else:

@@ -19,7 +19,7 @@ from trouper.frontends.cli.bulk_run import (
     show_tokens,
 )
 from trouper.frontends.cli.options import expand_options
-from trouper.frontends.cli.prompts import Prompt, PromptFileOptions, Prompts
+from trouper.frontends.cli.prompts import Prompt, PromptFileOptions, PromptSource
 from trouper.frontends.cli.results import (
     Columns,
     OutputFileOption,
@@ -85,7 +85,7 @@ def embed(
     }  # fmt: skip
     check_output(output_file, columns)
     params = PoolingParams(task=task, dimensions=dimensions)
-    with Prompts(texts, source, "TEXT") as given:
+    with PromptSource(texts, source, "TEXT") as given:
         outcomes = Outcomes("texts", is_single=given.is_single)
         resolve_offline(engine_args)
         with results_file(output_file, columns) as file:
@@ -119,7 +119,7 @@ def score(
     check_output(output_file, SCORE_COLUMNS)
     if not query.strip():
         raise TrouperValidationError("must not be empty", parameter="query")
-    with Prompts(documents, source, "DOCUMENT") as given:
+    with PromptSource(documents, source, "DOCUMENT") as given:
         outcomes = Outcomes("documents", is_single=given.is_single)
         resolve_offline(engine_args)
         with results_file(output_file, SCORE_COLUMNS) as file:
@@ -134,7 +134,7 @@ class _Embedding:
 
     def __init__(
         self,
-        texts: Prompts,
+        texts: PromptSource,
         params: PoolingParams,
         options: dict[str, Any],
         file: ResultWriter,
@@ -180,7 +180,7 @@ class _Scoring:
     def __init__(
         self,
         query: str,
-        documents: Prompts,
+        documents: PromptSource,
         options: dict[str, Any],
         file: ResultWriter,
         outcomes: Outcomes,
@@ -260,7 +260,7 @@ class _Scoring:
         self._file.write({**prompt.place(), **found})
 
 
-def _total(prompts: Prompts) -> int | None:
+def _total(prompts: PromptSource) -> int | None:
     return prompts.count() if output.is_terminal(sys.stderr) else None
 
 

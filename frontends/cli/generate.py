@@ -14,7 +14,7 @@ from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import LoraOption, chosen_adapter
 from trouper.frontends.cli.bulk_run import BulkRun, Outcomes
 from trouper.frontends.cli.options import SamplingOptions, expand_options
-from trouper.frontends.cli.prompts import Prompt, PromptFileOptions, Prompts
+from trouper.frontends.cli.prompts import Prompt, PromptFileOptions, PromptSource
 from trouper.frontends.cli.results import (
     Columns,
     OutputFileOption,
@@ -73,7 +73,7 @@ def generate(
     check_output(output_file, COLUMNS)
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
-    with Prompts(prompts, source, "PROMPT") as given:
+    with PromptSource(prompts, source, "PROMPT") as given:
         is_single, are_records = given.is_single, as_json or output_file is not None
         if stream is None:
             stream = is_single and n == 1 and not are_records
@@ -103,7 +103,7 @@ class _Completing:
 
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: PromptSource,
         params: SamplingParams,
         adapter: LoRARequest | None,
         printer: "_TextPrinter | _RecordPrinter",

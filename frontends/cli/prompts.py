@@ -81,7 +81,7 @@ class Prompt(NamedTuple):
         return {} if self.line is None else {"line": self.line}
 
 
-class Prompts:
+class PromptSource:
     """The prompts of a command, read once, one after the other.  Usable as a context manager."""
 
     def __init__(self, texts: list[str] | None, options: PromptFileOptions, what: str) -> None:

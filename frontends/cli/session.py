@@ -56,7 +56,7 @@ class _ShownAnswer(NamedTuple):
     end: AnswerEnd | None  # None if Ctrl-C stopped it
 
 
-class Completions:
+class CompletionSubject:
     """Prompts that a model continues, each for itself."""
 
     commands = GENERAL
@@ -85,7 +85,7 @@ class Completions:
         return self.facts
 
 
-class Chat:
+class ChatSubject:
     """A conversation, and the model that answers in it."""
 
     commands = OF_CHATS
@@ -268,7 +268,7 @@ async def _answered(
 class Session:
     """The loop over what is typed, or comes through a pipe."""
 
-    def __init__(self, subject: Chat | Completions, interrupts: Interrupts) -> None:
+    def __init__(self, subject: ChatSubject | CompletionSubject, interrupts: Interrupts) -> None:
         self._subject = subject
         self._interrupts = interrupts
         self._is_interactive = is_interactive()
@@ -289,7 +289,7 @@ class Session:
 
     def _reader(self, name: str) -> _MessageReader:
         if not self._is_interactive:
-            return PipeReader(joins_lines=isinstance(self._subject, Chat))
+            return PipeReader(joins_lines=isinstance(self._subject, ChatSubject))
         from trouper.frontends.cli.line_editor import LineEditor, MessageHistory, history_path
 
         self._editor = LineEditor(MessageHistory(history_path(name)), note)
@@ -299,7 +299,7 @@ class Session:
         """Answer or obey a text.  Returns whether the session goes on."""
         # A filter that completes lines takes them as they are: `/set` may begin a line of any file.
         known = self._subject.commands
-        has_commands = self._is_interactive or isinstance(self._subject, Chat)
+        has_commands = self._is_interactive or isinstance(self._subject, ChatSubject)
         match parse(text, known) if has_commands else text:
             case Unknown(hint):
                 note(hint)
@@ -346,7 +346,7 @@ class Session:
         """Obey `/show`.  Raises TrouperValidationError."""
         subject = self._subject
         parts: dict[str, dict[str, str]] = {"info": subject.described()}
-        if isinstance(subject, Chat):
+        if isinstance(subject, ChatSubject):
             parts["system"] = {"system": subject.conversation.system or "none"}
         parts["parameters"] = self._parameters() or {"parameters": "the model's defaults"}
         if argument and argument not in parts:

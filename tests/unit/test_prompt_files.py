@@ -10,7 +10,7 @@ import typer
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli import prompts, results
-from trouper.frontends.cli.prompts import PromptFileOptions, Prompts, bounded_lines
+from trouper.frontends.cli.prompts import PromptFileOptions, PromptSource, bounded_lines
 from trouper.frontends.cli.results import check_output, results_file
 
 COLUMNS = {"line": "int", "text": "text", "embed": "vector", "error": "text"}
@@ -23,7 +23,7 @@ def read(tmp_path):
     def read(name, content, **options):
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        given = Prompts(None, PromptFileOptions(prompt_file=str(path), **options), "TEXT")
+        given = PromptSource(None, PromptFileOptions(prompt_file=str(path), **options), "TEXT")
         with given:
             num = given.count()
             found = [(prompt.line, prompt.text or f"! {prompt.error}") for prompt in given]
@@ -128,7 +128,7 @@ def test_a_file_that_does_not_fit_is_a_mistake(read, name, content, options, mes
 def test_options_of_a_file_need_one():
     for option in ({"column": "a"}, {"input_format": "csv"}):
         with pytest.raises(typer.BadParameter, match="needs --prompt-file"):
-            Prompts(["x"], PromptFileOptions(**option), "TEXT")
+            PromptSource(["x"], PromptFileOptions(**option), "TEXT")
 
 
 def test_a_pipe_is_read_as_it_comes(monkeypatch):
@@ -142,7 +142,7 @@ def test_a_pipe_is_read_as_it_comes(monkeypatch):
             return next(lines, "")
 
     monkeypatch.setattr("sys.stdin", Pipe())
-    with Prompts(None, PromptFileOptions(prompt_file="-"), "TEXT") as given:
+    with PromptSource(None, PromptFileOptions(prompt_file="-"), "TEXT") as given:
         assert (given.count(), given.is_single, Pipe.num_read) == (None, False, 2)
         assert [prompt.label for prompt in given] == ["line 1", "line 2", "line 3"]
 
