@@ -157,9 +157,7 @@ class PoolingParams(msgspec.Struct, kw_only=True):
                 raise invalid(name, "needs the token pooling type STEP", value)
 
 
-def unsupported_task(
-    task: object, known: str, parameter: str = "task"
-) -> TrouperValidationError:
+def unsupported_task(task: object, known: str, parameter: str = "task") -> TrouperValidationError:
     """Make the refusal of a task; vLLM's clients know it by its beginning."""
     text = f"Unsupported task: {str(task)[:40]!r}. {known}"
     return TrouperValidationError(text, parameter=parameter)

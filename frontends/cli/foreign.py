@@ -32,6 +32,7 @@ def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], 
         if argument == "--":
             return [*kept, argument, *rest], given
         name, equals, text = _parts(argument, own, has_server)
+        name = _unabbreviated(name, own)
         dest, is_on = _destination(name)
         if name in own:
             kept.append(name + equals + text)
@@ -74,6 +75,17 @@ def _parts(argument: str, own: dict[str, Any], has_server: bool) -> tuple[str, s
     if has_server and name in VLLM_SHORT:
         name = f"--{VLLM_SHORT[name]}"
     return name[:2] + name[2:].replace("_", "-"), equals, text
+
+
+def _unabbreviated(name: str, own: dict[str, Any]) -> str:
+    """Return the one option of this command that begins like a name, as vLLM's parser completes it; else the name."""
+    if name in own or name in OTHERS or not name.startswith("--") or len(name) == len("--"):
+        return name
+    foreign = {
+        f"--{dest.replace('_', '-')}" for dest in NOT_IMPLEMENTED.keys() | VLLM_SERVER.keys()
+    }
+    found = [each for each in own.keys() | foreign if each.startswith(name)]
+    return found[0] if len(found) == 1 and name not in foreign else name
 
 
 def _destination(name: str) -> tuple[str, bool]:

@@ -86,6 +86,10 @@ def test_each_option_of_vllm_is_known_and_accepted_at_its_default():
         ("serve --no-enable-prompt-tokens-details --enable-prompt-tokens-details", {"enable_prompt_tokens_details": True}),
         ("serve --disable-fastapi-docs --no-enable-log-deltas --max-log-len 9 --disable-log-requests", {}),
         ("serve --stop-me-not", None),
+        ("serve --max-model 512 --served-model x", {"max_model_len": "512", "served_model_name": ["x"]}),
+        ("serve --enable-server-load --max-num-batched=64", {"max_num_batched_tokens": 64}),
+        ("serve --lora-modul a=b", {"lora_modules": ["a=b"]}),
+        ("serve --max-num 3", None),
     ],
 )  # fmt: skip
 def test_a_command_line_of_vllm_is_read_as_vllm_reads_it(served, line, wanted):
@@ -98,7 +102,7 @@ def test_a_command_line_of_vllm_is_read_as_vllm_reads_it(served, line, wanted):
     assert {name: found[name] for name in wanted} == wanted
 
 
-@pytest.mark.parametrize("words", ["--attention-backend FLASH_ATTN", "-O3", "--compilation-config.mode 3", "--moe-backend=triton", "--enable-flashinfer-autotune"])  # fmt: skip
+@pytest.mark.parametrize("words", ["--attention-backend FLASH_ATTN", "-O3", "--compilation-config.mode 3", "--moe-backend=triton", "--enable-flashinfer-autotune", "--show-hidden-metrics-for-version 0.1"])  # fmt: skip
 def test_a_choice_among_equals_is_one_line_of_log(served, caplog, words):
     assert run_line(["serve", *words.split()]) == 0
     (record,) = caplog.records

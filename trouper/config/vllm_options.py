@@ -110,7 +110,8 @@ NOT_IMPLEMENTED: dict[str, Any] = {
 }
 
 
-# Options that choose among ways to compute the same answers.  trouper has its own way for each device.
+# Options that choose among ways to compute the same answers, or show again what an older version has shown.  trouper has
+# its own way for each device, and hides no metrics.
 _EQUIVALENT = """
     attention_backend mm_encoder_attn_backend moe_backend linear_backend sparse_indexer_topk_backend
     all2all_backend dcp_comm_backend mamba_backend mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend
@@ -118,7 +119,7 @@ _EQUIVALENT = """
     ir_op_priority enable_flashinfer_autotune disable_custom_all_reduce disable_cascade_attn
     disable_nccl_for_dp_synchronization safetensors_load_strategy safetensors_prefetch_num_threads
     safetensors_prefetch_block_size max_parallel_loading_workers use_tqdm_on_load jit_monitor_mode
-    jit_monitor_verbose pt_load_map_location mm_device_do_normalize
+    jit_monitor_verbose pt_load_map_location mm_device_do_normalize show_hidden_metrics_for_version
 """
 EQUIVALENT = frozenset(_EQUIVALENT.split())
 
