@@ -1,20 +1,25 @@
+"""Stream the answers to several prompts at once, in one asyncio program."""
+
 import asyncio
 
 from trouper import AsyncLLMEngine, EngineArgs, SamplingParams
 
-engine_args = EngineArgs(model="meta-llama/Llama-2-7b-hf")
+engine_args = (
+    EngineArgs()
+)  # the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") for one of the hub
+prompts = ["Hello, my name is", "The capital of France is"]
 
 
-async def stream(prompt, sampling_params, request_id):
-    async with AsyncLLMEngine.from_engine_args(engine_args) as engine:
-        async for output in engine.generate(prompt, sampling_params, request_id):
-            # 异步流式输出
-            yield output
+async def complete(engine, number, prompt):
+    text = ""
+    async for output in engine.generate(prompt, SamplingParams(max_tokens=50), f"request-{number}"):
+        text = output.outputs[0].text
+    print(f"{prompt}{text}\n")
 
 
 async def main():
-    async for output in stream("Hello, my name is", SamplingParams(max_tokens=50), "request-1"):
-        print(output.outputs[0].text)
+    async with AsyncLLMEngine.from_engine_args(engine_args) as engine:
+        await asyncio.gather(*(complete(engine, i, prompt) for i, prompt in enumerate(prompts)))
 
 
 asyncio.run(main())

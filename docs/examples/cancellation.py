@@ -1,9 +1,12 @@
+"""Abort some of the requests that an engine runs."""
+
 from trouper import EngineArgs, LLMEngine, SamplingParams
 
-engine_args = EngineArgs(model="meta-llama/Llama-2-7b-hf")
+engine_args = (
+    EngineArgs()
+)  # the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") for one of the hub
 engine = LLMEngine.from_engine_args(engine_args)
 
-# 添加多个请求
 sampling_params = SamplingParams(max_tokens=500)
 for i in range(10):
     engine.add_request(
@@ -12,14 +15,13 @@ for i in range(10):
         params=sampling_params,
     )
 
-# 执行几步后取消部分请求
+# Let the engine run a few steps, then abort three requests.
 for _ in range(5):
     engine.step()
 
-# 取消请求 3、4、5
 engine.abort_request(["request-3", "request-4", "request-5"])
-print("已取消 3 个请求")
+print("aborted 3 requests")
 
-# 继续执行剩余请求
+# The others go on.
 while engine.has_unfinished_requests():
     engine.step()

@@ -1,9 +1,9 @@
+"""Complete a list of prompts."""
+
 from trouper import LLM, SamplingParams
 
-# 初始化引擎
-llm = LLM(model="meta-llama/Llama-2-7b-hf")
+llm = LLM()  # the bundled demo model; LLM("Qwen/Qwen3-0.6B") for one of the hub
 
-# 准备请求
 prompts = [
     "Hello, my name is",
     "The capital of France is",
@@ -11,7 +11,6 @@ prompts = [
 
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=50)
 
-# 批量生成
 outputs = llm.generate(prompts, sampling_params)
 
 for output in outputs:

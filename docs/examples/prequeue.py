@@ -1,8 +1,12 @@
+"""Queue requests while the engine sleeps, and run them together."""
+
 import time
 
 from trouper import LLM, EngineArgs, RequestOutput, SamplingParams
 
-engine_args = EngineArgs(model="meta-llama/Llama-2-7b-hf")
+engine_args = (
+    EngineArgs()
+)  # the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") for one of the hub
 prompts = ["Hello, my name is", "The capital of France is"]
 sampling_params = SamplingParams(temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=32)
 lora_requests = None
@@ -11,7 +15,7 @@ llm = LLM.from_engine_args(engine_args)
 llm.sleep(level=0, mode="abort")
 start = time.perf_counter()
 try:
-    # 在调度恢复前将所有请求入队
+    # Nothing is scheduled yet.
     llm.enqueue(
         prompts,
         sampling_params,

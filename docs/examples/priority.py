@@ -1,31 +1,33 @@
+"""Let an urgent request start before those that wait."""
+
 from trouper import EngineArgs, LLMEngine, SamplingParams
 
-engine_args = EngineArgs(model="meta-llama/Llama-2-7b-hf")
+engine_args = (
+    EngineArgs()
+)  # the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") for one of the hub
 engine = LLMEngine.from_engine_args(engine_args)
 
 sampling_params = SamplingParams(max_tokens=100)
 
-# 添加低优先级请求
 for i in range(5):
     engine.add_request(
         request_id=f"low-priority-{i}",
         prompt=f"Low priority task {i}",
         params=sampling_params,
-        priority=0,  # 默认优先级
+        priority=0,  # the default
     )
 
-# 添加高优先级请求(会优先调度)
+# A larger number goes first.
 engine.add_request(
     request_id="high-priority-urgent",
     prompt="URGENT: High priority task",
     params=sampling_params,
-    priority=10,  # 高优先级
+    priority=10,
 )
 
-# 高优先级请求会先被调度
 while engine.has_unfinished_requests():
     outputs = engine.step()
 
     for output in outputs:
         if output.finished:
-            print(f"完成: {output.request_id}")
+            print(f"finished: {output.request_id}")

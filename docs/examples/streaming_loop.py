@@ -1,26 +1,20 @@
-from trouper import EngineArgs, LLMEngine, SamplingParams
+"""Step an engine by hand, and print the text as it comes."""
 
-# 初始化引擎(底层 API)
-engine_args = EngineArgs(model="meta-llama/Llama-2-7b-hf")
+from trouper import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+
+engine_args = (
+    EngineArgs()
+)  # the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") for one of the hub
 engine = LLMEngine.from_engine_args(engine_args)
 
-# 添加请求
-sampling_params = SamplingParams(temperature=0.0, max_tokens=100)
 engine.add_request(
     request_id="request-1",
     prompt="Write a short story about AI:",
-    params=sampling_params,
+    params=SamplingParams(temperature=0.0, max_tokens=100, output_kind=RequestOutputKind.DELTA),
 )
 
-# 流式生成
 while engine.has_unfinished_requests():
-    request_outputs = engine.step()
-
-    for request_output in request_outputs:
-        if request_output.finished:
-            print(f"\n[完成] Request {request_output.request_id}")
-            print(f"生成的文本: {request_output.outputs[0].text}")
-        else:
-            # 增量输出
-            new_text = request_output.outputs[0].text
-            print(new_text, end="", flush=True)
+    for output in engine.step():
+        print(output.outputs[0].text, end="", flush=True)
+        if output.finished:
+            print(f"\n[finished] {output.request_id}")
