@@ -181,3 +181,25 @@ async def test_the_chosen_token_is_the_first_of_its_position(client):
     found = (await client.post(COMPLETIONS, fields)).json["choices"][0]["logprobs"]
     assert [next(iter(top)) for top in found["top_logprobs"]] == found["tokens"]
     assert all(3 <= len(top) <= 4 for top in found["top_logprobs"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_ids_that_a_stage_before_has_made_take_the_place_of_the_messages(client, stream):
+    fields = {**GREEDY, "return_token_ids": True}
+    first = (await client.post(CHAT, {**fields, "messages": HI})).json
+    forwarded = {"prompt_token_ids": first["prompt_token_ids"], "do_remote_prefill": True}
+    again = {**fields, "messages": HO, "kv_transfer_params": forwarded, "stream": stream}
+    answer = await client.post(CHAT, again)
+    reply = answer.events[0] if stream else answer.json
+    assert reply["prompt_token_ids"] == first["prompt_token_ids"]
+    if not stream:
+        assert reply["choices"][0]["message"] == first["choices"][0]["message"]
+    without = {**again, "kv_transfer_params": {"do_remote_prefill": True}, "stream": False}
+    assert (await client.post(CHAT, without)).json["prompt_token_ids"] != first["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("ids", [[], "x", [99999], [-1], [True]])
+async def test_wrong_forwarded_ids_are_named(client, ids):
+    fields = {**GREEDY, "messages": HI, "kv_transfer_params": {"prompt_token_ids": ids}}
+    answer = await client.post(CHAT, fields)
+    assert (answer.status, answer.error["param"]) == (400, "kv_transfer_params.prompt_token_ids")

@@ -51,6 +51,9 @@ from trouper.frontends.server.usage import Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 from trouper.structured_outputs import StructuredOutputsParams
 
+# The stage before this one has rendered and tokenised the conversation: its ids take the place of the messages.
+FORWARDED_IDS = "kv_transfer_params.prompt_token_ids"
+TAIL = 16  # tokens of a prompt without a text that may open the reasoning
 NEW_NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 
 
@@ -71,6 +74,11 @@ class ChatAdapter:
         beams = chat_beams(request, *limits) if request.use_beam_search else None
         params = chat_params(request, *limits) if beams is None else choices_of(beams)
         parsed = parsed_request(request, model.settings, [prompt], ["messages"], params)
+        ids = (request.kv_transfer_params or {}).get("prompt_token_ids")
+        if ids is not None and not request.echo:
+            salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
+            parsed.prompts = [{"prompt_token_ids": ids, **salt}]
+            parsed.places = [FORWARDED_IDS]
         parsed.beams = beams
         parsed.reasoning = model.answers.reasoning
         parsed.num_calls_before = num_calls(request.messages)
@@ -263,7 +271,9 @@ def _parsers(
     request: ChatRequest, model: ServedModel, tools: ToolUse, output: RequestOutput
 ) -> ParserChain:
     """Make the parsers of a choice that begins with this output."""
-    answers, prompt = model.answers, output.prompt or ""
+    answers, prompt = model.answers, output.prompt
+    if prompt is None:
+        prompt = "".join(map(model.token_text, output.prompt_token_ids[-TAIL:]))
     if tools.is_forced and answers.tools is None:
         answers = msgspec.structs.replace(answers, tools=BY_NAME["json"])
     max_held = 0 if tools.is_forced else MAX_HELD  # what a grammar makes is right

@@ -37,6 +37,8 @@ class ChatBatchAdapter(ChatAdapter):
             raise invalid("tools", "not with a batch of conversations")
         if request.echo:
             raise invalid("echo", "not with a batch of conversations")
+        if (request.kv_transfer_params or {}).get("prompt_token_ids") is not None:
+            raise invalid("kv_transfer_params", "prompt_token_ids are of one conversation")
         conversations: list[Any] = request.messages
         if not conversations:
             raise invalid("messages", "must not be empty")

@@ -138,6 +138,7 @@ class ChatRequest(Generating, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     return_prompt_text: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # only the prompt's ids in it
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
         """Replace the placeholders in parts that are embeddings, as in `CompletionRequest`."""
