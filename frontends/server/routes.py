@@ -57,6 +57,7 @@ from trouper.frontends.server.service import Service
 MODE = {"enum": ["abort", "wait", "keep"]}
 TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}
 BOOL = {"type": "boolean"}
+EVENTS = {"stream": BOOL, "starting_after": {"type": "integer", "minimum": 0}}
 PAGE = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
     "order": {"enum": ["asc", "desc"]},
@@ -120,7 +121,9 @@ ROUTES = (
         "POST", f"{RESPONSES}input_tokens", "user", count_input_tokens, CompactRequest,
         tokenizes=True,
     ),
-    Route("GET", RESPONSE, "user", retrieve_response),
+    Route(
+        "GET", RESPONSE, "user", retrieve_response, query=EVENTS, errors=RESPONSES_ERRORS
+    ),
     Route("DELETE", RESPONSE, "user", delete_response),
     Route("POST", f"{RESPONSE}/cancel", "user", cancel_response),
     Route("GET", f"{RESPONSE}/input_items", "user", list_input_items, query=PAGE),

@@ -180,6 +180,15 @@ def test_responses_through_the_clients_helpers(client):
     )
 
 
+def test_a_response_in_background_streams_again_from_any_event(client):
+    fields = {"model": "trouper-demo", "input": "hi", "max_output_tokens": 6}
+    events = list(client.responses.create(**fields, background=True, stream=True))
+    name = events[0].response.id
+    assert events[-1].response == client.responses.retrieve(name)
+    again = list(client.responses.retrieve(name, stream=True, starting_after=2))
+    assert again == events[3:]
+
+
 def test_responses_are_kept_for_their_key(client, another):
     fields = {"model": "trouper-demo", **DEFAULTS[RESPONSES]}
     response = client.responses.create(**fields)

@@ -376,7 +376,6 @@ async def test_without_a_store_what_needs_one_is_refused(make_client):
     ("fields", "param"),
     [
         ({"background": True, "store": False}, "background"),
-        ({"background": True, "stream": True}, "stream"),
         ({"background": True, "temperature": 3}, "temperature"),
         ({"background": True, "input": [{"type": "x"}]}, "input[0].type"),
     ],

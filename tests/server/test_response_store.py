@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from trouper.frontends.server.response_store import (
     ENTRY_BYTES,
+    EVENT_BYTES,
     PIECE_BYTES,
     ResponseStore,
     StoredResponse,
@@ -28,13 +29,24 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.store = ResponseStore(MAX_BYTES)
         self.kept = {}  # the one that was used last at the end
+        self.logs = {}  # bytes of events, by the id of what is kept
         self.num_made = 0
 
     def cost(self):
         pieces = {id(piece): piece for each in self.kept.values() for piece in each.pieces}
         return sum(each.own_bytes for each in self.kept.values()) + sum(
             PIECE_BYTES + len(piece) for piece in pieces.values()
-        )
+        ) + sum(self.logs.values())  # fmt: skip
+
+    def make_room(self, newest):
+        """The oldest that is finished goes first, then the newest's events."""
+        while self.cost() > MAX_BYTES:
+            finished = [each for each in self.kept if not self.kept[each].is_running]
+            oldest = next((each for each in finished if each != newest), None)
+            if oldest is None and newest not in self.logs:
+                return
+            self.kept.pop(oldest, None)
+            self.logs.pop(newest if oldest is None else oldest, None)
 
     @rule(owner=OWNERS, status=STATUSES, length=st.integers(0, 900), data=st.data())
     def put(self, owner, status, length, data):
@@ -48,10 +60,24 @@ class StoreMachine(RuleBasedStateMachine):
         alone = new.own_bytes + sum(PIECE_BYTES + len(piece) for piece in (*pieces, bytes(length)))
         if alone <= MAX_BYTES:
             self.kept[name] = new
-            while self.cost() > MAX_BYTES:
-                finished = [each for each in self.kept if not self.kept[each].is_running]
-                self.kept.pop(next(iter(finished), name))
+            self.make_room(name)
+            if self.cost() > MAX_BYTES:
+                self.kept.pop(name)
+        else:
+            self.logs.pop(name, None)
         assert self.store.put(name, new) == (name in self.kept)
+
+    @rule(length=st.integers(0, 900), data=st.data())
+    def append(self, length, data):
+        name = data.draw(st.sampled_from(["none", *self.kept]))
+        if name in self.kept and self.store.log(name) is None:
+            self.store.open_log(name)
+            self.logs[name] = 0
+        if name in self.logs:
+            self.logs[name] += EVENT_BYTES + length
+            self.make_room(name)
+        self.store.append(name, bytes(length))
+        assert (self.store.log(name) is None) == (name not in self.logs)
 
     @rule(owner=OWNERS, data=st.data())
     def get(self, owner, data):
@@ -67,6 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
     def remove(self, data):
         name = data.draw(st.sampled_from(["none", *self.kept]))
         self.kept.pop(name, None)
+        self.logs.pop(name, None)
         self.store.remove(name)
 
     @invariant()
@@ -79,6 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.remove(name)
         assert (len(self.store), self.store.num_bytes) == (0, 0)
         assert not self.store._holders
+        assert not self.store._logs
 
 
 TestStore = StoreMachine.TestCase

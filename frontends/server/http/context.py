@@ -35,6 +35,12 @@ UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=/-]")
 encode = msgspec.json.Encoder().encode
 
 
+def event_frame(content: object, name: str | None = None) -> bytes:
+    """Encode a server-sent event."""
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (head, encode(content))
+
+
 class RequestContext:
     """One request as handlers get it: its head, its body on demand, and the methods that answer it."""
 
@@ -96,6 +102,10 @@ class RequestContext:
         other = copy(self)
         other.ticket = ticket
         return other
+
+    def redirect(self, send: Send) -> None:
+        """Pass what is sent from now on to `send` in place of the client."""
+        self._send = send
 
     def header(self, name: bytes) -> bytes | None:
         """The value of the first header of that name, in small letters."""
@@ -181,9 +191,12 @@ class RequestContext:
         )
 
     async def send_event(self, content: object, name: str | None = None) -> None:
+        await self.send_frame(event_frame(content, name))
+
+    async def send_frame(self, frame: bytes) -> None:
+        """Send an event that is encoded already."""
         self.num_events += 1
-        head = b"" if name is None else b"event: %b\n" % name.encode()
-        await self._send_chunk(b"%bdata: %b\n\n" % (head, encode(content)))
+        await self._send_chunk(frame)
 
     async def send_comment(self) -> None:
         """Keep the connection awake; nothing is sent while another message is being sent."""

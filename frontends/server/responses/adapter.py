@@ -58,15 +58,23 @@ class ResponsesAdapter:
         self._form = ItemForm(head.unique_id, request.tools, request.seals_reasoning)
         self._events = EventWriter(self._form)
         self._last: CompletionOutput | None = None
+        self._is_created = False
         self._raw = RawMessages() if request.body.enable_response_messages else None
         self.response = _new_response(request, parsed, model.name, head)
 
+    def queue(self) -> list[StreamEvent]:
+        """Render what a client gets of a response in background before it begins."""
+        self._is_created = True
+        response = {**self.response, "status": "queued"}
+        return [self.event(f"response.{name}", response) for name in ("created", "queued")]
+
+    def event(self, kind: str, response: JSONObject) -> StreamEvent:
+        """Render an event of the whole response."""
+        return self._events.event(kind, response=response)
+
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
-        event, response = self._events.event, self.response
-        return [
-            event("response.created", response=response),
-            event("response.in_progress", response=response),
-        ]
+        names = ("in_progress",) if self._is_created else ("created", "in_progress")
+        return [self.event(f"response.{name}", self.response) for name in names]
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
         self._note(update)
@@ -78,7 +86,7 @@ class ResponsesAdapter:
         changes = self._blocks.end(is_cut=not self._is_whole)
         events = [event for change in changes for event in self._events.render(change)]
         response = self.response = self._finished(usage)
-        return [*events, self._events.event(f"response.{response['status']}", response=response)]
+        return [*events, self.event(f"response.{response['status']}", response)]
 
     def add(self, update: ChoiceUpdate) -> None:
         self._note(update)

@@ -9,7 +9,12 @@ import anyio
 
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.errors import MAX_MESSAGE, HTTPError, clean, describe, log
-from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.context import (
+    Message,
+    RequestContext,
+    event_frame,
+)
+from trouper.frontends.server.openai.adapter import StreamEvent
 from trouper.frontends.server.openai.driver import Driver, client_names
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.memory import stored_response
@@ -23,7 +28,10 @@ CODES = {
 
 
 class BackgroundResponse:
-    """One such response.  In whatever way it ends, the store has its end; unless it was deleted meanwhile."""
+    """One such response.  In whatever way it ends, the store has its end; unless it was deleted meanwhile.
+
+    One that streams has its events in the store, too, where any number of clients read them.
+    """
 
     def __init__(
         self,
@@ -36,7 +44,10 @@ class BackgroundResponse:
         self._context = context
         self._turn = turn
         self._driver = driver
+        self._streams = bool(turn.body.stream)
         self._response = {**driver.adapter.response, "status": "queued"}
+        if self._streams:
+            context.redirect(self._record)
 
     @property
     def name(self) -> str:
@@ -47,6 +58,10 @@ class BackgroundResponse:
         if not self._put(self._response):
             text = "there is no room for another response in background, try again later"
             raise HTTPError(503, "overloaded", text)
+        if self._streams:
+            self._service.responses.open_log(self.name)
+            for event in self._driver.adapter.queue():
+                self._append(event)
         return self._response
 
     async def perform(self, resources: AbstractContextManager[Any]) -> None:
@@ -55,7 +70,10 @@ class BackgroundResponse:
             self._put({**self._response, "status": "in_progress"})
             with anyio.move_on_after(self._context.timeout_s) as deadline:
                 with client_names(partial(ResponsesAdapter.client_name, self._turn)):
-                    await self._driver.complete()
+                    if self._streams:
+                        await self._driver.answer(self._keep_end)
+                    else:
+                        await self._driver.complete()
             if deadline.cancelled_caught:
                 text = f"the deadline of {self._context.timeout_s:g} s has passed"
                 raise HTTPError(504, "deadline_exceeded", text)
@@ -63,16 +81,33 @@ class BackgroundResponse:
     @contextmanager
     def _ended(self) -> Generator[None]:
         """Store how the block has ended; a failure goes no further."""
-        end: JSONObject = {**self._response, "status": "cancelled"}
+        end: JSONObject | None = {**self._response, "status": "cancelled"}
         try:
             yield
-            end = self._driver.adapter.response
+            end = None
         except Exception as error:
             end = {**self._response, "status": "failed", "error": self._describe(error)}
         finally:
-            stored = self._service.responses.get(self.name, self._context.tenant)
-            if stored is not None and stored.is_running:
-                self._put(end)
+            self._keep_end(end)
+            log = self._service.responses.log(self.name)
+            if log is not None:
+                if end is not None:
+                    self._append(self._driver.adapter.event(f"response.{end['status']}", end))
+                log.close()
+
+    def _keep_end(self, end: JSONObject | None = None) -> None:
+        """Store the end, which is that of the answer if none is given."""
+        stored = self._service.responses.get(self.name, self._context.tenant)
+        if stored is not None and stored.is_running:
+            self._put(self._driver.adapter.response if end is None else end)
+
+    async def _record(self, message: Message) -> None:
+        """Keep what the driver sends: each event is one message."""
+        if message["type"] == "http.response.body" and message["body"]:
+            self._service.responses.append(self.name, message["body"])
+
+    def _append(self, event: StreamEvent) -> None:
+        self._service.responses.append(self.name, event_frame(event.content, event.name))
 
     def _put(self, response: JSONObject) -> bool:
         stored = stored_response(self._turn, response, self._context.tenant)
@@ -88,3 +123,24 @@ class BackgroundResponse:
             "code": CODES.get(problem.status, code),
             "message": clean(problem.message, MAX_MESSAGE),
         }
+
+
+async def follow(service: Service, context: RequestContext, name: str, start: int = 0) -> None:
+    """Send the events of a response from number `start` on, those that are to come among them.
+
+    Raises:
+        HTTPError: its events are not kept.
+    """
+    log = service.responses.log(name)
+    if log is None:
+        text = "only a response made with background and stream can be streamed by its id; ask for it without stream"
+        raise HTTPError(400, "invalid_value", text, param="stream")
+    await context.start_events()
+    while frames := await log.read(start):
+        for frame in frames:
+            await context.send_frame(frame)
+        start += len(frames)
+    if log.is_dropped:
+        text = "the events of this response are not kept any more; ask for it by its id"
+        raise HTTPError(404, "response_not_found", text)
+    await context.end_events(ResponsesAdapter.STREAM_END)

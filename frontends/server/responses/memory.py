@@ -15,7 +15,7 @@ from trouper.frontends.server.responses.items import response_of
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.service import Service
-from trouper.frontends.server.unsupported import NO_MEMORY, unsupported
+from trouper.frontends.server.unsupported import NO_MEMORY
 
 MAX_ECHO = 100  # characters of an id that is not known
 A = TypeVar("A")
@@ -101,8 +101,6 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
     if request.background and request.store is False:
         text = "background can only be used when `store` is true"
         raise TrouperValidationError(text, parameter="background")
-    if request.background and request.stream:
-        raise unsupported("stream", "it is not beside background; ask for the response by its id")
 
 
 async def _resolved(

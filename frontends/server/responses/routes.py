@@ -1,15 +1,18 @@
 """The routes of the Responses API."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import msgspec
 
+from trouper.errors import invalid
 from trouper.frontends.server.errors import HTTPError, clean, logger
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.driver import client_names, prepare
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
-from trouper.frontends.server.responses.background import BackgroundResponse
+from trouper.frontends.server.responses.background import BackgroundResponse, follow
 from trouper.frontends.server.responses.input_items import Page, listed
 from trouper.frontends.server.responses.memory import (
     check_is_on,
@@ -23,7 +26,9 @@ from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.unsupported import unsupported
 
+JSONObject = dict[str, Any]
 MAX_SHOWN = 200
+MAX_DIGITS = 15
 RESPONSES = "/v1/responses/"  # an id follows, and perhaps what is to be done
 
 
@@ -37,7 +42,11 @@ async def create_response(
         logger.info("request %s: tools that cannot run here are left out: %s", context.id, kinds)
     with client_names(partial(ResponsesAdapter.client_name, turn)):
         if request.background:
-            await context.send_json(_start(service, context, turn))
+            queued = _start(service, context, turn)
+            if request.stream:
+                await follow(service, context, queued["id"])
+            else:
+                await context.send_json(queued)
             return
         driver = prepare(service, context, turn, ResponsesAdapter)
 
@@ -50,11 +59,15 @@ async def create_response(
 
 
 async def retrieve_response(service: Service, context: RequestContext, _: None) -> None:
-    """Return a response that is kept, or that runs in background."""
+    """Return a response that is kept, or that runs in background; its events, if they are asked for."""
     check_is_on(service.responses, None)
-    if context.query().get("stream") not in (None, ["false"]):
-        raise unsupported("stream", "a response is whole when it is asked for by its id")
-    await context.send_body(find(service, context, _name(context)).body)
+    start = _wanted_events(context.query())
+    name = _name(context)
+    stored = find(service, context, name)
+    if start is None:
+        await context.send_body(stored.body)
+    else:
+        await follow(service, context, name, start)
 
 
 async def list_input_items(service: Service, context: RequestContext, _: None) -> None:
@@ -94,7 +107,28 @@ async def cancel_response(service: Service, context: RequestContext, _: None) ->
     await context.send_json(response)
 
 
-def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> object:
+def _wanted_events(query: Mapping[str, Sequence[str]]) -> int | None:
+    """Return the number of the first event that is asked for; None: the response is wanted, whole.
+
+    Raises:
+        TrouperValidationError: naming the field.
+    """
+    stream = query.get("stream", ["false"])[-1]
+    after = query.get("starting_after", [None])[-1]
+    if stream.lower() not in ("true", "false"):
+        raise invalid("stream", "must be true or false", stream[:64])
+    if stream.lower() == "false":
+        if after is not None:
+            raise invalid("starting_after", "needs stream=true")
+        return None
+    if after is None:
+        return 0
+    if not (after.isascii() and after.isdigit() and len(after) <= MAX_DIGITS):
+        raise invalid("starting_after", "must be the number of an event", after[:64])
+    return int(after) + 1
+
+
+def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> JSONObject:
     """Hand the request over to a task of its own, and return the response so far.
 
     Raises:
