@@ -47,7 +47,7 @@ from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 from trouper.actors.scheduling.sequence_table import Shared
-from trouper.config.context import context_line, fitted
+from trouper.config.fitted import context_line, fitted
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.extras import install_hint

@@ -11,10 +11,9 @@ from trouper.config.context import (
     KV_SHARE,
     LEAST_CONTEXT,
     PROGRAM_BYTES,
-    context_line,
-    fitted,
     weight_bytes,
 )
+from trouper.config.fitted import context_line, fitted
 from trouper.config.memory import available_bytes
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve

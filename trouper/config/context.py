@@ -6,21 +6,15 @@ they are first used, so a large cache costs nothing at start.
 """
 
 import glob
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from trouper.config.args import EngineArgs
 from trouper.config.checks import human_int
 from trouper.config.gguf import SPLIT
 from trouper.config.model import ITEM_BYTES, ModelConfig
 from trouper.errors import TrouperValidationError, invalid
-
-if TYPE_CHECKING:
-    from trouper.config.resolve import EngineConfig
 
 GIB = 2**30
 # Of the KV cache on a system that does not say how much memory is available.
@@ -159,36 +153,6 @@ def weight_bytes(args: EngineArgs, model: ModelConfig, dtype: str) -> int:
         args.quantization or "", COMPRESSED_SHARE if args.compress_weights else 1
     )
     return int(size * share)
-
-
-def fitted(config: "EngineConfig", num_blocks: int, longest: int | None = None) -> "EngineConfig":
-    """Shorten the context of an engine to what its devices have found to fit.
-
-    Args:
-        num_blocks: usable KV blocks.
-        longest: tokens that the model's code can compute, where it is less than the model's own length.
-    """
-    fits = min(num_blocks * config.block_size, longest or sys.maxsize)
-    if not config.is_length_open or config.pooler is not None or fits >= config.max_model_len:
-        return config
-    scheduler = msgspec.structs.replace(config.scheduler, max_model_len=fits)
-    return msgspec.structs.replace(
-        config, max_model_len=fits, scheduler=scheduler, model=config.model.with_lengths_below(fits)
-    )
-
-
-def context_line(config: "EngineConfig", longest: int | None = None) -> str | None:
-    """Say that the context is shorter than the model's, why, and how to get more; None where it is not."""
-    length, whole = config.max_model_len, config.model.max_position_embeddings
-    if not config.is_length_open or config.pooler is not None or length >= whole:
-        return None
-    if length == longest:
-        why = "beyond it the model's code makes one sequence depend on the length of others"
-    elif config.device == "cuda":
-        why = "more do not fit the memory for the KV cache; --gpu-memory-utilization for more"
-    else:
-        why = "more do not fit the memory for the KV cache; --kv-cache-memory-bytes for more"
-    return f"context {length:,} of {whole:,} tokens: {why}"
 
 
 def _file_bytes(path: Path) -> int:
