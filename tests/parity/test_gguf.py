@@ -56,7 +56,7 @@ MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": True}, {}),
     "qwen2": ("Qwen2", {}, {}),
     "qwen3": ("Qwen3", {"head_dim": 16}, {}),
-    "phi3": ("Phi3", {"sliding_window": 24}, {"attention.sliding_window": 24}),
+    "phi3": ("Phi3", {"sliding_window": 24}, {"attention.sliding_window": 24, "rope.dimension_count": 16}),
     "gemma2": (
         "Gemma2",
         GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
@@ -221,6 +221,56 @@ def test_tokens_and_logprobs_equal_those_of_the_model_that_was_converted(tmp_pat
     driver = Driver(CpuRunner(engine_config(path)), chunk=13)
     prompts = random_prompts((7, 40), VOCAB)
     check_against(model, driver.run(prompts, 16, Sampling(temperature=0.0, logprobs=-1)))
+
+
+HALF = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+}
+LOCAL = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+KEYED = {
+    "a part of each head": ("phi3", HALF, {"rope.dimension_count": 8}),
+    "frequencies of local layers": ("gemma3", {"rope_parameters": LOCAL}, {"rope.freq_base_swa": 500.0}),
+    "the length of a pattern": ("gemma2", {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2},
+        {"attention.sliding_window_pattern": 3}),
+    "a stretch of old files": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        {"rope.scale_linear": 2.0}),
+    "yarn's betas": ("llama", {"rope_parameters": {**YARN, "beta_fast": 4.0, "beta_slow": 2.0}},
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
+         "rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 2.0}),
+    "values that change nothing": ("qwen3", {},
+        {"attention.value_length": 16, "attention.clamp_kqv": 0.0, "rope.scaling.yarn_attn_factor": 1.0,
+         "attention.scale": 0.25, "rope.freq_base_swa": 1e4, "rope.dimension_count": 16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KEYED)
+def test_keys_of_attention_and_positions_are_read(case, tmp_path):
+    arch, keyed, more = KEYED[case]
+    name, changes, numbers = MODELS[arch]
+    size = {"num_hidden_layers": 6 if "layer_types" in keyed else 4, "rms_norm_eps": 1e-6}
+    model = tiny_model(name, size | changes | keyed, tmp_path)
+    more = {"block_count": size["num_hidden_layers"]} | numbers | more
+    path = converted(model, tmp_path / "m.gguf", arch, more)
+    prompts = random_prompts((40,), VOCAB)
+    driver = Driver(CpuRunner(engine_config(path)), chunk=13)
+    check_against(model, driver.run(prompts, 6, Sampling(temperature=0.0, logprobs=-1)))
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("attention.clamp_kqv", 8.0), ("attention.max_alibi_bias", 8.0), ("attention.value_length", 32),
+    ("attention.scale", 0.5), ("attention.temperature_scale", 0.1), ("attention.a_key_of_tomorrow", 1),
+    ("rope.freq_base_swa", 500.0), ("rope.scaling.yarn_log_multiplier", 0.1), ("rope.dimension_count", 8),
+    ("rope.a_key_of_tomorrow", "x"), ("rope.scaling.yarn_attn_factor", 0.5), ("expert_gating_func", 2),
+])  # fmt: skip
+def test_keys_that_are_not_read_are_refused_by_name(key, value, tmp_path):
+    model = tiny_model("Llama", {"num_hidden_layers": 4}, tmp_path)
+    path = converted(model, tmp_path / "m.gguf", "llama", {key: value})
+    word = "partial_rotary_factor" if key == "rope.dimension_count" else key
+    with pytest.raises(UnsupportedFeatureError, match=word):
+        CpuRunner(engine_config(path)).load()
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from trouper.config.gguf import Gguf, GgufStrings
+from trouper.config.gguf_keys import check_keys, layer_types
 from trouper.errors import UnsupportedFeatureError, invalid
 
+SCALE, LOCAL_BASE = "attention.scale", "rope.freq_base_swa"
 METHOD = "gguf"  # of `quantization_config`, which marks a checkpoint as quantised
 # Tokens that end an answer where `eos_token_id` names another: as llama.cpp has them.
 END_TEXTS = frozenset(
@@ -50,6 +52,7 @@ class Family(NamedTuple):
     is_permuted: bool = False  # rows of q and k: pairs side by side, not in halves
     norm_offset: float = 0.0  # that the file's norms hold and a checkpoint's do not
     own: Callable[[Gguf, str, dict[str, Any]], dict[str, Any]] | None = None
+    reads: frozenset[str] = frozenset()  # keys of attention and positions that `own` understands
 
 
 class Place(NamedTuple):
@@ -109,6 +112,14 @@ def hf_config(header: Gguf) -> dict[str, Any]:
     ):
         if (value := header.get(key, kind)) is not None:
             config[name] = value
+    check_keys(header, at, config, family.reads)
+    if header.get(at + "attention.causal", bool) is False:
+        config["is_causal"] = False
+    if kinds := layer_types(header, at, config["num_hidden_layers"]):
+        config["layer_types"] = kinds
+    if rotated := header.get(at + "rope.dimension_count", int):
+        # llama.cpp rotates this many dimensions of each head, and this is where Phi-3 says how many.
+        config["partial_rotary_factor"] = rotated / _head_dim(config)
     if scaling := _rope_scaling(header, at, config):
         config["rope_scaling"] = scaling
     if any(tensor.type.length > 1 for tensor in header.tensors.values()):
@@ -176,12 +187,27 @@ def _rope_scaling(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, An
         if (factor := header.get(at + "rope.scaling.attn_factor", float)) is not None:
             scaling["attention_factor"] = factor
         return scaling
+    return _plain_scaling(header, at, original)
+
+
+def _plain_scaling(header: Gguf, at: str, original: int | None) -> dict[str, Any] | None:
+    """Read a stretch that needs no tensors, from today's keys or that of old files."""
     kind = header.get(at + "rope.scaling.type", str)
+    old_factor = header.get(at + "rope.scale_linear", float)
+    if kind is None and old_factor not in (None, 0.0, 1.0):
+        return {"rope_type": "linear", "factor": old_factor}
     if kind in (None, "none"):
         return None
     scaling = {"rope_type": kind, "factor": header.need(at + "rope.scaling.factor", float)}
     if original is not None:
         scaling["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        for name in ("beta_fast", "beta_slow"):
+            if (value := header.get(f"{at}rope.scaling.yarn_{name}", float)) is not None:
+                scaling[name] = value
+    if header.get(at + "rope.scaling.attn_factor", float) not in (None, 1.0):
+        rule = f"{header.path.name}: {at}rope.scaling.attn_factor is supported only for longrope"
+        raise UnsupportedFeatureError(rule, parameter="model")
     return scaling
 
 
@@ -218,14 +244,14 @@ def _gemma3(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": config.get("rope_theta", 1e6),
         **(config.get("rope_scaling") or {}),
     }
-    ropes = {"full_attention": whole, "sliding_attention": {"rope_theta": 10_000.0}}
+    local = header.get(at + LOCAL_BASE, float) or 10_000.0
+    ropes = {"full_attention": whole, "sliding_attention": {"rope_theta": local}}
     return _gemma(header, at, config, num_large=62) | {"rope_parameters": ropes}
 
 
 def _granite(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
     return {
-        "attention_multiplier": header.get(at + "attention.scale", float)
-        or _head_dim(config) ** -0.5,
+        "attention_multiplier": header.get(at + SCALE, float) or _head_dim(config) ** -0.5,
         "embedding_multiplier": header.get(at + "embedding_scale", float) or 1.0,
         "residual_multiplier": header.get(at + "residual_scale", float) or 1.0,
         "logits_scaling": header.get(at + "logit_scale", float) or 1.0,
@@ -290,13 +316,28 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
     "phi3": Family("Phi3ForCausalLM", "phi3"),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", OTHER_NORMS, norm_offset=1.0, own=_gemma2),
-    "gemma3": Family("Gemma3ForCausalLM", "gemma3", OTHER_NORMS, norm_offset=1.0, own=_gemma3),
-    "granite": Family("GraniteForCausalLM", "granite", is_permuted=True, own=_granite),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        "gemma3",
+        OTHER_NORMS,
+        norm_offset=1.0,
+        own=_gemma3,
+        reads=frozenset({LOCAL_BASE}),
+    ),
+    "granite": Family(
+        "GraniteForCausalLM", "granite", is_permuted=True, own=_granite, reads=frozenset({SCALE})
+    ),
     "olmo2": Family("Olmo2ForCausalLM", "olmo2", OTHER_NORMS),
     "smollm3": Family("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
     "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", own=_qwen_moe),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", own=_qwen_moe),
     "olmoe": Family("OlmoeForCausalLM", "olmoe", own=_olmoe),
-    "granitemoe": Family("GraniteMoeForCausalLM", "granitemoe", is_permuted=True, own=_granite_moe),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        is_permuted=True,
+        own=_granite_moe,
+        reads=frozenset({SCALE}),
+    ),
     "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", OTHER_NORMS, own=_gpt_oss),
 }
