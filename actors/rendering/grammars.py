@@ -4,9 +4,9 @@ Used in the renderers' threads.  Each is tried in a process, and what passes the
 in this process: what the compiler refuses is the error of the request that brought it.
 """
 
-import json
 from threading import Lock
 from time import perf_counter
+from typing import Any
 
 import msgspec
 
@@ -14,6 +14,7 @@ from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
 from trouper.actors.messages.thinking import Thinking
 from trouper.actors.rendering.grammar import typed_failures
 from trouper.actors.rendering.grammar_trials import GrammarTrials, TrialTokens
+from trouper.actors.rendering.grammar_vocabulary import compiler_rules, with_token_ids
 from trouper.actors.rendering.matchers import CompiledGrammar, Matchers
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.output_rules import StructuredOutputsConfig
@@ -105,7 +106,19 @@ class Grammars:
         if wanted is None or self._tokenizer is None or self._config.backend == "none":
             return
         with typed_failures(wanted.kind):
-            self._trials.check_tried(_with_defaults(wanted, self._config))
+            self._trials.check_tried(self._with_defaults(wanted))
+
+    def _with_defaults(self, wanted: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Turn on what the engine's options turn on for every request, and name tokens in a grammar by their ids."""
+        given: dict[str, Any] = {
+            name: True
+            for name in ("disable_any_whitespace", "disable_additional_properties")
+            if getattr(self._config, name)
+        }
+        if wanted.grammar is not None and self._tokenizer is not None:
+            ids = {text: id for id, text in self._tokenizer.added_tokens.items()}
+            given["grammar"] = with_token_ids(wanted.grammar, ids)
+        return msgspec.structs.replace(wanted, **given) if given else wanted
 
     def _compiled(self, wanted: StructuredOutputsParams) -> tuple[str, CompiledGrammar]:
         if self._config.backend == "none":
@@ -120,7 +133,7 @@ class Grammars:
             ) from error
         started = perf_counter()
         with typed_failures(wanted.kind):
-            source = self._trials.source(_with_defaults(wanted, self._config))
+            source = self._trials.source(self._with_defaults(wanted))
             found = self._matchers.compile(source)
         if found.seconds is not None:
             found = found._replace(seconds=perf_counter() - started)  # with the trial
@@ -137,29 +150,14 @@ class Grammars:
             return self._vocabulary
 
     def _read_vocabulary(self, *, with_texts: bool = False) -> Vocabulary:
-        """Read the vocabulary without its added tokens that are not special: a text that spells one would mask to that
-        token alone, and the matcher would then refuse it.
-        """
+        """Read the vocabulary as the compiler is to see it."""
         assert self._tokenizer is not None
-        rules = json.loads(self._tokenizer.to_json())
-        rules["added_tokens"] = [t for t in rules.get("added_tokens", ()) if t["special"]]
+        rules = compiler_rules(self._tokenizer.to_json())
         texts: list[str] = []
         if with_texts:
             texts = [self._tokenizer.token_text(token) for token in range(self._num_tokens)]
-        return Vocabulary(json.dumps(rules), self._num_tokens, self._eos_token_ids, tuple(texts))
+        return Vocabulary(rules, self._num_tokens, self._eos_token_ids, tuple(texts))
 
 
 def _no_matcher() -> None:
     """Return the matcher of an output that may be anything."""
-
-
-def _with_defaults(
-    wanted: StructuredOutputsParams, config: StructuredOutputsConfig
-) -> StructuredOutputsParams:
-    """Turn on what the engine's options turn on for every request."""
-    given = {
-        name: True
-        for name in ("disable_any_whitespace", "disable_additional_properties")
-        if getattr(config, name)
-    }
-    return msgspec.structs.replace(wanted, **given) if given else wanted
