@@ -146,6 +146,7 @@ class Engine:
         reasoning: Marks | None = None,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        key: str = "",
     ) -> Generation[RequestOutput]:
         """Return a request as an async iterator; nothing happens before it is entered or iterated.
 
@@ -153,6 +154,7 @@ class Engine:
             loads_adapter: False refuses a request whose adapter is not known.
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
             session_id: requests of a session go to one replica, whose cache has their prefix.
+            key: of the client, which has a share of the steps, and half of the room for grammars at most; empty: there is one client.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not SamplingParams.
@@ -178,6 +180,7 @@ class Engine:
             reasoning=reasoning,
             data_parallel_rank=data_parallel_rank,
             session_id=session_id,
+            key=key,
         )
         return Generation(
             self.requests,

@@ -167,10 +167,11 @@ async def _run_actors(
         to_trying_renderer, trying_renderer_inbox, to_scheduler, scheduler_inbox,
         to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
-        # To each: the plans in flight, and one call at a time from the lifecycle, for an adapter, from a probe and from the scheduler.
+        # To each: the plans in flight, one call at a time from the lifecycle, for an adapter, from a probe and from the scheduler,
+        # and a grammar to prepare, which may stand behind one that was ordered before the device was lost.
         for _ in devices:
             to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](
-                credits + 4
+                credits + 6
             )
             to_executors.append(executors_ends.enter_context(to_executor))
             executor_inboxes.append(executors_ends.enter_context(executor_inbox))

@@ -7,6 +7,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from trouper.actors.executor.device import Device, DeviceInfo
 from trouper.actors.messages.controls import DeviceCall
+from trouper.actors.messages.grammar import PrepareGrammar
 from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
 from trouper.actors.messages.results import DeviceFailed, ReplicaEvent
 from trouper.errors import DeviceStartError
@@ -61,12 +62,14 @@ class Executor:
         async for message in self._inbox:
             if isinstance(message, DeviceCall):
                 await self._call(message)
+            elif isinstance(message, PrepareGrammar):
+                self._device.prepare(message)
             else:
                 self._last_step = message.step
                 self._device.submit(message)
 
     async def _receive(self) -> None:
-        """Pass on each result; room is reserved, for there are never more than the plans in flight.
+        """Pass on each result; room is reserved, for there are never more than the plans in flight and one grammar.
 
         Raises:
             DeviceStartError: the device is not started again, and there is no other.

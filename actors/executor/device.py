@@ -5,6 +5,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import (
     DeviceBack,
@@ -16,7 +17,7 @@ from trouper.actors.messages.results import (
 
 Result_co = TypeVar("Result_co", covariant=True)
 StepResult = StepDone | PoolDone | StepFailed
-DeviceEvent = StepResult | DeviceLost | DeviceBack
+DeviceEvent = StepResult | GrammarReady | DeviceLost | DeviceBack
 
 
 class PendingResult(NamedTuple, Generic[Result_co]):
@@ -63,8 +64,15 @@ class Device(Protocol):
         """Queue a plan of the kind that the model is for.  At most `max_steps_in_flight` are out, so there is always room."""
         ...
 
+    def prepare(self, order: PrepareGrammar) -> None:
+        """Have a grammar compiled while steps go on; `receive` says when it is ready.  One at a time is out.
+
+        The device keeps it until an order releases it, when the plans before that order are done, or until it is lost.
+        """
+        ...
+
     async def receive(self) -> DeviceEvent:
-        """Wait for the next result, in the order of the plans.  A wait that is cancelled loses none.
+        """Wait for the next result, in the order of the plans, or for a grammar.  A wait that is cancelled loses none.
 
         After `DeviceLost` no plan before it is answered, and none is taken until `DeviceBack`.
 

@@ -8,6 +8,7 @@ from trouper.actors.messages.controls import (
     SetPause,
     Step,
 )
+from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.outputs import Pooled, StepTokens, Stop
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.requests import Abort, Admit, AdmitPooling, Render, Track
@@ -24,9 +25,9 @@ from trouper.actors.messages.stats import GrammarStats, OutputStats, StepStats
 RendererInbox = Render
 SchedulerInbox = (
     Admit | AdmitPooling | Abort | Stop | StepDone | PoolDone | StepFailed
-    | DeviceLost | DeviceBack | ReplicaEvent | SetPause | ResetPrefixCache | Step | Probe
+    | DeviceLost | DeviceBack | ReplicaEvent | GrammarReady | SetPause | ResetPrefixCache | Step | Probe
 )  # fmt: skip
-ExecutorInbox = StepPlan | PoolPlan | DeviceCall
+ExecutorInbox = StepPlan | PoolPlan | PrepareGrammar | DeviceCall
 DetokenizerInbox = Track | StepTokens
 PoolerInbox = Pooled
 ObserverInbox = (

@@ -40,6 +40,7 @@ class Render(msgspec.Struct, frozen=True):
     data_parallel_rank: int | None = None  # the replica to run on; None: the router's choice
     session_id: str | None = None  # of the conversation: its requests go to one replica
     reasoning: Marks | None = None  # around the reasoning, as the caller knows it
+    key: str = ""  # of the client, of those that share what is bounded for all
 
 
 class Track(msgspec.Struct, frozen=True):
@@ -71,7 +72,7 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     embeds_digests: tuple[bytes, ...] = ()  # by block; empty where it has none
     data_parallel_rank: int | None = None
     session_id: str | None = None
-    key: str = ""  # of the client whose share of the steps it uses
+    key: str = ""  # of the client whose share of the steps it uses, and of the room for grammars
 
 
 class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from trouper.actors.messages.grammar import GrammarWork
+from trouper.actors.messages.grammar import GrammarReady, GrammarWork
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -77,7 +77,9 @@ class ReplicaEvent(msgspec.Struct, frozen=True):
     """Executor → Scheduler → Observer: what the device of one of several replicas says."""
 
     replica: int
-    event: "StepDone | PoolDone | StepFailed | DeviceLost | DeviceBack | DeviceFailed"
+    event: (
+        "StepDone | PoolDone | StepFailed | GrammarReady | DeviceLost | DeviceBack | DeviceFailed"
+    )
 
 
 class DeviceBack(msgspec.Struct, frozen=True):

@@ -10,10 +10,10 @@ renderings.  A template that came with a request over the network has a process 
 
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trouper.actors.rendering.confined_process import ConfinedProcess
+from trouper.actors.rendering.confined_process import ConfinedProcess, HelperKilledError
 from trouper.actors.rendering.template_orders import plain_data
 from trouper.errors import (
     GenerationError,
@@ -68,6 +68,11 @@ class ConfinedTemplates:
             TemplateBudgetError: it takes too much.
             GenerationError: there is no process to render in.
         """
+        return _twice(lambda: self._render(template, messages, options))
+
+    def _render(
+        self, template: TemplateSource, messages: Sequence[Mapping[str, Any]], options: Any
+    ) -> list[str]:
         process = self._take(template)
         try:
             return process.render(template, messages, **options)
@@ -94,11 +99,31 @@ def render_once(
     **options: Any,
 ) -> list[str]:
     """Render a foreign template in a process for it alone; raises as `ConfinedTemplates.render`."""
-    process = TemplateProcess(budget)
+
+    def render() -> list[str]:
+        process = TemplateProcess(budget)
+        try:
+            return process.render(template, messages, **options)
+        finally:
+            process.close()
+
+    return _twice(render)
+
+
+def _twice(render: Callable[[], list[str]]) -> list[str]:
+    """Render, and once more if the process was killed from outside; only the second time is it the template's doing.
+
+    Raises:
+        TemplateBudgetError: it was killed again.
+    """
     try:
-        return process.render(template, messages, **options)
-    finally:
-        process.close()
+        return render()
+    except HelperKilledError:
+        pass
+    try:
+        return render()
+    except HelperKilledError:
+        raise _over_budget() from None
 
 
 class TemplateProcess:
@@ -126,7 +151,11 @@ class TemplateProcess:
     def render(
         self, template: TemplateSource, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[str]:
-        """Render as `ConfinedTemplates.render` does; the process is closed unless it has answered."""
+        """Render as `ConfinedTemplates.render` does; the process is closed unless it has answered.
+
+        Raises:
+            HelperKilledError: it was killed from outside.
+        """
         number = self._numbers.get(template, len(self._numbers))
         arguments = None if template in self._numbers else template
         order = _encoded([number, arguments, messages, options])
@@ -146,6 +175,8 @@ class TemplateProcess:
             return self._process.ask(order, WALL_S)
         except TimeoutError:
             raise _over_budget() from None
+        except HelperKilledError:
+            raise
         except ChildProcessError as error:
             raise GenerationError(f"rendering the template failed: {error}") from None
 

@@ -15,7 +15,11 @@ LENGTH_BYTES = 4
 OVER_BUDGET = 3  # exit code of a process that has taken too much
 RECEIVE_BYTES = 2**16
 # For its time, or for its memory where nothing caught the error.
-KILLED = tuple(-getattr(signal, name, 0) for name in ("SIGXCPU", "SIGKILL", "SIGSEGV", "SIGABRT"))
+OVERRUN = tuple(-getattr(signal, name, 0) for name in ("SIGXCPU", "SIGSEGV", "SIGABRT"))
+
+
+class HelperKilledError(ChildProcessError):
+    """The process was killed from outside: by an operator, or by the kernel where memory is short."""
 
 
 def framed(payload: bytes) -> bytes:
@@ -60,6 +64,7 @@ class ConfinedProcess:
 
         Raises:
             TimeoutError: it takes longer than `wall_s`, or has ended because it took too much.
+            HelperKilledError: it was killed from outside.
             ChildProcessError: it has ended for another reason.
         """
         try:
@@ -106,8 +111,10 @@ class ConfinedProcess:
             code = self._process.wait(wall_s)
         except subprocess.TimeoutExpired:
             return TimeoutError()
-        if code in KILLED or code == OVER_BUDGET:
+        if code in OVERRUN or code == OVER_BUDGET:
             return TimeoutError()
+        if code == -signal.SIGKILL:
+            return HelperKilledError("killed")
         message = self._process.stderr.read()[-500:] if self._process.stderr is not None else b""
         return ChildProcessError(repr(message))
 

@@ -5,13 +5,15 @@ hostile grammar could end or hold up the process that compiles it.  A trial read
 single bytes and makes the first mask, on a budget of computing time, address space and stack.  What ends the trial is
 refused; what passes is safe here, where the stack is larger, and takes no longer than it took there.
 
+What the trial measures of a grammar's memory is what caches and devices count it as.
+
 Trials are remembered, those that refuse too, by what the request asked for.
 """
 
 import hashlib
 import json
+import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import NamedTuple
@@ -26,28 +28,32 @@ from trouper.actors.rendering.grammar import (
     TOO_COMPLEX,
     refused,
 )
-from trouper.actors.rendering.matchers import MAX_COMPILED
+from trouper.actors.rendering.kept_by_size import KeptBySize
 from trouper.errors import GenerationError, GrammarError
 from trouper.structured_outputs import StructuredOutputsParams
 
 WORKER = "trouper.actors.rendering.grammar_worker"
 WALL_S = 10.0  # on a machine that has other things to do
+MAX_REMEMBERED_BYTES = 32 * 2**20  # of sources and refusals that were asked for last
+OUTCOME_BYTES = 512  # that one takes beside its text
 OVER = (
-    "too complex: the compiler would take more than a second of computing, or too much memory, "
-    "or recurse too deep (long chains of references, integers next to -2**63)"
+    "too complex: the compiler would take more than half a second of computing, or too much memory, "
+    "or recurse too deep (long literals, long chains of references, integers next to -2**63)"
 )
 
 
 class TrialBudget(NamedTuple):
     """Bounds of one trial.
 
-    Twenty times what the dearest grammars take that `grammar_work.py` lets through.  A thread of this process has 8 MiB of
+    Twice what the dearest schemas take that `grammar_work.py` lets through.  A thread of this process has 8 MiB of
     stack by default, and 2 MiB where the system sets no limit; 1 MiB is enough for 130 objects, each in the last.
     """
 
-    cpu_s: int = 1
+    cpu_ms: int = 500
     memory: int = 512 * 2**20  # bytes of address space
     stack: int = 2**20  # bytes; half of the system's limit where that is less
+    # Bytes that the grammar may take when it is compiled: 2,000 properties take 10 MiB, a multiple of 100,000 takes 20.
+    kept: int = 24 * 2**20
 
 
 BUDGET = TrialBudget()
@@ -58,6 +64,13 @@ class TrialTokens(NamedTuple):
 
     num_tokens: int
     added: Mapping[int, str]  # tokens that have names, special or not
+
+
+class TriedGrammar(NamedTuple):
+    """A grammar that has passed."""
+
+    source: str  # as the compiler reads it
+    num_bytes: int  # of memory that it takes
 
 
 class UntriedGrammarError(Exception):
@@ -78,8 +91,7 @@ class GrammarTrials:
         self._budget = budget
         self._idle: list[ConfinedProcess] = []
         self._lock = Lock()
-        # By digest, the last used at the end; sources of at most some 256 Ki characters.
-        self._outcomes: OrderedDict[bytes, str | GrammarError] = OrderedDict()
+        self._outcomes = KeptBySize[bytes, TriedGrammar | GrammarError](MAX_REMEMBERED_BYTES)
         self.close = weakref.finalize(self, _close_all, self._idle)
 
     def check_tried(self, wanted: StructuredOutputsParams) -> None:
@@ -92,8 +104,11 @@ class GrammarTrials:
         if self._known(_digest(_order(wanted))) is None:
             raise UntriedGrammarError
 
-    def source(self, wanted: StructuredOutputsParams) -> str:
+    def passed(self, wanted: StructuredOutputsParams, owner: str = "") -> TriedGrammar:
         """Return the grammar as the compiler reads it, when it has been tried.
+
+        Args:
+            owner: the client whose request it is.
 
         Raises:
             GrammarError: it is no grammar, or takes too much.
@@ -105,38 +120,44 @@ class GrammarTrials:
         if outcome is None:
             outcome = self._tried(order, wanted.kind)
             with self._lock:
-                self._outcomes[digest] = outcome
-                if len(self._outcomes) > MAX_COMPILED:
-                    self._outcomes.popitem(last=False)
+                self._outcomes.put(digest, outcome, OUTCOME_BYTES + _size(outcome), owner)
         if isinstance(outcome, GrammarError):
             raise _copy(outcome)
         return outcome
 
-    def _known(self, digest: bytes) -> str | GrammarError | None:
+    def _known(self, digest: bytes) -> TriedGrammar | GrammarError | None:
         with self._lock:
-            if digest in self._outcomes:
-                self._outcomes.move_to_end(digest)
             return self._outcomes.get(digest)
 
-    def _tried(self, order: bytes, kind: str) -> str | GrammarError:
-        process = self._take()
+    def _tried(self, order: bytes, kind: str) -> TriedGrammar | GrammarError:
         try:
-            answer = json.loads(process.ask(order, WALL_S))
+            try:
+                answer = self._answer(order)
+            except ChildProcessError:  # something killed it; a grammar ends only a fork of it
+                answer = self._answer(order)
         except TimeoutError:
             raise refused(kind, OVER, TOO_COMPLEX) from None  # not remembered: the machine was busy
         except OSError as error:
             raise GenerationError(f"trying a grammar failed: {error}") from None
-        finally:
-            self._give_back(process)
         match answer:
-            case {"source": source}:
-                return source
-            case {"message": message, "code": code}:
+            case {"source": str(source), "num_bytes": int(num_bytes)}:
+                if num_bytes <= self._budget.kept:
+                    return TriedGrammar(source, num_bytes)
+                words = f"too complex: it takes {num_bytes / 2**20:.0f} MiB, at most {self._budget.kept // 2**20} may be"
+                return refused(kind, words, TOO_COMPLEX)
+            case {"message": str(message), "code": str(code)}:
                 return GrammarError(message, parameter="structured_outputs", code=code)
             case {"failure": failure}:
                 raise GenerationError(f"trying a grammar failed: {failure}")
             case _:
                 return refused(kind, OVER, TOO_COMPLEX)
+
+    def _answer(self, order: bytes) -> dict[str, object]:
+        process = self._take()
+        try:
+            return json.loads(process.ask(order, WALL_S))
+        finally:
+            self._give_back(process)
 
     def _take(self) -> ConfinedProcess:
         while self._idle:
@@ -169,6 +190,11 @@ def _order(wanted: StructuredOutputsParams) -> bytes:
 
 def _digest(order: bytes) -> bytes:
     return hashlib.sha256(order).digest()
+
+
+def _size(outcome: TriedGrammar | GrammarError) -> int:
+    text = outcome.message if isinstance(outcome, GrammarError) else outcome.source
+    return sys.getsizeof(text)
 
 
 def _copy(error: GrammarError) -> GrammarError:

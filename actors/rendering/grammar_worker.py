@@ -1,12 +1,13 @@
 """The process in which grammars are tried: each in a fork of it, which may die, and which waits for its order beforehand.
 
-python -P -m trouper.actors.rendering.grammar_worker CPU_S MEMORY STACK    (standard input is the socket)
+python -P -m trouper.actors.rendering.grammar_worker CPU_MS MEMORY STACK KEPT    (standard input is the socket)
 
 The first order is the `TrialTokens`, in JSON, and is answered when the compiler is there.  Each further order holds the fields of a
-`StructuredOutputsParams`; the answer is {"source": ...}, the {"message": ..., "code": ...} of a `GrammarError`, {"failure": ...}
-on a defect, or {} when the fork has ended without one.
+`StructuredOutputsParams`; the answer is {"source": ..., "num_bytes": ...}, the {"message": ..., "code": ...} of a `GrammarError`,
+{"failure": ...} on a defect, or {} when the fork has ended without one.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -28,6 +29,7 @@ from trouper.errors import GrammarError
 from trouper.structured_outputs import StructuredOutputsParams
 
 FAILED, NO_ORDER = 1, 2  # exit codes of a fork
+NICENESS = 10  # streams go on while grammars are tried
 UNASKED = NO_ORDER, -signal.SIGKILL  # what no limit of ours ends may have had no order
 
 
@@ -51,6 +53,7 @@ class ByteVocabulary:
 
 def main() -> None:
     limits = TrialBudget(*map(int, sys.argv[1:]))
+    os.nice(NICENESS)
     with socket.socket(fileno=sys.stdin.fileno()) as orders, suppress(OSError):
         vocabulary = ByteVocabulary(*json.loads(_read(orders) or b"[]"))
         tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(cast("Any", vocabulary)))
@@ -95,34 +98,60 @@ def _try(order: bytes, orders: socket.socket, tokens: Any, limits: TrialBudget) 
     thread.start()
     thread.join()
     # All that was made of the grammar is gone again; half an answer would be worse than none.
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+    signal.setitimer(signal.ITIMER_PROF, 0)
     if not answers:
         return FAILED
     orders.sendall(framed(answers[0]))
     return 0
 
 
-def _answer(order: bytes, tokens: Any) -> dict[str, str]:
+def _answer(order: bytes, tokens: Any) -> dict[str, str | int]:
     try:
         wanted = StructuredOutputsParams(**json.loads(order))
         with typed_failures(wanted.kind):
             source = grammar_source(wanted)
-            compiled(tokens, source)
+            before = memory()
+            found = compiled(tokens, source)
+            num_bytes = max(0, memory() - before)
+            del found
     except GrammarError as error:
         return {"message": error.message, "code": error.code}
     except MemoryError:
         return {}
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {error}"}
-    return {"source": source}
+    return {"source": source, "num_bytes": num_bytes}
+
+
+class _Allocated(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def memory() -> int:
+    """Return the bytes that are allocated in this process; without glibc the most that it has held so far."""
+    try:
+        count: Any = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+    count.restype = _Allocated
+    found = count()
+    return found.uordblks + found.hblkhd
 
 
 def _limit(limits: TrialBudget) -> int:
     """Limit this process and return the size of the stack."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, hard))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it ends the process
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_ms / 1000)
     if sys.platform != "darwin":  # which maps more than any useful limit before a program begins
         resource.setrlimit(resource.RLIMIT_AS, (limits.memory, limits.memory))
     most, _ = resource.getrlimit(resource.RLIMIT_STACK)

@@ -4,9 +4,10 @@ Used in the renderers' threads.  Each is tried in a process, and what passes the
 in this process: what the compiler refuses is the error of the request that brought it.
 """
 
+from functools import partial
 from threading import Lock
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,7 +16,7 @@ from trouper.actors.messages.thinking import Thinking
 from trouper.actors.rendering.grammar import typed_failures
 from trouper.actors.rendering.grammar_trials import GrammarTrials, TrialTokens
 from trouper.actors.rendering.grammar_vocabulary import compiler_rules, with_token_ids
-from trouper.actors.rendering.matchers import CompiledGrammar, Matchers
+from trouper.actors.rendering.matchers import Matchers
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.output_rules import StructuredOutputsConfig
 from trouper.errors import MissingExtraError, UnsupportedFeatureError
@@ -28,6 +29,14 @@ NOT_INSTALLED = (
     "it was set up without support for grammars"
 )
 TURNED_OFF = "this engine takes no grammars (structured_outputs_config)"
+
+
+class _Found(NamedTuple):
+    """A grammar that has passed its trial and compiles."""
+
+    source: str
+    num_bytes: int  # of memory that it takes
+    seconds: float | None  # that it took; None: it was known
 
 
 class Grammars:
@@ -58,14 +67,18 @@ class Grammars:
         self._trials = GrammarTrials(self._trial_tokens)
         self._vocabulary: Vocabulary | None = None  # that is sent; read at the first use
         self._matchers = Matchers(
-            self._known_vocabulary if sends_grammars else self._read_vocabulary
+            self._known_vocabulary if sends_grammars else self._read_vocabulary,
+            only_checks=sends_grammars,
         )
 
-    def compile(self, params: SamplingParams, thinking: Thinking | None = None) -> Grammar | None:
+    def compile(
+        self, params: SamplingParams, thinking: Thinking | None = None, owner: str = ""
+    ) -> Grammar | None:
         """Compile what the output of a request must match; None: it may be anything.
 
         Args:
             thinking: reasoning that may come first.
+            owner: the client whose request it is; what is kept for it pushes out its own first.
 
         Raises:
             GrammarError: it is no grammar, or too complex.
@@ -81,19 +94,29 @@ class Grammars:
             and params.thinking_token_budget is None
         ):
             thinking = None
-        source, compiled = (None, None) if wanted is None else self._compiled(wanted)
+        found = None if wanted is None else self._compiled(wanted, owner)
+        source = None if found is None else found.source
         rules = GrammarRules(
             source=source,
             eos_token_ids=self._eos_token_ids,
             ignore_eos=params.ignore_eos,
             num_tokens=self._num_tokens,
             thinking=thinking,
+            num_bytes=0 if found is None else found.num_bytes,
         )
         vocabulary = self._known_vocabulary() if self._sends_grammars else None
-        if compiled is None:
+        if source is None:
             return Grammar(rules, _no_matcher, tokenizer.token_text, vocabulary)
-        matcher = compiled.matcher.deep_copy
-        return Grammar(rules, matcher, tokenizer.token_text, vocabulary, compiled.seconds)
+        matchers = self._matchers
+        return Grammar(
+            rules,
+            partial(matchers.matcher, source),
+            tokenizer.token_text,
+            vocabulary,
+            None if found is None else found.seconds,
+            partial(matchers.hold, source),
+            matchers.release,
+        )
 
     def check_tried(self, params: SamplingParams) -> None:
         """Return at once; what then compiles the grammar does so as well.
@@ -120,7 +143,7 @@ class Grammars:
             given["grammar"] = with_token_ids(wanted.grammar, ids)
         return msgspec.structs.replace(wanted, **given) if given else wanted
 
-    def _compiled(self, wanted: StructuredOutputsParams) -> tuple[str, CompiledGrammar]:
+    def _compiled(self, wanted: StructuredOutputsParams, owner: str) -> _Found:
         if self._config.backend == "none":
             raise UnsupportedFeatureError(TURNED_OFF, parameter="structured_outputs")
         try:
@@ -133,11 +156,11 @@ class Grammars:
             ) from error
         started = perf_counter()
         with typed_failures(wanted.kind):
-            source = self._trials.source(self._with_defaults(wanted))
-            found = self._matchers.compile(source)
-        if found.seconds is not None:
-            found = found._replace(seconds=perf_counter() - started)  # with the trial
-        return source, found
+            source, num_bytes = self._trials.passed(self._with_defaults(wanted), owner)
+            seconds = self._matchers.compile(source, num_bytes, owner).seconds
+        if seconds is not None:
+            seconds = perf_counter() - started  # with the trial
+        return _Found(source, num_bytes, seconds)
 
     def _trial_tokens(self) -> TrialTokens:
         assert self._tokenizer is not None

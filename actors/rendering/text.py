@@ -175,12 +175,13 @@ class Prompts:
                 priority=message.priority,
                 arrival_time=message.arrival_time,
                 cache_salt=form.salt,
-                grammar=self._grammars.compile(resolved.params, thinking),
+                grammar=self._grammars.compile(resolved.params, thinking, message.key),
                 adapter=message.adapter,
                 embeds=embeds,
                 embeds_digests=digests(embeds, self._limits.block_size),
                 data_parallel_rank=message.data_parallel_rank,
                 session_id=message.session_id,
+                key=message.key,
             ),
         )
 

@@ -23,6 +23,7 @@ Laws:
 """
 
 from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.outputs import StepTokens
 from trouper.actors.messages.plans import StepPlan
@@ -31,6 +32,7 @@ from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import DeviceLost, EntryFailure, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.scheduling.bisection import FaultBisection
+from trouper.actors.scheduling.grammar_ledger import MAX_DEATHS
 from trouper.actors.scheduling.in_flight import InFlightStep, InFlightSteps
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.lookahead import Lookahead
@@ -204,13 +206,17 @@ class Policy:
         return self.table.take_out(self._quarantine.requests, only_fresh=only_fresh)
 
     def abort(self, id: RequestId) -> None:
-        """End a request, in whatever state; unknown and finished ones are ignored."""
-        self.table.abort(id)
+        """End a request, in whatever state; unknown and finished ones are ignored.
+
+        One that may have killed the device stays a suspect: its client hears of its end, and it is tried all the same.
+        """
+        self.table.abort(id, frozenset(self._quarantine.suspect_ids))
 
     def stop(self, ids: tuple[SequenceId, ...]) -> None:
         """Drop sequences that a stop string has ended; they have no further output."""
+        suspects = self._quarantine.suspect_ids
         for id in ids:
-            self.table.stop(id)
+            self.table.stop(id, is_suspect=id in suspects)
 
     def apply(self, done: StepDone | PoolDone) -> None:
         """Take the results of the eldest plan in flight."""
@@ -303,9 +309,15 @@ class Policy:
         self._bisection.suspect(())
         self.table.running.lose_all()
         self.blocks.reset_cache()
+        num_explained = 0
+        if key := self.table.grammars.forget(is_their_doing=not loss.is_from_outside):
+            self._fail_grammar(key, f"poisoned_request: {loss.message}")
+            num_explained = MAX_DEATHS
+        for sequence, _ in suspects.values():
+            self.table.raise_ghost(sequence)
         found = self._quarantine.lose(suspects.values())
         if found is None:
-            return 0
+            return num_explained
         culprit, num_losses = found
         self.table.fail_request(culprit, f"poisoned_request: {loss.message}")
         return num_losses
@@ -339,6 +351,34 @@ class Policy:
                 self.table.running.preempt(sequence, drop_results=True)
         return self.blocks.reset_cache()
 
+    def next_grammar(self) -> PrepareGrammar | None:
+        """Return a grammar that the device shall prepare; while a culprit is looked for, only one of the requests in question."""
+        if self.is_device_lost:
+            return None
+        is_silent = not self.in_flight
+        if not self._quarantine:
+            return self.table.grammars.next_order(is_silent=is_silent)
+        admits = [
+            self.table.requests[id].admit
+            for id in self._quarantine.requests
+            if id in self.table.requests
+        ]
+        keys = {admit.grammar.key for admit in admits if admit.grammar is not None}
+        return self.table.grammars.next_order(keys, is_silent=is_silent)
+
+    def note_grammar(self, ready: GrammarReady) -> None:
+        """Take a grammar that the device has prepared, or cannot."""
+        if self.table.grammars.note(ready):
+            self.table.waiting.unpark(ready.key)
+        else:
+            self._fail_grammar(ready.key, f"execution_error: the grammar: {ready.error}")
+
+    def _fail_grammar(self, key: bytes, error: str) -> None:
+        for request in list(self.table.requests.values()):
+            grammar = request.admit.grammar
+            if grammar is not None and grammar.key == key:
+                self.table.fail_request(request, error)
+
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:
         """Take the outputs since the last call, at most one entry for each sequence, with `answers`."""
         return self.table.outputs.take(answers)
@@ -347,6 +387,7 @@ class Policy:
 
     def plan(self) -> StepPlan | None:
         """Make the next plan, which is in flight from now on; None as law 6 says."""
+        self.table.end_ghosts(self._quarantine.suspect_ids)
         if self._must_wait():
             return None
         if self.turns is not None:
@@ -391,6 +432,7 @@ class Policy:
             or self.pause is Pause.ALL
             or len(self.in_flight) >= self.config.max_steps_in_flight
             or self._waits_for_answer()
+            or (not self._quarantine and self.table.grammars.needs_silence)
         )
 
     def _waits_for_answer(self) -> bool:
@@ -466,15 +508,19 @@ class Policy:
             for sequence in due:
                 # Preempted with a sample in flight it does not wait yet: law 3.
                 is_waiting = sequence.request_slot < 0 and sequence.num_in_flight == 0
-                may_start = is_waiting and not builder.has_preempted
+                is_ready = self.table.grammars.is_ready(sequence.request.admit)
+                may_start = is_waiting and is_ready and not builder.has_preempted
                 if may_start and builder.budget > 0 and len(running) < self._max_num_running:
                     if not running.start(sequence, builder):
                         break
                     self.table.waiting.take(sequence)
-                    self.table.outputs.add_start(sequence.id)
+                    if not sequence.is_ghost:
+                        self.table.outputs.add_start(sequence.id)
             if builder.sequences:
                 return True
-            if self.in_flight:
+            if self.in_flight or not all(
+                self.table.grammars.is_ready(s.sequence.request.admit) for s in group
+            ):
                 return False
             self.preempt_all()  # those that have passed make room
             builder.has_preempted = False

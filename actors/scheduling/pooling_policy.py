@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.outputs import Pooled, PooledRequest
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
@@ -291,6 +292,13 @@ class PoolingPolicy:
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Return True: there are no prefixes to forget."""
         return True
+
+    def next_grammar(self) -> PrepareGrammar | None:
+        """Return None: nothing that is pooled has a grammar."""
+        return None
+
+    def note_grammar(self, ready: GrammarReady) -> None:
+        """Do nothing: there was no order."""
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> Pooled | None:
         """Take the outputs since the last call, with `answers`; None if there are neither."""

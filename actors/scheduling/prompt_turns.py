@@ -1,7 +1,7 @@
 """Choose the prompts that a step goes on with, and the number of tokens of each.  Pure.
 
 Rows that decode are in every step, first; they never wait for prompts.  Then come prompts, those that run and those that
-wait, in the order of the `Fluid` (under fcfs of arrival), as far as the seconds of the `StepBudget` go.
+wait (not for a grammar), in the order of the `Fluid` (under fcfs of arrival), as far as the seconds of the `StepBudget` go.
 
 Laws:
 1. A step that computes the end of a prompt is not filled up with a part of another: no first token waits for that.
@@ -64,9 +64,12 @@ class PromptTurns:
 
     def settle(self) -> None:
         """Let those that have come since the last plan enter the fluid."""
-        arrivals = self._arrivals
+        arrivals, table = self._arrivals, self._table
         for sequence in arrivals:
-            if sequence.state is State.FINISHED or sequence.id not in self._table.sequences:
+            if sequence.state is State.FINISHED or sequence.id not in table.sequences:
+                continue
+            if sequence.request_slot < 0 and not table.grammars.is_ready(sequence.request.admit):
+                table.waiting.park(sequence)
                 continue
             num_tokens = self._rest(sequence)
             if sequence.request_slot >= 0 and num_tokens <= 1:
@@ -244,6 +247,8 @@ class _Starting:
         if len(table.running) >= self._turns._max_num_running:
             return False
         if self._blocked_rank is not None and sequence.order[0] > self._blocked_rank:
+            return False
+        if not table.grammars.is_ready(sequence.request.admit):
             return False
         is_fresh = sequence.id in table.waiting.fresh and not self._only_returning
         return is_fresh or sequence.id in table.waiting.returning

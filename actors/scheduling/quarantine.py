@@ -9,7 +9,8 @@ Laws:
 2. A request is condemned only when it was alone in the step of a loss, and a suspect before.
 3. Newcomers are tested first: a sequence that has finished a step before is a rare killer.  So a new prompt that
    kills costs two losses in any crowd, any other at most 2 + ⌈log2 n⌉.
-4. A suspect is free once it has landed past the position that was planned for it at the loss.
+4. A suspect is free once it has landed past the position that was planned for it at the loss, and in no other way: one whose
+   client hangs up, or has hung up before the loss, is tried as a ghost.
 """
 
 from collections.abc import Iterable

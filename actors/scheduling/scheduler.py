@@ -22,7 +22,7 @@ from trouper.actors.messages.controls import (
     SetPause,
     Step,
 )
-from trouper.actors.messages.grammar import GrammarWork
+from trouper.actors.messages.grammar import GrammarReady, GrammarWork
 from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
 from trouper.actors.messages.outputs import Stop
 from trouper.actors.messages.promise import Promise
@@ -121,6 +121,7 @@ class Scheduler(Generic[OutputsT]):
                 self._plan()
                 while self._rebalance():  # a search for a culprit has ended in a plan
                     self._plan()
+                self._prepare_grammars()
                 answers = self._due_answers()
                 outputs = self.policy.take_outputs(answers)
                 self._report()
@@ -134,7 +135,12 @@ class Scheduler(Generic[OutputsT]):
         policy = self.policy
         match message:
             case (
-                StepDone() | PoolDone() | StepFailed() | DeviceLost() | DeviceBack()
+                StepDone()
+                | PoolDone()
+                | StepFailed()
+                | GrammarReady()
+                | DeviceLost()
+                | DeviceBack()
             ):  # of the one replica
                 self._note_event(0, message)
             case ReplicaEvent(replica, event):
@@ -167,7 +173,13 @@ class Scheduler(Generic[OutputsT]):
     def _note_event(
         self,
         replica: int,
-        event: StepDone | PoolDone | StepFailed | DeviceLost | DeviceBack | DeviceFailed,
+        event: StepDone
+        | PoolDone
+        | StepFailed
+        | GrammarReady
+        | DeviceLost
+        | DeviceBack
+        | DeviceFailed,
     ) -> None:
         """Take what a device says; what is lost with it goes to the other replicas.
 
@@ -182,6 +194,8 @@ class Scheduler(Generic[OutputsT]):
                     self._grammar_work[replica] += (event.grammar,)
             case StepFailed(step, error, is_out_of_memory):
                 policy.fail_step(step, error, is_out_of_memory=is_out_of_memory)
+            case GrammarReady():
+                policy.note_grammar(event)
             case DeviceLost():
                 self._note_loss(replica, event)
             case DeviceBack():
@@ -239,6 +253,12 @@ class Scheduler(Generic[OutputsT]):
                 break
             if self._num_plans_due:
                 self._num_plans_due -= 1
+
+    def _prepare_grammars(self) -> None:
+        """Order what is to be compiled; there is room for one that each device has not answered."""
+        for policy, executor in zip(self._policies, self._executors, strict=True):
+            if (order := policy.next_grammar()) is not None:
+                executor.send_nowait(order)
 
     def _report(self) -> None:
         for replica, policy in enumerate(self._policies):

@@ -3,6 +3,7 @@
 from typing import Protocol, TypeVar
 
 from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.promise import Promise
@@ -88,6 +89,13 @@ class SchedulingPolicy(Protocol[OutputsT]):
     def plan(self) -> StepPlan | PoolPlan | None:
         """Make the next plan, which is in flight from now on; None if there is none to make now."""
         ...
+
+    def next_grammar(self) -> PrepareGrammar | None:
+        """Return a grammar that the device shall prepare beside its steps; None: none now."""
+        ...
+
+    def note_grammar(self, ready: GrammarReady) -> None:
+        """Take the device's answer to that."""
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> OutputsT | None:
         """Take the outputs since the last call, with `answers`; None if there are neither."""

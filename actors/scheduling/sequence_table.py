@@ -4,7 +4,7 @@ A sequence enters with its request, waits, runs, may be preempted and wait again
 goes to the outputs, but for the ends that the detokenizer has found itself.
 """
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 from itertools import count
 
 from trouper.actors.messages.identifiers import RequestId, SequenceId
@@ -13,6 +13,7 @@ from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import TokenLogprobs
 from trouper.actors.messages.stats import AdapterStats
 from trouper.actors.scheduling.fluid import Fluid
+from trouper.actors.scheduling.grammar_ledger import GrammarLedger
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.outbox import SchedulerOutputs
 from trouper.actors.scheduling.running import Running
@@ -38,11 +39,13 @@ class SequenceTable:
     ) -> None:
         self.waiting = Waiting(is_fcfs=config.policy == "fcfs")
         self.running = Running(config, blocks, self.waiting.returning)
+        self.grammars = GrammarLedger()
         self._shared = shared or Shared()
         self.outputs = self._shared.outputs
         self.requests: dict[RequestId, Request] = {}
         self.sequences: dict[SequenceId, Sequence] = {}
         self.fluid: Fluid | None = None  # which those that end leave
+        self.ghosts: dict[SequenceId, Sequence] = {}
         self.num_deferred = 0  # siblings that wait for their leader's prompt
         self.num_generation_tokens = 0
         self._config = config
@@ -56,7 +59,7 @@ class SequenceTable:
     @property
     def num_started(self) -> int:
         """Unfinished sequences that ran before; a leader that did counts for its deferred siblings."""
-        return len(self.sequences) - len(self.waiting.fresh) - self.num_deferred
+        return len(self.sequences) - self.waiting.num_fresh - self.num_deferred
 
     def ids_by_place(self) -> tuple[tuple[SequenceId, ...], ...]:
         """List the sequences that run, those that wait, and those that can do neither now; for tests and debugging."""
@@ -86,6 +89,7 @@ class SequenceTable:
         admit, capacity = request.admit, self._capacity
         num_prompt = len(admit.prompt_token_ids)
         self.requests[admit.id] = request
+        self.grammars.use(admit)
         unfinished = [s for s in request.sequences if s.state is not State.FINISHED]
         self.sequences.update((sequence.id, sequence) for sequence in unfinished)
         self.num_deferred += len(request.deferred)
@@ -126,6 +130,7 @@ class SequenceTable:
         ids: set[SequenceId] = set()
         for request in requests:
             del self.requests[request.admit.id]
+            self.grammars.leave(request.admit)
             self.num_deferred -= len(request.deferred)
             ids.update(s.id for s in request.sequences if s.state is not State.FINISHED)
         for id in ids:
@@ -147,18 +152,53 @@ class SequenceTable:
             num_tokens += max(0, num_missing)
         return num_tokens, len(self.sequences)
 
-    def abort(self, id: RequestId) -> None:
-        """End a request, in whatever state; unknown and finished ones are ignored."""
+    def abort(self, id: RequestId, suspects: Set[SequenceId] = frozenset()) -> None:
+        """End a request, in whatever state; unknown and finished ones are ignored, and suspects become ghosts."""
         request = self.requests.get(id)
         if request is not None:
-            self._end_request(request, "abort")
+            self._end_request(request, "abort", suspects=suspects)
 
-    def stop(self, id: SequenceId) -> None:
-        """Drop a sequence that a stop string has ended; it has no further output."""
+    def stop(self, id: SequenceId, *, is_suspect: bool = False) -> None:
+        """Drop a sequence that a stop string has ended; it has no further output, and becomes a ghost if it is a suspect."""
         self.outputs.withdraw(id)
         sequence = self.sequences.get(id)
-        if sequence is not None:
+        if sequence is not None and is_suspect:
+            self._make_ghost(sequence)
+        elif sequence is not None:
             self._finish(sequence)
+
+    def raise_ghost(self, sequence: Sequence) -> None:
+        """Compute a sequence that has ended once more; it was in the step of a loss.
+
+        Nothing for one that is as long as it may be: no step in flight goes on with it.
+        """
+        request = sequence.request
+        if sequence.state is not State.FINISHED or sequence.num_tokens >= sequence.limit:
+            return
+        if request.num_unfinished == 0:
+            self.requests[request.admit.id] = request
+            self.grammars.use(request.admit)
+        if sequence not in request.sequences:
+            request.sequences.append(sequence)
+        request.num_unfinished += 1
+        sequence.state = State.PREEMPTED
+        sequence.preemption_epoch += 1
+        sequence.valid_from_epoch = sequence.preemption_epoch
+        sequence.num_in_flight = 0
+        sequence.num_computed = sequence.num_computed_on_device = sequence.num_registered = 0
+        self.sequences[sequence.id] = sequence
+        self._make_ghost(sequence)
+        self.waiting.take_all({sequence.id})  # of what it left in the queues
+        self.waiting.returning.push(sequence)
+
+    def end_ghosts(self, suspects: Collection[SequenceId]) -> None:
+        """Let the ghosts go that are no suspects any more."""
+        for ghost in [ghost for id, ghost in self.ghosts.items() if id not in suspects]:
+            self._finish(ghost)
+
+    def _make_ghost(self, sequence: Sequence) -> None:
+        sequence.is_ghost = True
+        self.ghosts[sequence.id] = sequence
 
     def fail(self, sequence: Sequence, error: str) -> None:
         """End a sequence whose KV is suspect."""
@@ -181,7 +221,8 @@ class SequenceTable:
                 token_ids, logprobs = token_ids[:num_taken], logprobs[:num_taken]
                 break
         self.num_generation_tokens += len(token_ids)
-        self.outputs.add_tokens(sequence, token_ids, end, logprobs)
+        if not sequence.is_ghost:
+            self.outputs.add_tokens(sequence, token_ids, end, logprobs)
         if end is not None:
             self._finish(sequence)
         elif sequence.request_slot < 0:
@@ -200,16 +241,29 @@ class SequenceTable:
         request.deferred.clear()
 
     def _end_request(
-        self, request: Request, reason: FinishReason, error: str | None = None
+        self,
+        request: Request,
+        reason: FinishReason,
+        error: str | None = None,
+        suspects: Set[SequenceId] = frozenset(),
     ) -> None:
         self.num_deferred -= len(request.deferred)
         request.deferred.clear()
         for sequence in tuple(request.sequences):
-            if sequence.state is not State.FINISHED:
+            if sequence.id in suspects:
+                self._put_out_end(sequence, reason, error)
+                self._make_ghost(sequence)
+            elif sequence.state is not State.FINISHED:
                 self._end(sequence, reason, error)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence without a last token, and put its end out."""
+        self._put_out_end(sequence, reason, error)
+        self._finish(sequence)
+
+    def _put_out_end(self, sequence: Sequence, reason: FinishReason, error: str | None) -> None:
+        if sequence.is_ghost:
+            return
         self.outputs.add(
             SequenceTokens(
                 sequence.id,
@@ -220,7 +274,6 @@ class SequenceTable:
                 replica=sequence.request.replica,
             )
         )
-        self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         """Forget a sequence; of its KV only what the prefix cache keeps stays."""
@@ -230,6 +283,7 @@ class SequenceTable:
         else:
             self.waiting.discard(sequence)
         sequence.state = State.FINISHED
+        self.ghosts.pop(sequence.id, None)
         del self.sequences[sequence.id]
         if self.fluid is not None:
             self.fluid.leave(sequence.id)
@@ -238,4 +292,5 @@ class SequenceTable:
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
             del self.requests[request.admit.id]
+            self.grammars.leave(request.admit)
             request.sequences.clear()  # no cycle outlives it

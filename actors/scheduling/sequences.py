@@ -100,6 +100,8 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     num_evictions: int = 0  # preemptions for another's growth
     num_passed: int = 0  # starts of others while its adapter had to wait
     has_landed: bool = False  # a step of it has been answered
+    # It has ended for its client, and is computed on to find out whether it kills the device: nothing of it is put out.
+    is_ghost: bool = False
     num_cached: int = 0  # prompt tokens found in the cache when it first started
     prompt_logprobs: list[TokenLogprobs]  # not put out yet
     num_prompt_logprobs: int = 0  # seen so far

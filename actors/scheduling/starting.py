@@ -1,6 +1,6 @@
 """Which waiting sequences start in a step: the best first, as long as there is room.
 
-A sequence whose adapter would be one too many among the running ones waits, and others pass it.  Law: no more than
+A sequence whose grammar is not compiled is parked until it is.  One whose adapter would be one too many among the running ones waits, and others pass it.  Law: no more than
 MAX_PASSES of them do, then none starts before it.  So it starts at the latest when all that were running have ended then.
 """
 
@@ -26,6 +26,9 @@ def start_waiting(
         sequence = table.waiting.head(only_returning=only_returning)
         if sequence is None:
             break
+        if not table.grammars.is_ready(sequence.request.admit):
+            table.waiting.park(sequence)
+            continue
         if not table.running.has_adapter_room(sequence):
             if len(passed) >= MAX_PASSED or sequence.num_passed >= MAX_PASSES:
                 break

@@ -1,4 +1,4 @@
-"""Sequences that wait to run, best first.
+"""Sequences that wait to run, best first, and those that wait for their grammars.
 
 `Waiting` is two queues, because a pause may close the one and not the other, and because under fcfs those
 that ran before go first.  A queue is a heap with lazy deletion: `discard` only marks, and the
@@ -73,15 +73,38 @@ class Queue:
 
 
 class Waiting:
-    """The waiting sequences: `fresh` ones never ran; `returning` ones did, or a sibling of theirs did."""
+    """The waiting sequences: `fresh` ones never ran; `returning` ones did, or a sibling of theirs did.
+
+    One whose grammar is not ready is parked when its turn comes, and goes back to its queue when it is.
+    """
 
     def __init__(self, *, is_fcfs: bool) -> None:
         self._is_fcfs = is_fcfs
+        self._parked: dict[SequenceId, tuple[Queue, Sequence]] = {}
         self.fresh = Queue()
         self.returning = Queue()
 
     def __len__(self) -> int:
         return len(self.fresh) + len(self.returning)
+
+    @property
+    def num_fresh(self) -> int:
+        """Sequences that never ran."""
+        return len(self.fresh) + sum(queue is self.fresh for queue, _ in self._parked.values())
+
+    def park(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue until its grammar is ready."""
+        queue = self.returning if sequence.id in self.returning else self.fresh
+        queue.take(sequence)
+        self._parked[sequence.id] = queue, sequence
+
+    def unpark(self, key: bytes) -> None:
+        """Queue the sequences again that wait for a grammar."""
+        for queue, sequence in list(self._parked.values()):
+            grammar = sequence.request.admit.grammar
+            if grammar is not None and grammar.key == key:
+                del self._parked[sequence.id]
+                queue.push(sequence)
 
     @property
     def ids(self) -> tuple[SequenceId, ...]:
@@ -115,11 +138,13 @@ class Waiting:
 
     def take(self, sequence: Sequence) -> None:
         """Remove a sequence from among the others; it may come back."""
+        self._parked.pop(sequence.id, None)
         self.fresh.take(sequence)
         self.returning.take(sequence)
 
     def take_all(self, ids: Set[SequenceId]) -> None:
         """Remove many sequences that may come back."""
+        self._parked = {id: parked for id, parked in self._parked.items() if id not in ids}
         self.fresh.take_all(ids)
         self.returning.take_all(ids)
 
@@ -131,5 +156,6 @@ class Waiting:
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence from the queue that it is in, if any."""
+        self._parked.pop(sequence.id, None)
         self.fresh.discard(sequence)
         self.returning.discard(sequence)

@@ -111,6 +111,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         session_id: str | None = None,
         loads_adapter: bool = True,
         reasoning: Marks | None = None,
+        key: str = "",
     ) -> Generation[RequestOutput]:
         """Return one request as an async iterator of `RequestOutput`; the last has `finished=True`.
 
@@ -126,6 +127,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             reasoning: marks around the model's reasoning, where no option names them.
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
             session_id: requests of a session go to one replica, whose cache has their prefix.
+            key: of the client, which has a share of the steps, and half of the room for grammars at most; empty: there is one client.
             prompt_text: accepted at None only.
 
         Raises:
@@ -140,7 +142,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
                 arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs,
                 mm_processor_kwargs=mm_processor_kwargs, trace_headers=trace_headers, priority=priority,
                 lora_request=lora_request, loads_adapter=loads_adapter, reasoning=reasoning,
-                data_parallel_rank=data_parallel_rank, session_id=session_id,
+                data_parallel_rank=data_parallel_rank, session_id=session_id, key=key,
             )  # fmt: skip
             return cast("Any", StartingGeneration(self._start_itself, make))
         engine = self.engine
@@ -159,6 +161,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             reasoning=reasoning,
             data_parallel_rank=data_parallel_rank,
             session_id=session_id,
+            key=key,
             **tokenization_options(tokenization_kwargs),
         )
 

@@ -51,10 +51,16 @@ def check_failed_start(world: Any, error: Exception) -> None:
 
 
 def check_error(world: Any, case: Any, error: Exception) -> None:
-    """A request is condemned if it was alone in the step of a loss, and in the step of one before."""
+    """A request is condemned if it was alone in the step of a loss, and in the step of one before.
+
+    So it is if its grammar was prepared at two losses, the second time alone.
+    """
     is_condemned = isinstance(error, GenerationError) and error.code == "poisoned_request"
     if not is_condemned:
         oracles.check_error(world, case, error)
+        return
+    by_grammar = world.suspect_grammars.get(case.client.wish.grammar, [])
+    if any(by_grammar[1:]):
         return
     alone = [i for i, clients in enumerate(world.suspects) if clients == {case.index}]
     shared = [i for i, clients in enumerate(world.suspects) if case.index in clients]

@@ -34,6 +34,7 @@ from trouper.actors.executor.devices.wire import (
     describe_error,
     encode,
 )
+from trouper.actors.messages.grammar import Grammar, GrammarReady, PrepareGrammar, Vocabulary
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import StepDone, StepFailed
 
@@ -81,6 +82,11 @@ class WorkerModel(SimulatedDevice):
         """Return how far a slot has come, by drafts that were right as well."""
         return self._rows[slot].end
 
+    def hold(self, order: PrepareGrammar) -> None:
+        """Compile a grammar, beside the steps."""
+        self._grammars -= set(order.released)
+        self._grammars.add(order.grammar.key)
+
     def obey(self, call: Call) -> None:
         if call.method == "sleep":
             self.absent = MEMORY
@@ -113,7 +119,8 @@ class SimPeer:
         self.crew = crew
         crew.append(self)
         self._dice = dice
-        self._frames = FrameReader()
+        self._frames = FrameReader(lambda rules: Grammar(rules, lambda: None, str))
+        self._has_vocabulary = False
         self._out: deque[Piece] = deque()
         self._changed = trio.Event()
         self.begun_s = self._free_at = self._last_s = anyio.current_time()
@@ -164,6 +171,10 @@ class SimPeer:
                 self._load(frame)
             case StepPlan():
                 self._step(frame)
+            case Vocabulary():
+                self._has_vocabulary = True
+            case PrepareGrammar():
+                self._prepare(frame)
             case Call():
                 self._call(frame)
             case Close():
@@ -251,6 +262,12 @@ class SimPeer:
             case _:
                 return False
         return True
+
+    def _prepare(self, order: PrepareGrammar) -> None:
+        if self.model is None or not self._has_vocabulary:
+            raise BrokenOracle(f"{self}: a grammar before its vocabulary")
+        self.model.hold(order)
+        self._write(GrammarReady(order.grammar.key))
 
     def _call(self, call: Call) -> None:
         number, self.num_calls = self.num_calls, self.num_calls + 1

@@ -24,7 +24,7 @@ from .clients import Broken
 from .crew_peers import SimLauncher, SimPeer, WorkerModel
 from .crew_scenario import SIGKILL, CrewScenario
 from .ports import Watched
-from .world import World, config_of
+from .world import World, a_grammar, config_of
 
 
 class WatchedProcessDevice(Watched, ProcessDevice):
@@ -82,6 +82,8 @@ class CrewWorld(World):
         self.sampled: dict[int, list[Any]] = {}  # step -> what its answer will tell
         self.losses: list[list[Any]] = []  # [moment, whether it is explained]
         self.suspects: list[frozenset[int]] = []  # clients in the eldest plan of each loss
+        # By grammar: of each loss while it was prepared, whether nothing else ran.
+        self.suspect_grammars: dict[int, list[bool]] = {}
         self.num_suspects = 0  # sequences in the step of the last loss
         self.num_deadly = 0  # losses that a killer has caused
         self.is_lost = self.has_died = False
@@ -133,6 +135,11 @@ class CrewWorld(World):
 
     def _lose(self, right: Callable[[DeviceLost], int], loss: DeviceLost) -> int:
         self.is_lost = True
+        grammars = {a_grammar(number).key: number for number in range(4)}
+        number = grammars.get(self.policy.table.grammars._preparing)
+        if number is not None and not loss.is_from_outside:
+            is_silent = not self.policy.in_flight
+            self.suspect_grammars.setdefault(number, []).append(is_silent)
         num_explained = right(loss)
         for counted in self.losses[-num_explained:] if num_explained else ():
             counted[1] = True

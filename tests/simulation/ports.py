@@ -9,6 +9,7 @@ import anyio
 import trio
 
 from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice, StepError
+from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import StepDone, StepFailed
@@ -84,6 +85,9 @@ class Trouble(Conditions):
             raise InjectedError(method)
         return self.step_s * self._dice.choice((0.0, 1.0, 5.0))
 
+    def prepare_s(self, order: PrepareGrammar) -> float:
+        return self.step_s * (0.0, 0.5, 3.0, 20.0)[order.grammar.key[0] % 4]
+
     def error(self, plan: StepPlan, sequences: tuple[SequenceId, ...]) -> StepError | None:
         weather = self._weather
         if weather.crash_at_step is not None and plan.step >= weather.crash_at_step:
@@ -137,9 +141,11 @@ class WatchedDevice(Watched, SimulatedDevice):
         ] = {}  # (sequence, position) -> when it was answered
         self.sampled: dict[SequenceId, list[int]] = {}
 
-    async def receive(self) -> StepDone | StepFailed:
+    async def receive(self) -> StepDone | StepFailed | GrammarReady:
         answer = await super().receive()
-        if isinstance(answer, StepFailed):
+        if isinstance(answer, GrammarReady):
+            self.record("prepared", answer.key[:4])
+        elif isinstance(answer, StepFailed):
             self.record("failed", answer.step)
         else:
             self.record("done", answer.step, answer.token_ids, answer.failed)

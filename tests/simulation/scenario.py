@@ -41,6 +41,7 @@ class Wish(msgspec.Struct, kw_only=True):
     salt: str | None = None
     key: str = ""
     repetition: tuple[int, int] | None = None  # patterns of up to so many tokens, so many times
+    grammar: int | None = None  # which of a few, that the device must prepare
 
 
 class Client(msgspec.Struct, kw_only=True):
@@ -209,6 +210,8 @@ def draw_client(
 ) -> Client:
     lengths, behaviour = dice("lengths"), dice("behaviour")
     wish = draw_wish(lengths, prefixes, max_model_len, max_num_seqs, has_tokenizer)
+    if dice("grammars").random() < 0.15:
+        wish.grammar = dice("grammars").randrange(4)
     client = Client(
         wish=wish,
         request_id=f"r{index}",

@@ -13,6 +13,7 @@ import msgspec
 import trio
 
 from trouper.actors.engine.wiring import Engine, open_engine
+from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
 from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.requests import Admit, Render
@@ -328,7 +329,12 @@ class World:
         def render(prompts: Any, message: Render) -> Any:
             if self.owner(message.id) in ill:
                 raise InjectedError("a renderer")
-            return right(prompts, message)
+            rendered = right(prompts, message)
+            number = getattr(self.cases[self.owner(message.id)].client.wish, "grammar", None)
+            if number is None:
+                return rendered
+            admit = msgspec.structs.replace(rendered.admit, grammar=a_grammar(number))
+            return msgspec.structs.replace(rendered, admit=admit)
 
         with patch.object(self.renderer, "render", render):
             yield
@@ -338,6 +344,15 @@ class World:
             group.start_soon(play, self, engine, case, name=f"client {case.index}")
             if case.client.aborted_at_s is not None:
                 group.start_soon(abort_later, engine, case)
+
+
+def a_grammar(number: int) -> Grammar:
+    """One that allows everything, and must be prepared all the same."""
+    rules = GrammarRules(
+        source=f"grammar {number}", eos_token_ids=(), ignore_eos=False, num_tokens=VOCAB_SIZE, thinking=None,
+        num_bytes=2 ** (20 + 3 * number),
+    )  # fmt: skip
+    return Grammar(rules, lambda: None, str, Vocabulary("", VOCAB_SIZE, (), ()))
 
 
 def config_of(scenario: Scenario) -> EngineConfig:

@@ -19,6 +19,7 @@ from trouper.actors.rendering.confined import (
     TemplateSource,
     render_once,
 )
+from trouper.actors.rendering.confined_process import ConfinedProcess
 from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import (
@@ -118,6 +119,32 @@ def test_an_idle_process_that_was_killed_is_replaced(templates, started):
     os.kill(started[0][0].pid, signal.SIGKILL)
     started[0][0].wait()
     assert templates.render(TemplateSource("two"), CHAT) == ["two"]
+
+
+@pytest.mark.parametrize("num_kills", [1, 2])
+def test_a_rendering_whose_process_is_killed_is_made_once_again(
+    templates, started, monkeypatch, num_kills
+):
+    ask = ConfinedProcess.ask
+
+    def ask_and_die(process, order, wall_s):
+        if len(started) <= num_kills:
+            os.killpg(process._process.pid, signal.SIGKILL)
+        return ask(process, order, wall_s)
+
+    monkeypatch.setattr(ConfinedProcess, "ask", ask_and_die)
+    renders = (
+        lambda: templates.render(TEMPLATE, CHAT),
+        lambda: render_once(TEMPLATE, CHAT),
+    )
+    for render in renders:
+        started.clear()
+        if num_kills == 1:
+            assert "".join(render())
+        else:
+            with pytest.raises(TemplateBudgetError):
+                render()
+        assert len(started) == 2
 
 
 def test_the_processes_end_with_their_owner(started):

@@ -13,7 +13,9 @@ import pytest
 
 from trouper import StructuredOutputsParams
 from trouper.actors.rendering import grammar_trials
+from trouper.actors.rendering.confined_process import ConfinedProcess
 from trouper.actors.rendering.grammar_trials import (
+    BUDGET,
     GrammarTrials,
     TrialBudget,
     TrialTokens,
@@ -119,21 +121,21 @@ def test_what_would_overflow_the_compilers_stack_is_refused_and_the_next_one_com
 def test_what_takes_more_computing_than_a_trial_may_is_refused_and_remembered(trials, started):
     for _ in range(3):
         with pytest.raises(GrammarError, match="regex: too complex") as caught:
-            trials.source(expression("a?" * 40_000))
+            trials.passed(expression("a?" * 40_000))
         assert caught.value.code == "schema_too_complex"
-    assert trials.source(expression("ok"))
+    assert trials.passed(expression("ok"))
     assert len(started) == 1
 
 
 def test_what_takes_more_memory_than_a_trial_may_is_refused():
     trials = GrammarTrials(lambda: TOKENS, TrialBudget(memory=2**26))
     enough = StructuredOutputsParams(choice=["x"])
-    assert trials.source(enough)
+    assert trials.passed(enough)
     with pytest.raises(GrammarError, match="too complex"):
-        trials.source(
+        trials.passed(
             StructuredOutputsParams(json={"enum": ["é" * 99 + str(i) for i in range(9**5)]})
         )
-    assert trials.source(enough)
+    assert trials.passed(enough)
     trials.close()
 
 
@@ -152,16 +154,16 @@ def test_what_people_write_passes(grammars, kinds):
 
 def test_empty_lines_are_looked_through_once(trials):
     with pytest.raises(GrammarError) as caught:
-        trials.source(StructuredOutputsParams(grammar="\n" * 2**18))
+        trials.passed(StructuredOutputsParams(grammar="\n" * 2**18))
     assert caught.value.code == "invalid_grammar"
 
 
 def test_tokens_are_known_by_name_and_by_number(trials):
     for named in ("<mark>", "<[7]>", "<[5]>"):
-        assert trials.source(StructuredOutputsParams(grammar=f'start: {named} "a"'))
+        assert trials.passed(StructuredOutputsParams(grammar=f'start: {named} "a"'))
     for unknown in ("<other>", "<[999]>"):
         with pytest.raises(GrammarError, match=r"unknown special token|Token range end"):
-            trials.source(StructuredOutputsParams(grammar=f'start: {unknown} "a"'))
+            trials.passed(StructuredOutputsParams(grammar=f'start: {unknown} "a"'))
 
 
 def test_only_what_was_not_tried_must_be_tried_first(trials):
@@ -169,17 +171,18 @@ def test_only_what_was_not_tried_must_be_tried_first(trials):
     for wanted in (good, bad):
         with pytest.raises(UntriedGrammarError):
             trials.check_tried(wanted)
-    trials.source(good)
+    trials.passed(good)
     with pytest.raises(GrammarError):
-        trials.source(bad)
+        trials.passed(bad)
     for wanted in (good, bad):
         trials.check_tried(wanted)
 
 
-def test_the_outcomes_that_were_asked_for_last_are_remembered_and_no_more(trials, monkeypatch):
-    monkeypatch.setattr(grammar_trials, "MAX_COMPILED", 2)
+def test_the_outcomes_that_were_asked_for_last_are_remembered_and_no_more(monkeypatch):
+    monkeypatch.setattr(grammar_trials, "MAX_REMEMBERED_BYTES", 1_500)
+    trials = GrammarTrials(lambda: TOKENS)
     for text in ("a", "b", "a", "c"):
-        trials.source(expression(text))
+        trials.passed(expression(text))
     trials.check_tried(expression("a"))
     with pytest.raises(UntriedGrammarError):
         trials.check_tried(expression("b"))
@@ -189,22 +192,22 @@ def test_an_error_is_raised_as_another_object_each_time(trials):
     caught = []
     for _ in range(2):
         with pytest.raises(GrammarError) as error:
-            trials.source(expression("("))
+            trials.passed(expression("("))
         caught.append(error.value)
     assert str(caught[0]) == str(caught[1])
     assert caught[0] is not caught[1]
 
 
 def test_an_idle_process_that_was_killed_is_replaced(trials, started):
-    trials.source(expression("a"))
+    trials.passed(expression("a"))
     os.killpg(started[0].pid, signal.SIGKILL)
     started[0].wait()
-    trials.source(expression("b"))
+    trials.passed(expression("b"))
     assert [process.poll() is None for process in started] == [False, True]
 
 
 def test_a_waiting_fork_that_was_killed_answers_nothing_that_was_not_asked(trials, started):
-    trials.source(expression("a"))
+    trials.passed(expression("a"))
     [process] = started
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:  # the fork that has answered may be there still
@@ -212,18 +215,18 @@ def test_a_waiting_fork_that_was_killed_answers_nothing_that_was_not_asked(trial
             os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.01)
-    trials.source(expression("b"))
+    trials.passed(expression("b"))
     assert len(started) == 2
 
 
 def test_a_process_that_does_not_answer_is_ended_and_its_grammar_not_remembered(
     trials, started, monkeypatch
 ):
-    trials.source(expression("a"))
+    trials.passed(expression("a"))
     with monkeypatch.context() as patch:
         patch.setattr(grammar_trials, "WALL_S", 0.0001)
         with pytest.raises(GrammarError, match="too complex"):
-            trials.source(expression("a?" * 20_000))
+            trials.passed(expression("a?" * 20_000))
     assert started[0].returncode == -signal.SIGKILL
     with pytest.raises(UntriedGrammarError):
         trials.check_tried(expression("a?" * 20_000))
@@ -231,7 +234,7 @@ def test_a_process_that_does_not_answer_is_ended_and_its_grammar_not_remembered(
 
 def test_the_processes_end_with_their_owner(started):
     trials = GrammarTrials(lambda: TOKENS)
-    trials.source(expression("a"))
+    trials.passed(expression("a"))
     del trials
     gc.collect()
     assert [process.returncode for process in started] == [-signal.SIGKILL]
@@ -240,11 +243,52 @@ def test_the_processes_end_with_their_owner(started):
 def test_a_process_that_cannot_start_or_fails_is_our_fault(monkeypatch):
     wrong = GrammarTrials(lambda: TrialTokens(1, {999: "beyond"}))
     with pytest.raises(GenerationError, match="IndexError"):
-        wrong.source(expression("a"))
+        wrong.passed(expression("a"))
     trials = GrammarTrials(lambda: TOKENS)
     monkeypatch.setattr(grammar_trials, "WORKER", "no_such_module")
     with pytest.raises(GenerationError, match="No module named no_such_module"):
-        trials.source(expression("a"))
+        trials.passed(expression("a"))
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(GenerationError, match="no process"):
-        trials.source(expression("a"))
+        trials.passed(expression("a"))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_taken"),
+    [
+        ({"regex": "a" * 20_000}, True), ({"regex": "ab" * 40_000}, False),
+        ({"json": {"const": "é" * 10_000}}, True), ({"json": {"const": "a" * 90_000}}, False),
+        ({"choice": [f"{i:020}" for i in range(1_500)]}, True),
+        ({"json": {"properties": {f"p{i}": {"type": "string"} for i in range(2_000)}}}, True),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_a_grammar_may_take_so_much_memory(trials, kinds, is_taken):
+    wanted = StructuredOutputsParams(**kinds)
+    if is_taken:
+        assert 2**10 < trials.passed(wanted).num_bytes < BUDGET.kept
+    else:
+        with pytest.raises(GrammarError, match=r"takes \d+ MiB, at most 24 may be") as caught:
+            trials.passed(wanted)
+        assert caught.value.code == "schema_too_complex"
+
+
+def test_the_memory_of_a_trial_is_that_of_its_grammar(trials):
+    small, large = (
+        trials.passed(StructuredOutputsParams(regex="ab" * n)).num_bytes for n in (500, 10_000)
+    )
+    assert large > 8 * small
+
+
+def test_a_trial_whose_process_is_killed_is_made_again(trials, started, monkeypatch):
+    trials.passed(expression("a"))
+    ask = ConfinedProcess.ask
+
+    def ask_and_die(process, order, wall_s):
+        if len(started) == 1:
+            os.killpg(started[0].pid, signal.SIGKILL)
+        return ask(process, order, wall_s)
+
+    monkeypatch.setattr(ConfinedProcess, "ask", ask_and_die)
+    assert trials.passed(expression("b")).source
+    assert len(started) == 2

@@ -5,9 +5,11 @@ import json
 import pytest
 
 from trouper import SamplingParams, StructuredOutputsParams
-from trouper.actors.rendering import matchers
+from trouper.actors.messages.grammar import key_of
+from trouper.actors.rendering.grammar import grammar_source
 from trouper.actors.rendering.grammar_work import MAX_WORK, work_of
 from trouper.actors.rendering.grammars import Grammars
+from trouper.actors.rendering.matchers import ENTRY_BYTES, Matchers
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import GrammarError
@@ -92,12 +94,25 @@ def test_left_recursion_with_a_beginning_is_a_grammar(grammars):
     assert compiled(grammars, grammar='start: start "a" | "b"').matcher().consume_tokens([]) is True
 
 
-def test_the_grammars_that_were_asked_for_last_are_kept_and_no_more(grammars, monkeypatch):
-    monkeypatch.setattr(matchers, "MAX_COMPILED", 3)
-    fresh = Grammars(Tokenizer.load(DEMO_MODEL), 4096, (0, 2))
+def test_the_grammars_that_were_asked_for_last_are_kept_by_their_bytes():
+    read = Grammars(Tokenizer.load(DEMO_MODEL), 4096, (0, 2))._read_vocabulary
+    kept = Matchers(read, 3 * (1000 + ENTRY_BYTES))
+    sources = {n: grammar_source(StructuredOutputsParams(regex=f"a{{{n}}}")) for n in range(1, 6)}
     for number in (1, 2, 3, 1, 4):
-        compiled(fresh, regex=f"a{{{number}}}")
-    assert repr(fresh._matchers) == "<Matchers: 3 grammars>"
-    was_kept = [compiled(fresh, regex=f"a{{{number}}}").compile_s is None for number in (1, 3, 4)]
-    assert was_kept == [True, True, True]
-    assert compiled(fresh, regex="a{2}").compile_s is not None
+        kept.compile(sources[number], 1000)
+    assert repr(kept) == "<Matchers: 3 kept, 0 held>"
+    assert [kept.compile(sources[n], 1000).seconds is None for n in (1, 3, 4)] == [True] * 3
+    assert kept.compile(sources[5], 4000).seconds is not None
+    assert repr(kept) == "<Matchers: 1 kept, 0 held>"
+
+
+def test_what_a_device_holds_is_kept_until_it_is_released_as_often():
+    read = Grammars(Tokenizer.load(DEMO_MODEL), 4096, (0, 2))._read_vocabulary
+    held, source = Matchers(read, 0), grammar_source(StructuredOutputsParams(regex="a+"))
+    for _ in range(2):
+        held.hold(source)
+    held.release(key_of(source))
+    assert held.compile(source).seconds is None
+    for _ in range(2):
+        held.release(key_of(source))
+    assert held.compile(source).seconds is not None

@@ -199,3 +199,71 @@ def test_a_loss_from_outside_makes_no_suspects():
         ward.lose(is_from_outside=True)
     ward.run(lambda owners, plan: False)
     ward.assert_all_but(None, 1, 6)
+
+
+@pytest.mark.parametrize("leaves", ["before the loss", "under suspicion", "under test"])
+@pytest.mark.parametrize("how", ["abort", "stop"])
+def test_a_killer_whose_client_hangs_up_is_found_all_the_same(leaves, how):
+    ward = Ward()
+    for id in range(4):
+        ward.admit(id, max_tokens=6)
+    ward.step()
+    deaths = 0
+
+    def leave():
+        if how == "abort":
+            ward.policy.abort(RequestId(2))
+        else:
+            ward.policy.stop((2,))
+
+    def is_deadly(owners, plan):
+        nonlocal deaths
+        if 2 not in owners:
+            return False
+        deaths += 1
+        if deaths == {"before the loss": 1, "under test": 2}.get(leaves):
+            leave()
+        return True
+
+    ward.plan()
+    if leaves == "under suspicion":
+        ward.lose()
+        deaths += 1
+        leave()
+    ward.run(is_deadly)
+    assert ward.num_explained == ward.num_losses
+    assert deaths >= 2
+    ends = ward.ends()
+    assert [ends[id] for id in (0, 1, 3)] == [("length", None)] * 3
+    assert ends.get(2) == (("abort", None) if how == "abort" else None)
+    assert not ward.policy.is_searching
+    ward.assert_idle()
+
+
+def test_a_ghost_that_kills_nothing_goes_when_it_has_passed():
+    ward = Ward()
+    for id in range(3):
+        ward.admit(id, max_tokens=4)
+    ward.step()
+    ward.plan()
+    for id in range(3):
+        ward.policy.abort(RequestId(id))
+    ward.lose()
+    ward.run(lambda owners, plan: False)
+    assert {end for end, _ in ward.ends().values()} == {"abort"}
+    assert ward.num_losses == 1
+    assert ward.num_explained == 0
+    ward.assert_idle()
+
+
+def test_of_several_completions_only_the_one_in_question_becomes_a_ghost():
+    ward = Ward()
+    ward.admit(0, max_tokens=4, n=2, temperature=1.0)
+    ward.step()
+    ward.step()
+    ward.plan()
+    ward.policy.stop((1,))
+    ward.lose()
+    ward.run(lambda owners, plan: False)
+    assert ward.ends() == {0: ("length", None)}
+    ward.assert_idle()

@@ -53,6 +53,7 @@ from trouper.actors.executor.devices.worker_link import (
     take_what_has_come,
 )
 from trouper.actors.executor.parallel.tcp_link import LinkLostError
+from trouper.actors.messages.grammar import Grammar, GrammarReady, PrepareGrammar, Vocabulary
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, PoolDone, StepDone, StepFailed
 from trouper.config.resolve import EngineConfig
@@ -102,7 +103,8 @@ class ProcessDevice:
         self._last_epoch = self._lost_epoch = -1
         self._calls = OpenCalls()
         self._in_force = StateInForce(files)
-        self._has_vocabulary = False  # the workers that run now
+        self._vocabulary: Vocabulary | None = None  # once the workers have it; of successors, too
+        self._ready: list[GrammarReady] = []  # answers to the order that is out, one of each worker
         self._budget = RestartBudget(config.max_worker_restarts, config.worker_restart_window_s)
         self._deadlines = StepDeadlines(config.step_timeout_s)
         self._lost_s = self._load_s = 0.0
@@ -140,18 +142,24 @@ class ProcessDevice:
             self._lost_epoch = self._last_epoch
             return
         self._plans.append(SubmittedPlan.of(plan, anyio.current_time()))
-        if isinstance(plan, StepPlan) and not self._has_vocabulary:
-            self._send_vocabulary(plan)
+        if isinstance(plan, StepPlan) and self._vocabulary is None:
+            for new in plan.new_sequences:
+                self._send_vocabulary(new.grammar)
         send_to_all(self._workers, plan)
         self._waiting.deadline = self._deadline_s()
 
-    def _send_vocabulary(self, plan: StepPlan) -> None:
+    def prepare(self, order: PrepareGrammar) -> None:
+        """Have all workers compile a grammar; one that was ordered before its maker heard of a loss is void."""
+        if self._state is WorkerState.UP:
+            self._send_vocabulary(order.grammar)
+            send_to_all(self._workers, order)
+
+    def _send_vocabulary(self, grammar: Grammar | None) -> None:
         """Have the vocabulary there before the first grammar."""
-        grammars = [new.grammar for new in plan.new_sequences if new.grammar is not None]
-        if grammars:
-            assert grammars[0].vocabulary is not None, "it is for a device in another process"
-            send_to_all(self._workers, grammars[0].vocabulary)
-            self._has_vocabulary = True
+        if grammar is not None and self._vocabulary is None:
+            assert grammar.vocabulary is not None, "it is for a device in another process"
+            self._vocabulary = grammar.vocabulary
+            send_to_all(self._workers, grammar.vocabulary)
 
     async def receive(self) -> DeviceEvent:
         while True:
@@ -165,15 +173,21 @@ class ProcessDevice:
             found = await self._next_frame()
             if isinstance(found, Death):
                 return self._lose(found)
-            rank, frame = found
-            if not isinstance(frame, StepDone | PoolDone | StepFailed):
-                self._note(rank, frame)
-                if (differ := self._calls.differ) is not None:
-                    return self._lose(await self._reap(rank, broken=differ))
-            elif self._plans and self._plans[0].step == frame.step:
-                return self._note_result(frame)
-            else:
-                return self._lose(await self._reap(rank, broken=f"it answered step {frame.step}"))
+            if (event := await self._event_of(*found)) is not None:
+                return event
+
+    async def _event_of(self, rank: int, frame: Frame) -> DeviceEvent | None:
+        """Take a frame of a worker; None: it is nothing that the scheduler hears of."""
+        if isinstance(frame, GrammarReady):
+            return self._note_ready(frame)
+        if not isinstance(frame, StepDone | PoolDone | StepFailed):
+            self._note(rank, frame)
+            if (differ := self._calls.differ) is not None:
+                return self._lose(await self._reap(rank, broken=differ))
+            return None
+        if self._plans and self._plans[0].step == frame.step:
+            return self._note_result(frame)
+        return self._lose(await self._reap(rank, broken=f"it answered step {frame.step}"))
 
     async def call(self, method: str, *args: object) -> object:
         check_call(method)
@@ -215,12 +229,14 @@ class ProcessDevice:
         peers = await self._crew()  # which may wait for a machine as long as it is away
         began_s = anyio.current_time()
         self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(peers)]
-        self._has_vocabulary = False
+        self._ready.clear()
         for worker in self._workers:
             send_to_all([worker], self._in_force.load(config, worker.rank))
         loaded = await self._frames_of_all(Loaded)
         if isinstance(loaded, Death):
             return loaded
+        if self._vocabulary is not None:
+            send_to_all(self._workers, self._vocabulary)
         for slot, files in self._in_force.adapters.items():
             # one by one, so that there is room in the sockets
             send_to_all(self._workers, Call(NO_CALL, "load_adapter", slot=slot, adapter=files))
@@ -353,6 +369,14 @@ class ProcessDevice:
         self._last_answer_s = now
         self._budget.note_progress()
         return timed(result, seconds)
+
+    def _note_ready(self, ready: GrammarReady) -> GrammarReady | None:
+        """Count a worker's answer; returns what holds for all when it is the last one."""
+        self._ready = [other for other in self._ready if other.key == ready.key] + [ready]
+        if len(self._ready) < len(self._workers):
+            return None
+        answers, self._ready = self._ready, []
+        return next((answer for answer in answers if answer.error is not None), ready)
 
     def _note(self, rank: int, frame: Frame) -> None:
         """Take a frame that is no result."""

@@ -20,7 +20,8 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import anyio
 import msgspec
 
-from trouper.actors.executor.device import DeviceInfo, StepResult, timed
+from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult, timed
+from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, PoolPlan, Sampling, StepPlan
 from trouper.actors.messages.results import EntryFailure, StepDone, StepFailed, TokenLogprobs
@@ -57,6 +58,10 @@ class Conditions:
         """The duration of anything but a step; an exception raised here goes to the task that asked for it."""
         return self.step_s
 
+    def prepare_s(self, order: PrepareGrammar) -> float:
+        """How long a grammar takes to be compiled."""
+        return self.step_s
+
     def error(
         self, plan: StepPlan | PoolPlan, sequences: tuple[SequenceId, ...]
     ) -> StepError | None:
@@ -84,6 +89,9 @@ class SimulatedSteps(ABC, Generic[Plan]):
         self._conditions = conditions or Conditions()
         self._queue: deque[tuple[Plan, float]] = deque()
         self._max_steps_in_flight = max_steps_in_flight
+        self._prepared: deque[tuple[GrammarReady, float]] = deque()  # and when; at most one
+        self._grammars: set[bytes] = set()  # keys of those that are there
+        self._released: deque[tuple[int, tuple[bytes, ...]]] = deque()  # behind these steps
         self._submitted = anyio.Event()
         self._answered = anyio.Event()
         self._absent: frozenset[str] = frozenset()  # memory that sleeps
@@ -114,10 +122,27 @@ class SimulatedSteps(ABC, Generic[Plan]):
         self._queue.append((cast("Plan", plan), anyio.current_time()))
         self._submitted.set()
 
-    async def receive(self) -> StepResult:
+    def prepare(self, order: PrepareGrammar) -> None:
+        if self._prepared:
+            raise RuntimeError("a grammar is being prepared already")
+        self._released.append((self._queue[-1][0].step if self._queue else 0, order.released))
+        if not self._queue:
+            self._release(0)
+        ready_at = anyio.current_time() + self._conditions.prepare_s(order)
+        self._prepared.append((GrammarReady(order.grammar.key), ready_at))
+        self._submitted.set()
+
+    async def receive(self) -> DeviceEvent:
+        """A grammar that is ready while a step is computed is answered behind it."""
         while not self._queue:
             self._submitted = anyio.Event()
-            await self._submitted.wait()
+            ready_at = self._prepared[0][1] if self._prepared else math.inf
+            with anyio.CancelScope(deadline=ready_at):
+                await self._submitted.wait()
+            if anyio.current_time() >= ready_at:
+                return self._take_ready()
+        if self._prepared and self._prepared[0][1] <= anyio.current_time():
+            return self._take_ready()
         plan, submitted_at = self._queue[0]
         begin = anyio.current_time()
         if plan.epoch > self._refused_epoch:
@@ -128,7 +153,19 @@ class SimulatedSteps(ABC, Generic[Plan]):
             await anyio.lowlevel.checkpoint()
         self._queue.popleft()
         self._answered.set()
-        return timed(self._run(plan), anyio.current_time() - begin)
+        result = self._run(plan)
+        self._release(plan.step)
+        return timed(result, anyio.current_time() - begin)
+
+    def _release(self, step: int) -> None:
+        """Give up the grammars that no plan follows any more when this step is done."""
+        while self._released and self._released[0][0] <= step:
+            self._grammars -= set(self._released.popleft()[1])
+
+    def _take_ready(self) -> GrammarReady:
+        ready, _ = self._prepared.popleft()
+        self._grammars.add(ready.key)
+        return ready
 
     async def call(self, method: str, *args: object) -> object:
         """Asleep it refuses plans, and what its memory held is gone."""
@@ -300,6 +337,10 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
             "a new sequence without work": not {new.request_slot for new in plan.new_sequences}
             <= set(plan.request_slots),
             "an entry without tokens": min(plan.num_scheduled_tokens, default=1) < 1,
+            "a grammar that is not ready": not {
+                new.grammar.key for new in plan.new_sequences if new.grammar and new.grammar.key
+            }
+            <= self._grammars,
             "no such block": not all(0 < block < self._info.num_blocks for block in given),
         }
         if found := [problem for problem, is_there in problems.items() if is_there]:

@@ -14,12 +14,18 @@ Result = TypeVar("Result")
 class DeviceTask(Generic[Result]):
     """Made and awaited on the event loop, run by the device's thread.
 
-    The work returns its result, or a `PendingResult`: then it is launched, and `finish` brings the result.
+    `note_done` is called on the event loop.  The work returns its result, or a `PendingResult`: then it is launched, and `finish` brings the result.
     """
 
-    def __init__(self, work: Callable[[], Result | PendingResult[Result]], loop: EventLoop) -> None:
+    def __init__(
+        self,
+        work: Callable[[], Result | PendingResult[Result]],
+        loop: EventLoop,
+        note_done: Callable[[], None] = lambda: None,
+    ) -> None:
         self._work = work
         self._loop = loop
+        self._note_done = note_done
         self._done = anyio.Event()
         self._pending: PendingResult[Result] | None = None
         self._result: Result | None = None
@@ -68,9 +74,18 @@ class DeviceTask(Generic[Result]):
                 return
             self._result = result
         try:
-            self._loop.call_soon(self._done.set)
+            self._loop.call_soon(self._end)
         except RuntimeError:  # the loop has ended, and with it every waiter
             pass
+
+    def _end(self) -> None:
+        self._done.set()
+        self._note_done()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._done.is_set()
 
     async def wait(self) -> Result:
         """Wait until the work is done; a cancelled wait can be repeated.

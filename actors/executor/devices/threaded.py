@@ -18,9 +18,17 @@ from typing import Any, TypeVar, cast
 
 import anyio
 
-from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult, timed
+from trouper.actors.executor.device import (
+    DeviceEvent,
+    DeviceInfo,
+    PendingResult,
+    StepResult,
+    timed,
+)
+from trouper.actors.executor.devices.grammar_thread import GrammarThread
 from trouper.actors.executor.devices.model_host import ModelHost, check_call, log_phase
 from trouper.actors.executor.devices.task import DeviceTask
+from trouper.actors.messages.grammar import Grammar, GrammarReady, PrepareGrammar
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.config.resolve import EngineConfig
@@ -47,7 +55,10 @@ class ThreadedDevice:
         # Submitted, not received, and when.
         self._steps: deque[tuple[DeviceTask[StepResult], float]] = deque()
         self._last_answer_s = -math.inf
-        self._submitted = anyio.Event()
+        self._ready: deque[GrammarReady] = deque()  # at most one, as only one at a time is ordered
+        self._grammars = GrammarThread(self._note_ready)
+        self._held: dict[bytes, Grammar] = {}  # by key
+        self._news = anyio.Event()  # a result, or a grammar
         self._loop: EventLoop | None = None  # which waits for the results
         self._thread: threading.Thread | None = None
         self._closing: DeviceTask[None] | None = None
@@ -75,18 +86,43 @@ class ThreadedDevice:
         return await self._post(lambda: self._host.load(log_phase)).wait()
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
-        self._steps.append((self._post(lambda: self._execute(plan)), anyio.current_time()))
-        self._submitted.set()
+        task = self._post(lambda: self._execute(plan), self._note_news)
+        self._steps.append((task, anyio.current_time()))
+
+    def prepare(self, order: PrepareGrammar) -> None:
+        for key in order.released:
+            if (grammar := self._held.pop(key, None)) is not None:
+                self._post(partial(grammar.release, key))  # behind the plans that may follow it
+        self._held[order.grammar.key] = order.grammar
+        self._grammars.do(order.grammar.prepare, order.grammar.key)
+
+    def _note_ready(self, ready: GrammarReady) -> None:
+        """Pass an answer of the other thread on to the event loop."""
+
+        def note() -> None:
+            self._ready.append(ready)
+            self._note_news()
+
+        assert self._loop is not None
+        try:
+            self._loop.call_soon(note)
+        except RuntimeError:  # the loop has ended, and with it every waiter
+            pass
+
+    def _note_news(self) -> None:
+        self._news.set()
 
     def _execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult]:
         result = self._host.execute(plan)
         assert result is not None, "a model in one piece answers"
         return cast("StepResult | PendingResult[StepResult]", result)  # a launched step, too
 
-    async def receive(self) -> StepResult:
-        while not self._steps:
-            self._submitted = anyio.Event()
-            await self._submitted.wait()
+    async def receive(self) -> DeviceEvent:
+        while not (self._ready or (self._steps and self._steps[0][0].is_done)):
+            self._news = anyio.Event()
+            await self._news.wait()
+        if self._ready:
+            return self._ready.popleft()
         task, submitted_s = self._steps[0]
         result = await task.wait()
         self._steps.popleft()
@@ -108,11 +144,19 @@ class ThreadedDevice:
         with anyio.CancelScope(shield=True):  # bounded: by the load or the steps under way
             await self._closing.wait()
         self._thread.join()  # it has nothing left to do
+        self._grammars.close()
+        for key, grammar in self._held.items():
+            grammar.release(key)
+        self._held.clear()
 
-    def _post(self, work: Callable[[], Result | PendingResult[Result]]) -> DeviceTask[Result]:
+    def _post(
+        self,
+        work: Callable[[], Result | PendingResult[Result]],
+        note_done: Callable[[], None] = lambda: None,
+    ) -> DeviceTask[Result]:
         if self._loop is None or self._closing is not None:
             raise RuntimeError("the device is closed, or was never loaded")
-        task = DeviceTask(work, self._loop)
+        task = DeviceTask(work, self._loop, note_done)
         self._tasks.put(task)
         return task
 

@@ -19,7 +19,13 @@ import numpy as np
 from trouper import errors
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.devices.model_files import FileSample
-from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
+from trouper.actors.messages.grammar import (
+    Grammar,
+    GrammarReady,
+    GrammarRules,
+    PrepareGrammar,
+    Vocabulary,
+)
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
 from trouper.config.adapters import AdapterFiles
@@ -27,9 +33,9 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 
 HEADER = struct.Struct("<BI")
-# Bytes of a frame that goes through the socket: the plans in flight (stages + 1), three calls and the vocabulary, 6 * 2**15,
+# Bytes of a frame that goes through the socket: the plans in flight (stages + 1), three calls, a grammar and the vocabulary, 7 * 30,000,
 # fit into its buffer of 212,992 bytes, so that sending never waits.  A plan of 64 rows has 490 bytes, one with a prompt of 8,192 tokens 25,000.
-MAX_INLINE = 2**15
+MAX_INLINE = 30_000
 MAX_FRAME = 2**32 - 1
 MakeGrammar = Callable[[GrammarRules], Grammar]
 IN_FILE = 0x80  # in the kind: the payload lies in a memory file
@@ -109,14 +115,25 @@ class Broken(msgspec.Struct, frozen=True):
     error: ErrorText
 
 
-ToWorker = Prepare | Load | StepPlan | PoolPlan | Call | Close | Vocabulary
-FromWorker = Loaded | Progress | LogRecord | StepDone | PoolDone | StepFailed | Returned | Broken
+ToWorker = Prepare | Load | StepPlan | PoolPlan | PrepareGrammar | Call | Close | Vocabulary
+FromWorker = (
+    Loaded
+    | Progress
+    | LogRecord
+    | StepDone
+    | PoolDone
+    | StepFailed
+    | GrammarReady
+    | Returned
+    | Broken
+)
 Frame = ToWorker | FromWorker
 
 # A kind is a place in this table: append, never reorder.
 TYPES: tuple[type[Any], ...] = (
     Load, StepPlan, PoolPlan, Call, Close,
     Loaded, Progress, LogRecord, StepDone, PoolDone, StepFailed, Returned, Broken, Vocabulary, Prepare,
+    PrepareGrammar, GrammarReady,
 )  # fmt: skip
 _KINDS = {kind: number for number, kind in enumerate(TYPES)}
 
@@ -155,7 +172,7 @@ def _decode_other(kind: type, value: Any, make_grammar: MakeGrammar | None = Non
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 _decoders = tuple(msgspec.msgpack.Decoder(kind, dec_hook=_decode_other) for kind in TYPES)
-_PLAN = _KINDS[StepPlan]
+_WITH_GRAMMARS = (_KINDS[StepPlan], _KINDS[PrepareGrammar])
 
 
 def describe_error(error: BaseException) -> ErrorText:
@@ -229,10 +246,11 @@ class FrameReader:
         self, make_grammar: MakeGrammar | None = None, *, max_inline: int = MAX_INLINE
     ) -> None:
         self._max_inline = max_inline
-        self._plans = _decoders[_PLAN]
+        self._decoders = list(_decoders)
         if make_grammar is not None:
             hook = partial(_decode_other, make_grammar=make_grammar)
-            self._plans = msgspec.msgpack.Decoder(StepPlan, dec_hook=hook)
+            for kind in _WITH_GRAMMARS:
+                self._decoders[kind] = msgspec.msgpack.Decoder(TYPES[kind], dec_hook=hook)
         self._bytes = bytearray()
         self._files: deque[int] = deque()
 
@@ -264,7 +282,7 @@ class FrameReader:
         payload = self._read_file(length) if is_in_file else bytes(self._bytes[HEADER.size : end])
         del self._bytes[:end]
         try:
-            return (self._plans if kind == _PLAN else _decoders[kind]).decode(payload)
+            return self._decoders[kind].decode(payload)
         except (msgspec.DecodeError, ValueError, TypeError) as error:
             raise WireError(f"not a {TYPES[kind].__name__}: {error}") from None
 

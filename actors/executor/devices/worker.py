@@ -21,6 +21,7 @@ from collections import deque
 from typing import Any
 
 from trouper.actors.executor.device import PendingResult, StepResult
+from trouper.actors.executor.devices.grammar_thread import GrammarThread
 from trouper.actors.executor.devices.model_files import check_model
 from trouper.actors.executor.devices.model_host import ModelHost
 from trouper.actors.executor.devices.place import PlaceFacts
@@ -43,7 +44,7 @@ from trouper.actors.executor.devices.wire import (
     describe_error,
     encode,
 )
-from trouper.actors.messages.grammar import Vocabulary
+from trouper.actors.messages.grammar import PrepareGrammar, Vocabulary
 from trouper.actors.rendering.matchers import ReceivedGrammars
 from trouper.actors.runtime.garbage import collections_paused
 
@@ -90,7 +91,7 @@ def _exit_at_hang_up(control: int) -> None:
 
 
 class Worker:
-    """Reads frames, runs what they ask for and writes the answers, all in the main thread."""
+    """Reads frames, runs what they ask for and writes the answers, in the main thread; grammars are compiled in another."""
 
     def __init__(
         self, control: socket.socket, files: tuple[int, ...] = (), place: PlaceFacts | None = None
@@ -102,7 +103,8 @@ class Worker:
         self._frames = FrameReader(
             self._grammars.make, max_inline=MAX_FRAME if self._is_remote else MAX_INLINE
         )
-        self._writing = threading.Lock()  # log records come from any thread
+        self._writing = threading.Lock()  # log records come from any thread, and so do grammars
+        self._preparing = GrammarThread(self._write)
         self._host: ModelHost | None = None
         # Launched steps whose results are still to come: at most those in flight.
         self._launched: deque[PendingResult[StepResult | None]] = deque()
@@ -155,6 +157,9 @@ class Worker:
                 self._call(frame)
             case Vocabulary():
                 self._grammars.take(frame)
+                self._preparing.do(self._grammars.read_vocabulary)
+            case PrepareGrammar():
+                self._prepare(frame)
             case Close():
                 self._finish_all()
                 if self._host is not None:
@@ -191,6 +196,13 @@ class Worker:
             self._write(Returned(call.number, describe_error(error)))
         else:
             self._write(Returned(call.number))
+
+    def _prepare(self, order: PrepareGrammar) -> None:
+        for key in order.released:
+            self._grammars.release(key)
+        source = order.grammar.rules.source
+        assert source is not None, "a grammar that need not be compiled"
+        self._preparing.do(lambda: self._grammars.hold(source), order.grammar.key)
 
     def _step(self, plan: Any) -> None:
         result = self._loaded.execute(plan)

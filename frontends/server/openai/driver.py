@@ -213,6 +213,7 @@ class Driver(Generic[A]):
             lora_request=parsed.lora_request,
             data_parallel_rank=placement.data_parallel_rank,
             session_id=placement.session_id,
+            key=context.tenant,
             loads_adapter=False,  # one that is unloaded meanwhile stays so
         )
 

@@ -1,0 +1,103 @@
+"""Grammars that are dear to compile, many at once, beside streams in a worker process: none is lost, and none is silent for long."""
+
+import json
+import random
+
+import anyio
+import pytest
+
+from trouper.errors import GenerationError, GrammarError
+from trouper.params import SamplingParams, StructuredOutputsParams
+
+from .test_worker_requests import an_engine
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+STREAM = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+
+
+def drawn(seed):
+    """One hostile grammar of a drawn kind and size."""
+    dice = random.Random(f"hostile {seed}")
+    size = int(2 ** dice.uniform(4, 17.6))  # up to 200,000
+
+    def text(num, letters="abcdefghij"):
+        return "".join(dice.choices(letters, k=num))
+
+    kinds = {
+        "literal": lambda: {"regex": text(size)},
+        "one letter": lambda: {"regex": "a" * size},
+        "options": lambda: {"regex": "a?" * (size // 16)},
+        "mixed options": lambda: {"regex": "".join(f"{text(1)}?" for _ in range(size // 16))},
+        "alternatives": lambda: {"regex": "|".join(text(9) for _ in range(size // 10))},
+        "classes": lambda: {"regex": "".join(f"[{text(3)}]" for _ in range(size // 5))},
+        "counts": lambda: {"regex": f"(a|b)*a(a|b){{{size // 8}}}"},
+        "dots": lambda: {"regex": ".*".join(text(3) for _ in range(size // 40))},
+        "choices": lambda: {"choice": [text(9) for _ in range(size // 12 + 1)]},
+        "long choices": lambda: {"choice": [text(size // 4 + 1) for _ in range(4)]},
+        "const": lambda: {"json": {"const": text(size)}},
+        "enum": lambda: {"json": {"enum": [text(20) for _ in range(size // 24 + 1)]}},
+        "properties": lambda: {"json": {"properties": {text(8): {"type": "string"} for _ in range(min(2_000, size // 8))}}},
+        "lengths": lambda: {"json": {"type": "string", "minLength": size, "maxLength": 2 * size}},
+        "rules": lambda: {"grammar": "start: x0\n" + "".join(f'x{i}: "a" x{i + 1} | "b"\n' for i in range(size // 64)) + f'x{size // 64}: "a"'},
+    }  # fmt: skip
+    return StructuredOutputsParams(**kinds[dice.choice(sorted(kinds))]())
+
+
+class Siege:
+    """One engine with a worker, a stream that goes on and on, and requests with drawn grammars, of which some hang up."""
+
+    def __init__(self, num_grammars):
+        self.seeds = iter(range(num_grammars))
+        self.silences, self.texts, self.poisoned = [], set(), []
+        self.is_over = False
+
+    async def run(self, num_at_once):
+        async with an_engine("process") as (engine, crew):
+            await self.sing(engine, "calm")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.sing_on, engine)
+                async with anyio.create_task_group() as hostile:
+                    for _ in range(num_at_once):
+                        hostile.start_soon(self.ask, engine)
+                self.is_over = True
+        assert len(crew.peers) == 1
+        assert len(self.texts) == 1
+        assert self.poisoned == []
+
+    async def sing(self, engine, name):
+        last = anyio.current_time()
+        async for output in engine.generate("def f(", STREAM, name):
+            self.silences.append(anyio.current_time() - last)
+            last, text = anyio.current_time(), output.outputs[0].text
+        self.texts.add(text)
+
+    async def sing_on(self, engine):
+        number = 0
+        while not self.is_over:
+            number += 1
+            await self.sing(engine, f"live {number}")
+
+    async def ask(self, engine):
+        for seed in self.seeds:
+            params = SamplingParams(max_tokens=4, structured_outputs=drawn(seed))
+            try:
+                with anyio.move_on_after(0.2 if seed % 3 == 0 else 120):
+                    async for _ in engine.generate("x =", params, f"hostile {seed}"):
+                        pass
+            except (GrammarError, GenerationError) as error:
+                if "poisoned" in str(error):
+                    self.poisoned.append(seed)
+
+
+@pytest.mark.slow
+async def test_drawn_grammars_cost_no_worker_and_change_no_stream():
+    await Siege(6).run(6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_a_thousand_drawn_grammars_cost_no_worker():
+    siege = Siege(1_000)
+    await siege.run(16)
+    found = sorted(siege.silences)
+    print(json.dumps({"p99": found[int(len(found) * 0.99)], "worst": found[-1]}))
