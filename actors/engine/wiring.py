@@ -327,7 +327,7 @@ def _make_observer(
     metrics: Metrics | None = None
     if config.log_stats:
         cache_config = cache_labels(config, info)
-        name, prefix = config.model.name, config.metrics_prefix
+        name, prefix = config.shown_name, config.metrics_prefix
         num_workers = config.workers_per_replica if config.device_worker == "process" else 0
         metrics = Metrics(
             name,
@@ -358,7 +358,7 @@ async def _tracing(
         raise UnsupportedFeatureError(
             f"otlp_traces_endpoint needs OpenTelemetry ({error}): {install_hint('tracing')}"
         ) from None
-    tracer = Tracer(config.model.name, processor)
+    tracer = Tracer(config.shown_name, processor)
     try:
         yield tracer.note
     finally:

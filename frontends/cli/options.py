@@ -271,12 +271,6 @@ def _as_typed(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
 
 
-def served_names(engine_args: EngineArgs) -> tuple[str, ...]:
-    """Return the names of the model for clients; empty means the engine's own name."""
-    names = engine_args.served_model_name or ()
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
 def expand_options(
     command: Callable[..., None],
     *,

@@ -14,11 +14,12 @@ import msgspec
 import typer
 
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import served_names
 from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import LoraModulesOption
 from trouper.frontends.cli.adapters import lora_modules as read_modules
 from trouper.frontends.cli.answers_file import AnswersFile, answers_file, cannot
-from trouper.frontends.cli.options import expand_options, served_names
+from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
 from trouper.frontends.server.batch_records import (
     Answers,

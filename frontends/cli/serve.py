@@ -15,12 +15,12 @@ import typer
 
 from trouper.config.args import EngineArgs
 from trouper.config.nodes import NodesConfig
-from trouper.config.resolve import EngineConfig, resolve
+from trouper.config.resolve import EngineConfig, resolve, served_names
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import lora_modules
-from trouper.frontends.cli.options import expand_options, json_object, read_config, served_names
+from trouper.frontends.cli.options import expand_options, json_object, read_config
 
 if TYPE_CHECKING:
     from trouper.actors.executor.devices.launch_local import Launcher

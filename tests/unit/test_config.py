@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import fields
 
+import msgspec
 import pytest
 
 from trouper.config.args import AsyncEngineArgs, EngineArgs
@@ -409,3 +410,23 @@ def test_a_model_with_a_recurrent_state_is_refused_for_it(folder):
         config = {"architectures": ["XForCausalLM"], "model_type": kind, **sizes}
         with pytest.raises(UnsupportedFeatureError, match="recurrent state"):
             resolve(EngineArgs(folder(config)))
+
+
+@pytest.mark.parametrize(
+    ("served", "wanted"),
+    [("nice", "nice"), (["one", "two"], "one"), (None, "folder"), ([], "folder")],
+)
+def test_metrics_show_the_served_name_and_no_path(folder, tmp_path, served, wanted):
+    path = folder()
+    (tmp_path / "folder").symlink_to(path)
+    for model in (tmp_path / "folder", f"{tmp_path}/folder/", f"{tmp_path}/x/../folder"):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        config = resolve(EngineArgs(str(model), served_model_name=served))
+        assert config.shown_name == wanted
+
+
+@pytest.mark.parametrize("name", ["org/model", "trouper-demo"])
+def test_metrics_show_the_name_of_a_model_of_the_hub(folder, name):
+    config = resolve(EngineArgs(folder()))
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, name=name))
+    assert config.shown_name == name

@@ -5,6 +5,7 @@ Only json files are read here; torch is never imported.
 
 import math
 import os
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
@@ -141,6 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_stats: bool = False
     log_stats_interval_s: float = 10.0
     metrics_prefix: str = "trouper"
+    served_name: str | None = None  # the first of --served-model-name
     otlp_traces_endpoint: str | None = None
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
@@ -148,6 +150,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculativeConfig | None = None
     draft_model: ModelConfig | None = None  # where the speculation's drafts come from one
     scheduler: SchedulerConfig
+
+    @property
+    def shown_name(self) -> str:
+        """Name the model in metrics and traces, where a path would tell of this machine and of nothing else."""
+        if self.served_name is not None:
+            return self.served_name
+        name = self.model.name
+        return Path(name).absolute().name if Path(name).exists() else name
 
     @property
     def num_stages(self) -> int:
@@ -251,6 +261,7 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         kv_cache_bytes=context.kv_cache_bytes,
         shutdown_timeout_s=args.shutdown_timeout,
         render_timeout_s=_environ("TROUPER_CHAT_TEMPLATE_RENDER_TIMEOUT", 30.0),
+        served_name=next(iter(served_names(args)), None),
         log_stats=not args.disable_log_stats,
         log_stats_interval_s=_environ("TROUPER_LOG_STATS_INTERVAL", 10.0),
         # A caller that adds requests to an offline engine also waits for them, so it needs no limits.
@@ -264,6 +275,12 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         scheduler=scheduler,
         **{name: getattr(args, name) for name in UNCHANGED},
     )
+
+
+def served_names(args: EngineArgs) -> tuple[str, ...]:
+    """Return the names of the model for clients; empty means the engine's own name."""
+    names = args.served_model_name or ()
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _token_bytes(
