@@ -444,7 +444,7 @@ SUITE = {
         ),
     ],
     "B33": [
-        r("item", 400, "not_supported", "input[0].type", input=[{"type": "item_reference", "id": "../x"}]),
+        r("item", 404, "response_not_found", "input[0].id", input=[{"type": "item_reference", "id": "../x"}]),
         r("no item", 400, "invalid_value", "input[0].type", input=[{"type": {}}]),
         r("call id", 400, "invalid_value", "input[0].call_id",
           input=[{"type": "function_call_output", "call_id": "x" * 10**6, "output": ""}]),
@@ -463,16 +463,12 @@ SUITE = {
           tools=[{"type": "function", "name": "f", "parameters": json.loads("[" * 200 + "]" * 200)}]),
         r("format", 400, "invalid_value", "text.format", text={"format": {"type": "xml"}}),
         r("no format", 400, "invalid_value", "text.format", text={"format": "json"}),
-        r("encrypted", 400, "not_supported", "include", include=["reasoning.encrypted_content"]),
         *(
-            r(f"{name} without a store", 400, "not_supported", name, **{name: value})
-            for name, value in (
-                ("previous_response_id", "../../etc/passwd"), ("previous_response_id", "\0" * 10**5),
-                ("store", True), ("background", True),
-            )
+            r("follow-up of no response", 404, "response_not_found", "previous_response_id", previous_response_id=id)
+            for id in ("../../etc/passwd", "\0" * 10**5)
         ),
         *(
-            Case(f"{method} without a store", f"{R}/{id}", b"", 400, "not_supported", None, method, ())
+            Case(f"{method} of no response", f"{R}/{id}", b"", 404, "response_not_found", "response_id", method, ())
             for method, id in (("GET", "x"), ("DELETE", "x"), ("POST", "x/cancel"), ("GET", "x/input_items"), ("GET", "%00"), ("GET", "x" * 4000))
         ),
     ],
