@@ -167,7 +167,7 @@ OTHERS: dict[str, tuple[str, str]] = {
 }
 # Commands of Ollama.
 COMMANDS = {
-    "run": "use `trouper chat -m MODEL`",
+    "run": "use `trouper chat MODEL`",
     "pull": "a model is downloaded when it is first used; `hf download NAME` does it ahead",
     "push": "use `hf upload`",
     "list": "use `trouper models`",

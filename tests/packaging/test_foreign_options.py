@@ -132,7 +132,7 @@ def test_it_is_so_in_python_too(caplog):
         ("generate -p hello", "argument of `trouper generate`"),
         ("generate x --temp 0.7", "--temp is an option of llama.cpp: use --temperature"),
         ("chat --keepalive 5m", "--keepalive is an option of Ollama"),
-        ("run llama3.2", "run is a command of Ollama: use `trouper chat"),
+        ("run llama3.2", "run is a command of Ollama: use `trouper chat MODEL`"),
         ("pull llama3.2", "hf download"),
         ("generate x --frobnicate", "no such option: --frobnicate"),
         ("generate x --temprature 1", "no such option: --temprature; did you mean --temperature?"),

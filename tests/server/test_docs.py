@@ -15,7 +15,6 @@ import pytest
 from .process import started
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 COMMANDS = (ROOT / "docs" / "command-line.md").read_text()
 ADDRESS = "127.0.0.1:8000"
@@ -41,15 +40,6 @@ def test_curl(server, line):
         assert done.stdout.endswith("data: [DONE]\n\n")
     else:
         assert "error" not in json.loads(done.stdout)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_readmes_server_answers_the_readmes_curl(server):
-    (serve,), (ask,) = (block.splitlines() for block in blocks("sh", README)[2:4])
-    assert serve.endswith("&& .venv/bin/trouper serve")
-    command = ask.replace(ADDRESS, f"127.0.0.1:{server.port}")
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["choices"][0]["text"]
 
 
 def test_the_openai_example(server):
