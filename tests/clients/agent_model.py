@@ -18,9 +18,7 @@ TEMPLATE = """\
 {% endif %}
 {%- for message in messages %}
 {%- if message.role == 'system' %}
-{%- if not loop.first %}<|im_start|>system
-{{ message.content }}<|im_end|>
-{% endif %}
+{%- if not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
 {%- elif message.role == 'tool' %}<|im_start|>user
 <tool_response>{{ message.content }}</tool_response><|im_end|>
 {% else %}<|im_start|>{{ message.role }}

@@ -146,7 +146,7 @@ async def run_session(folder: Path, case: Case, command: list[str]) -> Session:
     session = Session()
     arguments = EngineArgs(
         model=str(make_model(folder / "model")), load_format="dummy", dtype="float32", max_num_seqs=4,
-        max_model_len=CONTEXT, num_gpu_blocks_override=2 * CONTEXT // 16,
+        max_model_len=CONTEXT, num_gpu_blocks_override=2 * CONTEXT // 128,
     )  # fmt: skip
     async with AsyncLLMEngine.from_engine_args(arguments) as engine:
         app = create_app(engine, ServerSettings(served_model_names=(SERVED,)))
