@@ -155,6 +155,17 @@ def merge_first_systems(chat: Chat) -> Chat:
     return chat._replace(messages=_one_system(chat.messages[:num]) + chat.messages[num:])
 
 
+def later_systems_as_user(chat: Chat) -> Chat:
+    """Give later messages of the system the role of the user, and leave them where they are.
+
+    Agents append such messages while they work.  In front they would change the prompt from its beginning, and nothing of it
+    would be in the prefix cache any more.
+    """
+    num = next((i for i, m in enumerate(chat.messages) if not _is_system(m)), len(chat.messages))
+    later = [{**m, "role": "user"} if _is_system(m) else m for m in chat.messages[num:]]
+    return chat._replace(messages=chat.messages[:num] + later)
+
+
 def system_in_front(chat: Chat) -> Chat:
     """Make one message of all of the system's, in front of the others."""
     others = [m for m in chat.messages if not _is_system(m)]
@@ -248,7 +259,9 @@ _SYSTEM_STEPS: tuple[tuple[Step, ...], ...] = (
     (),
     (developer_as_system,),
     (merge_first_systems,),
+    (merge_first_systems, later_systems_as_user),
     (system_in_front,),
+    (later_systems_as_user, system_in_user),
     (system_in_user,),
 )
 

@@ -76,8 +76,10 @@ def shown(source, messages, tools=None, **options):
         (KNOWN, [of("developer", "d"), of("user", "u")], "S:d;U:u;"),
         (KNOWN, [of("system", "s"), of("user", "u"), of("developer", "d")], "S:s;U:u;S:d;"),
         (FIRST, [of("system", "s"), of("developer", "d"), of("user", "u")], "S:s\n\nd;U:u;"),
-        (FIRST, [of("system", "s"), of("user", "u"), of("system", "t"), of("user", "v")], "S:s\n\nt;U:u;U:v;"),
-        (FIRST, [of("user", "u"), of("system", "t")], "S:t;U:u;"),
+        (FIRST, [of("system", "s"), of("user", "u"), of("system", "t"), of("user", "v")], "S:s;U:u;U:t;U:v;"),
+        (FIRST, [of("user", "u"), of("system", "t")], "U:u;U:t;"),
+        (STRICT, [of("system", "s"), of("user", "u"), of("system", "t"), of("assistant", "a")], "S:s;U:u\n\nt;A:a;"),
+        (NO_SYSTEM, [of("system", "s"), of("user", "u"), of("assistant", "a"), of("system", "t")], "U:s\n\nu;A:a;U:t;"),
         (STRICT, [of("developer", "d"), of("user", "u")], "S:d;U:u;"),
         (STRICT, [of("system", "s"), of("system", "t"), of("user", "u")], "S:s\n\nt;U:u;"),
         (STRICT, [of("user", "u"), of("user", "v")], "U:u\n\nv;"),
@@ -229,3 +231,10 @@ def test_variables_that_it_reads_or_that_ask_for_nothing_are_taken():
     text = shown(READS, [of("user", "u")], variables=variables, needed=list(variables))
     assert text == 'U:u;[{"text": "d"}]glad'
     assert shown(READS, [of("user", "u")], variables={"moods": "glad"}) == "U:u;"
+
+
+@pytest.mark.parametrize("source", [KNOWN, FIRST, NO_SYSTEM])
+def test_what_agents_append_leaves_the_beginning_of_the_prompt_as_it_was(source):
+    chat = [of("system", "s"), of("user", "u"), of("system", "t"), of("assistant", "a")]
+    before = shown(source, chat)
+    assert shown(source, [*chat, of("system", "remember"), of("user", "v")]).startswith(before)
