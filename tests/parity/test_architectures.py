@@ -61,6 +61,17 @@ CASES = {
         "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
         "logits_scaling": 3.0}),
     "olmo2": ("Olmo2", {}),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "olmo3": ("Olmo3", {"sliding_window": 12, "num_hidden_layers": 4}),
+    "olmo3-yarn": ("Olmo3", {
+        "sliding_window": 12, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}),
+    "exaone4": ("Exaone4", {"sliding_window": 12, "head_dim": 16, "num_hidden_layers": 4}),
+    "exaone4-whole": ("Exaone4", {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 3}),
+    "seed-oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
+    "ministral": ("Ministral", {
+        "sliding_window": 12, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
+    "cwm": ("Cwm", {"sliding_window": 12, "num_hidden_layers": 5, "bos_token_id": 1, "eos_token_id": 2}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
 }  # fmt: skip
 SPARSE = {

@@ -68,6 +68,9 @@ MODELS = {
         {"embedding_multiplier": 6.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 3.0},
         {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.25, "logit_scale": 3.0}),
     "olmo2": ("Olmo2", {}, {}),
+    "gemma": ("Gemma", {"head_dim": 16}, {}),
+    "exaone4": ("Exaone4", {"head_dim": 16, "sliding_window": 16}, {"attention.sliding_window": 16}),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}, {}),
     "smollm3": ("SmolLM3", {}, {"rope.freq_base": 2e6}),
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
@@ -240,17 +243,42 @@ KEYED = {
     "yarn's betas": ("llama", {"rope_parameters": {**YARN, "beta_fast": 4.0, "beta_slow": 2.0}},
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
          "rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 2.0}),
+    "no window at all": ("exaone4",
+        {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 4},
+        {"attention.sliding_window": 0}),
     "values that change nothing": ("qwen3", {},
         {"attention.value_length": 16, "attention.clamp_kqv": 0.0, "rope.scaling.yarn_attn_factor": 1.0,
          "attention.scale": 0.25, "rope.freq_base_swa": 1e4, "rope.dimension_count": 16}),
 }  # fmt: skip
 
 
+def test_a_file_of_olmo_with_windows_is_olmo3(tmp_path):
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    ropes = {
+        "full_attention": {**YARN, "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = {
+        "num_hidden_layers": 6,
+        "sliding_window": 16,
+        "layer_types": kinds,
+        "rms_norm_eps": 1e-6,
+    }
+    model = tiny_model("Olmo3", config | {"rope_parameters": ropes}, tmp_path)
+    path = converted(model, tmp_path / "m.gguf", "olmo2", {
+        "block_count": 6, "attention.sliding_window": 16, "attention.sliding_window_pattern": 3,
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
+    })  # fmt: skip
+    driver = Driver(CpuRunner(engine_config(path)), chunk=13)
+    prompts = random_prompts((40,), VOCAB)
+    check_against(model, driver.run(prompts, 6, Sampling(temperature=0.0, logprobs=-1)))
+
+
 @pytest.mark.parametrize("case", KEYED)
 def test_keys_of_attention_and_positions_are_read(case, tmp_path):
     arch, keyed, more = KEYED[case]
     name, changes, numbers = MODELS[arch]
-    size = {"num_hidden_layers": 6 if "layer_types" in keyed else 4, "rms_norm_eps": 1e-6}
+    size = {"num_hidden_layers": len(keyed.get("layer_types", "four")), "rms_norm_eps": 1e-6}
     model = tiny_model(name, size | changes | keyed, tmp_path)
     more = {"block_count": size["num_hidden_layers"]} | numbers | more
     path = converted(model, tmp_path / "m.gguf", arch, more)
@@ -260,7 +288,7 @@ def test_keys_of_attention_and_positions_are_read(case, tmp_path):
 
 
 @pytest.mark.parametrize(("key", "value"), [
-    ("attention.clamp_kqv", 8.0), ("attention.max_alibi_bias", 8.0), ("attention.value_length", 32),
+    ("attention.clamp_kqv", 8.0), ("attention.sliding_window", 16), ("attention.max_alibi_bias", 8.0), ("attention.value_length", 32),
     ("attention.scale", 0.5), ("attention.temperature_scale", 0.1), ("attention.a_key_of_tomorrow", 1),
     ("rope.freq_base_swa", 500.0), ("rope.scaling.yarn_log_multiplier", 0.1), ("rope.dimension_count", 8),
     ("rope.a_key_of_tomorrow", "x"), ("rope.scaling.yarn_attn_factor", 0.5), ("expert_gating_func", 2),

@@ -44,7 +44,12 @@ TEXT_DEFAULTS: dict[str, Fields] = {
 _OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
 _STRETCHED = ("llama3", "yarn", "longrope", "su")
 # Families whose layers of both kinds have frequencies of their own, and the kinds that `rope_scaling` changes.
-_SCALED_GROUPS = {"gemma3": (WHOLE,), "gemma3_text": (WHOLE,), "modernbert": (WHOLE, LOCAL)}
+_SCALED_GROUPS = {
+    "gemma3": (WHOLE,),
+    "gemma3_text": (WHOLE,),
+    "olmo3": (WHOLE,),
+    "modernbert": (WHOLE, LOCAL),
+}
 _FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 
 

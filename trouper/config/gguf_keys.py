@@ -14,7 +14,7 @@ from trouper.errors import UnsupportedFeatureError
 _READ = frozenset(
     {
         "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
-        "attention.sliding_window", "attention.sliding_window_pattern", "attention.causal", "rope.freq_base",
+        "attention.causal", "rope.freq_base",
         "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
         "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow",
@@ -32,6 +32,8 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1, 1), "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_log_multiplier": (0,), "expert_weights_scale": (0, 1), "expert_gating_func": (0, 1),
 }  # fmt: skip
+# Read by architectures whose layers may have a window.
+WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
 _ARRAYS = frozenset({"rope.dimension_sections"})
 
 
@@ -61,7 +63,10 @@ def check_keys(header: Gguf, at: str, config: dict[str, Any], reads: frozenset[s
             continue
         if not name.startswith(("attention.", "rope.")) and name not in _NEUTRAL:
             continue
-        if name in _ARRAYS:
+        if name == "attention.sliding_window":
+            # A window of the whole context hides nothing.
+            is_neutral = value == 0 or value >= config["max_position_embeddings"]
+        elif name in _ARRAYS:
             is_neutral = not any(_numbers(value))
         elif name in same:
             is_neutral = _is_near(value, same[name])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from trouper.config.gguf import Gguf, GgufStrings
-from trouper.config.gguf_keys import check_keys, layer_types
+from trouper.config.gguf_keys import WINDOW, check_keys, layer_types
 from trouper.errors import UnsupportedFeatureError, invalid
 
 SCALE, LOCAL_BASE = "attention.scale", "rope.freq_base_swa"
@@ -115,7 +115,7 @@ def hf_config(header: Gguf) -> dict[str, Any]:
     check_keys(header, at, config, family.reads)
     if header.get(at + "attention.causal", bool) is False:
         config["is_causal"] = False
-    if kinds := layer_types(header, at, config["num_hidden_layers"]):
+    if family.reads >= WINDOW and (kinds := layer_types(header, at, config["num_hidden_layers"])):
         config["layer_types"] = kinds
     if rotated := header.get(at + "rope.dimension_count", int):
         # llama.cpp rotates this many dimensions of each head, and this is where Phi-3 says how many.
@@ -249,6 +249,24 @@ def _gemma3(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
     return _gemma(header, at, config, num_large=62) | {"rope_parameters": ropes}
 
 
+def _olmo(_header: Gguf, _at: str, config: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 3's files carry the name of OLMo 2, and have windows; only layers without one are stretched."""
+    if not config.get("sliding_window"):
+        return {}
+    theta: dict[str, Any] = {"rope_theta": config.get("rope_theta", 500_000.0)}
+    ropes: dict[str, Any] = {
+        "full_attention": theta | (config.get("rope_scaling") or {}),
+        "sliding_attention": theta | {"rope_type": "default"},
+    }
+    return {
+        "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "rope_parameters": ropes, "rope_scaling": None,
+    }  # fmt: skip
+
+
+def _exaone4(_header: Gguf, _at: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": config.get("sliding_window") or None}
+
+
 def _granite(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention_multiplier": header.get(at + SCALE, float) or _head_dim(config) ** -0.5,
@@ -314,20 +332,27 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", is_permuted=True, own=_llama),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
-    "phi3": Family("Phi3ForCausalLM", "phi3"),
-    "gemma2": Family("Gemma2ForCausalLM", "gemma2", OTHER_NORMS, norm_offset=1.0, own=_gemma2),
+    "phi3": Family("Phi3ForCausalLM", "phi3", reads=WINDOW),
+    "gemma": Family("GemmaForCausalLM", "gemma", norm_offset=1.0),
+    "exaone4": Family("Exaone4ForCausalLM", "exaone4", OTHER_NORMS, own=_exaone4, reads=WINDOW),
+    "seed_oss": Family(
+        "SeedOssForCausalLM", "seed_oss", {"post_attention_layernorm": "post_attention_norm"}
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", "gemma2", OTHER_NORMS, norm_offset=1.0, own=_gemma2, reads=WINDOW
+    ),
     "gemma3": Family(
         "Gemma3ForCausalLM",
         "gemma3",
         OTHER_NORMS,
         norm_offset=1.0,
         own=_gemma3,
-        reads=frozenset({LOCAL_BASE}),
+        reads=WINDOW | {LOCAL_BASE},
     ),
     "granite": Family(
         "GraniteForCausalLM", "granite", is_permuted=True, own=_granite, reads=frozenset({SCALE})
     ),
-    "olmo2": Family("Olmo2ForCausalLM", "olmo2", OTHER_NORMS),
+    "olmo2": Family("Olmo2ForCausalLM", "olmo2", OTHER_NORMS, own=_olmo, reads=WINDOW),
     "smollm3": Family("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
     "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", own=_qwen_moe),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", own=_qwen_moe),
@@ -339,5 +364,5 @@ FAMILIES = {
         own=_granite_moe,
         reads=frozenset({SCALE}),
     ),
-    "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", OTHER_NORMS, own=_gpt_oss),
+    "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", OTHER_NORMS, own=_gpt_oss, reads=WINDOW),
 }

@@ -64,7 +64,9 @@ class HfFields(Struct):
     max_position_embeddings: Positions | None = None
     # attention
     sliding_window: Annotated[int, Meta(ge=0, le=2**24)] | None = None  # 0: none
-    sliding_window_pattern: Count | None = None
+    sliding_window_pattern: Annotated[int, Meta(ge=0, le=4096)] | str | None = (
+        None  # EXAONE: "LLLG"
+    )
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     layer_types: list[str] | None = None

@@ -16,6 +16,7 @@ from trouper.actors.executor.models.traits import (
     activation_of,
     common_traits,
     granite_traits,
+    head_dim_of,
     layers_of,
     read_traits,
     require,
@@ -27,6 +28,11 @@ SEES_AHEAD = (
     "its tokens attend to later ones (is_causal or use_bidirectional_attention), so it cannot generate; "
     "runner='pooling' embeds with it"
 )
+# Where the config has no rope_parameters.
+CWM_ROPE: HfConfig = {
+    "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 GELU_TANH = "gelu_pytorch_tanh"
 SIBLING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "Model")
 
@@ -125,9 +131,7 @@ def _qwen3(config: HfConfig) -> DecoderTraits:
 
 
 def _phi3(config: HfConfig) -> DecoderTraits:
-    head_dim = config.get("head_dim") or require(config, "hidden_size") // require(
-        config, "num_attention_heads"
-    )
+    head_dim = head_dim_of(config)
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if (parameters.get("rope_type") or parameters.get("type")) in ("su", "yarn"):
         parameters["rope_type"] = "longrope"  # Phi-3's names for it before longrope had one
@@ -136,6 +140,16 @@ def _phi3(config: HfConfig) -> DecoderTraits:
         fused_checkpoint=True,
         layers=layers_of(config, config.get("sliding_window")),
         ropes=(rope_traits(config, head_dim, parameters=parameters, may_be_partial=True),),
+    )
+
+
+def _gemma1(config: HfConfig) -> DecoderTraits:
+    head_dim = config.get("head_dim", 256)
+    return _gemma(
+        config,
+        norm_placement="pre",
+        attention_scale=head_dim**-0.5,
+        activation=activation_of({"hidden_act": config.get("hidden_act") or GELU_TANH}),
     )
 
 
@@ -215,6 +229,66 @@ def _olmo2(config: HfConfig) -> DecoderTraits:
     )
 
 
+def _olmo3(config: HfConfig) -> DecoderTraits:
+    layers = layers_of(config, config.get("sliding_window", 4096), pattern=4)
+    head_dim = head_dim_of(config)
+    found: HfConfig = config.get("rope_parameters") or {}
+    whole: HfConfig = found.get("full_attention") or config.get("rope_scaling") or {}
+    local: HfConfig = found.get("sliding_attention") or {}
+    if found and not (whole or local):
+        # One way for both kinds of layers.
+        whole = local = found
+    return msgspec.structs.replace(
+        _olmo2(config),
+        layers=tuple(LayerTraits(layer.window, int(layer.window is not None)) for layer in layers),
+        ropes=tuple(
+            rope_traits(config, head_dim, parameters=each, default_theta=500_000.0)
+            for each in (whole, local)
+        ),
+    )
+
+
+def _exaone4(config: HfConfig) -> DecoderTraits:
+    """Layers with a window have positions, and those that see all have none."""
+    window = config.get("sliding_window", 4096)
+    pattern = config.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str):
+        pattern = len(pattern)
+    layers = layers_of(config, window, pattern=pattern or 1)
+    return common_traits(
+        config,
+        norm_placement="post",
+        qk_norm="head",
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        layers=tuple(
+            LayerTraits(layer.window, 0 if window is None or layer.window is not None else None)
+            for layer in layers
+        ),
+    )
+
+
+def _seed_oss(config: HfConfig) -> DecoderTraits:
+    return common_traits(
+        {"head_dim": 128} | dict(config),
+        qkv_bias=bool(config.get("attention_bias", True)),
+        o_bias=bool(config.get("attention_out_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+    )
+
+
+def _cwm(config: HfConfig) -> DecoderTraits:
+    num_layers = require(config, "num_hidden_layers")
+    kinds = ["sliding_attention" if i % 4 else "full_attention" for i in range(num_layers)]
+    layers = layers_of({"layer_types": kinds} | dict(config), config.get("sliding_window", 8192))
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or CWM_ROPE
+    rope = rope_traits(
+        config, head_dim_of(config), parameters=parameters, default_theta=1_000_000.0
+    )
+    return common_traits(
+        config, mlp_bias=bool(config.get("mlp_bias", False)), layers=layers, ropes=(rope,)
+    )
+
+
 def _smollm3(config: HfConfig) -> DecoderTraits:
     bias = bool(config.get("attention_bias", False))
     num_layers = require(config, "num_hidden_layers")
@@ -224,9 +298,7 @@ def _smollm3(config: HfConfig) -> DecoderTraits:
     kinds = config.get("layer_types") or [
         "full_attention" if rope else "sliding_attention" for rope in has_rope[:num_layers]
     ]
-    head_dim = config.get("head_dim") or require(config, "hidden_size") // require(
-        config, "num_attention_heads"
-    )
+    head_dim = head_dim_of(config)
     return common_traits(
         config,
         qkv_bias=bias,
@@ -247,11 +319,17 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Phi3ForCausalLM": _phi3,
+    "GemmaForCausalLM": _gemma1,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3TextForCausalLM": _gemma3,
     "GraniteForCausalLM": _granite,
     "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
+    "Exaone4ForCausalLM": _exaone4,
+    "SeedOssForCausalLM": _seed_oss,
+    "MinistralForCausalLM": _mistral,
+    "CwmForCausalLM": _cwm,
     "SmolLM3ForCausalLM": _smollm3,
     **MIXTURES,
 }

@@ -215,6 +215,12 @@ def require(config: HfConfig, name: str) -> int:
     return value
 
 
+def head_dim_of(config: HfConfig) -> int:
+    """Return the width of a head: the config's own, else an equal share of the hidden state."""
+    share = require(config, "hidden_size") // require(config, "num_attention_heads")
+    return config.get("head_dim") or share
+
+
 def granite_traits(config: HfConfig, **own: Any) -> DecoderTraits:
     """Read what all of Granite's decoders have: multipliers of what others take as it is."""
     bias = bool(config.get("attention_bias", False))
