@@ -31,6 +31,7 @@ from trouper.actors.messages.inboxes import (
     SchedulerInbox,
 )
 from trouper.actors.messages.requests import Render
+from trouper.actors.messages.sinks import MakeVisible
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
@@ -144,6 +145,7 @@ class Engine:
         lora_request: LoRARequest | None = None,
         loads_adapter: bool = True,
         reasoning: Marks | None = None,
+        visible: MakeVisible | None = None,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         key: str = "",
@@ -178,6 +180,7 @@ class Engine:
             mm_processor_kwargs=mm_processor_kwargs,
             trace_headers=trace_headers,
             reasoning=reasoning,
+            visible=visible,
             data_parallel_rank=data_parallel_rank,
             session_id=session_id,
             key=key,

@@ -9,7 +9,7 @@ from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.grammar import Grammar
 from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.sinks import GenerationSink, PoolingSink, ReplySink
+from trouper.actors.messages.sinks import GenerationSink, MakeVisible, PoolingSink, ReplySink
 from trouper.config.output_rules import Marks
 from trouper.inputs import PoolingPrompt
 from trouper.params import SamplingParams
@@ -41,6 +41,7 @@ class Render(msgspec.Struct, frozen=True):
     session_id: str | None = None  # of the conversation: its requests go to one replica
     reasoning: Marks | None = None  # around the reasoning, as the caller knows it
     key: str = ""  # of the client, of those that share what is bounded for all
+    visible: MakeVisible | None = None  # of an output, by its prompt; None: all
 
 
 class Track(msgspec.Struct, frozen=True):
@@ -52,6 +53,7 @@ class Track(msgspec.Struct, frozen=True):
     slot: GenerationSink
     prompt: str | None = None  # the text, where there is one
     trace_headers: Mapping[str, str] | None = None
+    visible: MakeVisible | None = None  # where stop strings count; None: everywhere
 
 
 class Admit(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ Writing never waits and never fails: a slot merges what has not been read, and s
 it was closed.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import anyio
@@ -15,6 +16,18 @@ from trouper.outputs import (
     RequestStateStats,
 )
 from trouper.pooling_outputs import Array
+
+
+class VisibleText(Protocol):
+    """Tells what the reader of one output will see of its text: not its reasoning, nor the calls in it."""
+
+    def feed(self, text: str, *, is_last: bool = False) -> str:
+        """Take more of the text; return what more of it is sure to be seen.  With the last piece nothing is held back."""
+        ...
+
+
+# By the text of the prompt, where there is one, and its ids.
+MakeVisible = Callable[[str | None, Sequence[int]], VisibleText]
 
 
 class ReplySink(Protocol):

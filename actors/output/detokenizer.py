@@ -6,7 +6,8 @@ or a failure ends is forgotten at once and named in the `Stop` of this step; eve
 until its finishing update arrives.  The event loop gets a turn after `WORK_PER_TURN` results at most.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import assert_never
 
 import anyio
@@ -19,12 +20,12 @@ from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
 from trouper.actors.messages.outputs import SequenceTokens, StepTokens, Stop
 from trouper.actors.messages.requests import Track
-from trouper.actors.messages.sinks import GenerationSink
+from trouper.actors.messages.sinks import GenerationSink, VisibleText
 from trouper.actors.messages.stats import RequestEnded
 from trouper.actors.output.decoding import TokenDecoder
 from trouper.actors.output.logprobs import position_logprobs
 from trouper.actors.output.output_stats import OutputStatsCollector, SequenceTimes
-from trouper.actors.output.stops import TextState
+from trouper.actors.output.stops import TextState, VisibleStops
 from trouper.actors.runtime.reporter import Reporter
 from trouper.errors import GenerationError, TrouperError
 from trouper.outputs import FinishReason, LogprobsOnePosition, RequestError
@@ -47,6 +48,7 @@ class _Request(msgspec.Struct):
     params: SamplingParams
     prompt_token_ids: tuple[int, ...]
     trace_headers: Mapping[str, str] | None
+    visible: Callable[[], VisibleText] | None  # of each sequence
     num_open: int  # sequences without an end
     num_prompt_logprobs: int = 0
     num_cached_tokens: int = 0
@@ -59,7 +61,7 @@ class _Sequence(msgspec.Struct):
 
     request: _Request
     index: int
-    text: TextState | None = None
+    text: TextState | VisibleStops | None = None
     recent: tuple[int, ...] = ()  # the last tokens, for logprob texts
     times: SequenceTimes = msgspec.field(default_factory=SequenceTimes)
 
@@ -114,6 +116,9 @@ class Detokenizer:
             message.params,
             message.prompt_token_ids,
             message.trace_headers,
+            None
+            if message.visible is None
+            else partial(message.visible, message.prompt, message.prompt_token_ids),
             num_open=n,
         )
         for index in range(n):
@@ -228,7 +233,7 @@ class Detokenizer:
         )
         self._stats.note_end(ended, now)
 
-    def _open_text(self, request: _Request) -> TextState:
+    def _open_text(self, request: _Request) -> TextState | VisibleStops:
         params = request.params
         if self._tokenizer is None or not params.detokenize:
             return TextState(lambda _: "")
@@ -237,6 +242,14 @@ class Detokenizer:
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
+        if request.visible is not None and params.stop_strings:
+            return VisibleStops(
+                stream.push,
+                params.stop_strings,
+                request.visible(),
+                min_tokens=params.min_tokens,
+                include_stop=params.include_stop_str_in_output,
+            )
         return TextState(
             stream.push,
             params.stop_strings,

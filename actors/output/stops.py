@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from trouper.actors.messages.sinks import VisibleText
+
 
 class TextDelta(msgspec.Struct, frozen=True):
     """Text that one push adds to what the client has already."""
@@ -107,3 +109,45 @@ class TextState:
         self._num_returned = shown - forget
         self._floor = max(0, self._floor - forget)
         return text
+
+
+class VisibleStops:
+    """The text of a sequence whose stop strings count only in what its reader will see.
+
+    The text is given out as it is, the stop string too: what is visible is cut where it is told apart.
+    """
+
+    def __init__(
+        self,
+        decode_next: Callable[[int], str],
+        stop: Sequence[str],
+        visible: VisibleText,
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
+        self._decode_next = decode_next
+        self._visible = visible
+        self._shown = ""  # what the token at hand has made visible
+        self._include_stop = include_stop  # the text of a stop token, too
+        self._seen = TextState(
+            lambda _: self._shown, stop, include_stop=True, min_tokens=min_tokens
+        )
+
+    def __repr__(self) -> str:
+        return f"<VisibleStops {self._seen!r}>"
+
+    def push(
+        self, token_ids: Sequence[int], *, is_last: bool = False, ends_with_stop_token: bool = False
+    ) -> TextDelta:
+        """Append tokens, as `TextState.push` does."""
+        last = len(token_ids) - 1
+        silent = last if ends_with_stop_token and not self._include_stop else -1
+        texts: list[str] = []
+        for position, token_id in enumerate(token_ids):
+            texts.append("" if position == silent else self._decode_next(token_id))
+            self._shown = self._visible.feed(texts[-1], is_last=is_last and position == last)
+            found = self._seen.push((token_id,))
+            if found.stop is not None:
+                return TextDelta("".join(texts), position + 1, found.stop)
+        return TextDelta("".join(texts), len(token_ids))

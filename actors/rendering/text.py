@@ -164,6 +164,7 @@ class Prompts:
                 slot,
                 form.text,
                 message.trace_headers,
+                message.visible,
             ),
             Admit(
                 id=message.id,

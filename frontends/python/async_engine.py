@@ -17,6 +17,7 @@ from trouper.actors.executor.devices.launch_local import Launcher, launch
 from trouper.actors.executor.devices.model_files import sample_model
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
+from trouper.actors.messages.sinks import MakeVisible
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.model import ModelConfig
@@ -112,6 +113,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         loads_adapter: bool = True,
         reasoning: Marks | None = None,
         key: str = "",
+        visible: MakeVisible | None = None,
     ) -> Generation[RequestOutput]:
         """Return one request as an async iterator of `RequestOutput`; the last has `finished=True`.
 
@@ -125,6 +127,8 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             lora_request: the adapter; it is loaded when it is first named.
             loads_adapter: False refuses a request whose adapter is not known.
             reasoning: marks around the model's reasoning, where no option names them.
+            visible: gives, by the text of the prompt, what tells the text of an output in which stop strings count; there they
+                stay in the text, to be cut off by the caller.  None: they count everywhere, and are cut off.
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
             session_id: requests of a session go to one replica, whose cache has their prefix.
             key: of the client, which has a share of the steps, and half of the room for grammars at most; empty: there is one client.
@@ -142,7 +146,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
                 arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs,
                 mm_processor_kwargs=mm_processor_kwargs, trace_headers=trace_headers, priority=priority,
                 lora_request=lora_request, loads_adapter=loads_adapter, reasoning=reasoning,
-                data_parallel_rank=data_parallel_rank, session_id=session_id, key=key,
+                data_parallel_rank=data_parallel_rank, session_id=session_id, key=key, visible=visible,
             )  # fmt: skip
             return cast("Any", StartingGeneration(self._start_itself, make))
         engine = self.engine
@@ -159,6 +163,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             lora_request=lora_request,
             loads_adapter=loads_adapter,
             reasoning=reasoning,
+            visible=visible,
             data_parallel_rank=data_parallel_rank,
             session_id=session_id,
             key=key,

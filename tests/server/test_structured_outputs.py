@@ -6,6 +6,12 @@ import sys
 
 import pytest
 
+from trouper import AsyncLLMEngine, EngineArgs
+from trouper.frontends.server.app import create_app
+from trouper.frontends.server.settings import ServerSettings
+
+from .client import Client
+
 pytestmark = pytest.mark.anyio
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -120,3 +126,83 @@ async def test_a_bad_grammar_is_a_400_and_the_next_request_is_answered(client, s
     text = (await client.post(COMPLETIONS, fields)).json["choices"][0]["text"]
     assert re.fullmatch("[0-9]{2}", text)
     await wait_idle()
+
+
+FORMATS = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}  # fmt: skip
+
+
+async def test_a_json_object_may_have_a_schema(client):
+    given = {"type": "json_object", "schema": FORMATS}
+    fields = {"seed": 3, "max_tokens": 100}
+    reply = (
+        await client.post(CHAT, {"messages": MESSAGES, **fields, "response_format": given})
+    ).json
+    assert json.loads(reply["choices"][0]["message"]["content"]) == {"a": 1}
+    body = {"input": "hi", "max_output_tokens": 100, "text": {"format": given}}
+    reply = (await client.post(RESPONSES, body)).json
+    assert json.loads(reply["output"][0]["content"][0]["text"]) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "json_object", "schemas": FORMATS},
+        {"type": "json_object", "json_schema": {"schema": FORMATS}},
+        {"type": "json_schema", "schema": FORMATS},
+        {"type": "json_schema", "json_schema": {"schema": FORMATS, "stric": True}},
+        {"type": "text", "schema": FORMATS},
+        {"type": "json"},
+        {"type": "structural_tag", "structures": [], "schema": {}},
+    ],
+)
+async def test_members_of_a_format_that_mean_nothing_are_refused(client, given):
+    answer = await client.post(CHAT, {"messages": MESSAGES, "response_format": given})
+    assert answer.status == 400
+    assert answer.error["param"].startswith("response_format")
+
+
+async def test_so_are_those_of_the_other_apis(client):
+    for given in (
+        {"type": "text", "schema": FORMATS},
+        {"type": "json_schema", "schema": FORMATS, "x": 1},
+    ):
+        answer = await client.post(RESPONSES, {"input": "hi", "text": {"format": given}})
+        assert (answer.status, answer.error["param"]) == (400, "text.format")
+    config = {"format": {"type": "json_schema", "schema": FORMATS, "x": 1}}
+    body = {"messages": MESSAGES, "max_tokens": 9, "output_config": config}
+    answer = await client.post("/v1/messages", body)
+    assert answer.status == 400
+    assert "output_config.format" in answer.json["error"]["message"]
+
+
+async def test_a_grammar_that_begins_with_the_answer_leaves_no_reasoning(anyio_backend):
+    options = {
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "num_gpu_blocks_override": 32,
+        "dtype": "float32",
+    }
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+    args = EngineArgs(
+        **options, chat_template=template, structured_outputs_config={"enable_in_reasoning": True}
+    )
+    tool = {"type": "function", "function": {"name": "f", "parameters": FORMATS}}
+    async with AsyncLLMEngine.from_engine_args(args) as engine:
+        client = Client(create_app(engine, ServerSettings(reasoning_parser="qwen3")))
+        asked = {"messages": MESSAGES, "max_tokens": 100, "seed": 1}
+        schema = {"type": "json_schema", "json_schema": {"schema": FORMATS}}
+        reply = (await client.post(CHAT, {**asked, "response_format": schema})).json
+        message = reply["choices"][0]["message"]
+        assert json.loads(message["content"]) == {"a": 1}
+        assert not message.get("reasoning")
+        forced = {
+            **asked,
+            "tools": [tool],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+        }
+        message = (await client.post(CHAT, forced)).json["choices"][0]["message"]
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+        message = (await client.post(CHAT, {**asked, "max_tokens": 8})).json["choices"][0][
+            "message"
+        ]
+        assert message["reasoning"]

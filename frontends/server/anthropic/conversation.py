@@ -96,6 +96,8 @@ def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
     fields = cast("JSONObject", given) if isinstance(given, dict) else {}
     if fields.get("type") != "json_schema" or not isinstance(fields.get("schema"), dict):
         raise invalid(FORMAT, "must be of type json_schema and have a schema, an object")
+    if unknown := fields.keys() - {"type", "schema"}:
+        raise invalid(FORMAT, f"unknown members: {', '.join(sorted(unknown))[:128]}")
     return ResponseFormat(type="json_schema", json_schema={"schema": fields["schema"]})
 
 

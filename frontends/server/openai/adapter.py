@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 
+from trouper.actors.messages.sinks import MakeVisible
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.events import Content, Reasoning
 from trouper.frontends.dialects.table import Span
@@ -40,6 +41,7 @@ class ServedModel(NamedTuple):
     max_model_len: int
     token_text: Callable[[int], str]
     answers: AnswerFormat
+    grammar_is_first: bool = False  # it begins with the answer, not behind the reasoning
 
 
 class ReplyHead(NamedTuple):
@@ -78,6 +80,8 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     is_prompt_only: bool = False  # what is generated is dropped
     reasoning: Span | None = None  # the marks around it
     num_calls_before: int = 0  # in the conversation
+    # what tells the content of an answer, in which stop strings count; None: all of it is
+    visible: MakeVisible | None = None
     # for each choice, from the output that it begins with
     make_parsers: Callable[[RequestOutput], ParserChain] = lambda _: ParserChain()
 

@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions`: the adapter of chats."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ from msgspec import UNSET
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.dialects.answer_format import ReasoningTokens
 from trouper.frontends.dialects.calls import MAX_HELD
+from trouper.frontends.dialects.core import AnswerParser
 from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.adapter import (
@@ -30,6 +32,8 @@ from trouper.frontends.server.openai.parsers import (
     OneCall,
     Parser,
     ParserChain,
+    StopStrings,
+    VisibleContent,
     WithoutReasoning,
 )
 from trouper.frontends.server.openai.requests import ChatRequest
@@ -49,6 +53,7 @@ from trouper.frontends.server.openai.tools import CallDeltas, ToolUse, tool_use
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.usage import Usage
 from trouper.outputs import CompletionOutput, RequestOutput
+from trouper.params import SamplingParams
 from trouper.structured_outputs import StructuredOutputsParams
 
 # The stage before this one has rendered and tokenised the conversation: its ids take the place of the messages.
@@ -89,13 +94,18 @@ class ChatAdapter:
             raise UnsupportedFeatureError(f"{name}: {NO_GRAMMAR}", parameter=name)
         if grammar is not None and (tools.is_forced or params.structured_outputs is None):
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+        model = _without_reasoning(
+            model, params, is_free=grammar is not None and not tools.is_forced
+        )
         finds_calls = tools.is_forced or (tools.schemas and model.answers.tools is not None)
         if finds_calls or model.answers.reasoning is not None:
             if model.answers.has_special_marks:
                 params.skip_special_tokens = False
                 if beams is not None:
                     beams.params.skip_special_tokens = False
-            parsed.make_parsers = partial(_parsers, request, model, tools)
+            parsed.make_parsers = partial(_parsers, request, params, model, tools)
+            if params.stop_strings:
+                parsed.visible = partial(_visible_content, model, tools)
         return parsed
 
     @staticmethod
@@ -267,18 +277,52 @@ def _tool_use(request: ChatRequest) -> ToolUse:
     return tool_use(request.tools, request.tool_choice, is_parallel=request.parallel_tool_calls)
 
 
-def _parsers(
-    request: ChatRequest, model: ServedModel, tools: ToolUse, output: RequestOutput
-) -> ParserChain:
-    """Make the parsers of a choice that begins with this output."""
-    answers, prompt = model.answers, output.prompt
-    if prompt is None:
-        prompt = "".join(map(model.token_text, output.prompt_token_ids[-TAIL:]))
+def _without_reasoning(model: ServedModel, params: SamplingParams, *, is_free: bool) -> ServedModel:
+    """Look for no reasoning where the grammar begins with the answer (`enable_in_reasoning`), unless it allows any text."""
+    is_whole = params.structured_outputs is not None and not is_free
+    if not (model.grammar_is_first and is_whole and params.thinking_token_budget is None):
+        return model
+    return model._replace(answers=msgspec.structs.replace(model.answers, reasoning=None))
+
+
+def _answer_parser(model: ServedModel, tools: ToolUse, prompt: str) -> AnswerParser:
+    answers = model.answers
     if tools.is_forced and answers.tools is None:
         answers = msgspec.structs.replace(answers, tools=BY_NAME["json"])
     max_held = 0 if tools.is_forced else MAX_HELD  # what a grammar makes is right
-    parser = answers.parser(tools.schemas, prompt, max_held)
-    parsers: list[Parser] = [CallsAndReasoning(parser)]
+    return answers.parser(tools.schemas, prompt, max_held)
+
+
+def _visible_content(
+    model: ServedModel, tools: ToolUse, prompt: str | None, prompt_token_ids: Sequence[int]
+) -> VisibleContent:
+    """Make what tells the content of an answer in its text."""
+    text = _end_of_prompt(model, prompt, prompt_token_ids)
+    return VisibleContent(_answer_parser(model, tools, text))
+
+
+def _end_of_prompt(model: ServedModel, prompt: str | None, prompt_token_ids: Sequence[int]) -> str:
+    return "".join(map(model.token_text, prompt_token_ids[-TAIL:])) if prompt is None else prompt
+
+
+def _parsers(
+    request: ChatRequest,
+    params: SamplingParams,
+    model: ServedModel,
+    tools: ToolUse,
+    output: RequestOutput,
+) -> ParserChain:
+    """Make the parsers of a choice that begins with this output."""
+    answers = model.answers
+    prompt = _end_of_prompt(model, output.prompt, output.prompt_token_ids)
+    parsers: list[Parser] = [CallsAndReasoning(_answer_parser(model, tools, prompt))]
+    if params.stop_strings:
+        link = StopStrings(
+            params.stop_strings,
+            is_included=params.include_stop_str_in_output,
+            is_late=params.min_tokens > 0,
+        )
+        parsers.append(link)
     if not tools.is_parallel:
         parsers.append(OneCall())
     if request.include_reasoning is False:

@@ -170,7 +170,10 @@ class Driver(Generic[A]):
         is_first = chain is None
         if chain is None:
             chain = self._chains[index] = self._parsed.make_parsers(output)
-        parts = await _parsed_in_turns(chain, completion.text, _end_of(completion))
+        stop_reason = completion.stop_reason
+        parts = await _parsed_in_turns(chain, completion.text, _end_of(completion), stop_reason)
+        if completion.finish_reason is not None and chain.stop is not None:
+            completion.finish_reason, completion.stop_reason = "stop", chain.stop
         if completion.finish_reason is not None:
             self._service.note_tool_calls(chain.num_calls)
         self._counter.add_reasoning(chain.count_reasoning(completion.token_ids))
@@ -210,6 +213,7 @@ class Driver(Generic[A]):
             tokenization_kwargs=options,
             trace_headers=parent,
             reasoning=parsed.reasoning,
+            visible=parsed.visible,
             lora_request=parsed.lora_request,
             data_parallel_rank=placement.data_parallel_rank,
             session_id=placement.session_id,
@@ -223,14 +227,17 @@ def _end_of(completion: CompletionOutput) -> "End":
     return None if reason is None else "whole" if reason == "stop" else "cut"
 
 
-async def _parsed_in_turns(chain: "ParserChain", text: str, end: "End") -> "Sequence[Part]":
+async def _parsed_in_turns(
+    chain: "ParserChain", text: str, end: "End", stop_reason: int | str | None
+) -> "Sequence[Part]":
     """Parse a text; other tasks have their turns between the slices of a long one."""
     if len(text) <= AT_ONCE or chain.is_empty:
-        return chain.feed(text, end)
+        return chain.feed(text, end, stop_reason)
     parts: list[Part] = []
     for start in range(0, len(text), AT_ONCE):
         stop = start + AT_ONCE
-        parts += chain.feed(text[start:stop], end if stop >= len(text) else None)
+        is_last = stop >= len(text)
+        parts += chain.feed(text[start:stop], end if is_last else None, stop_reason)
         await anyio.lowlevel.checkpoint()
     return parts
 
@@ -245,4 +252,5 @@ def _served_model(service: Service, name: str | None) -> ServedModel:
         config.max_model_len,
         service.token_text,
         service.answers,
+        config.structured_outputs.enable_in_reasoning,
     )

@@ -18,6 +18,7 @@ from trouper.frontends.dialects.events import (
     Reasoning,
 )
 
+LATE_CHARS = 256  # of the token that completes a stop string
 Part = ParserEvent
 # Whether the answer ends with these parts, and how: as the model or a stop string ended it, or cut where it was.
 End = Literal["whole", "cut"] | None
@@ -49,6 +50,83 @@ class CallsAndReasoning:
         return self._parser.num_calls
 
 
+class StopStrings:
+    """The link that cuts the content at the first stop string, and drops what comes behind it.
+
+    Args:
+        stop: the strings.
+        is_included: the string itself stays.
+        is_late: strings count only behind some tokens, so the one that the engine has found is cut, at the end.
+    """
+
+    def __init__(self, stop: Sequence[str], *, is_included: bool, is_late: bool) -> None:
+        self._stop = tuple(stop)
+        self._is_included = is_included
+        self._is_late = is_late
+        self._reach = max(map(len, self._stop)) - 1  # a match may begin so far back
+        self._num_kept = LATE_CHARS if is_late else 0 if is_included else self._reach
+        self._tail = ""  # of the content: what is kept, and what a match can reach
+        self._num_given = 0  # of the tail's characters
+        self.found: str | None = None
+        self.engines: str | None = None  # what the engine has found
+
+    def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
+        given: list[Part] = []
+        for part in parts:
+            if self.found is not None:
+                return given
+            if isinstance(part, Content):
+                self._take(part.text, given)
+            else:
+                self._give(given, 0)
+                given.append(part)
+        if end is not None and self.found is None:
+            if self._is_late and self.engines in self._stop:
+                self.found = self.engines
+                self._cut(self._tail.rfind(self.found) + len(self.found))
+            self._give(given, 0)
+        return given
+
+    def _take(self, text: str, given: list[Part]) -> None:
+        self._tail += text
+        matches = [
+            (place + len(stop), number, stop)
+            for number, stop in enumerate(self._stop)
+            if (place := self._tail.find(stop)) >= 0
+        ]
+        if matches and not self._is_late:
+            end, _, self.found = min(matches)  # the one that is complete first
+            self._cut(end)
+            self._give(given, 0)
+        else:
+            self._give(given, self._num_kept)
+
+    def _cut(self, end: int) -> None:
+        """Cut the tail at a stop string that ends there."""
+        place = end if self._is_included else end - len(self.found or "")
+        self._tail = self._tail[: max(place, self._num_given)]
+
+    def _give(self, given: list[Part], num_kept: int) -> None:
+        end = max(self._num_given, len(self._tail) - num_kept)
+        if text := self._tail[self._num_given : end]:
+            given.append(Content(text))
+        start = max(0, min(end, len(self._tail) - self._reach))
+        self._tail, self._num_given = self._tail[start:], end - start
+
+
+class VisibleContent:
+    """The part of an answer that its reader sees, for the engine, which ends the answer at a stop string there."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    def feed(self, text: str, *, is_last: bool = False) -> str:
+        events = self._parser.feed(text)
+        if is_last:
+            events += self._parser.end()
+        return "".join([event.text for event in events if isinstance(event, Content)])
+
+
 class WithoutReasoning:
     """The link that drops the reasoning, for a client that does not want it."""
 
@@ -76,13 +154,25 @@ class ParserChain:
     ) -> None:
         self._parsers = tuple(parsers)
         self._reasoning_tokens = reasoning_tokens
+        links = (link for link in self._parsers if isinstance(link, StopStrings))
+        self._stops = next(links, None)
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string at which the content was cut."""
+        return None if self._stops is None else self._stops.found
 
     @property
     def is_empty(self) -> bool:
         """Text passes as it is."""
         return not self._parsers
 
-    def feed(self, text: str, end: End = None) -> Sequence[Part]:
+    def feed(
+        self, text: str, end: End = None, stop_reason: int | str | None = None
+    ) -> Sequence[Part]:
+        """Return the parts that are certain by now; `stop_reason` is the engine's, at the end."""
+        if self._stops is not None and isinstance(stop_reason, str):
+            self._stops.engines = stop_reason
         parts: Sequence[Part] = (Content(text),) if text else ()
         for parser in self._parsers:
             parts = parser.feed(parts, end)

@@ -20,11 +20,12 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Format that an answer must have; the fields beside `type` belong to one type each."""
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Format that an answer must have; `structured.py` says which fields belong to which type."""
 
     type: str
     json_schema: dict[str, Any] | None = None  # name, schema, strict
+    schema: dict[str, Any] | None = None  # of the type json_object, as llama.cpp has it
     structures: list[dict[str, Any]] | None = None  # of a structural tag, with the triggers
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None

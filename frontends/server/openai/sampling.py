@@ -21,7 +21,7 @@ SAME_NAME = (
     "stream_interval", "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
 MAX_SEQUENCES = 16_384  # prompts × n of one request
-LONGEST = {"stop": 4, "stop_token_ids": 64, "logit_bias": 1024, "bad_words": 128}
+LONGEST = {"stop": 128, "stop_token_ids": 64, "logit_bias": 1024, "bad_words": 128}
 MAX_STOP_CHARS = 256
 OPENAI_MAX_TOKENS = 16  # of completions; a chat goes on to the model's length
 
@@ -59,7 +59,7 @@ def chat_params(
         TrouperValidationError, UnsupportedFeatureError: naming the field.
     """
     check_common(request)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:  # 0 asks for nothing, as in vLLM
         raise invalid("top_logprobs", "needs logprobs")
     if request.logprob_token_ids is not None and not request.logprobs:
         raise invalid("logprob_token_ids", "needs logprobs")

@@ -4,12 +4,23 @@ There are three ways to say it: OpenAI's `response_format`, vLLM's `structured_o
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any, cast
+
+import msgspec
 
 from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.server.openai.requests import Generating, ResponseFormat
 from trouper.structured_outputs import StructuredOutputsParams
 
+# The members that belong to each type of a response_format, and those that describe a schema.
+MEMBERS = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema",),
+    "structural_tag": ("structures", "triggers", "format"),
+}
+DESCRIBING = {"name", "description", "schema", "strict"}
 GUIDED = ("json", "regex", "choice", "grammar")
 
 
@@ -53,23 +64,43 @@ def way_of(request: Generating) -> str:
 
 
 def _of_format(given: ResponseFormat | None) -> dict[str, Any]:
-    if given is None or given.type == "text":
+    if given is None:
         return {}
+    _check_members(given)
     match given.type:
+        case "text":
+            return {}
         case "json_object":
-            return {"json_object": True}
+            return {"json_object": True} if given.schema is None else {"json": given.schema}
         case "json_schema":
-            schema = (given.json_schema or {}).get("schema")
+            described = given.json_schema or {}
+            if unknown := described.keys() - DESCRIBING:
+                raise invalid(
+                    "response_format", f"json_schema: unknown members: {_listed(unknown)}"
+                )
+            schema = described.get("schema")
             if not isinstance(schema, dict):
                 raise invalid("response_format", "json_schema must have a schema, an object")
             return {"json": schema}
-        case "structural_tag":
+        case _:  # structural_tag
             tag = {
                 name: value
                 for name in ("structures", "triggers", "format")
                 if (value := getattr(given, name)) is not None
             }
             return {"structural_tag": json.dumps(tag)}
-        case _:
-            rule = "type must be text, json_object, json_schema or structural_tag"
-            raise invalid("response_format", rule, given.type)
+
+
+def _check_members(given: ResponseFormat) -> None:
+    """Refuse members that belong to another type, which would be passed over."""
+    own = MEMBERS.get(given.type)
+    if own is None:
+        raise invalid("response_format", f"type must be {', '.join(MEMBERS)}", given.type)
+    fields = msgspec.structs.asdict(given)
+    others = {name for name, value in fields.items() if value is not None} - {"type", *own}
+    if others:
+        raise invalid("response_format", f"type {given.type} has no {_listed(others)}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))[:128]

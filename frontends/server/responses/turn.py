@@ -15,6 +15,10 @@ from trouper.frontends.server.responses.tools import ResponseTools
 
 JSONObject = dict[str, Any]
 SAME_NAME = ("stop", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
+FORMAT_MEMBERS = {
+    "json_schema": {"type", "name", "description", "schema", "strict"},
+    "json_object": {"type", "schema"},
+}
 INHERITED = ("model", "cache_salt", "priority")
 ENCRYPTED = "reasoning.encrypted_content"
 
@@ -99,6 +103,11 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
         return None
     if not isinstance(given, dict) or not isinstance(cast("JSONObject", given).get("type"), str):
         raise invalid("text.format", "must have a type")
-    fields = cast("JSONObject", given)
-    kind, schema = fields["type"], fields.get("schema")
-    return ResponseFormat(type=kind, json_schema=None if schema is None else {"schema": schema})
+    fields = {name: value for name, value in cast("JSONObject", given).items() if value is not None}
+    kind, known = fields["type"], FORMAT_MEMBERS.get(fields["type"], {"type"})
+    if unknown := fields.keys() - known:
+        raise invalid("text.format", f"type {kind} has no {', '.join(sorted(unknown))[:128]}")
+    schema = fields.get("schema")
+    if kind == "json_object" or schema is None:
+        return ResponseFormat(type=kind, schema=schema)
+    return ResponseFormat(type=kind, json_schema={"schema": schema})
