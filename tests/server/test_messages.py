@@ -22,6 +22,10 @@ TOOL = {
     "name": "f", "description": "adds",
     "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
 }  # fmt: skip
+BAD_TOOL = {
+    **TOOL,
+    "input_schema": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
+}
 WITH_TOOL = {"messages": HI, "max_tokens": 6, "tools": [TOOL]}
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 USE = {"type": "tool_use", "id": "u", "name": "f", "input": {"a": 1}}
@@ -312,6 +316,7 @@ class TestInMemory:
             ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name: "),
             ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
             ({"tool_choice": {"type": "any"}}, "tool_choice: "),
+            ({"tools": [BAD_TOOL], "tool_choice": {"type": "any"}}, "tools"),
             ({"tools": [TOOL], "tool_choice": {"type": "what"}}, "tool_choice.type: "),
             ({"tools": [TOOL], "tool_choice": {"type": ["auto"]}}, "tool_choice.type: "),
             ({"tools": [TOOL], "tool_choice": {"type": {}}}, "tool_choice.type: "),

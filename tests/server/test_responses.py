@@ -16,6 +16,10 @@ WITH_TOOL = {"input": "hi", "tools": [TOOL]}
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
 OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c", "output": "2"}
+BAD_TOOL = {
+    **TOOL,
+    "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
+}
 NAMESPACE = {"type": "namespace", "name": "n", "description": "numbers", "tools": [TOOL]}
 CUSTOM = {"type": "custom", "name": "patch", "description": "changes a file"}
 ENCRYPTED = {"include": ["reasoning.encrypted_content"]}
@@ -437,6 +441,7 @@ async def test_a_choice_without_tools_is_allowed(client, choice):
         ({"tools": [TOOL, {"type": "namespace", "name": "n", "tools": [{**TOOL, "name": "a b"}]}]}, 400, "tools[1].tools[0].name"),
         ({"tools": [{**TOOL, "name": "n__f"}, NAMESPACE]}, 400, "tools[1].tools[0].name"),
         ({"tools": [{"type": "custom"}]}, 400, "tools[0].name"),
+        ({"tools": [BAD_TOOL], "tool_choice": "required"}, 400, "tools"),
         ({"tools": [{**CUSTOM, "format": {"type": "grammar", "syntax": "ebnf", "definition": "x"}}]}, 400, "tools[0].format"),
         ({"tools": [{**CUSTOM, "format": {"type": "binary"}}]}, 400, "tools[0].format.type"),
         ({"tools": [TOOL, CUSTOM], "tool_choice": {"type": "custom", "name": "what"}}, 400, "tool_choice"),

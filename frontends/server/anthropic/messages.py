@@ -63,6 +63,8 @@ class MessagesTurn:
 
     def client_name(self, parameter: str) -> str:
         """Return the client's name for a parameter of the chat."""
+        if parameter == "structured_outputs":  # which may be that of the tools
+            parameter = ChatAdapter.client_name(self.chat, parameter)
         if getattr(self._body, parameter, None) is not None:
             return parameter  # one of the fields that have the same name here
         if parameter in CLIENT_NAMES:

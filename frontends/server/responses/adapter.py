@@ -46,6 +46,8 @@ class ResponsesAdapter:
     def client_name(request: ResponsesTurn, parameter: str) -> str:
         if parameter.startswith("tools["):
             return request.tools.client_name(parameter)
+        if parameter == "structured_outputs":  # which may be that of the tools
+            parameter = ChatAdapter.client_name(request.as_chat(), parameter)
         name = request.transcript.client_name(parameter)
         if getattr(request.body, name, None) is not None:
             return name  # one of the fields that have the same name here
