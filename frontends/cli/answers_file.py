@@ -48,7 +48,7 @@ decode_saved = msgspec.json.Decoder(_SavedAnswer).decode
 
 
 class AnswersFile:
-    """The answers of one batch in `FILE` (an earlier, complete output) and `FILE.part` (this one).
+    """The answers of one batch in `FILE` (a complete output of an earlier run) and `FILE.part`.
 
     A position is an offset in one of the two: `2 * offset` in `FILE`, `2 * offset + 1` in `FILE.part`.
     In memory are 8 bytes for each line and, for each answer of an earlier run, some 150 bytes.
@@ -139,7 +139,7 @@ class AnswersFile:
             newest = self._merge()
         if os.path.exists(self._path):
             kept = set_aside(self._path)
-            output.complain(f"the output of before is kept as {kept}")
+            output.complain(f"the previous output is kept as {kept}")
         os.replace(newest, self._path)
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class LineEditor:
         self._session: PromptSession[Any] = PromptSession(
             PROMPT,
             multiline=True,
-            prompt_continuation=CONTINUATION,
+            prompt_continuation=_continuation,
             history=history,
             key_bindings=_bindings(),
             output=output,
@@ -68,6 +68,11 @@ class LineEditor:
                 return str(found)
             if not found.had_text:
                 self._note(LEAVE)
+
+
+def _continuation(width: int, line_number: int, wrap_count: int) -> str:
+    """Mark the lines of a message, but not the rows of one long line."""
+    return "" if wrap_count else CONTINUATION
 
 
 def _bindings() -> KeyBindings:

@@ -178,7 +178,7 @@ class ChatSubject:
     def described(self) -> dict[str, str]:
         limit = "" if self._limit is None else f" of {self._limit:,}"
         context = f"about {self.conversation.num_tokens:,}{limit} tokens"
-        turns = f"{len(self.conversation.turns)} turns"
+        turns = _turns(self.conversation)
         return {**self.facts, "context": f"{context} in {turns}"}
 
     def _save(self, name: str) -> None:
@@ -196,7 +196,7 @@ class ChatSubject:
         except OSError as error:
             raise _unusable("written", error, name) from None
         self._own_files.add(os.path.realpath(path))
-        note(f"saved {len(self.conversation.turns)} turns in {name}")
+        note(f"saved {_turns(self.conversation)} in {name}")
 
     def _parameters(self) -> dict[str, Any]:
         kinds = parameter_kinds()
@@ -215,7 +215,12 @@ class ChatSubject:
         self.sampling = with_values(self.sampling, parameters)
         self.conversation = conversation
         self._own_files.add(os.path.realpath(path))
-        note(f"loaded {len(conversation.turns)} turns from {name}")
+        note(f"loaded {_turns(conversation)} from {name}")
+
+
+def _turns(conversation: Conversation) -> str:
+    num = len(conversation.turns)
+    return "1 turn" if num == 1 else f"{num} turns"
 
 
 def _first_word(text: str) -> tuple[str, str]:

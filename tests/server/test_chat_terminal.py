@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import signal
 import stat
 import subprocess
 import sys
@@ -26,22 +27,23 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 class Terminal:
     """A command at a pseudo-terminal."""
 
-    def __init__(self, fd):
-        self._fd = fd
+    def __init__(self, fd, process):
+        self.fd = fd
+        self.process = process
         self._unread = ""
         self.screen = ""
 
     def type(self, text):
-        os.write(self._fd, text.encode())
+        os.write(self.fd, text.encode())
 
     def wait_for(self, text):
         """Read until `text` has come; returns what came before it, without escape sequences."""
         end_s = time.monotonic() + LIMIT_S
         while text not in self._unread:
             assert time.monotonic() < end_s, (text, self.screen)
-            if select.select([self._fd], [], [], 0.1)[0]:
+            if select.select([self.fd], [], [], 0.1)[0]:
                 try:
-                    piece = os.read(self._fd, 4096).decode()
+                    piece = os.read(self.fd, 4096).decode()
                 except OSError:
                     piece = ""
                 assert piece, (text, self.screen)
@@ -58,7 +60,7 @@ class Terminal:
     def read_all(self):
         """Read until the command has ended."""
         try:
-            while piece := os.read(self._fd, 4096):
+            while piece := os.read(self.fd, 4096):
                 self.screen += piece.decode()
         except OSError:
             pass  # Linux's end of a pseudo-terminal
@@ -70,7 +72,7 @@ OPEN_TERMINAL = 'exec "$0" "$@" <>"$TTY" >&0 2>&0'
 
 
 @contextmanager
-def terminal(tmp_path, command, url, *arguments):
+def terminal(tmp_path, command, url, *arguments, code=0):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (24, 80))
     line = [sys.executable, "-m", "trouper", command, "--url", url, *arguments]
@@ -79,11 +81,11 @@ def terminal(tmp_path, command, url, *arguments):
         ["sh", "-c", OPEN_TERMINAL, *line], start_new_session=True, env={**os.environ, **own}
     ) as process:
         try:
-            shell = Terminal(ours)
+            shell = Terminal(ours, process)
             shell.wait_for(PROMPT)
             os.close(theirs)
             yield shell
-            assert process.wait() == 0
+            assert process.wait() == code
         finally:
             process.kill()
             os.close(ours)
@@ -130,9 +132,22 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(tmp_path):
         shell.wait_for("On and on")
         shell.type(CTRL_C + CTRL_C)  # the second hits nothing
         shell.wait_for(PROMPT)
-        assert "1 turns" in shell.say("/show\r")
+        assert "in 1 turn\r" in shell.say("/show\r")
         shell.type(CTRL_D)
         shell.read_all()
+
+
+def test_a_signal_ends_a_session_and_restores_the_terminal(tmp_path):
+    with serving(ANSWER) as fake, terminal(tmp_path, "chat", fake.url, code=143) as shell:
+        mode = termios.tcgetattr(shell.fd)
+        shell.type("half a question")
+        shell.wait_for("question")
+        shell.process.send_signal(signal.SIGTERM)
+        assert shell.read_all().endswith("trouper: terminated\r\n")
+        assert (
+            termios.tcgetattr(shell.fd)[3]
+            == mode[3] | termios.ICANON | termios.ECHO | termios.ISIG | termios.IEXTEN
+        )
 
 
 def test_settings_and_files_of_a_conversation(tmp_path):
@@ -144,13 +159,13 @@ def test_settings_and_files_of_a_conversation(tmp_path):
         shell.say('/set system """Be\rbrief."""\r')
         shell.say("hi\r")
         assert "temperature          0.5" in shell.say("/show parameters\r")
-        assert "saved 1 turns" in shell.say(f"/save {file}\r")
+        assert "saved 1 turn in" in shell.say(f"/save {file}\r")
         shell.say("/reset\r")
         shell.say("/system Be long.\r")
-        assert "loaded 1 turns" in shell.say(f"/load {file}\r")
+        assert "loaded 1 turn from" in shell.say(f"/load {file}\r")
         (tmp_path / "other.json").touch()
         assert "exists; choose another name" in shell.say(f"/save {tmp_path}/other.json\r")
-        assert "saved 1 turns" in shell.say(f"/save {file}\r")
+        assert "saved 1 turn in" in shell.say(f"/save {file}\r")
         assert "cannot be read: No such file" in shell.say("/load /no/such/file\r")
         shell.say("again\r")
         shell.type(CTRL_D)
