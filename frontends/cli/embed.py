@@ -83,7 +83,7 @@ def embed(
     columns: Columns = {
         "line": "int", "text": "text", task: KINDS.get(task, "vector"), "num_prompt_tokens": "int", "error": "text",
     }  # fmt: skip
-    check_output(output_file, columns)
+    check_output(output_file, columns, source.prompt_file)
     params = PoolingParams(task=task, dimensions=dimensions)
     with PromptSource(texts, source, "TEXT") as given:
         outcomes = Outcomes("texts", is_single=given.is_single)
@@ -116,7 +116,7 @@ def score(
 
     Without DOCUMENT the whole of stdin is one document.  One that fails has its error, and the others go on.
     """
-    check_output(output_file, SCORE_COLUMNS)
+    check_output(output_file, SCORE_COLUMNS, source.prompt_file)
     if not query.strip():
         raise TrouperValidationError("must not be empty", parameter="query")
     with PromptSource(documents, source, "DOCUMENT") as given:

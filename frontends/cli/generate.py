@@ -70,7 +70,7 @@ def generate(
 
     Without PROMPT the whole of stdin is one prompt. A prompt that fails has its error, and the others go on.
     """
-    check_output(output_file, COLUMNS)
+    check_output(output_file, COLUMNS, source.prompt_file)
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
     with PromptSource(prompts, source, "PROMPT") as given:

@@ -107,10 +107,10 @@ class MessageHistory(History):
     long as the session.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         super().__init__()
-        self._path = path
-        self.is_kept = True
+        self._path = path or Path(os.devnull)
+        self.is_kept = path is not None
 
     def load_history_strings(self) -> Iterable[str]:
         """Return the entries of the file, the newest first."""
@@ -160,9 +160,12 @@ def entries_of(data: bytes) -> list[str]:
     return entries
 
 
-def history_path(name: str) -> Path:
-    """Return the history file of a command, by the XDG base directories."""
+def history_path(name: str) -> Path | None:
+    """Return the history file of a command, by the XDG base directories; None for a user without a home."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():
-        state = Path.home() / ".local" / "state"
+        try:
+            state = Path.home() / ".local" / "state"
+        except RuntimeError:
+            return None
     return state / "trouper" / f"{name}_history"

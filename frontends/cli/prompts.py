@@ -169,7 +169,7 @@ class PromptSource:
         name = self._options.prompt_file
         if name is None:
             return None
-        return _stdin() if name == "-" else self._stack.enter_context(_opened(name))
+        return text_stdin() if name == "-" else self._stack.enter_context(_opened(name))
 
     def _read(self, file: TextIO | None) -> Iterator[Prompt]:
         for number, text in enumerate(self._texts, 1):
@@ -364,7 +364,8 @@ def _opened(name: str) -> TextIO:
         ) from None
 
 
-def _stdin() -> TextIO:
+def text_stdin() -> TextIO:
+    """Return stdin as text in which bytes that are no UTF-8 are surrogates."""
     stdin: Any = sys.stdin
     if isinstance(stdin, io.TextIOWrapper):
         stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline="")

@@ -50,15 +50,18 @@ class ResultWriter(Protocol):
         ...
 
 
-def check_output(name: str | None, columns: Columns) -> None:
+def check_output(name: str | None, columns: Columns, input_name: str | None = None) -> None:
     """Find a mistake in the name of the output before a model is loaded.
 
     Raises:
-        TrouperValidationError: the file's format does not hold such results, or is not known.
+        TrouperValidationError: the file's format does not hold such results, or is not known; or it is the input.
         UnsupportedFeatureError: a package for the format is missing.
     """
     if name is None or name == "-" or not _is_plain(name):
         return
+    is_there = input_name is not None and os.path.exists(name) and os.path.exists(input_name)
+    if is_there and os.path.samefile(name, input_name or ""):
+        raise TrouperValidationError("is the input file", parameter="output_file", value=name)
     suffix = Path(name).suffix.lower()
     if suffix not in SUFFIXES:
         rule = f"must end in {', '.join(SUFFIXES)}"

@@ -203,7 +203,7 @@ class ChatSubject:
         return {name: value for name, value in self.sampling.given().items() if name in kinds}
 
     def _load(self, name: str) -> None:
-        path = Path(name).expanduser()
+        path = _path(name)
         try:
             with path.open("rb") as file:
                 data = file.read(MAX_FILE + 1)
@@ -229,10 +229,19 @@ def _first_word(text: str) -> tuple[str, str]:
     return word, rest[0] if rest else ""
 
 
-def _unusable(verb: str, error: OSError, name: str) -> TrouperValidationError:
-    return TrouperValidationError(
-        f"cannot be {verb}: {error.strerror}", parameter="file", value=name
-    )
+def _path(name: str) -> Path:
+    """Return the path that a user has typed.  Raises TrouperValidationError."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()  # refuses what no system takes as a name
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _unusable("used", error, name) from None
+    return path
+
+
+def _unusable(verb: str, error: Exception, name: str) -> TrouperValidationError:
+    reason = getattr(error, "strerror", None) or error
+    return TrouperValidationError(f"cannot be {verb}: {reason}", parameter="file", value=name)
 
 
 async def _answered(
@@ -285,9 +294,10 @@ class Session:
         if self._is_interactive:
             note(WELCOME)
         self._interrupts.keeps_session = output.is_terminal(sys.stdin)
-        while (text := await reader.read()) is not None:
+        while True:
             try:
-                if not await self._take(text):
+                text = await reader.read()
+                if text is None or not await self._take(text):
                     return
             except (TrouperClientError, RemoteError) as error:
                 output.complain(output.explain(error)[1])

@@ -12,6 +12,7 @@ import typer
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.chat_input import continued
+from trouper.frontends.cli.prompts import SURROGATES, text_stdin
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 STDIN = "-"
@@ -73,31 +74,34 @@ class PipeReader:
 
     def __init__(self, *, joins_lines: bool) -> None:
         self._joins_lines = joins_lines  # whether `\"\"\"` and a backslash continue a message
+        self._stdin = text_stdin()
+        self._limiter = anyio.CapacityLimiter(1)
 
     async def read(self) -> str | None:
-        """Return the next message, or None at the end."""
+        """Return the next message, or None at the end.
+
+        Raises:
+            TrouperValidationError: it is no text; the next may be.
+        """
         text = ""
-        while (line := await read_line()) is not None:
-            text += line.removesuffix("\n")
+        while line := await self._line():
+            text += line.rstrip("\r\n")
             more = continued(text) if self._joins_lines else None
             if more is None:
-                return text
+                break
             text = more
-        return text or None
+        else:
+            if not text:
+                return None
+        if SURROGATES.search(text):
+            raise TrouperValidationError("a line of stdin is not text in UTF-8", parameter="prompt")
+        return text
 
-
-async def read_line() -> str | None:
-    """Return the next line, or None at the end.  Abandoned when the command ends: a read cannot be cancelled."""
-    return await anyio.to_thread.run_sync(
-        _readline, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
-    )
-
-
-def _readline() -> str | None:
-    try:
-        return sys.stdin.readline() or None
-    except UnicodeDecodeError:
-        raise TrouperValidationError("stdin is not text in UTF-8", parameter="prompt") from None
+    async def _line(self) -> str:
+        # Abandoned when the command ends: a read cannot be cancelled.
+        return await anyio.to_thread.run_sync(
+            self._stdin.readline, abandon_on_cancel=True, limiter=self._limiter
+        )
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """The decisions of a session at the terminal: messages, commands, the turns that give way, files."""
 
+import io
 import json
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from trouper.frontends.cli.chat_input import (
     parse,
     unquoted,
     with_parameter,
+    with_values,
 )
 from trouper.frontends.cli.conversation import (
     Conversation,
@@ -29,6 +32,7 @@ from trouper.frontends.cli.line_editor import (
 )
 from trouper.frontends.cli.options import SamplingOptions
 from trouper.frontends.cli.session import GENERAL, OF_CHATS
+from trouper.frontends.cli.terminal import PipeReader
 
 
 @pytest.mark.parametrize(
@@ -238,6 +242,45 @@ def test_a_history_that_cannot_be_written_is_no_error(tmp_path):
     history = MessageHistory(tmp_path / "file" / "chat_history")
     history.store_string("x")
     assert list(history.load_history_strings()) == []
+
+
+def homeless():
+    raise RuntimeError("no home")
+
+
+def test_a_user_without_a_home_has_no_history(monkeypatch):
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert history_path("chat") is None
+    history = MessageHistory(None)
+    history.store_string("x")
+    assert list(history.load_history_strings()) == []
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": "hot"},
+        {"stop": 5},
+        {"nonsense": 1},
+        {"top_k": None, "seed": []},
+        {"model": "x"},
+    ],
+)
+def test_parameters_of_a_file_are_checked(parameters):
+    with pytest.raises(TrouperValidationError):
+        with_values(SamplingOptions(), parameters)
+
+
+@pytest.mark.anyio
+async def test_a_line_that_is_no_text_is_passed_over(monkeypatch):
+    lines = b'one\r\n\xff\nthree \\\nfour\n"""five'
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
+    reader = PipeReader(joins_lines=True)
+    assert await reader.read() == "one"
+    with pytest.raises(TrouperValidationError, match="not text in UTF-8"):
+        await reader.read()
+    assert [await reader.read() for _ in range(3)] == ["three \nfour", '"""five\n', None]
 
 
 def test_half_a_line_of_history_is_left_out():

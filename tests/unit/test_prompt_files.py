@@ -239,6 +239,13 @@ def test_an_output_that_does_not_fit_is_a_mistake(tmp_path, name, columns, messa
         check_output(str(tmp_path / name), columns)
 
 
+def test_the_input_is_no_output(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
+    with pytest.raises(TrouperValidationError, match="is the input file"):
+        check_output(str(tmp_path / "b.jsonl"), COLUMNS, str(tmp_path / "a.jsonl"))
+
+
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedFeatureError, match=r"needs pyarrow: .*install"):
