@@ -23,7 +23,10 @@ def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], 
         UnsupportedFeatureError: an option of another program that asks for something; the message says what to use.
         TrouperValidationError: one of vLLM's without its value.
     """
-    own = {name: p for p in params for name in (*p.opts, *p.secondary_opts)}
+    options = [
+        p for p in params if p.param_type_name == "option"
+    ]  # a text may be an argument's name
+    own = {name: p for p in options for name in (*p.opts, *p.secondary_opts)}
     has_engine, has_server = "--max-model-len" in own, "--root-path" in own
     kept: list[str] = []
     given: dict[str, Any] = {}
