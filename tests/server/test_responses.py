@@ -222,6 +222,17 @@ async def test_a_tool_that_cannot_run_here_is_left_out_where_others_can(says):
     assert reply["tools"] == [TOOL]
 
 
+async def test_a_tool_that_is_left_out_is_named_in_a_header_and_once_in_the_log(client, caplog):
+    fields = {**GREEDY, "tools": [TOOL, {"type": "web_search"}], "temprature": 0}
+    for _ in range(2):
+        headers = (await client.post(PATH, fields)).headers
+        assert headers["x-trouper-ignored-tools"] == "web_search"
+        assert headers["x-trouper-ignored-fields"] == "temprature"
+    assert [
+        record.getMessage() for record in caplog.records if "web_search" in record.msg % record.args
+    ] == [f"{PATH}: the tool 'web_search' cannot run here, and is left out"]
+
+
 async def test_a_namespace_becomes_its_functions_and_calls_name_it_again(says):
     called = '{"name": "n__f", "arguments": {"a": 1}}'
     more = {**NAMESPACE, "tools": [TOOL, {**TOOL, "name": "g"}]}

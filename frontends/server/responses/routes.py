@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.server.errors import HTTPError, clean, logger
+from trouper.frontends.server.errors import HTTPError
 from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.unknown_fields import TOOLS
 from trouper.frontends.server.openai.driver import client_names, prepare
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.background import BackgroundResponse, follow
@@ -27,7 +28,6 @@ from trouper.frontends.server.service import Service
 from trouper.frontends.server.unsupported import unsupported
 
 JSONObject = dict[str, Any]
-MAX_SHOWN = 200
 MAX_DIGITS = 15
 RESPONSES = "/v1/responses/"  # an id follows, and perhaps what is to be done
 
@@ -37,9 +37,8 @@ async def create_response(
 ) -> None:
     """Continue a conversation of items, whole, as typed events, or in background."""
     turn = await recall(service, context, request)
-    if turn.tools.left_out:
-        kinds = clean(", ".join(turn.tools.left_out), MAX_SHOWN)
-        logger.info("request %s: tools that cannot run here are left out: %s", context.id, kinds)
+    if left_out := turn.tools.left_out:
+        context.own_headers += service.unknown.note(context.path, left_out, TOOLS)
     with client_names(partial(ResponsesAdapter.client_name, turn)):
         if request.background:
             queued = _start(service, context, turn)
