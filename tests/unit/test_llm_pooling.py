@@ -5,12 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertConfig,
@@ -114,6 +116,61 @@ def test_each_text_of_a_pair_may_have_a_length_of_its_own(save):
         both = {"max_tokens_per_query": 2, "max_tokens_per_doc": 5}
         assert read(one, two, **both) == [1, *ids[:2], 1, *more[:5]]
         assert read(one, two + " mat" * 9999, **both) == [1, *ids[:2], 1, *more[:5]]
+
+
+RERANKERS = {
+    "qwen3": ("Qwen3", {"is_original_qwen3_reranker": True, "classifier_from_token": ["the", "cat"]}, True),
+    "two tokens": ("Qwen2", {"method": "from_2_way_softmax", "classifier_from_token": ["the", "cat"]}, True),
+    "one token": ("Gemma", {"method": "no_post_processing", "classifier_from_token": ["cat"]}, False),
+}  # fmt: skip
+
+
+def published(make_folder, family, tokens, is_tied):
+    """A language model that reranks by the logits of two tokens, and the ids of those."""
+    folder = make_folder("metaspace")
+    sizes = {
+        "vocab_size": 340, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": is_tied,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    names = [next(t for t in backend.get_vocab() if t.strip("▁") == token) for token in tokens]
+    return folder, model, names, [backend.token_to_id(name) for name in names]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", RERANKERS)
+def test_published_rerankers_score_by_the_logits_of_their_tokens(kind, is_tied, make_folder):
+    family, overrides, is_difference = RERANKERS[kind]
+    tokens = overrides["classifier_from_token"]
+    folder, model, names, ids = published(make_folder, family, tokens, is_tied)
+    overrides = overrides | {
+        "architectures": [f"{family}ForSequenceClassification"], "classifier_from_token": names,
+    }  # fmt: skip
+    with LLM(str(folder), dtype="float32", hf_overrides=overrides) as llm:
+        (score,) = llm.score("the cat", "hello", use_tqdm=False)
+    with torch.no_grad():
+        found = model(ids_of(folder, "the cat", "hello")[0]).logits[0, -1, ids]
+    expected = (found[1] - found[0] if is_difference else found[0]).sigmoid()
+    assert score.outputs.score == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize("overrides", [
+    {"classifier_from_token": ["a", "b"]}, {"method": "from_2_way_softmax"},
+    {"method": "from_2_way_softmax", "classifier_from_token": ["a"]},
+    {"method": "from_2_way_softmax", "classifier_from_token": "ab"},
+    {"method": "no_post_processing", "classifier_from_token": []},
+    {"method": "no_post_processing", "classifier_from_token": ["no such token"]},
+    {"is_original_qwen3_reranker": True},
+])  # fmt: skip
+def test_a_bad_token_classifier_is_refused_by_its_field(overrides, make_folder):
+    folder, *_ = published(make_folder, "Qwen2", ["the", "cat"], True)
+    overrides = overrides | {"architectures": ["Qwen2ForSequenceClassification"]}
+    with pytest.raises(TrouperValidationError, match="parameter=hf_overrides"):
+        LLM(str(folder), dtype="float32", hf_overrides=overrides)
 
 
 @pytest.mark.parametrize("num_types", [0, 1, 2])

@@ -35,6 +35,7 @@ ST_MODES: dict[str, SeqPooling] = {
 }  # fmt: skip
 # `sentence_…_config.json`: today's name, then those of folders that were saved before there was one for all
 ST_TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TOKEN_METHODS = ("from_2_way_softmax", "no_post_processing")
 DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid")
 
 
@@ -118,6 +119,46 @@ class Dense(msgspec.Struct, frozen=True):
     normalizes_input: bool = False  # a Normalize module is in front of it
 
 
+class TokenClassifier(msgspec.Struct, frozen=True):
+    """A classifier that is rows of a language model's head: rerankers that were trained to answer "yes" or "no".
+
+    Its fields are vLLM's `hf_overrides` for such models.
+    """
+
+    tokens: tuple[str, ...]
+    # The second token's row less the first one's, instead of a row for each token.
+    is_difference: bool
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "TokenClassifier | None":
+        """Read `classifier_from_token` and `method`, or `is_original_qwen3_reranker`; None where there is neither.
+
+        Raises:
+            TrouperValidationError: one without the other, or another number of tokens than the method needs.
+        """
+        tokens, method = config.get("classifier_from_token"), config.get("method")
+        if config.get("is_original_qwen3_reranker"):
+            method = "from_2_way_softmax"
+        if tokens is None and method not in TOKEN_METHODS:
+            return None
+        if method not in TOKEN_METHODS:
+            rule = f"method: classifier_from_token needs one of {', '.join(TOKEN_METHODS)}"
+            raise invalid("hf_overrides", rule, method)
+        found = checked(
+            tokens or [], list[str], "hf_overrides: classifier_from_token", "hf_overrides"
+        )
+        is_difference = method == TOKEN_METHODS[0]
+        if not found or (is_difference and len(found) != 2):
+            rule = f"classifier_from_token: {method} needs {'two tokens' if is_difference else 'tokens'}"
+            raise invalid("hf_overrides", rule, tokens)
+        return cls(tuple(found), is_difference)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Name the classes: the tokens, or the second one of two that are compared."""
+        return self.tokens[1:] if self.is_difference else self.tokens
+
+
 class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about pooling that is decided when the engine is built."""
 
@@ -131,6 +172,7 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     use_activation: bool  # of logits, the same
     activation: Activation
     labels: tuple[str, ...] = ()
+    token_classifier: TokenClassifier | None = None
     dense: tuple[Dense, ...] = ()
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
@@ -193,7 +235,8 @@ def pooler_spec(
     if config.get("model_type") == "modernbert" and "classify" in tasks:
         by_default = "MEAN" if config.get("classifier_pooling") == "mean" else "CLS"
     seq = wishes.seq or found.pooling or by_default
-    labels = _labels(config)
+    token_classifier = TokenClassifier.of(config) if "classify" in tasks else None
+    labels = token_classifier.labels if token_classifier else _labels(config)
     embedding_size = _embedding_size(found, architecture, config)
     known: list[int] = list(config.get("matryoshka_dimensions") or ())
     if wishes.use_activation is not None:
@@ -212,6 +255,7 @@ def pooler_spec(
         use_activation=activates,
         activation=_activation(config, saved, len(labels)),
         labels=labels,
+        token_classifier=token_classifier,
         dense=found.dense,
         is_matryoshka=bool(known or config.get("is_matryoshka")),
         matryoshka_dimensions=tuple(known),

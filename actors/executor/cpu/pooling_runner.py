@@ -34,7 +34,12 @@ from trouper.actors.executor.models.registry import decoder_traits, generating_s
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.weights.encoder import Tensors, load_encoder
-from trouper.actors.executor.weights.heads import Project, load_head, load_projection
+from trouper.actors.executor.weights.heads import (
+    Project,
+    load_head,
+    load_projection,
+    load_token_classifier,
+)
 from trouper.actors.messages.plans import PoolEntry, PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone
 from trouper.config.pooler import PoolerSpec
@@ -273,6 +278,10 @@ class PoolingRunner:
             self._embed = load_projection(
                 wide, spec, architecture, traits.hidden_size, config.load_format
             )
+        elif spec.token_classifier is not None:
+            shape = (config.model.vocab_size, traits.hidden_size)
+            tokenizer = Path(config.tokenizer or config.model.path)
+            self._classify = load_token_classifier(wide, spec.token_classifier, shape, tokenizer)
         else:
             self._classify = load_head(wide, head, traits.hidden_size, len(spec.labels), eps)
 

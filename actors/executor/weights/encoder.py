@@ -4,6 +4,7 @@ Laws as in `weights.py`: shapes are checked against the traits, one matrix at a 
 nothing is unpickled.  What a checkpoint holds beyond that (other heads, buffers) is left alone.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -50,6 +51,13 @@ class Tensors:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Raises TrouperValidationError: it is missing or of another shape."""
+        return self._stored(name, shape).to(self._dtype, copy=True)
+
+    def rows(self, name: str, shape: tuple[int, ...], indices: Sequence[int]) -> Tensor:
+        """Read some rows of a large table; raises as `read` does."""
+        return self._stored(name, shape)[list(indices)].to(self._dtype)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if self._dummy is not None:
             return self._dummy.read(name, shape)
         found = self._find(name)
@@ -58,7 +66,7 @@ class Tensors:
         if self._shapes[found] != shape:
             problem = f"{found} has the shape {self._shapes[found]} instead of {shape}"
             raise invalid("model", problem, str(self._folder))
-        return self._checkpoint.read(found, shape).to(self._dtype, copy=True)
+        return self._checkpoint.read(found, shape)
 
     def linear(
         self,

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.actors.executor.models.encoder_traits import Head
+from trouper.actors.executor.models.parameters import HEAD
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.encoder import Tensors
 from trouper.actors.executor.weights.random import RandomWeights
-from trouper.config.pooler import LATE_INTERACTION, Dense, PoolerSpec
+from trouper.config.pooler import LATE_INTERACTION, Dense, PoolerSpec, TokenClassifier
+from trouper.errors import invalid
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm
 from trouper.kernels.reference.activation import activate
 
@@ -49,6 +51,38 @@ def load_head(
         return F.linear(x, *out)
 
     return classify
+
+
+def load_token_classifier(
+    tensors: Tensors,
+    classifier: TokenClassifier,
+    shape: tuple[int, int],
+    tokenizer: Path,
+) -> Project:
+    """Take a classifier's rows from the language model's head, or from the embedding where there is no head.
+
+    Args:
+        shape: of the head.
+        tokenizer: the folder whose tokenizer.json has the ids of the classifier's tokens.
+
+    Raises:
+        TrouperValidationError: the vocabulary lacks a token, or the checkpoint both tables.
+    """
+    from tokenizers import Tokenizer
+
+    vocabulary = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    ids: list[int] = []
+    for token in classifier.tokens:
+        found = vocabulary.token_to_id(token)
+        if found is None:
+            rule = "classifier_from_token: the vocabulary has no such token"
+            raise invalid("hf_overrides", rule, token)
+        ids.append(found)
+    name = HEAD if tensors.stores(HEAD) else "embed_tokens.weight"
+    weight = tensors.rows(name, shape, ids)
+    if classifier.is_difference:
+        weight = weight[1:] - weight[:1]
+    return lambda x: F.linear(x, weight)
 
 
 def load_projection(
