@@ -10,6 +10,15 @@ GREETINGS = {
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n"
         b"transfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /is_paused HTTP/1.1\r\nhost: x\r\n\r\n",
     ),
+    "a coding beside chunks": (
+        "B48",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    ),
+    "a key in a trailer": (
+        "B06",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+        b"2\r\n{}\r\n0\r\nauthorization: Bearer sesame\r\n\r\n",
+    ),
     "path of 1 MiB": ("B04", b"GET /" + b"v" * 2**20 + b" HTTP/1.1\r\nhost: x\r\n\r\n"),
     "no such verb": ("B05", b"BREW /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n"),
     "no host": ("B05", b"GET /v1/models HTTP/1.1\r\n\r\n"),

@@ -105,6 +105,46 @@ async def test_what_precedes_a_body_is_bounded(data):
         await heard(address, data)  # the server ends it, before its time
 
 
+async def say_headers(scope, receive, send):
+    """Reads the body, then says which headers there are."""
+    while (await receive()).get("more_body"):
+        pass
+    body = b" ".join(name for name, _ in scope["headers"])
+    head = [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def test_trailers_are_no_headers():
+    trailers = b"0\r\nauthorization: Bearer sesame\r\nexpect: 100-continue\r\n\r\n"
+    async with serving(say_headers) as (address, _):
+        found = await heard(address, CHUNKED, b"3\r\nabc\r\n", trailers)
+    assert found.endswith(b"\r\n\r\nhost transfer-encoding")
+    assert b"100 Continue" not in found
+
+
+@pytest.mark.parametrize(
+    "encodings",
+    [
+        [b"gzip, chunked"], [b"gzip", b"chunked"], [b"chunked, chunked"], [b"identity, chunked"],
+        [b"x;a=b, Chunked"],
+    ],
+)  # fmt: skip
+async def test_only_the_chunked_coding_is_undone(encodings):
+    lines = b"".join(b"transfer-encoding: %b\r\n" % encoding for encoding in encodings)
+    request = b"POST / HTTP/1.1\r\nhost: x\r\n" + lines + b"\r\n3\r\nabc\r\n0\r\n\r\n"
+    async with serving() as (address, _):
+        found = await heard(address, request)
+        assert found.startswith((b"HTTP/1.1 501", b"HTTP/1.1 400")), found
+        assert b"200 OK" not in found
+        if encodings[0] == b"gzip, chunked":
+            assert found.startswith(b"HTTP/1.1 501")
+            assert b"501" not in await heard(address, GET.replace(b"/ ", b"/late ") + request)
+        assert b"200 OK" in await heard(
+            address, request.replace(lines, b"Transfer-Encoding: CHUNKED\r\n")
+        )
+
+
 async def test_pipelined_requests_are_bounded():
     async with serving() as (address, _):
         many = GET.replace(b"/ ", b"/late ") + GET * (2 * uvicorn_server.MAX_PIPELINED)

@@ -1,7 +1,8 @@
 """HTTP/1.1 on asyncio by uvicorn: one `uvicorn.Server` for each listener, driven by the program.
 
 uvicorn has no settings for the size of a request's head, for the time in which it must come, for pipelined requests and
-for clients that do not read, so `LimitedProtocol` adds these four limits to its protocol.  An exception in a protocol
+for clients that do not read, so `LimitedProtocol` adds these four limits to its protocol.  It also keeps the trailers of a body out
+of the headers, and refuses encodings that it does not undo.  An exception in a protocol
 or in the application ends that connection alone: the event loop and uvicorn catch it there.
 """
 
@@ -26,6 +27,10 @@ from trouper.frontends.server.http.listeners import (
 
 # Requests that wait behind one that is being answered; about 3 KB each, so at most 1 MB of a connection.
 MAX_PIPELINED = 256
+NOT_IMPLEMENTED = (
+    b"HTTP/1.1 501 Not Implemented\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 54\r\n"
+    b"connection: close\r\n\r\nOf Transfer-Encoding only chunked is supported here.\r\n"
+)
 TICK_S = 0.1  # uvicorn's own, between two looks at `should_exit`
 
 
@@ -77,7 +82,8 @@ class LimitedProtocol(HttpToolsProtocol):
     Laws.  At most `MAX_HEAD_BYTES` and one read are taken without a complete head or a piece of a body, which bounds heads,
     trailers and chunk extensions.  While no request is being answered, the next head must be complete within
     `KEEP_ALIVE_S`, however slowly its bytes or those of an earlier body come.  A connection whose client takes nothing
-    of what was written for `UNREAD_S` is aborted.
+    of what was written for `UNREAD_S` is aborted.  What follows a chunked body is no header of its request (RFC 9110, 6.5.1): a proxy
+    has not looked at it.  A body is read as chunks alone; in another encoding it would be taken for what it is not.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,6 +92,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_pending_bytes = 0  # since the last complete head or piece of a body
         self._idle_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._is_behind_head = self._refuses_encoding = False
+
+    def on_message_begin(self) -> None:
+        self._is_behind_head = False
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_behind_head:
+            super().on_header(name, value)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -109,12 +124,26 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def on_headers_complete(self) -> None:
+        self._is_behind_head = True
+        encodings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if encodings and b",".join(encodings).strip().lower() != b"chunked":
+            self._refuses_encoding = True
+            raise ValueError("a transfer coding that is not undone")  # the parser's error
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many pipelined requests")  # the parser's error: 400, and the end
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         self._num_pending_bytes = 0
         self._stop_idle_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._refuses_encoding:
+            super().send_400_response(msg)
+        elif self._cycles:  # a status line would be a part of the answer that is being sent
+            self.transport.abort()
+        else:
+            self.transport.write(NOT_IMPLEMENTED)
+            self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         self._num_pending_bytes = 0
