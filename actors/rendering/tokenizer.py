@@ -37,6 +37,7 @@ MAX_CHARACTER_TOKENS = 4
 # From here on a text is encoded as a batch of one, for which the library gives the interpreter away: 500,000
 # characters kept every other thread waiting for 1.7 s.  It costs some 20 µs.
 LONG_TEXT_CHARS = 4096
+MANY_TOKENS = 1024  # that are decoded without the interpreter, too
 
 
 class Tokenizer:
@@ -247,7 +248,10 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) >= MANY_TOKENS:
+            return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def stream(
         self,

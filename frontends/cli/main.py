@@ -92,7 +92,11 @@ def run_line(arguments: list[str] | None = None) -> int:
 def main() -> None:
     """Run the command line of this process and exit."""
     code = run_line()
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # results are lost; the interpreter would try once more
+        output.complain(f"cannot write to stdout: {error.strerror}")
+        os._exit(output.EXIT_CRASH)
     sys.stderr.flush()
     if code > output.EXIT_SIGNALLED:
         # A thread may still be inside a read of stdin, and the interpreter's shutdown would trip over

@@ -10,6 +10,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, runtime_checkable
 
 from trouper.errors import RemoteError, TrouperClientError, UnsupportedFeatureError
+from trouper.frontends.cli.stderr import drop_what_stderr_does_not_take, open_standard_files
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -71,7 +72,9 @@ def complain(message: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Let streams replace characters that they cannot encode, and print warnings as one line."""
+    """Let streams replace characters that they cannot encode, stderr drop what it cannot take, and print warnings as one line."""
+    open_standard_files()
+    drop_what_stderr_does_not_take()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")

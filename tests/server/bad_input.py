@@ -476,6 +476,7 @@ SUITE = {
         Case("tokenize nothing", "/tokenize", b"{}", 400, "invalid_value", "prompt"),
         Case("tokenize both", "/tokenize", b'{"prompt": "x", "messages": []}', 400, "invalid_value", "prompt"),
         Case("detokenize", "/detokenize", b'{"tokens": [-1]}', 400, "invalid_value", "tokens[0]"),
+        Case("detokenize too many", "/detokenize", b'{"tokens": [' + b"1," * 500_000 + b"1]}", 400, "invalid_value", "tokens"),
         Case("detokenize text", "/detokenize", b'{"tokens": "x"}', 400, "invalid_schema", "tokens"),
     ],
 }  # fmt: skip

@@ -68,7 +68,8 @@ def main() -> None:
     files = tuple(map(int, arguments[2:]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
+    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # it may be closed
+        faulthandler.enable()
     end_with_the_engine(control, parent)
     Worker(control, files, place).run()
 
@@ -121,7 +122,7 @@ class Worker:
                 pass
         except BaseException as error:  # noqa: ASYNC103  # a process: the engine is told, and it ends
             self._write(Broken(words := describe_error(error)))
-            if self._is_remote:  # this machine's log says it, too
+            if self._is_remote and sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # this machine's log says it, too
                 sys.stderr.write(f"{words.kind}: {words.message}\n")
             logging.shutdown()
             os._exit(EXIT_BROKEN)

@@ -1,5 +1,6 @@
 """A worker's process on this machine: its start, its last words, and how it has ended."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -109,7 +110,9 @@ class WorkerProcess:
             for line in lines:
                 text = line.decode(errors="replace").rstrip("\n")
                 self._lines.append(text)
-                sys.stderr.write(f"{self._name}: {text}\n")
+                # The program that this is a part of may have no stderr; the worker's pipe is read all the same.
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    sys.stderr.write(f"{self._name}: {text}\n")
 
 
 def _oom_events() -> Path | None:

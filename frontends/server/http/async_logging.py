@@ -13,11 +13,19 @@ MAX_LINES = 10_000  # that wait to be written; later ones are dropped
 
 
 class _Dropping(QueueHandler):
+    """Passes lines on to the writer; those for which there is no room are dropped and counted, in a line that follows."""
+
+    _num_dropped = 0
+
     def enqueue(self, record: logging.LogRecord) -> None:
         try:
+            if self._num_dropped:
+                words = f"{self._num_dropped} lines were dropped: stderr is not read fast enough"
+                self.queue.put_nowait(logging.makeLogRecord({"msg": words, "name": record.name}))
+                self._num_dropped = 0
             self.queue.put_nowait(record)
         except Full:
-            pass
+            self._num_dropped += 1
 
 
 @contextmanager

@@ -53,14 +53,24 @@ async def tokenize(service: Service, context: RequestContext, request: TokenizeR
 
 async def detokenize(service: Service, context: RequestContext, request: DetokenizeRequest) -> None:
     service.check_model(request.model)
-    tokenizer = _tokenizer(service)
-    for i, id in enumerate(request.tokens):
-        if not 0 <= id < service.config.model.vocab_size:
-            raise invalid(f"tokens[{i}]", f"must be in [0, {service.config.model.vocab_size})", id)
+    tokenizer, most = _tokenizer(service), service.config.max_model_len
+    if len(request.tokens) > most:
+        raise invalid("tokens", f"at most {most} tokens (max_model_len)", len(request.tokens))
     text = await anyio.to_thread.run_sync(
-        tokenizer.decode, request.tokens, False, limiter=service.threads
+        _text_of,
+        tokenizer,
+        request.tokens,
+        service.config.model.vocab_size,
+        limiter=service.threads,
     )
     await context.send_json({"prompt": text})
+
+
+def _text_of(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
+    for i, id in enumerate(ids):
+        if not 0 <= id < vocab_size:
+            raise invalid(f"tokens[{i}]", f"must be in [0, {vocab_size})", id)
+    return tokenizer.decode(ids, False)
 
 
 async def tokenizer_info(service: Service, context: RequestContext, _: None) -> None:
