@@ -98,7 +98,7 @@ def test_a_file_has_the_options_of_the_server_and_the_command_line_wins(monkeypa
                 default_chat_template_kwargs={"enable_thinking": False},
             ),
             EngineArgs(
-                "folder", max_model_len="8k", max_num_seqs=4, enable_prefix_caching=False,
+                "folder", max_model_len="8k", max_num_seqs=4, max_step_ms=None, enable_prefix_caching=False,
                 cudagraph_capture_sizes=[1, 2],
             ),
         )

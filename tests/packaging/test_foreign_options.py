@@ -11,7 +11,7 @@ from trouper import EngineArgs
 from trouper.config.vllm_options import EQUIVALENT, NOT_IMPLEMENTED
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli import output, serve
-from trouper.frontends.cli.foreign import FOR_ENGINE
+from trouper.frontends.cli.foreign import FOR_ENGINE, settle
 from trouper.frontends.cli.foreign_options import (
     COMMANDS,
     OTHERS,
@@ -153,6 +153,10 @@ def test_a_name_with_a_few_letters_in_common_is_no_suggestion(capsys):
 def test_words_behind_two_dashes_and_values_are_left_alone(monkeypatch, capsys):
     assert run_line(["generate", "--max-tokens", "2", "--stop", "-ngl", "--", "-ngl"]) == 0
     assert capsys.readouterr().out.startswith("-ngl")
+
+
+def test_a_word_may_be_the_name_of_an_argument():
+    assert settle(GROUP.commands["score"].params, ["query", "a"]) == (["query", "a"], {})
 
 
 def test_the_tables_name_options_that_there_are_and_shadow_none():
