@@ -75,6 +75,8 @@ class VirtualClient(msgspec.Struct):
     priority: int = 0
     is_stream: bool = True
     tokens_s: list[float] = []
+    expected_s: float = 0.0  # to its first token, as foretold; 0: it was not
+    is_least: bool = False  # a lower bound
 
     @property
     def first_token_s(self) -> float:
@@ -142,7 +144,7 @@ class VirtualRun:
         self._noise, self._dice = noise, random.Random(seed)
         self._on_plan = on_plan
         self._out: deque[tuple[StepPlan, float, float]] = deque()  # with its end and its seconds
-        self._now = self._free_at = 0.0
+        self._now = self._free_at = self._eldest_s = 0.0
         self._steps: list[tuple[float, float]] = []
         for client in clients:
             client.tokens_s = []
@@ -154,11 +156,15 @@ class VirtualRun:
             arrival_s = coming[0][1].arrival_s if coming else math.inf
             answer_s = self._out[0][1] if self._out else math.inf
             self._now = min(arrival_s, answer_s)
+            newcomer: int | None = None
             if arrival_s <= answer_s:
-                self._policy.admit(admission(*coming.popleft()))
+                newcomer, client = coming.popleft()
+                self._policy.admit(admission(newcomer, client))
             else:
                 self._answer()
             self._plan()
+            if newcomer is not None:
+                self._foretell(newcomer)
             self._take_outputs()
         return Played(self._now, self._clients, self._steps)
 
@@ -170,14 +176,24 @@ class VirtualRun:
             begin = max(self._now, self._free_at)
             if begin > self._free_at:
                 begin += ROUND_TRIP_S
+            if not self._out:
+                self._eldest_s = self._now
             self._free_at = begin + seconds
             self._out.append((plan, self._free_at, seconds))
 
     def _answer(self) -> None:
         plan, _, seconds = self._out.popleft()
+        self._eldest_s = self._now
         self._steps.append((self._policy.in_flight[0].estimate_s, seconds))
         tokens = tuple((TOKEN,) * wanted for wanted in plan.num_sampled_tokens)
         self._policy.apply(StepDone(plan.step, tokens, seconds=seconds))
+
+    def _foretell(self, number: int) -> None:
+        id = RequestId(SequenceId(number))
+        expected = self._policy.foretell(id, self._now - self._eldest_s)
+        if expected is not None:
+            client = self._clients[number]
+            client.expected_s, client.is_least = expected.seconds, expected.is_least
 
     def _take_outputs(self) -> None:
         news = self._policy.take_outputs()

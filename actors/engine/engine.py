@@ -208,12 +208,14 @@ class Engine:
         add_special_tokens: bool | None = None,
         max_text_tokens: tuple[int | None, ...] = (),
         data_parallel_rank: int | None = None,
+        key: str = "",
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
         """Return a pooling request as an async iterator of one output.
 
         Args:
             max_text_tokens: the most of the text, or of each of a pair, that is read; special tokens are not counted.
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
+            key: names a client; texts of different ones have equal parts of the steps.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not PoolingParams.
@@ -232,6 +234,7 @@ class Engine:
             add_special_tokens=add_special_tokens,
             max_text_tokens=max_text_tokens,
             data_parallel_rank=data_parallel_rank,
+            key=key,
         )
         return Generation(self.requests, request_id, params.clone(), render, arrival_time)
 

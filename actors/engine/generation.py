@@ -16,7 +16,7 @@ import anyio.lowlevel
 from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.requests import Render
-from trouper.actors.replies.slot import Slot
+from trouper.actors.replies.slot import ExpectedToken, Slot
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
@@ -197,6 +197,11 @@ class Generation(Generic[Output]):
         except BaseException:
             self.close()
             raise
+
+    async def expected(self) -> ExpectedToken | None:
+        """Wait until the first token is foretold; None: there is something to read, or the request has ended, before that."""
+        await self.prepare()
+        return await self.open().wait_foretold()
 
     async def __aenter__(self) -> Self:
         await anyio.lowlevel.checkpoint()

@@ -25,12 +25,22 @@ class SequenceTokens(msgspec.Struct, frozen=True):
     replica: int = 0  # that has computed them
 
 
+class Expected(msgspec.Struct, frozen=True):
+    """The time that a request will have its first token, as foretold when the scheduler took it in."""
+
+    id: SequenceId  # of its first sequence
+    seconds: float
+    is_least: bool = False  # a lower bound: what comes later may go first
+    error: float | None = None  # relative, that nine of ten are within; None: not known yet
+
+
 class StepTokens(msgspec.Struct, frozen=True):
     """Scheduler → Detokenizer: all outputs of one turn of the scheduler, in one message."""
 
     sequences: tuple[SequenceTokens, ...]
     started: tuple[SequenceId, ...] = ()  # sequences that took a device row, for their statistics
     answers: tuple[Promise[None], ...] = ()  # to deliver when these outputs have been handed over
+    expected: tuple[Expected, ...] = ()  # of requests that were taken in
 
 
 class Stop(msgspec.Struct, frozen=True):

@@ -90,7 +90,7 @@ class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     arrival_time: float = 0.0
     data_parallel_rank: int | None = None
-    key: str = ""  # as of an `Admit`
+    key: str = ""  # as of a `Render`
 
 
 class Abort(msgspec.Struct, frozen=True):

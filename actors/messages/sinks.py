@@ -64,6 +64,9 @@ class GenerationSink(ReplySink, Protocol):
     def start(self, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> None:
         """Note the rendered prompt."""
 
+    def note_expected(self, seconds: float, *, is_least: bool, error: float | None) -> None:
+        """Note when the first token is expected, as an `Expected` says."""
+
     def note_cached_tokens(self, num_cached_tokens: int) -> None:
         """Note how many prompt tokens the prefix cache held."""
 

@@ -44,6 +44,13 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     # It takes new requests: the device is there, and no search for a culprit goes first.
     is_available: bool = True
     num_lost_tokens: int = 0  # computed, and lost with the device's memory: they are computed again
+    step_prompt_budget_s: float = 0.0  # of the last step with prompts; 0: none is set
+    num_overdue_tokens: int = (
+        0  # of prompts that would be finished by now if all were computed at once
+    )
+    num_turns_passed: int = 0  # starts before one whose turn it was, and that found no room
+    num_first_turn_tokens: int = 0  # prompt tokens of the first in the order of a step
+    num_other_turn_tokens: int = 0
 
 
 def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
@@ -60,6 +67,7 @@ def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
         **sums,
         kv_cache_usage=sum(part.kv_cache_usage for part in parts) / len(parts),
         adapters=_all_adapters(adapters) if adapters else None,
+        step_prompt_budget_s=max(part.step_prompt_budget_s for part in parts),
         is_device_lost=all(part.is_device_lost for part in parts),
         is_device_failed=all(part.is_device_failed for part in parts),
         is_available=any(part.is_available for part in parts),
@@ -78,6 +86,8 @@ class StepStats(msgspec.Struct, frozen=True):
     num_tokens: int
     replica: int = 0
     grammar: tuple[GrammarWork, ...] = ()  # of each step with one, at most `max_steps_in_flight`
+    step_time_ratios: tuple[float, ...] = ()  # estimated to measured, of each step with a prompt
+    first_token_ratios: tuple[float, ...] = ()  # foretold to true, of each that has come
 
 
 class GrammarStats(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from trouper.actors.messages.grammar import GrammarWork
 from trouper.actors.messages.results import DeviceBack, DeviceLost
-from trouper.actors.messages.stats import GrammarStats, OutputStats, SchedulerStats
+from trouper.actors.messages.stats import GrammarStats, OutputStats, SchedulerStats, StepStats
 from trouper.actors.observability.distribution import Distribution
 from trouper.actors.observability.replica_metrics import (
     HISTOGRAM_TEXTS,
@@ -56,9 +56,9 @@ class Metrics(Collector):
         """Requests whose end has been counted."""
         return sum(replica.num_ended for replica in self._replicas)
 
-    def note_step(self, num_tokens: int, replica: int = 0) -> None:
+    def note_step(self, stats: StepStats) -> None:
         """Count one iteration of a replica's scheduler."""
-        self._replicas[replica].note_step(num_tokens)
+        self._replicas[stats.replica].note_step(stats)
 
     def note_grammar(self, stats: GrammarStats) -> None:
         """Count a grammar that a request brought; it is compiled in front of the replicas, and counts as the first one's."""

@@ -172,9 +172,9 @@ class Observer:
 
 def _count(message: StepStats | GrammarStats | DeviceLost | DeviceBack, metrics: Metrics) -> None:
     match message:
-        case StepStats(num_tokens, replica, grammar):
-            metrics.note_step(num_tokens, replica)
-            metrics.note_grammar_work(grammar, replica)
+        case StepStats():
+            metrics.note_step(message)
+            metrics.note_grammar_work(message.grammar, message.replica)
         case GrammarStats():
             metrics.note_grammar(message)
         case DeviceLost():

@@ -5,7 +5,13 @@ from typing import NamedTuple, get_args
 
 from trouper.actors.messages.grammar import GrammarWork
 from trouper.actors.messages.results import DeviceBack, DeviceLost, LossCause
-from trouper.actors.messages.stats import GrammarStats, OutputStats, RequestEnded, SchedulerStats
+from trouper.actors.messages.stats import (
+    GrammarStats,
+    OutputStats,
+    RequestEnded,
+    SchedulerStats,
+    StepStats,
+)
 from trouper.actors.observability.distribution import Distribution, one_two_five
 
 LATENCY_S = (
@@ -22,6 +28,7 @@ ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 163
 COMPILE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 MASK_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 PAUSE_S = (0.5, 1, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
+RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5, 2, 4)
 SMALL_COUNTS = (1, 2, 5, 10, 20)
 PREEMPTION_COUNTS = (1, 2, 3, 4, 5, 10, 20)
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -49,6 +56,8 @@ HISTOGRAM_TEXTS = {
     "grammar_mask_seconds": "Time of one step to follow its grammars and fill their masks.",
     "worker_pause_seconds": "Time from a loss of the workers until they took plans again.",
     "e2e_request_latency_seconds": "Time from a request's arrival to its end.",
+    "step_time_error_ratio": "Estimated over measured time of a step with a prompt.",
+    "first_token_error_ratio": "Expected over true time from a request's admission to its first token.",
 }
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
@@ -91,9 +100,11 @@ class ReplicaMetrics:
         """Requests whose end has been counted."""
         return sum(self._ended.values())
 
-    def note_step(self, num_tokens: int) -> None:
+    def note_step(self, stats: StepStats) -> None:
         """Count one iteration of the scheduler."""
-        self._observe("iteration_tokens_total", num_tokens)
+        self._observe("iteration_tokens_total", stats.num_tokens)
+        self.histograms["step_time_error_ratio"].observe_all(stats.step_time_ratios)
+        self.histograms["first_token_error_ratio"].observe_all(stats.first_token_ratios)
 
     def note_grammar(self, stats: GrammarStats) -> None:
         """Count a grammar that a request brought."""
@@ -191,6 +202,16 @@ class ReplicaMetrics:
             "num_requests_waiting_by_reason", "Sequences that wait to run, by reason.",
             keyed(waiting_by), ("reason",),
         )  # fmt: skip
+        yield Number(
+            "step_prompt_budget_seconds",
+            "Time of prompt work in the last step with a prompt; 0 where steps have no limit.",
+            {(): stats.step_prompt_budget_s},
+        )
+        yield Number(
+            "fluid_lag_tokens",
+            "Tokens of prompts that would be finished by now if all were computed at once.",
+            {(): stats.num_overdue_tokens},
+        )
         yield Number("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", {(): stats.kv_cache_usage})
         yield Number(
             "engine_sleep_state", "1 for the sleep state of the engine; none is 1 in a mere pause.",
@@ -234,6 +255,11 @@ class ReplicaMetrics:
             ),
             ("generation_tokens", "Tokens sampled.", stats.num_generation_tokens),
             (
+                "prompt_turns_passed",
+                "Starts before a request whose turn it was, and that found no room.",
+                stats.num_turns_passed,
+            ),
+            (
                 "prefix_cache_queries",
                 "Tokens looked up in the KV cache.",
                 stats.prefix_cache_queries,
@@ -248,6 +274,11 @@ class ReplicaMetrics:
             ),
         ):
             yield Number(name, text, {(): value}, is_counter=True)
+        by_turn = {"first": stats.num_first_turn_tokens, "other": stats.num_other_turn_tokens}
+        yield Number(
+            "prompt_tokens_by_turn", "Prompt tokens, by the turn of their request in a step.",
+            keyed(by_turn), ("turn",), is_counter=True,
+        )  # fmt: skip
         yield Number(
             "prompt_tokens_by_source", "Prompt tokens, by source.", keyed(by_source), ("source",),
             is_counter=True,
@@ -303,6 +334,8 @@ def _histogram_bounds(max_model_len: int) -> Iterator[tuple[str, tuple[float, ..
         yield f"request_{name}_time_seconds", LATENCY_S
     yield "e2e_request_latency_seconds", LATENCY_S
     yield "worker_pause_seconds", PAUSE_S
+    yield "step_time_error_ratio", RATIOS
+    yield "first_token_error_ratio", RATIOS
     yield "grammar_compile_seconds", COMPILE_S
     yield "grammar_mask_seconds", MASK_S
 

@@ -132,6 +132,11 @@ class Detokenizer:
         for id in message.started:
             if (sequence := self._sequences.get(id)) is not None:
                 self._stats.note_start(sequence.request.slot.stats, now)
+        for expected in message.expected:
+            if (sequence := self._sequences.get(expected.id)) is not None:
+                sequence.request.slot.note_expected(
+                    expected.seconds, is_least=expected.is_least, error=expected.error
+                )
         for update in message.sequences:
             work += _work(update)
             if work > WORK_PER_TURN:

@@ -88,6 +88,7 @@ class PoolingPrompts(Prompts):
                 priority=message.priority,
                 arrival_time=message.arrival_time,
                 data_parallel_rank=message.data_parallel_rank,
+                key=message.key,
             ),
         )
 

@@ -7,7 +7,7 @@ else.  The output with `finished=True` is handed out exactly once.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -40,6 +40,14 @@ class Once:
         await self._event.wait()
 
 
+class ExpectedToken(NamedTuple):
+    """The time to the first token, as it was foretold when the request was taken in."""
+
+    seconds: float
+    is_least: bool  # a lower bound
+    error: float | None  # relative, that nine of ten are within; None: not known yet
+
+
 class Slot(ABC, Generic[Output]):
     """Cell between one request's reader and the actors that write it: the frontend opens and closes it, actors borrow it.
 
@@ -70,6 +78,8 @@ class Slot(ABC, Generic[Output]):
         self._woken: anyio.Event | None = None  # for the tasks that wait
         self._rendered = Once()
         self._over = Once()
+        self.expected: ExpectedToken | None = None
+        self._foretold = Once()  # something is expected, or there is something to read
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "aborted" if self.is_aborted else "open"
@@ -165,6 +175,17 @@ class Slot(ABC, Generic[Output]):
             await anyio.lowlevel.checkpoint()  # a prompt rendered alone has not waited
             raise self._error
 
+    def note_expected(self, seconds: float, *, is_least: bool, error: float | None) -> None:
+        """Note when the first token is expected."""
+        self.expected = ExpectedToken(seconds, is_least, error)
+        self._foretold.set()
+
+    async def wait_foretold(self) -> ExpectedToken | None:
+        """Wait until the first token is foretold; None: it is there, or the request has ended, before that."""
+        if not self._is_ready and self._error is None:
+            await self._foretold.wait()
+        return self.expected
+
     async def wait_over(self) -> None:
         """Wait until nothing will be written any more, read or not."""
         await self._over.wait()
@@ -193,11 +214,13 @@ class Slot(ABC, Generic[Output]):
         self.count_prefill(0)
         self._rendered.set()
         self._over.set()
+        self._foretold.set()
         on_over, self.on_over = self.on_over, None
         if on_over is not None:
             on_over()
 
     def _wake_reader(self) -> None:
+        self._foretold.set()
         if self._woken is not None:
             self._woken.set()
             self._woken = None

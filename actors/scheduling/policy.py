@@ -25,13 +25,14 @@ Laws:
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.identifiers import RequestId, SequenceId
-from trouper.actors.messages.outputs import StepTokens
+from trouper.actors.messages.outputs import Expected, StepTokens
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import DeviceLost, EntryFailure, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.scheduling.bisection import FaultBisection
+from trouper.actors.scheduling.first_token import foretell
 from trouper.actors.scheduling.grammar_ledger import MAX_DEATHS
 from trouper.actors.scheduling.in_flight import InFlightStep, InFlightSteps
 from trouper.actors.scheduling.kv_blocks import KVBlocks
@@ -147,6 +148,7 @@ class Policy:
             num_draft_tokens=self._lookahead.num_draft_tokens,
             num_accepted_tokens=self._lookahead.num_accepted_tokens,
             num_lost_tokens=running.num_lost_tokens,
+            **({} if self.turns is None else self.turns.statistics()),
             is_device_lost=self.is_device_lost,
             is_device_failed=self.has_device_failed,
             is_available=self.is_available,
@@ -204,6 +206,26 @@ class Policy:
     def evacuate(self, *, only_fresh: bool = False) -> list[Request]:
         """Give up the requests that have nothing on the device, for other replicas; those in question stay."""
         return self.table.take_out(self._quarantine.requests, only_fresh=only_fresh)
+
+    def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
+        """Foretell the first token of a request that has none; None: nothing is known, or nothing is planned now.
+
+        Args:
+            elapsed_s: since the eldest plan in flight became the eldest.
+        """
+        sequence = self.table.sequences.get(SequenceId(id))
+        if self.turns is None or sequence is None or sequence.output:
+            return None
+        if self.is_device_lost or self.pause is not Pause.NONE or self.is_searching:
+            return None
+        self.turns.settle()
+        flights = [step.estimate_s for step in self.in_flight if not step.is_cancelled]
+        found = foretell(self.turns, sequence, flights, elapsed_s)
+        return None if found is None else Expected(sequence.id, *found)
+
+    def take_ratios(self) -> tuple[float, ...]:
+        """Take the ratios of estimated to measured time of the steps since the last call."""
+        return () if self.turns is None else self.turns.take_ratios()
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored.

@@ -24,7 +24,7 @@ import msgspec
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.identifiers import RequestId, SequenceId
-from trouper.actors.messages.outputs import Pooled, PooledRequest
+from trouper.actors.messages.outputs import Expected, Pooled, PooledRequest
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
@@ -206,6 +206,14 @@ class PoolingPolicy:
     def work(self) -> tuple[int, int]:
         """Count the tokens that are not computed, and the unfinished requests."""
         return self._num_open_tokens, len(self.unfinished)
+
+    def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
+        """Return None: a text has one result and no first token."""
+        return None
+
+    def take_ratios(self) -> tuple[float, ...]:
+        """Return nothing: no time of a step is estimated."""
+        return ()
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""

@@ -13,6 +13,7 @@ Laws:
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import StepPlan
@@ -49,6 +50,8 @@ class PromptTurns:
         self._is_fcfs = config.policy == "fcfs"
         self._arrivals = table.waiting.keep_arrivals()
         self.num_passed = 0  # starts before one that came first in the order
+        self.num_first_tokens = self.num_other_tokens = 0  # of the first in the order of a step
+        self._ratios: list[float] = []  # estimated to measured, until they are taken
 
     def __repr__(self) -> str:
         return f"<PromptTurns {self.fluid!r}, {self.times!r}>"
@@ -57,6 +60,24 @@ class PromptTurns:
     def has_prompts(self) -> bool:
         """Whether a prompt runs or waits."""
         return bool(self._arrivals or self.fluid.open)
+
+    def statistics(self) -> dict[str, Any]:
+        """Describe the state in numbers, by the names of `SchedulerStats`."""
+        return {
+            "step_prompt_budget_s": self.budget.last_s,
+            "num_overdue_tokens": self.fluid.num_overdue_tokens,
+            "num_turns_passed": self.num_passed,
+            "num_first_turn_tokens": self.num_first_tokens,
+            "num_other_turn_tokens": self.num_other_tokens,
+        }
+
+    def take_ratios(self) -> tuple[float, ...]:
+        """Take the ratios of estimated to measured time of the steps with a prompt since the last call."""
+        if not self._ratios:
+            return ()
+        ratios = tuple(self._ratios)
+        self._ratios.clear()
+        return ratios
 
     def note_undone(self, sequence: Sequence) -> None:
         """A running sequence goes back to what is computed: it has these tokens to compute again."""
@@ -127,6 +148,10 @@ class PromptTurns:
                 starting.start(sequence)
             builder.max_count = before
             if len(builder.sequences) > num_entries and builder.sequences[-1] is sequence:
+                if filling.has_any:
+                    self.num_other_tokens += builder.counts[-1]
+                else:
+                    self.num_first_tokens += builder.counts[-1]
                 filling.note(sequence, builder.counts[-1])
 
     def note_plan(self, builder: StepBuilder) -> None:
@@ -146,11 +171,25 @@ class PromptTurns:
         if self.times.is_known:
             record.estimate_s = self.times.seconds(record.work)
 
+    def start_of(self, job: Job) -> int:
+        """Return the first position that a job has still to compute."""
+        return _known(self._table.sequences[job.id]) - job.num_tokens
+
+    def prompt_s(self, rows: list[Sequence]) -> float | None:
+        """Return the seconds of prompt work of a step that has these rows; None: nothing is known yet."""
+        final_only = RequestOutputKind.FINAL_ONLY
+        has_streams = any(row.request.admit.params.output_kind != final_only for row in rows)
+        context = sum(row.num_computed for row in rows)
+        work = StepWork(0, 0, len(rows), 0.0, context)
+        return self.budget.prompt_s(work, has_streams=has_streams)
+
     def note_step(self, record: InFlightStep, seconds: float) -> None:
         """Take what a step has taken; 0: the device does not say."""
         if seconds > 0 and record.work is not None:
             self.budget.note_step(seconds)
             self.times.note(record.work, seconds)
+            if record.work.has_chunk and record.estimate_s:
+                self._ratios.append(record.estimate_s / seconds)
 
     def _prompt_s(self, builder: StepBuilder) -> float | None:
         counts, starts = builder.counts, [s.num_computed for s in builder.sequences]
@@ -199,7 +238,7 @@ class _Filling:
         self._cuts = turns._config.enable_chunked_prefill
         self._left_s = math.inf if prompt_s is None else prompt_s
         self._most = FIRST_CHUNKS[turns.times.num_chunks % 2] if prompt_s is None else 0
-        self._has_any = self._has_end = self._is_short = False
+        self.has_any = self._has_end = self._is_short = False
         self.is_over = False
 
     def count(self, start: int, num_left: int) -> int:
@@ -209,19 +248,19 @@ class _Filling:
         self._is_short = num_left > most
         if not self._cuts:  # the first goes in any case, for a whole prompt has no smaller part
             fits = num_left <= builder.budget or num_left > builder.capacity
-            return num_left if fits and not (self._is_short and self._has_any) else 0
+            return num_left if fits and not (self._is_short and self.has_any) else 0
         most = min(most, builder.budget, builder.max_count)
         if num_left <= most:
             return num_left
         if self._has_end:
             return 0
         count = min(max(CHUNK_GRAIN, most // CHUNK_GRAIN * CHUNK_GRAIN), builder.budget)
-        return count if count >= MIN_CHUNK or not self._has_any else 0
+        return count if count >= MIN_CHUNK or not self.has_any else 0
 
     def note(self, sequence: Sequence, count: int) -> None:
         start = sequence.num_computed
         self._left_s -= self._times.cost(start, count)
-        self._has_any = True
+        self.has_any = True
         is_end = start + count == _known(sequence)
         self._has_end |= is_end
         self.is_over = self._is_short and not is_end

@@ -8,9 +8,10 @@ for many steps beside everything the renderers may send.
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, TypeVar, assert_never
+from typing import Any, Generic, TypeVar, assert_never, cast
 
 import anyio
+import msgspec
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -23,8 +24,9 @@ from trouper.actors.messages.controls import (
     Step,
 )
 from trouper.actors.messages.grammar import GrammarReady, GrammarWork
+from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
-from trouper.actors.messages.outputs import Stop
+from trouper.actors.messages.outputs import Expected, StepTokens, Stop
 from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Abort, Admit, AdmitPooling
 from trouper.actors.messages.results import (
@@ -39,6 +41,7 @@ from trouper.actors.messages.results import (
 from trouper.actors.messages.stats import SchedulerStats, StepStats
 from trouper.actors.runtime.future import Future
 from trouper.actors.runtime.reporter import Reporter
+from trouper.actors.scheduling.first_token import FirstTokens
 from trouper.actors.scheduling.probes import Probes
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
@@ -87,6 +90,10 @@ class Scheduler(Generic[OutputsT]):
         self._steps: list[Promise[None]] = []
         self._pauses: list[SetPause] = []  # not in full effect yet
         self._probes = Probes()
+        self._admitted: list[RequestId] = []  # in this turn
+        self._first_tokens = FirstTokens()
+        # By replica: when the eldest plan in flight became the eldest.
+        self._eldest_s = [0.0] * len(self._executors)
 
     def statistics(self) -> SchedulerStats:
         """Describe the state in numbers, of all replicas together."""
@@ -123,7 +130,7 @@ class Scheduler(Generic[OutputsT]):
                     self._plan()
                 self._prepare_grammars()
                 answers = self._due_answers()
-                outputs = self.policy.take_outputs(answers)
+                outputs = self._with_expected(self.policy.take_outputs(answers))
                 self._report()
                 if outputs is not None:
                     try:  # a wait, and so a turn of the loop, only where there is no room
@@ -147,6 +154,7 @@ class Scheduler(Generic[OutputsT]):
                 self._note_event(replica, event)
             case Admit() | AdmitPooling():
                 policy.admit(message)
+                self._admitted.append(message.id)
             case Abort(id):
                 policy.abort(id)
             case Stop(ids):
@@ -187,6 +195,7 @@ class Scheduler(Generic[OutputsT]):
             DeviceStartError: no replica is left.
         """
         policy, replicas = self._policies[replica], self._replicas
+        self._eldest_s[replica] = anyio.current_time()
         match event:
             case StepDone() | PoolDone():
                 policy.apply(event)
@@ -244,10 +253,13 @@ class Scheduler(Generic[OutputsT]):
         """Plan for all replicas as long as there is something to plan; when stepped, once for each."""
         while not self._is_stepped or self._num_plans_due > 0 or self._pauses:
             has_planned = False
-            for policy, executor in zip(self._policies, self._executors, strict=True):
+            for replica, executor in enumerate(self._executors):
+                policy = self._policies[replica]
                 plan = policy.plan()
                 if plan is not None:
                     has_planned = True
+                    if policy.num_steps_in_flight == 1:
+                        self._eldest_s[replica] = anyio.current_time()
                     executor.send_nowait(plan)
             if not has_planned:
                 break
@@ -260,10 +272,37 @@ class Scheduler(Generic[OutputsT]):
             if (order := policy.next_grammar()) is not None:
                 executor.send_nowait(order)
 
+    def _with_expected(self, outputs: OutputsT | None) -> OutputsT | None:
+        """Compare what has come with what was foretold of it, and foretell the first tokens of the requests of this turn."""
+        now, first_tokens = anyio.current_time(), self._first_tokens
+        if len(first_tokens) and isinstance(outputs, StepTokens):
+            ids = ((update.id, bool(update.token_ids)) for update in outputs.sequences)
+            first_tokens.compare(ids, now)
+        if not self._admitted:
+            return outputs
+        found: list[Expected] = []
+        for id in self._admitted:
+            for replica, policy in enumerate(self._policies):
+                expected = policy.foretell(id, now - self._eldest_s[replica])
+                if expected is not None:
+                    expected = msgspec.structs.replace(expected, error=first_tokens.error)
+                    first_tokens.note(expected, now)
+                    found.append(expected)
+        self._admitted.clear()
+        if not found:
+            return outputs
+        tokens = StepTokens(()) if outputs is None else outputs
+        assert isinstance(tokens, StepTokens), "texts that are pooled have no first token"
+        return cast("OutputsT", msgspec.structs.replace(tokens, expected=tuple(found)))
+
     def _report(self) -> None:
+        ratios = self._first_tokens.take_ratios()
         for replica, policy in enumerate(self._policies):
             num_tokens = policy.num_tokens - self._num_reported[replica]
-            stats = StepStats(num_tokens, replica, self._grammar_work[replica])
+            stats = StepStats(
+                num_tokens, replica, self._grammar_work[replica], policy.take_ratios(), ratios
+            )
+            ratios = ()  # what is foretold is of all replicas together
             if num_tokens and self._reporter.report(stats):
                 self._num_reported[replica] += num_tokens
             self._grammar_work[replica] = ()

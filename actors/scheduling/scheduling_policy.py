@@ -5,6 +5,7 @@ from typing import Protocol, TypeVar
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.identifiers import RequestId, SequenceId
+from trouper.actors.messages.outputs import Expected
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
@@ -49,6 +50,18 @@ class SchedulingPolicy(Protocol[OutputsT]):
 
     def admit(self, admit: Admit | AdmitPooling) -> None:
         """Queue a new request."""
+
+    def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
+        """Foretell the first token of a request that has none; None: nothing is known, or nothing is planned now.
+
+        Args:
+            elapsed_s: since the eldest plan in flight became the eldest.
+        """
+        ...
+
+    def take_ratios(self) -> tuple[float, ...]:
+        """Take the ratios of estimated to measured time of the steps with a prompt since the last call."""
+        ...
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""

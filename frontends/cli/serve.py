@@ -76,6 +76,10 @@ class ServerOptions:
         Literal["asyncio", "trio"],
         _server("Event loop: asyncio under uvicorn, or trio under hypercorn."),
     ] = "asyncio"
+    disable_server_timing: Annotated[
+        bool,
+        _server("Leave out the header Server-Timing, which says when a first token is expected."),
+    ] = False
     request_timeout: Annotated[
         float, _server("Seconds that a request may take in all.", min=0.001)
     ] = 600.0  # fmt: skip
@@ -399,6 +403,7 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         max_waiting_tokens=options.max_waiting_tokens,
         max_queue_delay_s=options.max_queue_delay,
         request_timeout_s=options.request_timeout,
+        has_timing=not options.disable_server_timing,
         max_body=options.max_body,
         max_body_memory=options.max_body_memory,
         body_timeout_s=options.body_timeout,

@@ -183,6 +183,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         max_text_tokens: tuple[int | None, ...] = (),
         data_parallel_rank: int | None = None,
+        key: str = "",
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
         """Return one pooling request as an async iterator of one output, to be used like `generate`'s.
 
@@ -190,6 +191,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             pooling_params: None, or no task in it, takes the engine's default.
             max_text_tokens: the most of the text, or of each of a pair, that is read; special tokens are not counted.
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
+            key: names a client; texts of different ones have equal parts of the steps, where `max_step_ms` is not 0.
 
         Raises:
             TypeError: `request_id` is not a string, or `pooling_params` not PoolingParams.
@@ -201,7 +203,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             make = partial(
                 self.encode, prompt, pooling_params, request_id,
                 arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs, priority=priority,
-                max_text_tokens=max_text_tokens, data_parallel_rank=data_parallel_rank,
+                max_text_tokens=max_text_tokens, data_parallel_rank=data_parallel_rank, key=key,
             )  # fmt: skip
             return cast("Any", StartingGeneration(self._start_itself, make))
         return self.engine.encode(
@@ -212,6 +214,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             arrival_time=arrival_time,
             max_text_tokens=max_text_tokens,
             data_parallel_rank=data_parallel_rank,
+            key=key,
             **tokenization_options(tokenization_kwargs),
         )
 

@@ -67,6 +67,7 @@ class Scorer:
         name: str | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        key: str = "",
         options: dict[str, Any] | None = None,
         run: Run | None = None,
         max_tokens_per_query: int | None = None,
@@ -88,6 +89,7 @@ class Scorer:
         self._how: dict[str, Any] = {
             "priority": priority,
             "data_parallel_rank": data_parallel_rank,
+            "key": key,
             "tokenization_kwargs": options,
         }
         self._most = (max_tokens_per_query, max_tokens_per_doc)

@@ -10,6 +10,7 @@ import msgspec
 
 from trouper.actors.observability.metrics import LIMITS
 from trouper.actors.rendering.text import template_text
+from trouper.actors.replies.slot import ExpectedToken
 from trouper.config.resolve import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError
 from trouper.frontends.dialects.answer_format import AnswerFormat
@@ -49,6 +50,9 @@ MIN_SPARE_SLOTS = 2  # in the engine's own queue, so that a slot is taken again 
 BODIES = 8  # × max_body: the budget of all bodies under way
 PROOF_S = 1.0  # how long a round trip proves that the next would succeed
 PROBE_S = 5.0  # how long it may take
+
+
+UNMEETABLE = "deadline_unmeetable"
 
 
 class Service:
@@ -347,6 +351,33 @@ class Service:
         refusal.headers = ((b"connection", b"close"),)
         return refusal
 
+    async def foretell(
+        self, context: RequestContext, generation: "Generation[Any]"
+    ) -> ExpectedToken | None:
+        """Wait until the engine has foretold the first token of a request, and put that into the head of the answer.
+
+        Raises:
+            HTTPError: it cannot come before the deadline that the client has set.
+        """
+        has_deadline = context.header(b"x-request-timeout-ms") is not None
+        if self.config.pooler is not None or not (self.settings.has_timing or has_deadline):
+            return None
+        expected = await generation.expected()
+        if expected is None:
+            return None
+        left_s = context.timeout_s - context.age_s
+        if has_deadline and expected.error is not None:
+            earliest_s = expected.seconds / (1 + expected.error)
+            if earliest_s > left_s:
+                self._note_rejection(UNMEETABLE)
+                raise _unmeetable(expected, left_s)
+        if not self.settings.has_timing:
+            return None
+        word = "at least" if expected.is_least else "expected"
+        timing = f'first-token;dur={1000 * expected.seconds:.0f};desc="{word}"'
+        context.own_headers = (*context.own_headers, (b"server-timing", timing.encode()))
+        return expected
+
     def _note_rejection(self, reason: str) -> None:
         self.metrics.note_rejection(reason)
         engine = self.core
@@ -359,3 +390,13 @@ class Service:
         is_asleep = self.core.lifecycle.is_sleeping  # a pause is not slowness
         is_busy = self.gate.admission.num_started > 0 and not is_asleep
         self.gate.throughput.note(num_tokens, anyio.current_time(), is_busy=is_busy)
+
+
+def _unmeetable(expected: ExpectedToken, left_s: float) -> HTTPError:
+    text = (
+        f"the first token is expected in {expected.seconds:.1f} s, and {max(0.0, left_s):.1f} s are left; "
+        "allow more time, or try again later"
+    )
+    refusal = HTTPError(503, UNMEETABLE, text, param="X-Request-Timeout-Ms")
+    refusal.retry_after_s = max(1.0, expected.seconds - left_s)
+    return refusal

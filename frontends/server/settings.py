@@ -67,6 +67,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    has_timing: bool = True  # answers say when their first token is expected
     logs_access: bool = False
     unlogged_paths: tuple[str, ...] = ()
 

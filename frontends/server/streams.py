@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from trouper.frontends.server.http.context import RequestContext
     from trouper.frontends.server.service import Service
 
+# A stream's head is sent before its first token where that takes as long, so the client knows when it will come.
+LONG_WAIT_S = 1.0
 T = TypeVar("T", bound=RequestOutput | PoolingRequestOutput[Any])
 Consume = Callable[[int, RequestOutput], Awaitable[None]]
 
@@ -29,19 +31,24 @@ async def each_output(
     generations: "Iterable[Generation[RequestOutput]]",
     places: Sequence[str],
     consume: Consume,
+    begin: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Call `consume(i, output)` for each output of generation i; one call at a time.
 
     Leaving, in whatever way, aborts the generations that have not ended.  `places` are the client's names of the
-    prompts.
+    prompts.  `begin` is called before the first output, if that is expected to take long.
 
     Raises:
+        HTTPError: the first token cannot come before the client's deadline.
         Exception: the first failure among them, perhaps in groups; the others are aborted.
     """
     with _listed(service) as opened:
         await _open(service, context, generations, opened)
         await _wait_rendered(opened, places)
         if len(opened) == 1:
+            expected = await service.foretell(context, opened[0])
+            if begin is not None and expected is not None and expected.seconds >= LONG_WAIT_S:
+                await begin()
             await _read(opened[0], 0, consume)
         else:
             await _interleaved(opened, consume)
@@ -64,6 +71,8 @@ async def final_outputs(
         await _open(service, context, generations, opened, whole)
         if len(opened) > 1:  # a bad last prompt is found before the others run
             await _wait_rendered(opened, places)
+        elif opened:
+            await service.foretell(context, opened[0])
         async for i, generation in InTurns(enumerate(opened)):
             with prompt_named(places[i]):
                 while (

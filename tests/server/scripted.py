@@ -14,13 +14,15 @@ class ScriptedEngine:
         self._engine = engine
         self._script = script
         self.asked = []
+        self.expected = None  # first tokens
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     def generate(self, prompt, params, request_id, **options):
         self.asked.append((prompt, params, options))
-        return ScriptedGeneration(request_id, self._script(len(self.asked) - 1, params))
+        outputs = self._script(len(self.asked) - 1, params)
+        return ScriptedGeneration(request_id, outputs, self.expected)
 
 
 class ScriptedGeneration:
@@ -29,7 +31,8 @@ class ScriptedGeneration:
     is_over = True
     num_tokens = (3, 4)
 
-    def __init__(self, request_id, outputs):
+    def __init__(self, request_id, outputs, expected=None):
+        self._expected = expected
         self.request_id = request_id
         self._outputs = list(outputs)
 
@@ -45,6 +48,9 @@ class ScriptedGeneration:
     async def submit(self):
         if self._outputs and isinstance(self._outputs[0], Exception):
             raise self._outputs[0]
+
+    async def expected(self):
+        return self._expected
 
     def next_nowait(self):
         return None

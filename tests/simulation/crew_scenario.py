@@ -107,6 +107,7 @@ def draw_slow_steps(seed: int) -> CrewScenario:
 def draw_crew_with(dice: Dice, *, seed: int) -> CrewScenario:
     plain = draw_with(dice, seed=seed)
     plain.weather.crash_at_step = None
+    plain.coefficients = None  # a step that takes longer than `step_timeout_s` is a hang
     faults, sizes = dice("fates"), dice("crew")
     kind = faults.random()
     fates, killers = (), ()

@@ -144,7 +144,7 @@ def play_cramped(
     played = CrampedRun(clients, slower, policy, noise=0.0, seed=seed, dice=dice).finish()
     errors = [abs(estimate / seconds - 1) for estimate, seconds in played.steps[20:]]
     if len(errors) >= 12:
-        require(median(errors) < 0.3, "estimates of steps", median(errors))
+        require(median(errors) < 0.5, "estimates of steps", median(errors))
 
 
 def draw_clients(

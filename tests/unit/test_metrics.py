@@ -23,10 +23,12 @@ from .engines import STEP_S, engine_config, simulated_engine
 
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
+    "step_prompt_budget_seconds", "fluid_lag_tokens",
     "kv_cache_usage_perc", "engine_sleep_state", "cache_config_info", "worker_up",
     "replica_failed",
 }  # fmt: skip
 COUNTERS = {
+    "prompt_turns_passed", "prompt_tokens_by_turn",
     "num_preemptions", "prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached",
     "generation_tokens", "request_success", "admission_rejections", "prefix_cache_queries",
     "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits",
@@ -42,6 +44,7 @@ HISTOGRAMS = {
     "inter_token_latency_seconds", "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "worker_pause_seconds",
+    "step_time_error_ratio", "first_token_error_ratio",
     "grammar_compile_seconds", "grammar_mask_seconds",
 }  # fmt: skip
 PROMPT = [1, 2, 3, 4, 5, 6, 7]

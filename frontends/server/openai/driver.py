@@ -93,6 +93,7 @@ class Driver(Generic[A]):
         self._parsed = parsed
         self._counter = UsageCounter(len(parsed.prompts), shows_cached=parsed.shows_cached)
         self._chains: dict[int, ParserChain] = {}  # of the choices that have begun
+        self._has_begun = False  # to send outputs
 
     async def answer(self, on_complete: Callable[[], None] | None = None) -> None:
         """Send the reply; `on_complete` is called when it is known and the client has not all of it."""
@@ -121,7 +122,12 @@ class Driver(Generic[A]):
     async def _send_stream(self, on_complete: Callable[[], None] | None) -> None:
         context, parsed = self._context, self._parsed
         await each_output(
-            self._service, context, self._generations(), parsed.places, self._send_output
+            self._service,
+            context,
+            self._generations(),
+            parsed.places,
+            self._send_output,
+            context.start_events,
         )
         events = self.adapter.end(self._counter.usage)
         if on_complete is not None:
@@ -133,8 +139,10 @@ class Driver(Generic[A]):
         prompt_text = await self._prompt_text(i, output) if self._parsed.shows_prompt else ""
         updates = await self._updates(i, output, prompt_text)
         usage = self._counter.usage if self._parsed.shows_usage else None
-        if not self._context.has_started:
-            await self._context.start_events()
+        if not self._has_begun:
+            self._has_begun = True
+            if not self._context.has_started:
+                await self._context.start_events()
             await self._send_events(self.adapter.begin(output, usage))
         for update in updates:
             for event in self.adapter.render(update, usage):

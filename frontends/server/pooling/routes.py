@@ -266,6 +266,7 @@ async def _encode(
             priority=serving.priority,
             tokenization_kwargs=serving.options,
             data_parallel_rank=serving.data_parallel_rank,
+            key=context.tenant,
         )
         for i, prompt in enumerate(serving.prompts)
     )
@@ -292,6 +293,7 @@ async def _score(
         name=context.id,
         priority=serving.priority,
         data_parallel_rank=serving.data_parallel_rank,
+        key=context.tenant,
         options=serving.options,
         run=partial(_run_listed, service, context),
         places=places,
