@@ -370,7 +370,8 @@ async def test_both_sides_log_each_state_of_a_second_host_of_a_number_once(monke
 
 
 @pytest.mark.anyio
-async def test_strangers_neither_hold_up_the_front_nor_end_it(monkeypatch):
+async def test_strangers_neither_hold_up_the_front_nor_end_it(monkeypatch, caplog):
+    """As many silent ones as there are places keep no host out: the eldest makes room."""
     monkeypatch.setattr("trouper.actors.executor.devices.nodes.front.MAX_UNPROVEN", 3)
     async with a_front() as (front, address):
         strangers = [socket.create_connection(address) for _ in range(3)]
@@ -381,15 +382,19 @@ async def test_strangers_neither_hold_up_the_front_nor_end_it(monkeypatch):
         with socket.create_connection(address) as one_more:
             one_more.setblocking(False)
             await anyio.wait_readable(one_more)
-            assert one_more.recv(1000) == b""
-        strangers[0].close()
-        strangers[1].sendall(b"GET / HTTP/1.1\r\n" * 10)
-        strangers[2].sendall(b"short")
-        strangers[2].close()
-        strangers[1].close()
-        async with running(a_host(address)):
-            peer = await started(front)
-            await peer.end(0.0)
+            assert one_more.recv(1000).startswith(proof.MAGIC)
+            await anyio.wait_readable(strangers[0])
+            assert strangers[0].recv(1000) == b""
+            strangers[1].sendall(b"GET / HTTP/1.1\r\n" * 10)
+            strangers[2].sendall(b"short")
+            strangers[2].close()
+            silent = [socket.create_connection(address) for _ in range(3)]
+            async with running(a_host(address)):
+                peer = await started(front)
+                await peer.end(0.0)
+        for stranger in (*strangers, *silent):
+            stranger.close()
+    assert sum("a connection of 127.0.0.1" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.anyio

@@ -15,11 +15,12 @@ from trouper.actors.executor.devices.nodes.channel import (
     first_message,
 )
 from trouper.actors.executor.devices.nodes.proof import PROOF_S, WrongKeyError, tune
+from trouper.actors.executor.devices.nodes.strangers import Strangers
 
 LINKS_S = 2 * PROOF_S  # for all other places to dial
-# Connections that are heard at once, with at most 1 KiB each; beyond it the eldest makes room, since a place
-# answers within a round trip.
-MAX_HEARD = 64
+MAX_HEARD = (
+    64  # connections that are heard at once, with at most 1 KiB each; beyond it one makes room
+)
 
 
 class LinkAcceptor:
@@ -35,7 +36,8 @@ class LinkAcceptor:
     ) -> None:
         self._listener, self._key, self._order = listener, key, order
         self._awaited = set(awaited)
-        self._heard: dict[socket.socket, Hearing] = {}  # the eldest first
+        self._heard: dict[socket.socket, Hearing] = {}
+        self._strangers = Strangers(MAX_HEARD)
         self._found: dict[str, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
 
@@ -69,7 +71,7 @@ class LinkAcceptor:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, peer = self._listener.accept()
         except (BlockingIOError, ConnectionError):  # it has gone again
             return
         try:
@@ -77,8 +79,8 @@ class LinkAcceptor:
         except OSError:
             connection.close()
             return
-        if len(self._heard) == MAX_HEARD:
-            self._stop_hearing(next(iter(self._heard))).close()
+        if isinstance(out := self._strangers.enter(connection, peer[0]), socket.socket):
+            self._stop_hearing(out).close()
         self._selector.register(connection, selectors.EVENT_READ, hearing)
         self._heard[connection] = hearing
 
@@ -102,6 +104,7 @@ class LinkAcceptor:
 
     def _stop_hearing(self, connection: socket.socket) -> socket.socket:
         del self._heard[connection]
+        self._strangers.leave(connection)
         self._selector.unregister(connection)
         return connection
 

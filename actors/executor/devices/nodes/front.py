@@ -2,6 +2,7 @@
 
 Laws:
   * No byte of a connection is taken as a message before both sides have proved that they have the same key.
+  * Connections that have not proved it make room for each other, by address: silent ones keep no host out.
   * A host is known from its hello to the end of its connection, and one at a time for each machine.
   * A worker's connection is taken for an order that waits for it, and closed otherwise.
 """
@@ -36,6 +37,7 @@ from trouper.actors.executor.devices.nodes.channel import (
     protocol,
 )
 from trouper.actors.executor.devices.nodes.proof import PROOF_S, WrongKeyError, tune
+from trouper.actors.executor.devices.nodes.strangers import Strangers
 from trouper.actors.executor.devices.worker_process import Exit
 from trouper.actors.runtime.future import Future
 from trouper.errors import DeviceStartError
@@ -165,7 +167,7 @@ class Front:
         self._arrived: deque[Future[None]] = deque()  # one for each replica that waits for a host
         self._expected: dict[tuple[int, int], Future[socket.socket]] = {}
         self._num_orders = 0
-        self._num_unproven = 0
+        self._strangers = Strangers(MAX_UNPROVEN)
 
     def __repr__(self) -> str:
         return f"<Front: {len(self._hosts)} hosts, {len(self._expected)} workers expected>"
@@ -183,10 +185,14 @@ class Front:
                     except OSError:
                         await anyio.sleep(0.05)  # no descriptors, or it has gone again
                         continue
-                    if self._num_unproven >= MAX_UNPROVEN:
+                    if not self._strangers.is_welcome(peer[0], anyio.current_time()):
                         connection.close()
                         continue
-                    connections.start_soon(self._serve, connection, peer[0])
+                    proving = anyio.CancelScope()
+                    out = self._strangers.enter(proving, peer[0])
+                    if isinstance(out, anyio.CancelScope):
+                        out.cancel()
+                    connections.start_soon(self._serve, connection, peer[0], proving)
 
     def next_order(self) -> int:
         """Return a number that no crew has had."""
@@ -228,22 +234,27 @@ class Front:
 
     # Connections
 
-    async def _serve(self, connection: socket.socket, address: str) -> None:
-        """Have a connection prove itself, and take its first message."""
+    async def _serve(
+        self, connection: socket.socket, address: str, proving: anyio.CancelScope
+    ) -> None:
+        """Have a connection prove itself while `proving` lasts, and take its first message."""
         connection.setblocking(False)
         channel = Channel(connection)
         hello: Message | None = None
-        self._num_unproven += 1
         try:
             tune(connection)
-            with anyio.move_on_after(PROOF_S):
+            proving.deadline = anyio.current_time() + PROOF_S
+            with proving:
                 hello = await self._first_message(channel)
+                self._strangers.note_proof(address)
+            if hello is None:
+                self._log_failure(address, "it says nothing")
         except WrongKeyError:
-            logger.warning("%s has another TROUPER_CLUSTER_KEY, and is refused", address)
+            self._log_failure(address, "it has another TROUPER_CLUSTER_KEY, and is refused")
         except (OSError, ChannelError) as error:
-            logger.warning("a connection of %s: %s", address, error)
+            self._log_failure(address, str(error))
         finally:
-            self._num_unproven -= 1
+            self._strangers.leave(proving)
             if hello is None:
                 channel.close()
         match hello:
@@ -255,6 +266,16 @@ class Front:
                 await self._serve_host(hello, channel, address)
             case _:
                 channel.close()
+
+    def _log_failure(self, address: str, words: str) -> None:
+        num_failures = self._strangers.note_failure(address, anyio.current_time())
+        if num_failures is not None:
+            more = (
+                f" ({num_failures} connections since the last such line)"
+                if num_failures > 1
+                else ""
+            )
+            logger.warning("a connection of %s: %s%s", address, words, more)
 
     async def _first_message(self, channel: Channel) -> Message:
         """Talk to a fresh connection as `first_message` says.
