@@ -69,7 +69,7 @@ class Limit:
 LIMIT = pytest.StashKey[Limit]()
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item, settings):
     """Arm pytest-timeout's timer, and choose what happens when it fires."""
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -249,7 +249,7 @@ def _read_table(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text("utf-8")
         if path.suffix not in (".yaml", ".yml"):
-            return tomllib.loads(text)
+            return _toml(text)
         table: Any = import_module("yaml").safe_load(text)  # huggingface_hub needs the package
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}") from None
@@ -262,6 +262,15 @@ def _read_table(path: Path) -> dict[str, Any]:
     ):
         raise typer.BadParameter(f"{path}: must have lines such as `max-num-seqs: 8`")
     return {n: v for n, v in cast("dict[str, Any]", table).items() if v is not None}
+
+
+def _toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; it is read as TOML, and as YAML if its name ends in .yaml"
+        ) from None
 
 
 def _as_typed(value: Any) -> Any:

@@ -214,7 +214,7 @@ def test_a_file_may_be_yaml(served, tmp_path, name):
             "x: !!python/object/apply:os.system ['true']",
             "could not determine a constructor",
         ),
-        ("a.toml", "port: 1", "a.toml"),
+        ("a.toml", "port: 1", "it is read as TOML, and as YAML if its name ends in .yaml"),
         ("a.yaml", None, "No such file"),
     ],
 )
