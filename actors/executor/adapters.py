@@ -115,7 +115,7 @@ class AdapterSlots:
         if rank > self._config.max_rank:
             raise invalid(
                 "lora_path",
-                f"{module} has rank {rank}, and max_lora_rank is {self._config.max_rank}",
+                f"LoRA rank {rank} is greater than max_lora_rank {self._config.max_rank}, at {module}",
             )
         for side, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
             tensor = pair[side]
