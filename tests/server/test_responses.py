@@ -464,6 +464,8 @@ async def test_a_choice_without_tools_is_allowed(client, choice):
         ({"input": [{"type": "reasoning", "content": [{}]}]}, 400, "input[0].content"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, 400, "input"),
         ({"truncation": "auto"}, 400, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, 400, "include"),
+        ({"top_logprobs": 3}, 400, "top_logprobs"),
         ({"text": {"format": {}}}, 400, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, 400, "text.format"),
         ({"model": "x"}, 404, None),

@@ -120,7 +120,8 @@ class MessagesAdapter:
         self._last: CompletionOutput | None = None
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
-        return [_event("message_start", message=self._message(_usage(usage))), _event("ping")]
+        counts = {**_usage(usage), "output_tokens": 0}  # the first token is in the next event
+        return [_event("message_start", message=self._message(counts)), _event("ping")]
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
         self._last = update.completion

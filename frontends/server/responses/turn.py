@@ -12,6 +12,7 @@ from trouper.frontends.server.response_store import StoredResponse
 from trouper.frontends.server.responses.conversation import add_items
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.tools import ResponseTools
+from trouper.frontends.server.unsupported import unsupported
 
 JSONObject = dict[str, Any]
 SAME_NAME = ("stop", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
@@ -21,6 +22,7 @@ FORMAT_MEMBERS = {
 }
 INHERITED = ("model", "cache_salt", "priority")
 ENCRYPTED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"  # the rest of what can be included is of built-in tools and media
 
 
 class ResponsesTurn:
@@ -65,6 +67,8 @@ class ResponsesTurn:
 
     def as_chat(self) -> ChatRequest:
         body = self.body
+        if LOGPROBS in (body.include or ()):
+            raise unsupported("include", f"{LOGPROBS} is not; use logprobs of /v1/chat/completions")
         fields = {name: getattr(body, name) for name in SAME_NAME}
         response_format = _response_format(body)
         if response_format is not None and body.structured_outputs is not None:
