@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 TOUR = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 # What the README names of the hub, and how the demo model stands in for it.
-GENERATES = "Qwen/Qwen3-0.6B-GGUF:Q8_0"
+GENERATES = "Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M"
 EMBEDS = "-m sentence-transformers/all-MiniLM-L6-v2"
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
