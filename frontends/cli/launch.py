@@ -175,6 +175,7 @@ def qwen(backend: Backend) -> AgentStart:
         "OPENAI_BASE_URL": backend.url,
         "OPENAI_API_KEY": backend.key or NO_KEY,
         "OPENAI_MODEL": backend.model.id,
+        "QWEN_CODE_MAX_OUTPUT_TOKENS": str(backend.max_output),
     }
     return AgentStart(variables, ["--auth-type", "openai"])
 

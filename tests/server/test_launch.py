@@ -126,6 +126,7 @@ def test_qwen_gets_variables_and_its_kind_of_key():
     assert start.arguments == ["--auth-type", "openai"]
     assert start.variables == {
         "OPENAI_BASE_URL": "http://h:1/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "m",
+        "QWEN_CODE_MAX_OUTPUT_TOKENS": "16384",
     }  # fmt: skip
 
 

@@ -205,6 +205,24 @@ class TestInMemory:
         assert "".join(each.get("thinking", "") for each in deltas) == "hm, so"
         assert "".join(each.get("text", "") for each in deltas) == "yes"
 
+    async def test_thinking_that_is_omitted_comes_back_in_its_signature(self, says):
+        client = says("<think>", "hm, ", "so</th", "ink>", "yes", **REASONING)
+        fields = {**GREEDY, "thinking": {"type": "adaptive", "display": "omitted"}}
+        reply = (await client.post(PATH, fields)).json
+        Message.model_validate(reply, strict=True)
+        thought, said = reply["content"]
+        assert (thought["thinking"], said) == ("", text("yes"))
+        answer = await client.post(PATH, {**fields, "stream": True})
+        events = named_events(answer.body)
+        starts = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+        assert starts[0] == {"type": "thinking", "thinking": "", "signature": ""}
+        signed, _ = (e["delta"] for e in events if e["type"] == "content_block_delta")
+        assert signed == {"type": "signature_delta", "signature": thought["signature"]}
+        messages = [*HI, {"role": "assistant", "content": [thought, said]}, *HI]
+        await client.post(PATH, {**fields, "messages": messages})
+        prompt, *_ = client.engine.asked[-1]
+        assert prompt["messages"][1]["reasoning_content"] == "hm, so"
+
     async def test_thinking_that_is_disabled_is_not_shown(self, says):
         client = says("<think>hm</think>yes", **REASONING)
         reply = (await client.post(PATH, {**GREEDY, "thinking": {"type": "disabled"}})).json
@@ -311,7 +329,7 @@ class TestInMemory:
             ({"top_p": 2}, "top_p"),
             ({"top_k": -7}, "top_k"),
             ({"stop_sequences": [""]}, "stop_sequences"),
-            ({"stop_sequences": ["x"] * 5}, "stop_sequences"),
+            ({"stop_sequences": ["x"] * 129}, "stop_sequences"),
             ({"tools": [{"name": "f"}]}, "tools[0].input_schema: "),
             ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name: "),
             ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
@@ -331,6 +349,7 @@ class TestInMemory:
             ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: "),
             ({"thinking": {"type": "enabled", "budget_tokens": 6}}, "thinking.budget_tokens: "),
             ({"thinking": {"type": "often"}}, "thinking.type: "),
+            ({"thinking": {"type": "adaptive", "display": "loud"}}, "thinking.display: "),
             ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: "),
             ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "objec"}}}}, "output_config.format"),
             ({"output_format": {"type": "json_schema"}}, "output_format"),

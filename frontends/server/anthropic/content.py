@@ -12,6 +12,7 @@ from trouper.frontends.server.openai.blocks import (
     BlockGrown,
     BlockStarted,
 )
+from trouper.frontends.server.sealed import seal
 
 JSONObject = dict[str, Any]
 DELTAS = {
@@ -22,25 +23,34 @@ DELTAS = {
 INVALID = "INVALID_JSON"  # the key of arguments that are no object, as Anthropic proposes
 
 
-def render_block(change: BlockEvent) -> list[StreamEvent]:
+def render_block(change: BlockEvent, *, omits_thinking: bool = False) -> list[StreamEvent]:
     """Return the events that tell what has become of a block."""
+    is_omitted = omits_thinking and change.block.kind == "reasoning"
     match change:
         case BlockStarted(block):
             begun = content_block(block)
             if block.kind == "call":
                 begun["input"] = {}  # what clients add the pieces to
             return [_event("start", block, content_block=begun)]
+        case BlockGrown() if is_omitted:
+            return []
         case BlockGrown(block, text):
             kind, name = DELTAS[block.kind]
             return [_event("delta", block, delta={"type": kind, name: text})]
+        case BlockEnded(block) if is_omitted:
+            signed = {"type": "signature_delta", "signature": seal("reasoning", block.text)}
+            return [_event("delta", block, delta=signed), _event("stop", block)]
         case BlockEnded(block):
             return [_event("stop", block)]
 
 
-def content_block(block: AnswerBlock) -> JSONObject:
+def content_block(block: AnswerBlock, *, omits_thinking: bool = False) -> JSONObject:
+    """Return a block as clients read it.  Thinking that is not to be shown is in the signature, which comes back."""
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}
+        case "reasoning" if omits_thinking:
+            return {"type": "thinking", "thinking": "", "signature": seal("reasoning", block.text)}
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "call":

@@ -9,6 +9,7 @@ from trouper.frontends.server.anthropic.requests import CountTokensRequest, Mess
 from trouper.frontends.server.anthropic.tools import chat_tool_choice, chat_tools
 from trouper.frontends.server.openai.requests import ChatRequest, DerivedChat, ResponseFormat
 from trouper.frontends.server.openai.transcript import Transcript
+from trouper.frontends.server.sealed import unseal
 from trouper.frontends.server.unsupported import (
     NO_MEDIA,
     NO_TOOLS,
@@ -71,6 +72,9 @@ def _thinking(request: CountTokensRequest) -> JSONObject:
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise invalid("thinking.type", "must be enabled, adaptive or disabled", kind)
+    display = thinking.get("display")
+    if display not in (None, "summarized", "omitted"):
+        raise invalid("thinking.display", "must be summarized or omitted", display)
     fields: JSONObject = {"template_defaults": {"enable_thinking": kind != "disabled"}}
     if kind == "disabled":
         return {**fields, "include_reasoning": False}
@@ -162,6 +166,7 @@ def _add_to_assistant(transcript: Transcript, place: str, where: str, block: JSO
             thought = block.get("thinking")
             if not isinstance(thought, str):
                 raise invalid(f"{where}.thinking", "must be a string")
+            thought = thought or unseal("reasoning", block.get("signature")) or ""
             message = transcript.assistant(place)
             message["reasoning_content"] = message.get("reasoning_content", "") + thought
         case "redacted_thinking":

@@ -21,7 +21,7 @@ from trouper.frontends.server.openai.adapter import (
     StreamEvent,
     call_ids,
 )
-from trouper.frontends.server.openai.blocks import AnswerBlocks
+from trouper.frontends.server.openai.blocks import AnswerBlocks, BlockEvent
 from trouper.frontends.server.openai.chat import ChatAdapter
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.driver import client_names, drive
@@ -58,6 +58,7 @@ class MessagesTurn:
         self.request_id = body.request_id
         self.reports_edits = body.context_management is not None
         self._body = body
+        self.omits_thinking = (body.thinking or {}).get("display") == "omitted"
         self._transcript = Transcript()
         self.chat = chat_of(body, self._transcript)
 
@@ -115,6 +116,7 @@ class MessagesAdapter:
     ) -> None:
         self._id = f"msg_{head.request_id}"
         self._model = model.name
+        self._omits = request.omits_thinking
         self._edits: dict[str, Any] = NO_EDITS if request.reports_edits else {}
         self._blocks = AnswerBlocks(partial(call_ids(parsed, model, head).of, prefix="toolu"))
         self._last: CompletionOutput | None = None
@@ -126,12 +128,12 @@ class MessagesAdapter:
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
         self._last = update.completion
         changes = self._blocks.feed(update.parts)
-        return [event for each in changes for event in render_block(each)]
+        return [event for each in changes for event in self._render(each)]
 
     def end(self, usage: Usage) -> list[StreamEvent]:
         changes = self._blocks.end()
         return [
-            *(event for each in changes for event in render_block(each)),
+            *(event for each in changes for event in self._render(each)),
             _event("message_delta", delta=self._ending(), usage=_usage(usage), **self._edits),
             _event("message_stop"),
         ]
@@ -142,9 +144,12 @@ class MessagesAdapter:
 
     def reply(self, usage: Usage) -> dict[str, Any]:
         self._blocks.end()
-        content = [content_block(block) for block in self._blocks.all]
+        content = [content_block(b, omits_thinking=self._omits) for b in self._blocks.all]
         message = self._message(_usage(usage))
         return {**message, "content": content, **self._ending(), **self._edits}
+
+    def _render(self, change: BlockEvent) -> list[StreamEvent]:
+        return render_block(change, omits_thinking=self._omits)
 
     def _message(self, usage: dict[str, int]) -> dict[str, Any]:
         return {

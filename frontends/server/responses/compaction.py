@@ -14,8 +14,8 @@ from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.input_items import Page, listed
 from trouper.frontends.server.responses.memory import recall
 from trouper.frontends.server.responses.requests import CompactRequest
-from trouper.frontends.server.responses.sealed import seal
 from trouper.frontends.server.responses.turn import ResponsesTurn
+from trouper.frontends.server.sealed import seal
 from trouper.frontends.server.service import Service
 
 JSONObject = dict[str, Any]

@@ -7,13 +7,13 @@ import msgspec
 
 from trouper.errors import invalid
 from trouper.frontends.server.openai.transcript import Transcript
-from trouper.frontends.server.responses.sealed import unseal
 from trouper.frontends.server.responses.tools import (
     SHELL,
     SHELL_SCHEMA,
     custom_arguments,
     function_name,
 )
+from trouper.frontends.server.sealed import unseal
 from trouper.frontends.server.unsupported import unsupported
 
 JSONObject = dict[str, Any]

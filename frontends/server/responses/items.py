@@ -10,8 +10,8 @@ from trouper.frontends.server.openai.blocks import (
     BlockGrown,
     BlockStarted,
 )
-from trouper.frontends.server.responses.sealed import seal
 from trouper.frontends.server.responses.tools import ResponseTools, custom_input, shell_action
+from trouper.frontends.server.sealed import seal
 
 JSONObject = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
