@@ -3,6 +3,7 @@
 import json
 import random
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -164,3 +165,24 @@ def test_mutated_adapters_are_loaded_or_refused_by_name(slots, tmp_path):
 @pytest.mark.timeout(600)
 def test_ten_thousand_mutated_adapters_are_loaded_or_refused_by_name(slots, tmp_path):
     assert mutate(slots, tmp_path, 10_000, seed=2) > 2500
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data[:-1], "its header tells of"),
+        (lambda data: data + b"x", "its header tells of"),
+        (lambda data: data[:7], "no safetensors file"),
+        (lambda data: struct.pack("<Q", 2**40) + data[8:], "no safetensors file"),
+        (lambda data: data[:8] + b"!" + data[9:], "its header cannot be read"),
+        (lambda data: struct.pack("<Q", 4) + b"[1] ", "its header cannot be read"),
+        (lambda data: struct.pack("<Q", 9) + b'{"a": {}}', "its header cannot be read"),
+    ],
+)
+def test_weights_whose_header_does_not_fit_are_not_read(tmp_path, change, words):
+    folder = Path(write_adapter(tmp_path / "a", random_tensors()))
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(change(weights.read_bytes()))
+    with pytest.raises(TrouperValidationError, match=words) as caught:
+        read_adapter(folder)
+    assert caught.value.parameter == "lora_path"

@@ -68,6 +68,17 @@ def test_frames_come_out_as_they_went_in_wherever_the_bytes_are_cut(frames, data
     assert list(frames_of(*pieces)) == frames
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, wire.MAX_INLINE + 1, 3 * wire.PIECE_BYTES + 7])
+def test_an_adapter_crosses_as_it_is_written_in_pieces(num_bytes):
+    weights = bytes(range(256)) * (num_bytes // 256 + 1)
+    files = AdapterFiles(AdapterConfig(r=4, rank_pattern={"q": 2}), weights[:num_bytes])
+    call = wire.Call(2, "load_adapter", slot=3, adapter=files)
+    data, file = wire.encode_adapter(call)
+    reader = wire.FrameReader()
+    reader.feed(data, [file])
+    assert reader.take() == call
+
+
 def test_a_grammar_crosses_as_its_rules():
     rules = GrammarRules(
         source="x" * 2**16, eos_token_ids=(0,), ignore_eos=True, num_tokens=3, thinking=THINKING

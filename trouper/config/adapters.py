@@ -5,14 +5,16 @@
 
 Laws:
   * Only these two files are opened, and neither is ever unpickled.
+  * A file of weights is read when its header fits its size: a bad one costs no more than its header.
   * With a root the folder is below it, and no link is followed on the way: each step opens the next one.
 """
 
 import math
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -22,6 +24,7 @@ from trouper.errors import UnsupportedFeatureError, invalid
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG_BYTES = 2**20
 MAX_WEIGHTS_BYTES = 2**31  # rank 64 on all projections of a model of 70 B in bfloat16 is 1.7 GB
+MAX_HEADER_BYTES = 2**24  # some 100,000 tensors
 PARAMETER = "lora_path"
 Rank = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 # What a configuration may say at these values alone: anything else changes the model in another way.
@@ -75,6 +78,14 @@ class AdapterFiles(msgspec.Struct, frozen=True):
     weights: bytes  # a safetensors file
 
 
+class _Entry(msgspec.Struct, frozen=True):
+    """One tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data_offsets: tuple[int, int]
+
+
 class _Place(NamedTuple):
     """An open folder, and how to open what lies in it."""
 
@@ -95,7 +106,7 @@ def read_adapter(path: str | os.PathLike[str], root: str | None = None) -> Adapt
     place = _open_folder(Path(path), root)
     try:
         config = adapter_config(_read(place, CONFIG, MAX_CONFIG_BYTES))
-        return AdapterFiles(config, _read(place, WEIGHTS, MAX_WEIGHTS_BYTES))
+        return AdapterFiles(config, _read(place, WEIGHTS, MAX_WEIGHTS_BYTES, _check_header))
     finally:
         os.close(place.descriptor)
 
@@ -185,7 +196,35 @@ def _open(folder: int | None, name: str, flags: int) -> int:
         raise invalid(PARAMETER, rule, name) from None
 
 
-def _read(place: _Place, name: str, limit: int) -> bytes:
+def _check_header(file: BinaryIO, size: int) -> None:
+    """Check that a safetensors file is whole, by its header.
+
+    Raises:
+        TrouperValidationError: it is not.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise invalid(PARAMETER, f"{WEIGHTS} is no safetensors file, or is cut short")
+    try:
+        header = msgspec.json.decode(file.read(length), type=dict[str, Any])
+        header.pop("__metadata__", None)
+        ends = [msgspec.convert(entry, _Entry).data_offsets[1] for entry in header.values()]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(PARAMETER, f"{WEIGHTS}: its header cannot be read: {error}") from None
+    if max(ends, default=0) != size - 8 - length:
+        words = (
+            f"its header tells of {max(ends, default=0)} bytes, and there are {size - 8 - length}"
+        )
+        raise invalid(PARAMETER, f"{WEIGHTS}: {words}")
+    file.seek(0)
+
+
+def _read(
+    place: _Place,
+    name: str,
+    limit: int,
+    check: Callable[[BinaryIO, int], None] = lambda file, size: None,
+) -> bytes:
     if name == WEIGHTS and _is_pickled(place):
         raise UnsupportedFeatureError(
             f"{PICKLED} is pickled and never read: save the adapter as safetensors",
@@ -200,6 +239,7 @@ def _read(place: _Place, name: str, limit: int) -> bytes:
         if status.st_size > limit:
             raise invalid(PARAMETER, f"{name} is larger than {limit} bytes", status.st_size)
         try:
+            check(file, status.st_size)
             return file.read(limit)
         except OSError as error:
             raise invalid(PARAMETER, f"{name} cannot be read: {error.strerror}") from None

@@ -49,6 +49,7 @@ from trouper.actors.executor.devices.wire import (
 from trouper.actors.executor.devices.worker_link import (
     WorkerLink,
     receive_from_any,
+    send_adapter,
     send_to_all,
     take_what_has_come,
 )
@@ -198,11 +199,21 @@ class ProcessDevice:
         open_call = self._calls.open(method, args, anyio.current_time())
         self._waiting.deadline = self._deadline_s()
         try:
-            send_to_all(self._workers, open_call.call)
+            await self._send_call(open_call.call)
             return await open_call.future.wait()
         finally:
             self._calls.close(open_call)
             self._waiting.deadline = self._deadline_s()
+
+    async def _send_call(self, call: Call) -> None:
+        """Send a call behind the plans already sent; the workers that it is written down for may be lost meanwhile."""
+        if call.adapter is None:
+            send_to_all(self._workers, call)
+            return
+        workers = self._workers
+        await send_adapter(workers, call)  # those that have died take nothing
+        if workers is not self._workers:
+            raise RetryableRequestError("device_restarting: the device was started again")
 
     async def aclose(self) -> None:
         """Have the workers give everything back, and end them; those that load are killed.  Idempotent."""
@@ -239,7 +250,9 @@ class ProcessDevice:
             send_to_all(self._workers, self._vocabulary)
         for slot, files in self._in_force.adapters.items():
             # one by one, so that there is room in the sockets
-            send_to_all(self._workers, Call(NO_CALL, "load_adapter", slot=slot, adapter=files))
+            await send_adapter(
+                self._workers, Call(NO_CALL, "load_adapter", slot=slot, adapter=files)
+            )
             answers = await self._frames_of_all(Returned)
             if isinstance(answers, Death):
                 return answers

@@ -38,6 +38,8 @@ HEADER = struct.Struct("<BI")
 MAX_INLINE = 30_000
 MAX_FRAME = 2**32 - 1
 MakeGrammar = Callable[[GrammarRules], Grammar]
+PIECE_BYTES = 2**24  # of what is written at once
+EMPTY_BYTES, BYTES_32 = b"\xc4\x00", struct.Struct(">BI")  # of msgpack
 IN_FILE = 0x80  # in the kind: the payload lies in a memory file
 
 
@@ -223,6 +225,32 @@ def encode(
         os.close(file)
         raise
     return HEADER.pack(kind | IN_FILE, len(payload)), file
+
+
+def encode_adapter(call: Call) -> tuple[bytes, int]:
+    """Encode a call that brings an adapter; for a thread: gigabytes are written in pieces, and the interpreter is free meanwhile.
+
+    The weights are the last value of the frame, so they are written behind the rest as they are, and never copied.
+    """
+    adapter = call.adapter
+    assert adapter is not None
+    bare = msgspec.structs.replace(adapter, weights=b"")
+    head = _encoder.encode(msgspec.structs.replace(call, adapter=bare))
+    assert head.endswith(EMPTY_BYTES), "the weights are the last value"
+    head = head.removesuffix(EMPTY_BYTES) + BYTES_32.pack(0xC6, len(adapter.weights))
+    length = len(head) + len(adapter.weights)
+    if length > MAX_FRAME:
+        raise WireError(f"an adapter of {length} bytes")
+    file = os.memfd_create("trouper-frame", os.MFD_CLOEXEC)
+    try:
+        with open(file, "wb", buffering=0, closefd=False) as writer:
+            for piece in (head, adapter.weights):
+                for start in range(0, len(piece), PIECE_BYTES):
+                    writer.write(memoryview(piece)[start : start + PIECE_BYTES])
+    except BaseException:
+        os.close(file)
+        raise
+    return HEADER.pack(_KINDS[Call] | IN_FILE, length), file
 
 
 def read_inline(data: bytes, file: int) -> bytes:

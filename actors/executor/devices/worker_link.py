@@ -4,9 +4,17 @@ import os
 from collections.abc import Sequence
 
 import anyio
+import anyio.to_thread
 
 from trouper.actors.executor.devices.launch_local import Exit, Peer
-from trouper.actors.executor.devices.wire import Frame, FrameReader, encode
+from trouper.actors.executor.devices.wire import (
+    MAX_INLINE,
+    Call,
+    Frame,
+    FrameReader,
+    encode,
+    encode_adapter,
+)
 
 
 class WorkerLink:
@@ -49,6 +57,19 @@ class WorkerLink:
         ended = await self._peer.end(grace_s)
         self._frames.close()
         return ended
+
+
+async def send_adapter(links: Sequence[WorkerLink], call: Call) -> None:
+    """Send a call that brings an adapter to every worker, when a thread has written it down if it is large."""
+    if call.adapter is None or len(call.adapter.weights) <= MAX_INLINE:
+        send_to_all(links, call)
+        return
+    data, file = await anyio.to_thread.run_sync(encode_adapter, call)
+    try:
+        for link in links:
+            link.send(data, file)
+    finally:
+        os.close(file)
 
 
 def send_to_all(links: Sequence[WorkerLink], frame: Frame) -> None:
