@@ -17,6 +17,7 @@ from prompt_toolkit.history import History
 from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.output import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.utils import is_dumb_terminal
 
 from trouper.frontends.cli.chat_input import continued
 
@@ -40,7 +41,8 @@ class LineEditor:
         """Make an editor; `note` shows one line to the user."""
         self._note = note
         self.history = history
-        output = create_output(sys.stdout)
+        # None lets prompt_toolkit do without escape sequences.
+        output = None if is_dumb_terminal() else create_output(sys.stdout)
         if isinstance(output, Vt100_Output):
             # Without menus nothing depends on the position of the cursor, and not every terminal reports it.
             output.enable_cpr = False
@@ -64,6 +66,9 @@ class LineEditor:
                 )
             except EOFError:
                 return None
+            except KeyboardInterrupt:  # Ctrl-C at a dumb terminal, which has no bindings
+                self._note(LEAVE)
+                continue
             if not isinstance(found, _Cleared):
                 return str(found)
             if not found.had_text:

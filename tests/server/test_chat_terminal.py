@@ -72,17 +72,17 @@ OPEN_TERMINAL = 'exec "$0" "$@" <>"$TTY" >&0 2>&0'
 
 
 @contextmanager
-def terminal(tmp_path, command, url, *arguments, code=0):
+def terminal(tmp_path, command, url, *arguments, code=0, term="xterm", prompt=PROMPT):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (24, 80))
     line = [sys.executable, "-m", "trouper", command, "--url", url, *arguments]
-    own = {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "TTY": os.ttyname(theirs)}
+    own = {"XDG_STATE_HOME": str(tmp_path), "TERM": term, "TTY": os.ttyname(theirs)}
     with subprocess.Popen(
         ["sh", "-c", OPEN_TERMINAL, *line], start_new_session=True, env={**os.environ, **own}
     ) as process:
         try:
             shell = Terminal(ours, process)
-            shell.wait_for(PROMPT)
+            shell.wait_for(prompt)
             os.close(theirs)
             yield shell
             assert process.wait() == code
@@ -148,6 +148,20 @@ def test_a_signal_ends_a_session_and_restores_the_terminal(tmp_path):
             termios.tcgetattr(shell.fd)[3]
             == mode[3] | termios.ICANON | termios.ECHO | termios.ISIG | termios.IEXTEN
         )
+
+
+def test_a_dumb_terminal_is_not_drawn_on(tmp_path):
+    with (
+        serving(ANSWER) as fake,
+        terminal(tmp_path, "chat", fake.url, term="dumb", prompt="> ") as shell,
+    ):
+        shell.type("hi\r")
+        shell.wait_for("Hello!")
+        # Nothing shows when the prompt reads keys, and a line that comes early is read all the same.
+        shell.type("/bye\r")
+        shell.read_all()
+        assert "\x1b[J" not in shell.screen
+    assert asked(fake) == ["hi"]
 
 
 def test_settings_and_files_of_a_conversation(tmp_path):
