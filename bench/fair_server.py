@@ -42,7 +42,7 @@ class Asked:
         self.tokens_s: list[float] = []
         self.sent_s = 0.0
 
-    def run(self) -> "Asked":
+    def stream(self) -> "Asked":
         """Send it, and read to the end.  Raises RuntimeError: the server refuses it."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
         self.sent_s = perf_counter()
@@ -107,11 +107,11 @@ class _Scene:
     def warm(self) -> None:
         """Let the server learn what its steps take."""
         for num_prompt in (60, 200, 300, 700, 1500, self._long_tokens // 2):
-            self._ask(num_prompt).run()
+            self._ask(num_prompt).stream()
 
     def play(self, num_long: Sequence[int]) -> dict[str, Any]:
-        alone = [self._short().run().first_token_s for _ in range(NUM_ALONE)]
-        long_alone = self._ask(self._long_tokens).run().first_token_s
+        alone = [self._short().stream().first_token_s for _ in range(NUM_ALONE)]
+        long_alone = self._ask(self._long_tokens).stream().first_token_s
         alone_s = quantiles(alone)["p50"]
         beside = {num: self._beside(num, alone_s, long_alone) for num in num_long}
         return {
@@ -125,13 +125,13 @@ class _Scene:
         """Ask short requests, one after the other, while long prompts are computed."""
         began_s = perf_counter()
         longs = [self._ask(self._long_tokens) for _ in range(num_long)]
-        threads = [threading.Thread(target=each.run) for each in longs]
+        threads = [threading.Thread(target=each.stream) for each in longs]
         for thread in threads:
             thread.start()
         shorts: list[Asked] = []
         sleep(PAUSE_S)
         while any(thread.is_alive() for thread in threads) and len(shorts) < MOST_SHORT:
-            shorts.append(self._short().run())
+            shorts.append(self._short().stream())
             sleep(PAUSE_S)
         for thread in threads:
             thread.join()
@@ -151,7 +151,7 @@ class _Scene:
         for name, num_long in (("alone", 0), ("beside", 1)):
             streams = [self._ask(20, STREAM_TOKENS) for _ in range(NUM_STREAMS)]
             longs = [self._ask(self._long_tokens) for _ in range(num_long)]
-            threads = [threading.Thread(target=each.run) for each in (*streams, *longs)]
+            threads = [threading.Thread(target=each.stream) for each in (*streams, *longs)]
             for thread in threads:
                 thread.start()
             for thread in threads:
