@@ -66,8 +66,14 @@ class Lark:
 
     def regex(self, pattern: str) -> str:
         """Match an expression."""
-        escaped = re.sub(r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", pattern)
-        return self.rule(f"/{escaped}/".replace("\n", r"\n"))
+        return self.rule(f"/{_slashed(pattern)}/".replace("\n", r"\n"))
+
+    def terminal(self, pattern: str, names: Sequence[str]) -> str:
+        """Match an expression, but none of these names."""
+        name = f"TEXT_{len(self._rules)}"
+        others = "|".join(map(_regex, names))
+        self._rules.append(f"{name}: /{_slashed(pattern)}/ & ~/{others}/".replace("\n", r"\n"))
+        return name
 
     def grammar(self, source: str) -> str:
         """Match another grammar in Lark."""
@@ -93,6 +99,11 @@ def joined(required: Sequence[str], optional: Sequence[str], comma: str) -> str:
         for i, member in enumerate(optional)
     ]
     return f"({' | '.join(starts)})?" if starts else ""
+
+
+def _slashed(pattern: str) -> str:
+    """Escape the slashes of an expression."""
+    return re.sub(r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", pattern)
 
 
 def _regex(text: str) -> str:

@@ -14,6 +14,7 @@ import msgspec
 
 from trouper.actors.rendering.grammar_work import MAX_WORK, work_of
 from trouper.actors.rendering.matchers import NotAGrammarError
+from trouper.actors.rendering.schemas import DATA, NAMED, IsEmpty, flattened, rewritten
 from trouper.actors.rendering.structural_tags import StructuralTagError, structural_tag_lark
 from trouper.errors import GrammarError
 from trouper.lark import WHITESPACE
@@ -27,11 +28,6 @@ INVALID_SCHEMA, INVALID_GRAMMAR, TOO_COMPLEX = (
     "schema_too_complex",
 )
 SCHEMA_KINDS = frozenset({"json", "json_object"})
-# Keywords under which names of the caller's own stand, and those under which data stands.
-NAMED, DATA = (
-    frozenset({"properties", "patternProperties", "$defs", "definitions"}),
-    frozenset({"const", "enum", "default", "examples"}),
-)
 _EBNF = re.compile(
     r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE
 )  # a rule; in Lark it may stand in a schema's texts
@@ -39,25 +35,28 @@ _JSON_RULE = re.compile(r"%json\s*(?={)")  # in Lark, with a schema behind it
 _decoder = json.JSONDecoder()
 
 
-def grammar_source(params: StructuredOutputsParams) -> str:
+def grammar_source(params: StructuredOutputsParams, is_empty: IsEmpty | None = None) -> str:
     """Return the grammar as text.
+
+    Args:
+        is_empty: tells whether a pattern matches none but some names.
 
     Raises:
         GrammarError: it is too large or too deep, or has not the form of its kind.
     """
     match params.kind:
         case "json":
-            return _json_source(_schema(params.json, params), params)
+            return _json_source(_schema(params.json, params, is_empty), params)
         case "json_object":
             return _json_source({"type": "object"}, params)
         case "regex":
-            return _tagged("regex", _checked_size(params.regex or "", "regex"))
+            return _tagged("regex", flattened(_checked_size(params.regex or "", "regex")))
         case "choice":
             return _choice_source(params.choice or [])
         case "grammar":
-            return _tagged("lark", _lark(_checked_size(params.grammar or "", "grammar")))
+            return _tagged("lark", _lark(_checked_size(params.grammar or "", "grammar"), is_empty))
         case _:
-            return _structural_tag_source(params)
+            return _structural_tag_source(params, is_empty)
 
 
 def failure(message: str, kind: str) -> GrammarError:
@@ -116,13 +115,17 @@ def _json_source(schema: dict[str, Any], params: StructuredOutputsParams) -> str
         raise failure(str(error), "json") from None
 
 
-def _schema(given: Any, params: StructuredOutputsParams) -> dict[str, Any]:
+def _schema(
+    given: Any, params: StructuredOutputsParams, is_empty: IsEmpty | None
+) -> dict[str, Any]:
     """Read a schema, whose text and depth are bounded."""
     schema = _object(given, "json", INVALID_SCHEMA, MAX_DEPTH)
     check_work(schema, "json")
     # What the compiler is told in a schema would lift the bounds on whitespace.
     schema = {name: value for name, value in schema.items() if name != "x-guidance"}
-    return _closed(schema) if params.disable_additional_properties else schema
+    if params.disable_additional_properties:
+        schema = _closed(schema)
+    return rewritten(schema, is_empty)
 
 
 def _object(given: Any, kind: str, code: str, max_depth: int) -> dict[str, Any]:
@@ -219,23 +222,21 @@ def _choice_source(choice: list[str]) -> str:
     return _tagged("lark", _checked_size("start: " + " | ".join(texts), "choice"))
 
 
-def _structural_tag_source(params: StructuredOutputsParams) -> str:
+def _structural_tag_source(params: StructuredOutputsParams, is_empty: IsEmpty | None) -> str:
     kind, code = "structural_tag", INVALID_GRAMMAR
     tag = _object(params.structural_tag, kind, code, MAX_TAG_DEPTH)
     check_work(tag, kind)
     try:
-        return _tagged("lark", _checked_size(structural_tag_lark(tag, _lark), kind))
+        return _tagged(
+            "lark", _checked_size(_lark(structural_tag_lark(tag, _lark), is_empty), kind)
+        )
     except StructuralTagError as error:
         raise refused(kind, str(error), code) from None
 
 
-def _lark(text: str) -> str:
-    """Return a grammar in Lark, which may be given as EBNF."""
-    for found in _JSON_RULE.finditer(text):
-        try:
-            check_work(_decoder.raw_decode(text, found.end())[0], "grammar")
-        except json.JSONDecodeError:
-            continue  # the compiler says what is wrong with it
+def _lark(text: str, is_empty: IsEmpty | None = None) -> str:
+    """Return a grammar in Lark, which may be given as EBNF; schemas in it are rewritten."""
+    text = _with_schemas(text, is_empty)
     if not _EBNF.search(text):
         return text
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -244,3 +245,20 @@ def _lark(text: str) -> str:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter raises nearly anything for what it cannot read
         raise refused("grammar", f"no EBNF: {error}", INVALID_GRAMMAR) from None
+
+
+def _with_schemas(text: str, is_empty: IsEmpty | None) -> str:
+    """Rewrite the schemas in a grammar."""
+    pieces: list[str] = []
+    start = 0
+    for found in _JSON_RULE.finditer(text):
+        if found.end() < start:  # in the texts of a schema
+            continue
+        try:
+            schema, end = _decoder.raw_decode(text, found.end())
+        except json.JSONDecodeError:
+            continue  # the compiler says what is wrong with it
+        check_work(schema, "grammar")
+        pieces += [text[start : found.end()], json.dumps(rewritten(schema, is_empty))]
+        start = end
+    return "".join([*pieces, text[start:]])

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import llguidance
@@ -24,7 +25,7 @@ import llguidance
 from trouper.actors.rendering.confined_process import LENGTH_BYTES, framed
 from trouper.actors.rendering.grammar import grammar_source, typed_failures
 from trouper.actors.rendering.grammar_trials import TrialBudget
-from trouper.actors.rendering.matchers import compiled
+from trouper.actors.rendering.matchers import compiled, matches_only
 from trouper.errors import GrammarError
 from trouper.structured_outputs import StructuredOutputsParams
 
@@ -109,7 +110,7 @@ def _answer(order: bytes, tokens: Any) -> dict[str, str | int]:
     try:
         wanted = StructuredOutputsParams(**json.loads(order))
         with typed_failures(wanted.kind):
-            source = grammar_source(wanted)
+            source = grammar_source(wanted, partial(matches_only, tokens))
             before = memory()
             found = compiled(tokens, source)
             num_bytes = max(0, memory() - before)

@@ -4,7 +4,7 @@ The compiler counts most of its steps, but neither all of them nor its depth: a 
 process (`grammar_trials.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
 from time import perf_counter
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary, key_of
 from trouper.actors.rendering.kept_by_size import KeptBySize
+from trouper.lark import Lark
 
 # Of memory for compiled grammars that no request needs any more, in the process that compiled them.
 MAX_KEPT_BYTES = 128 * 2**20
@@ -24,6 +25,9 @@ LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
+
+
+NO_TEXT = "no text matches it"
 
 
 class NotAGrammarError(Exception):
@@ -139,6 +143,21 @@ def compiled(tokens: Any, source: str) -> Any:
     return found
 
 
+def matches_only(tokens: Any, pattern: str, names: Sequence[str]) -> bool:
+    """Tell whether a pattern, as schemas have it, matches no text but some of these names."""
+    body = pattern.removeprefix("^")
+    body = body.removesuffix("$") if not body.endswith("\\$") else body
+    head = "" if pattern.startswith("^") else "(?s:.*)"
+    tail = "" if len(head + body) < len(head + pattern.removeprefix("^")) else "(?s:.*)"
+    lark = Lark({})
+    terminal = lark.terminal(f"{head}(?:{body}){tail}", names)
+    try:
+        compiled(tokens, lark.source(terminal))
+    except NotAGrammarError as error:
+        return str(error) == NO_TEXT
+    return False
+
+
 class ReceivedGrammars:
     """The grammars of plans that come from another process, whose vocabulary comes before them.
 
@@ -187,7 +206,7 @@ class ReceivedGrammars:
 
 def _reason(error: str) -> str:
     """Write the compiler's error; of a grammar without any text it says only what it could not compute."""
-    return "no text matches it" if error.startswith("NoExtensionBias") else error
+    return NO_TEXT if error.startswith("NoExtensionBias") else error
 
 
 def _tokens(vocabulary: Vocabulary) -> Any:
