@@ -148,7 +148,22 @@ _LLAMA: tuple[tuple[str, str], ...] = (
     ("-r --reverse-prompt", "use --stop"),
     ("-s", "use --seed"),
     ("-sp --special --spm-infill", _AS_IT_IS),
-    ("-md --model-draft --draft --draft-max --draft-min --draft-n --draft-p-min -cd --ctx-size-draft -ngld --n-gpu-layers-draft --spec-type", _SPECULATIVE),
+    ("-md --model-draft -hfd -hfrd --hf-repo-draft --draft --draft-max --draft-min --draft-n --draft-n-min --draft-p-min --draft-p-split -cd --ctx-size-draft "
+     "-ngld --gpu-layers-draft --n-gpu-layers-draft -devd --device-draft -td --threads-draft -tbd --threads-batch-draft -Cd --cpu-mask-draft -Crd "
+     "--cpu-range-draft --cpu-strict-draft --prio-draft --poll-draft -otd --override-tensor-draft -cmoed --cpu-moe-draft -ncmoed --n-cpu-moe-draft "
+     "--spec-type --spec-default --spec-draft-model --spec-draft-hf --spec-draft-n-max --spec-draft-n-min --spec-draft-p-min --spec-draft-p-split "
+     "--spec-draft-ngl --spec-draft-device --spec-draft-threads --spec-draft-sampling --spec-ngram-mod-n-max --spec-ngram-mod-n-min "
+     "--spec-ngram-mod-n-match --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits --spec-ngram-simple-size-n "
+     "--spec-ngram-simple-size-m --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m", _SPECULATIVE),
+    ("-v --verbose --verbose-prompt --show-timings --log-prompts-dir", "use --stats for the times of an answer, --log-level debug for a server's log"),
+    ("--color -co --simple-io -st --single-turn --in-prefix --in-prefix-bos --in-suffix --print-token-count -sps --slot-prompt-similarity "
+     "--prefill-assistant --no-prefill-assistant --lora-init-without-apply", _AS_IT_IS),
+    ("--prompt-cache --prompt-cache-all --prompt-cache-ro", "caches live in memory only"),
+    ("--skip-chat-parsing --no-skip-chat-parsing", "use --tool-call-parser none and --reasoning-parser none"),
+    ("--sleep-idle-seconds", "ask a server to sleep: POST /sleep"),
+    ("--embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec "
+     "--fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default",
+     "name the model: --model ORG/NAME:QUANT"),
 )  # fmt: skip
 _OLLAMA: tuple[tuple[str, str], ...] = (
     ("--keepalive", "a server keeps its model until it ends"),

@@ -142,9 +142,9 @@ def _cause(error: BaseException) -> str:
 
 def _usage(error: _UsageError) -> str:
     option = getattr(error, "option_name", None)
-    near = getattr(error, "possibilities", None)
-    if option is None or near is None:
+    if option is None or not hasattr(error, "possibilities"):
         return error.format_message().removesuffix(".")
     # Names that only have a few letters in common would lead astray.
-    near = difflib.get_close_matches(option, near, cutoff=0.8)
+    names = cast("list[str] | None", getattr(error, "possibilities", None))
+    near = difflib.get_close_matches(option, names or [], cutoff=0.8)
     return f"no such option: {option}" + (f"; did you mean {' or '.join(near)}?" if near else "")
