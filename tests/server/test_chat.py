@@ -31,6 +31,13 @@ async def test_the_prompt_as_the_template_has_made_it_is_shown_where_it_is_asked
     assert "prompt_text" not in (await client.post(PATH, GREEDY)).json
 
 
+async def test_thinking_is_a_variable_of_the_template_also_as_a_field_of_its_own(says):
+    client = says("a")
+    for thinks in (True, False):
+        await client.post(PATH, {"messages": MESSAGES, "enable_thinking": thinks})
+        assert client.engine.asked[-1][0]["template_defaults"]["enable_thinking"] is thinks
+
+
 async def test_a_stream_begins_with_the_role(client):
     whole = (await client.post(PATH, GREEDY)).json["choices"][0]["message"]["content"]
     fields = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}

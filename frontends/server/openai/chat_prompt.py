@@ -24,6 +24,8 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
     defaults = dict(settings.default_chat_template_kwargs)
     if (effort := getattr(request, "reasoning_effort", None)) is not None:
         defaults["reasoning_effort"] = effort
+    if (thinks := getattr(request, "enable_thinking", None)) is not None:
+        defaults["enable_thinking"] = thinks
     defaults |= getattr(request, "template_defaults", {})
     prompt: dict[str, Any] = {
         "messages": request.messages,

@@ -138,6 +138,7 @@ class ChatRequest(Generating, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    enable_thinking: bool | None = None  # a variable of the template, as Qwen's own clients send it
     return_prompt_text: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None  # only the prompt's ids in it
 
