@@ -115,6 +115,7 @@ async def test_the_tool_that_is_named_is_called_once(client):
     reply = (await client.post(PATH, forced(named))).json
     reason, calls = calls_of(reply)
     assert reason == "stop"
+    assert reply["choices"][0]["message"]["content"] == ""
     assert calls in ([("g", {"b": "x"})], [("g", {"b": "y"})])
 
 

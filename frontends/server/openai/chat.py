@@ -137,7 +137,10 @@ class ChatAdapter:
         self._echo = _echoed(request, self._role)
         self._reasoning_field = model.settings.reasoning_field
         # OpenAI's word for a call that the request itself has named
-        self._called = "stop" if _tool_use(request).is_named else "tool_calls"
+        tools = _tool_use(request)
+        self._called = "stop" if tools.is_named else "tool_calls"
+        # The content beside calls: as in vLLM, an empty text where the request has named the call, and else null.
+        self._no_content = "" if tools.is_named else None
         ids = call_ids(parsed, model, head)
         self._calls = [CallDeltas(ids, i) for i in range(self._num_choices)]
         self._choices: list[ChatChoice] = []
@@ -207,7 +210,7 @@ class ChatAdapter:
         text = self._echo + update.text
         message = WholeMessage(
             role=self._role,
-            content=None if tool_calls and not text.strip() else text,
+            content=self._no_content if tool_calls and not text.strip() else text,
             tool_calls=tool_calls or UNSET,
         )
         self._put_reasoning(update.reasoning, message)
