@@ -19,10 +19,12 @@ from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteModel, RemoteOptions, RemoteServer
 from trouper.frontends.cli.running import Interrupts, run_open
 
-NO_KEY = "none"  # agents insist on a key, and a server without keys takes any
+# Agents insist on a key, and a server without keys takes any.
+NO_KEY = "none"
 PROVIDER = "trouper"
-MAX_OUTPUT = 32_000  # tokens of one answer
-OUTPUT_SHARE = 4  # at most one in so many tokens of the context is left for an answer
+# An answer may have this many tokens, and at most a quarter of the context.
+MAX_OUTPUT = 32_000
+OUTPUT_SHARE = 4
 # Claude Code takes no window below 100,000 tokens.  It keeps at most 20,000 of a window free for an answer, and compacts
 # where a share of the rest, in percent, is used.
 CLAUDE_WINDOW = 100_000
@@ -33,11 +35,11 @@ AgentName = Literal["codex", "claude", "opencode", "qwen"]
 
 
 class AgentStart(NamedTuple):
-    """The settings of an agent's process.
+    """Hold the settings of an agent's process.
 
     Attributes:
-        variables: of the environment; None removes one.
-        arguments: in front of the user's own.
+        variables: the environment.  A variable whose value is None is removed.
+        arguments: what comes before the user's own arguments.
     """
 
     variables: dict[str, str | None]
@@ -45,16 +47,20 @@ class AgentStart(NamedTuple):
 
 
 class Agent(NamedTuple):
-    """One agent: the package that brings its program, and its settings for a server."""
+    """Describe an agent: the npm package of its program, and the function that makes its settings."""
 
     package: str
     settings: Callable[["Backend"], AgentStart]
 
 
 class Backend(NamedTuple):
-    """The server behind an agent."""
+    """Describe the server behind an agent.
 
-    url: str  # ends with /v1
+    Attributes:
+        url: the address of the API, which ends with /v1.
+    """
+
+    url: str
     model: RemoteModel
     key: str | None
 
@@ -141,7 +147,8 @@ def claude(backend: Backend) -> AgentStart:
     variables: dict[str, str | None] = {
         "ANTHROPIC_BASE_URL": backend.url.removesuffix("/v1"),
         "ANTHROPIC_AUTH_TOKEN": backend.key or NO_KEY,
-        "ANTHROPIC_API_KEY": None,  # a second key, which would be sent beside the first
+        # The agent would send this key together with the token, and the server refuses two keys.
+        "ANTHROPIC_API_KEY": None,
         **dict.fromkeys(models, name),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(backend.max_output),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

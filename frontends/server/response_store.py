@@ -17,9 +17,10 @@ ENTRY_BYTES = 512
 # A piece beside its content: its header 33, the count of its holders 130 bytes.
 PIECE_BYTES = 168
 REFERENCE_BYTES = 8  # of each piece in each entry
-# An event beside its content: its header 33, its place in the list 8 bytes.
+# An event costs its content, a header of 33 bytes and a place of 8 bytes in the list.
 EVENT_BYTES = 48
-AT_ONCE = 64  # events that a reader takes at a time
+# The most events that a reader takes at a time.
+AT_ONCE = 64
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,11 +55,16 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventLog:
-    """The events of one response, encoded, from the first on.  Readers come and go while it grows."""
+    """Keep the encoded events of one response for readers that come and go while it grows.
+
+    Attributes:
+        num_bytes: what the events cost.
+        is_dropped: the events are gone, because the store had no room for them or has forgotten the response.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.is_dropped = False  # there was no room for it, or its response is forgotten
+        self.is_dropped = False
         self._frames: list[bytes] = []
         self._is_over = False
         self._news = anyio.Event()
@@ -84,7 +90,7 @@ class EventLog:
         self.close()
 
     async def read(self, start: int) -> Sequence[bytes]:
-        """Wait for events from number `start` on, and return those that are there; none: it is over."""
+        """Wait for events from number `start` on, and return them.  An empty result means that no more will come."""
         while start >= len(self._frames) and not self._is_over:
             await self._news.wait()
         return self._frames[start : start + AT_ONCE]
@@ -102,7 +108,7 @@ class ResponseStore:
         self.num_bytes = 0
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
         self._holders: Counter[int] = Counter()  # entries with a piece, by the piece's identity
-        self._logs: dict[str, EventLog] = {}  # by the id of their entry
+        self._logs: dict[str, EventLog] = {}
 
     def __repr__(self) -> str:
         return f"<ResponseStore {len(self)} responses, {self.num_bytes} of {self.max_bytes} bytes>"

@@ -1,7 +1,7 @@
-"""Texts that a client keeps for this server and sends back unread: past reasoning, and what a compaction leaves.  Pure.
+"""Pack a text into one string that clients keep and send back: past reasoning, or the summary of a conversation.  Pure.
 
-The form hides nothing, since the client has been sent the same text or could ask for it; it only is one string, as the API
-has it, by which texts of this server can be told from those that another server has encrypted.
+The string hides nothing, because the client may read the same text in the answer.  Its prefix distinguishes what this server
+has made from what another server has encrypted.
 """
 
 import binascii
@@ -13,11 +13,12 @@ PREFIX = "trouper:{kind}:"
 
 
 def seal(kind: Kind, text: str) -> str:
+    """Return the string that a client keeps for `text`."""
     return PREFIX.format(kind=kind) + urlsafe_b64encode(text.encode(errors="replace")).decode()
 
 
 def unseal(kind: Kind, content: object) -> str | None:
-    """Return the text again; None: this server has not made it."""
+    """Return the text of a sealed string, or None if this server did not make it."""
     prefix = PREFIX.format(kind=kind)
     if not isinstance(content, str) or not content.startswith(prefix):
         return None

@@ -41,7 +41,7 @@ CLIENT_NAMES = {
     "structured_outputs": FORMAT,
     "thinking_token_budget": BUDGET,
 }
-# what was done of `context_management`: an edit is made when a conversation gets long, and none is made here
+# No edit of `context_management` is ever applied here, and the answer says so.
 NO_EDITS: JSONObject = {"context_management": {"applied_edits": []}}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}  # others keep their names
 
@@ -64,7 +64,8 @@ class MessagesTurn:
 
     def client_name(self, parameter: str) -> str:
         """Return the client's name for a parameter of the chat."""
-        if parameter == "structured_outputs":  # which may be that of the tools
+        # The grammar may have been made for the tools.
+        if parameter == "structured_outputs":
             parameter = ChatAdapter.client_name(self.chat, parameter)
         if getattr(self._body, parameter, None) is not None:
             return parameter  # one of the fields that have the same name here

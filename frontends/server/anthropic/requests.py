@@ -18,7 +18,7 @@ class CountTokensRequest(SamplingFields, kw_only=True):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    context_management: Any = None  # nothing is cleared or summed up; answers say so
+    context_management: Any = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

@@ -1,4 +1,4 @@
-"""Fields and tools that a request is answered without; neither side is left in the dark."""
+"""Report the fields and tools that a request is answered without, to its client and in the log."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ MAX_LOGGED = 256  # names that are remembered, 16 KiB; the log is not a place th
 
 
 class Ignored(NamedTuple):
-    """A kind of what a request is answered without: the header that names it, and the line of the log."""
+    """Describe a kind of thing that is ignored: the header that names it, and the line for the log."""
 
     header: bytes
     text: str

@@ -46,7 +46,8 @@ class ResponsesAdapter:
     def client_name(request: ResponsesTurn, parameter: str) -> str:
         if parameter.startswith("tools["):
             return request.tools.client_name(parameter)
-        if parameter == "structured_outputs":  # which may be that of the tools
+        # The grammar may have been made for the tools.
+        if parameter == "structured_outputs":
             parameter = ChatAdapter.client_name(request.as_chat(), parameter)
         name = request.transcript.client_name(parameter)
         if getattr(request.body, name, None) is not None:

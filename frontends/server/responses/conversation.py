@@ -21,7 +21,7 @@ ANSWERS = ("content", "tool_calls", "reasoning_content")
 SHOWN_TEXT = ("reasoning_text", "summary_text")
 TAKEN = "messages, reasoning, compactions, calls and their outputs"
 RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
-# Records of what another server has done, which hold nothing for the model to read
+# These items record what another server has done.  They hold nothing that a model could read.
 PASSED_OVER = ("web_search_call", "ghost_snapshot")
 SUMMARY = "Summary of the conversation so far:"
 
@@ -91,7 +91,7 @@ def _add_result(transcript: Transcript, place: str, item: JSONObject) -> None:
     output = item.get("output")
     if not isinstance(output, str | list):
         raise invalid(f"{place}.output", "must be a string or a list of parts")
-    # OpenAI's own type of a shell's output names its call `id`.
+    # OpenAI's type for the output of a shell has the call's id in the field `id`.
     is_by_id = item["type"] == "local_shell_call_output" and "call_id" not in item
     name = "id" if is_by_id else "call_id"
     transcript.add_result(place, name, item.get(name), output)
@@ -108,7 +108,7 @@ def _summary(place: str, item: JSONObject) -> str:
 def _reasoning_text(place: str, item: JSONObject) -> str | None:
     """Return what an item of reasoning shows: its text, or else the summary of it.
 
-    None: it is encrypted, and not by this server; nothing else could be made of it.
+    Returns None if another server has encrypted the reasoning, which cannot be read here.
     """
     texts: list[str] = []
     sealed = unseal("reasoning", item.get("encrypted_content"))

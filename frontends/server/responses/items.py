@@ -27,11 +27,11 @@ CUSTOM_INPUT = "response.custom_tool_call_input"
 
 
 class ItemForm(NamedTuple):
-    """The form of the items of one response.
+    """Describe the form of the items of one response.
 
     Attributes:
-        id: of the response, and part of the ids of its items.
-        tools: that calls may be for.
+        id: the response's own part of the ids of its items.
+        tools: the tools that may be called.
         seals_reasoning: items of reasoning have `encrypted_content`, too.
     """
 
@@ -45,7 +45,7 @@ class ItemForm(NamedTuple):
         return f"{PREFIXES[kind]}_{self.id}_{block.index}"
 
     def item(self, block: AnswerBlock, status: Status) -> JSONObject:
-        """Return the item of a block; one that is in progress has no content yet."""
+        """Return the item of a block.  While the block is in progress, the item has no content."""
         head: JSONObject = {"id": self.item_id(block), "status": status}
         if block.kind == "call":
             return {**head, **self._call(block, status)}
@@ -76,7 +76,7 @@ class ItemForm(NamedTuple):
         return {**call, "arguments": block.text}
 
     def _call_kind(self, block: AnswerBlock) -> str:
-        """Return the kind of a call; one of `local_shell` without a command is shown as what it is, a function's."""
+        """Return the kind of a call.  A call of `local_shell` without a command is shown as a function call."""
         kind = self.tools.called(block.name).kind
         is_broken = kind == "local_shell" and shell_action(block.text) is None
         return "function" if is_broken else kind

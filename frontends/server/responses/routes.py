@@ -107,7 +107,7 @@ async def cancel_response(service: Service, context: RequestContext, _: None) ->
 
 
 def _wanted_events(query: Mapping[str, Sequence[str]]) -> int | None:
-    """Return the number of the first event that is asked for; None: the response is wanted, whole.
+    """Return the number of the first event that the query asks for, or None if it asks for the whole response.
 
     Raises:
         TrouperValidationError: naming the field.

@@ -18,7 +18,8 @@ from trouper.frontends.server.unsupported import NO_TOOLS, unsupported
 JSONObject = dict[str, Any]
 ToolKind = Literal["function", "custom", "local_shell"]
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-DIGEST = 4  # bytes, for the end of a name that would be too long
+# Bytes of the digest that replaces the end of a name that is too long.
+DIGEST = 4
 SHELL = "local_shell"
 SHELL_SCHEMA: JSONObject = {
     "type": "object",
@@ -35,7 +36,7 @@ SHELL_DESCRIPTION = "Runs a command, given as a list of its words, on the user's
 
 
 class ClientTool(NamedTuple):
-    """One tool that the client runs, as the client knows it."""
+    """Describe a tool that the client runs, by the names that the client uses."""
 
     kind: ToolKind
     name: str
@@ -43,16 +44,21 @@ class ClientTool(NamedTuple):
 
 
 class CustomInput(msgspec.Struct):
-    """The arguments of a custom tool's function."""
+    """Hold the arguments of the function that stands for a custom tool."""
 
     input: str
 
 
 class ResponseTools:
-    """The tools of one request.
+    """Hold the tools of one request, and translate between them and the functions of a chat.
+
+    Attributes:
+        functions: what the chat template gets.
+        shown: the client's tools that are in use.
+        left_out: the types of the client's tools that cannot run here.
 
     Args:
-        given: as the client sends them.
+        given: the tools as the client sends them.
 
     Raises:
         TrouperValidationError: naming the field.
@@ -60,11 +66,11 @@ class ResponseTools:
     """
 
     def __init__(self, given: Sequence[JSONObject] | None) -> None:
-        self.functions: list[JSONObject] = []  # of the chat
-        self.shown: list[JSONObject] = []  # the client's, without those that are left out
-        self.left_out: list[str] = []  # their types
-        self._places: list[str] = []  # of the functions
-        self._tools: dict[str, ClientTool] = {}  # by the function's name
+        self.functions: list[JSONObject] = []
+        self.shown: list[JSONObject] = []
+        self.left_out: list[str] = []
+        self._places: list[str] = []
+        self._tools: dict[str, ClientTool] = {}
         for i, tool in enumerate(given or ()):
             self._add(f"tools[{i}]", tool)
         if self.left_out and not self.functions:
@@ -114,7 +120,8 @@ class ResponseTools:
         self.shown.append(tool)
         for where, known, function in found:
             name: Any = function.get("name")
-            if isinstance(name, str):  # the chat refuses others
+            # The chat refuses a name that is no string.
+            if isinstance(name, str):
                 if name in self._tools and self._tools[name] != known:
                     raise invalid(f"{where}.name", "two tools have this name", name)
                 self._tools[name] = known
@@ -172,7 +179,7 @@ def custom_input(arguments: str) -> str:
 
 
 def shell_action(arguments: str) -> JSONObject | None:
-    """Return the action of a call of `local_shell`; None where the arguments are none."""
+    """Return the action of a call of `local_shell`, or None if its arguments have no command."""
     try:
         fields = msgspec.json.decode(arguments, type=dict[str, Any])
     except msgspec.MsgspecError:
