@@ -6,7 +6,6 @@ end is cut off first), a complete `FILE` is renamed before another takes its nam
 a second process out.  At the end the answers are put into the order of the requests.
 """
 
-import fcntl
 import os
 import stat
 import sys
@@ -269,6 +268,8 @@ def _tidy(path: str, part: BinaryIO, *, is_complete: bool) -> None:
 
 def _locked(part: str, name: str) -> BinaryIO:
     """Open a part for appending, with a lock that ends with the process."""
+    import fcntl  # not on Windows, where the other commands must still start
+
     while True:
         try:
             file = open(part, "ab")  # noqa: SIM115  # the caller closes it
