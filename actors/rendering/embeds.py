@@ -21,6 +21,12 @@ from trouper.actors.messages.embeds import Embeds, EmbedsDtype
 from trouper.errors import invalid
 
 ITEM_BYTES: dict[EmbedsDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+# The bits of a number as an integer, and those of its exponent: all are set in NaN and infinity alone.
+EXPONENTS: dict[EmbedsDtype, tuple[str, int]] = {
+    "float32": ("<u4", 0x7F800000), "float16": ("<u2", 0x7C00), "bfloat16": ("<u2", 0x7F80),
+    "float64": ("<u8", 0x7FF0 << 48),
+}  # fmt: skip
+PIECE_NUMBERS = 2**18  # that are looked at at once
 STORAGES: dict[str, EmbedsDtype] = {
     "FloatStorage": "float32", "HalfStorage": "float16",
     "BFloat16Storage": "bfloat16", "DoubleStorage": "float64",
@@ -122,6 +128,7 @@ def decode_embeds(
             f"the shape must be [1 to {max_rows}, {num_columns}], "
             f"not [{found.num_rows}, {found.num_columns}]",
         )
+    _check_finite(found)
     return found
 
 
@@ -153,7 +160,26 @@ def from_tensor(tensor: Any, num_columns: int, max_rows: int) -> Embeds:
     numbers = tensor.detach().cpu().contiguous()
     uint8 = numbers.new_empty(0).byte().dtype  # as bytes: numpy has no bfloat16
     data = memoryview(numbers.view(uint8).numpy()).cast("B")
-    return Embeds(dtype, tensor.shape[0], num_columns, data)
+    found = Embeds(dtype, tensor.shape[0], num_columns, data)
+    _check_finite(found)
+    return found
+
+
+def _check_finite(embeds: Embeds) -> None:
+    """Refuse NaN and infinity, of which a model makes logits that are no numbers.
+
+    The exponent is looked at, since numpy has no bfloat16; in pieces, so that little memory is taken.
+
+    Raises:
+        TrouperValidationError: a number is not finite.
+    """
+    of_bits, exponent = EXPONENTS[embeds.dtype]
+    bits, mask = np.frombuffer(embeds.data, of_bits), np.dtype(of_bits).type(exponent)
+    for start in range(0, len(bits), PIECE_NUMBERS):
+        is_bad = (bits[start : start + PIECE_NUMBERS] & mask) == mask
+        if is_bad.any():
+            row = (start + int(is_bad.argmax())) // embeds.num_columns
+            raise invalid("prompt_embeds", f"row {row} holds a number that is not finite")
 
 
 class _RefusedError(ValueError):

@@ -167,10 +167,11 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
         case ExecutionError():  # it failed alone: the same request would fail again
             text = "the model cannot be run on this request"
             return ErrorBody(500, "poisoned_request", text, headers=NO_RETRY)
-        case GenerationError(code="no_valid_token"):  # what the request allows, it also forbids
+        # What the request allows, it also forbids; or its grammar is too ambiguous.
+        case GenerationError(code="no_valid_token" | "grammar_error"):
             return ErrorBody(400, error.code, clean(str(error), MAX_RULE), headers=NO_RETRY)
         case GenerationError(
-            code="numerical_error" | "grammar_error" | "poisoned_request" | "device_failed"
+            code="numerical_error" | "poisoned_request" | "device_failed"
         ):  # nor this one
             text = clean(str(error), MAX_RULE)
             return ErrorBody(500, error.code, text, headers=NO_RETRY)

@@ -212,8 +212,13 @@ class Service:
             raise unavailable("overloaded", text)
 
     async def prove(self) -> None:
-        """Make a round trip through scheduler and executor, unless one was made just before.  Raises HTTPError."""
-        if anyio.current_time() - self._proved_at < PROOF_S:
+        """Make a round trip through scheduler and executor, unless one was made just before and no device was lost since.
+
+        Raises:
+            HTTPError: the engine does not answer.
+        """
+        is_proof_fresh = anyio.current_time() - self._proved_at < PROOF_S
+        if is_proof_fresh and any(each.is_available for each in self.core.statistics().replicas):
             return
         with anyio.move_on_after(PROBE_S):
             await self.core.controls.probe()

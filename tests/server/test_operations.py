@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs, __version__
-from trouper.errors import DeviceStartError, EngineDeadError
+from trouper.errors import DeviceStartError, EngineDeadError, RetryableRequestError
 from trouper.frontends.server.admission.throughput import StepClock
 from trouper.frontends.server.app import App, create_app
 from trouper.frontends.server.http.access_log import access_line
@@ -70,6 +70,17 @@ async def test_readiness_is_a_round_trip_through_the_device(engine, app, client,
     monkeypatch.setattr("trouper.frontends.server.service.PROBE_S", 0.01)
     answer = await client.get("/health/ready")
     assert (answer.status, answer.error["code"]) == (503, "no_progress")
+
+
+async def test_a_proof_is_void_when_a_device_is_lost(engine, client, monkeypatch):
+    async def refuse():
+        raise RetryableRequestError("device_restarting: the device is being started again")
+
+    assert (await client.get("/health/ready")).status == 200
+    monkeypatch.setattr(engine.engine.controls, "probe", refuse)
+    monkeypatch.setattr(engine.engine._parts.scheduler.policy, "is_device_lost", True)
+    answer = await client.get("/health/ready")
+    assert (answer.status, answer.error["code"]) == (503, "device_restarting")
 
 
 async def test_metrics(client):

@@ -1,6 +1,7 @@
 """Payloads of prompt_embeds, good and bad, as clients would make them."""
 
 import io
+import math
 import struct
 import zipfile
 
@@ -95,6 +96,8 @@ BAD = {
     "no rows": lambda: saved(rows(0)),
     "wrong width": lambda: saved(torch.zeros(4, WIDTH + 1)),
     "too many rows": lambda: saved(rows(MAX_ROWS + 1)),
+    "NaN": lambda: saved(rows(4).fill_(math.nan)),
+    "infinity in bfloat16": lambda: saved(rows(4, dtype=torch.bfloat16).fill_(-math.inf)),
     "old format": lambda: saved(rows(4), _use_new_zipfile_serialization=False),
     "compressed": lambda: repacked(saved(rows(4)), method=zipfile.ZIP_DEFLATED),
     "big endian": lambda: repacked(

@@ -73,6 +73,12 @@ def test_losses_of_a_request_that_was_found_cost_nothing_but_are_bounded_too():
     assert budget.note_loss(20.0) is None
 
 
+def test_as_many_losses_as_the_option_says_are_survived_beyond_the_usual_bound():
+    budget = RestartBudget(max_restarts=2 * MAX_LOSSES, window_s=300.0)
+    assert None not in [budget.note_loss(float(now)) for now in range(2 * MAX_LOSSES)]
+    assert budget.note_loss(100.0) is None
+
+
 def test_the_search_for_a_poisonous_request_does_not_spend_the_budget_before_its_verdict():
     budget = RestartBudget(max_restarts=1, window_s=300.0)
     searched = (17, 9, 5, 3, 2, 1)

@@ -17,7 +17,7 @@ import msgspec
 from trouper.actors.messages.results import LossCause
 
 BACKOFF_S = (0.0, 1.0, 4.0)  # before the first, second and any later start in a row
-MAX_LOSSES = 16  # explained or not, within the window
+MAX_LOSSES = 16  # explained or not, within the window; more where more unexplained ones are allowed
 STDERR_LINES = 64  # of a worker's last words that are kept for the report of its death
 
 MIN_STEP_S, FIRST_STEP_S = 10.0, 120.0  # the first step of a shape may compile its kernels
@@ -74,8 +74,9 @@ class RestartBudget:
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self._max_restarts, self._window_s = max_restarts, window_s
-        # When each loss came, and whether its cause has been found or looked for; at most MAX_LOSSES + 1.
-        self._losses: deque[list[float | bool]] = deque(maxlen=MAX_LOSSES + 1)
+        self._max_losses = max(MAX_LOSSES, max_restarts)
+        # When each loss came, and whether its cause has been found or looked for; at most `_max_losses` + 1.
+        self._losses: deque[list[float | bool]] = deque(maxlen=self._max_losses + 1)
         self._num_in_a_row = 0
         self._num_suspects = 0  # of the last loss
 
@@ -100,7 +101,7 @@ class RestartBudget:
         self._num_suspects = num_suspects
         self._losses.append([now, is_search])
         num_unexplained = sum(not is_explained for _, is_explained in self._losses)
-        if num_unexplained > self._max_restarts or len(self._losses) > MAX_LOSSES:
+        if num_unexplained > self._max_restarts or len(self._losses) > self._max_losses:
             return None
         wait_s = BACKOFF_S[min(self._num_in_a_row, len(BACKOFF_S) - 1)]
         self._num_in_a_row += 1
