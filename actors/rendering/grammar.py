@@ -218,8 +218,10 @@ def _tagged(name: str, source: str) -> str:
 
 
 def _choice_source(choice: list[str]) -> str:
+    """Return a grammar of one terminal: as rules, more than 2,000 texts would be too many for a row of the parser."""
     texts = [json.dumps(text, ensure_ascii=False) for text in choice]
-    return _tagged("lark", _checked_size("start: " + " | ".join(texts), "choice"))
+    lark = "start: CHOICE\nCHOICE: " + " | ".join(texts)
+    return _tagged("lark", _checked_size(lark, "choice"))
 
 
 def _structural_tag_source(params: StructuredOutputsParams, is_empty: IsEmpty | None) -> str:

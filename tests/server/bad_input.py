@@ -386,6 +386,7 @@ SUITE = {
         c("two ways", 400, "invalid_value", "guided_regex", structured_outputs={"regex": "a"}, guided_regex="a"),
     ],
     "B19": [
+        g("json", {"const": "a" * 90_000}, "schema_too_complex"),
         *(
             g("json", schema)
             for schema in (
@@ -411,10 +412,12 @@ SUITE = {
           tools=[{"function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}}]),
     ],
     "B20": [
+        g("regex", "ab" * 60_000, "schema_too_complex"),
         *(g("regex", regex, "invalid_grammar") for regex in ("(", "(?<=a)b", r"(a)\1", "[z-a]", "a{4294967296}")),
         *(g("regex", regex, "schema_too_complex") for regex in ("a" * 2**19, "a?" * 40_000)),
     ],
     "B22": [
+        c("too many steps", 400, "grammar_error", None, structured_outputs={"grammar": 'start: ("a"{1000}){1000}'}, max_tokens=9),
         *(
             g("grammar", grammar, "invalid_grammar")
             for grammar in ("", "start: foo", "root ::= (", "root ::= root", 'root ::= root "a"', "start: start")

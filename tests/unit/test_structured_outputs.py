@@ -167,6 +167,12 @@ def test_a_grammar_that_takes_too_many_steps_ends_its_own_request(llm):
     assert re.fullmatch("[0-9]{2}", output.text)
 
 
+def test_one_of_thousands_of_texts_is_chosen(llm):
+    texts = [f"{number:05}" for number in range(5_000)]
+    ((output,),) = ask(llm, ["x"], wanted(choice=texts))
+    assert output.text in texts
+
+
 def test_a_bad_grammar_is_its_own_requests_error(llm):
     with pytest.raises(GrammarError):
         ask(llm, ["x"], wanted(regex="("))
