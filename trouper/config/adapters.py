@@ -78,7 +78,7 @@ class AdapterFiles(msgspec.Struct, frozen=True):
     weights: bytes  # a safetensors file
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _TensorEntry(msgspec.Struct, frozen=True):
     """One tensor in the header of a safetensors file."""
 
     dtype: str
@@ -208,7 +208,7 @@ def _check_header(file: BinaryIO, size: int) -> None:
     try:
         header = msgspec.json.decode(file.read(length), type=dict[str, Any])
         header.pop("__metadata__", None)
-        ends = [msgspec.convert(entry, _Entry).data_offsets[1] for entry in header.values()]
+        ends = [msgspec.convert(entry, _TensorEntry).data_offsets[1] for entry in header.values()]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(PARAMETER, f"{WEIGHTS}: its header cannot be read: {error}") from None
     if max(ends, default=0) != size - 8 - length:
