@@ -248,7 +248,9 @@ def _opened(path: str, part: BinaryIO, name: str, origin: str) -> Generator[Answ
         raise  # a refusal says itself what can be done
     except BaseException:
         if os.path.getsize(path + PART):
-            saved = f"the answers so far are in {name}{PART}"
+            # Of a link the part is beside its target.
+            shown = name + PART if os.path.exists(name + PART) else path + PART
+            saved = f"the answers so far are in {shown}"
             output.complain(f"{saved}; the same command goes on from there")
         raise
     finally:

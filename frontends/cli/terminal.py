@@ -1,6 +1,7 @@
 """Text from a terminal or a pipe, and text for it."""
 
 import re
+import select
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from trouper.frontends.cli.prompts import SURROGATES, text_stdin
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 STDIN = "-"
+SLOW_S = 2.0  # after which a wait for stdin is explained
 MAX_STDIN = 64 * 2**20  # characters; no model reads as much
 
 
@@ -58,6 +60,7 @@ def quick_message(quick: str | None) -> str | None:
 
 
 def _read_stdin() -> str:
+    _note_wait()
     try:
         text = sys.stdin.read(MAX_STDIN + 1)
     except UnicodeDecodeError:
@@ -67,6 +70,16 @@ def _read_stdin() -> str:
             f"stdin has more than {MAX_STDIN} characters", parameter="quick"
         )
     return text.removesuffix("\n")
+
+
+def _note_wait() -> None:
+    """Say what the command waits for, if stdin is a pipe to which nothing is written, as some programs leave it."""
+    try:
+        is_ready = bool(select.select([sys.stdin.fileno()], [], [], SLOW_S)[0])
+    except (OSError, ValueError):  # no descriptor, or none that can be waited for
+        return
+    if not is_ready:
+        note("waiting for the end of stdin, which belongs to the message; if not, give < /dev/null")
 
 
 class PipeReader:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from tests.adapters import random_tensors, write_adapter
 from trouper import __version__
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.cli import options, output, serve
+from trouper.frontends.cli import options, output, serve, terminal
 from trouper.frontends.cli.main import run_line
 from trouper.frontends.cli.session import CUT
 from trouper.frontends.cli.terminal import quick_message
@@ -474,6 +475,23 @@ def test_the_oldest_turns_give_way_and_the_system_message_stays(capsys, monkeypa
 def test_stdin_joins_a_quick_message(monkeypatch, quick, piped, message):
     monkeypatch.setattr("sys.stdin", io.StringIO(piped))
     assert quick_message(quick) == message
+
+
+def test_a_wait_for_stdin_is_explained(monkeypatch):
+    reading, writing = os.pipe()
+    told = []
+
+    def tell(text):
+        told.append(text)
+        os.write(writing, b"late")
+        os.close(writing)
+
+    monkeypatch.setattr(terminal, "SLOW_S", 0)
+    monkeypatch.setattr(terminal, "note", tell)
+    with open(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert quick_message("hi") == "hi\n\nlate"
+    assert "/dev/null" in told[0]
 
 
 def test_an_empty_quick_message_is_a_mistake(capsys):
