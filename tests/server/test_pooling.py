@@ -12,6 +12,7 @@ from trouper import AsyncLLMEngine, EngineArgs
 from trouper.actors.engine.generation import Generation
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.batch_files import BatchFile
+from trouper.frontends.server.batch_records import StreamAnswers
 
 from .client import Client
 
@@ -356,7 +357,7 @@ async def test_a_batch_file_may_embed_and_rerank(pooling_engine):
     ]
     sink = io.BytesIO()
     await BatchFile(create_app(pooling_engine), 4).answer_all(
-        io.BytesIO("\n".join(lines).encode()), sink
+        io.BytesIO("\n".join(lines).encode()), StreamAnswers(sink)
     )
     answers = [json.loads(line)["response"] for line in sink.getvalue().splitlines()]
     assert [answer["status_code"] for answer in answers] == [200, 200, 200]
