@@ -173,7 +173,7 @@ def _check_task(task: Any) -> None:
 
 
 def _check_dimensions(dimensions: int | None, spec: PoolerSpec) -> None:
-    if dimensions is None:
+    if dimensions is None or dimensions == spec.embedding_size:
         return
     if not spec.is_matryoshka:
         raise invalid("dimensions", "this model's embeddings cannot be shortened", dimensions)

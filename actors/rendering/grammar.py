@@ -32,6 +32,7 @@ _EBNF = re.compile(
     r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE
 )  # a rule; in Lark it may stand in a schema's texts
 _JSON_RULE = re.compile(r"%json\s*(?={)")  # in Lark, with a schema behind it
+_CODE_POINT = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")
 _decoder = json.JSONDecoder()
 
 
@@ -244,9 +245,20 @@ def _lark(text: str, is_empty: IsEmpty | None = None) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        return gbnf_to_lark(text)
+        return gbnf_to_lark(_CODE_POINT.sub(_character, text))
     except Exception as error:  # the converter raises nearly anything for what it cannot read
         raise refused("grammar", f"no EBNF: {error}", INVALID_GRAMMAR) from None
+
+
+def _character(found: re.Match[str]) -> str:
+    r"""Return the character of an escape such as `\u00e9`, which the converter reads wrongly."""
+    digits = found[1] or found[2]
+    if digits is None:  # another escape, such as that of a backslash
+        return found[0]
+    code = int(digits, 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise refused("grammar", f"{found[0]} is no character", INVALID_GRAMMAR)
+    return chr(code) if code > 0x7F else f"\\x{code:02x}"
 
 
 def _with_schemas(text: str, is_empty: IsEmpty | None) -> str:

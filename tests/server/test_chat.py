@@ -206,3 +206,15 @@ async def test_a_server_arranges_what_its_template_would_drop(make_client):
     answer = await client.post(PATH, {**fields, "messages": messages})
     assert (answer.status, answer.error["param"]) == (400, "messages[1]")
     assert "'narrator'" in answer.error["message"]
+
+
+async def test_top_logprobs_of_nothing_need_no_logprobs(client):
+    """As in vLLM: 0 asks for none."""
+    assert (await client.post(PATH, {**GREEDY, "top_logprobs": 0})).status == 200
+    answer = await client.post(PATH, {**GREEDY, "top_logprobs": 1})
+    assert (answer.status, answer.error["param"]) == (400, "top_logprobs")
+
+
+async def test_more_than_four_stop_strings_are_taken_as_by_vllm(client):
+    reply = (await client.post(PATH, {**GREEDY, "stop": list("abcdefgh"), "max_tokens": 50})).json
+    assert reply["choices"][0]["stop_reason"] in "abcdefgh"

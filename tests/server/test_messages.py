@@ -1,6 +1,7 @@
 """`/v1/messages` in memory, and a real server driven by Anthropic's own clients, the plain one and the async one."""
 
 import json
+import re
 
 import anthropic
 import pytest
@@ -223,6 +224,14 @@ class TestInMemory:
         prompt, *_ = client.engine.asked[-1]
         assert prompt["messages"][1]["reasoning_content"] == "hm, so"
 
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_thinking_that_is_cut_is_the_only_block(self, says, stream):
+        client = says("<think>hm", "\n", finish_reason="length", **REASONING)
+        answer = await client.post(PATH, {**GREEDY, "stream": stream})
+        kinds = re.findall(rb'"type":"(thinking|text)"', answer.body)
+        assert kinds == [b"thinking"]  # Anthropic's clients cannot send an empty text back
+        assert b"max_tokens" in answer.body
+
     async def test_thinking_that_is_disabled_is_not_shown(self, says):
         client = says("<think>hm</think>yes", **REASONING)
         reply = (await client.post(PATH, {**GREEDY, "thinking": {"type": "disabled"}})).json
@@ -340,6 +349,9 @@ class TestInMemory:
             ({"tools": [TOOL], "tool_choice": {"type": {}}}, "tool_choice.type: "),
             ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
             ({"messages": [*HI, CALLED]}, "messages[1].content: "),
+            # Anthropic wants each result in the next turn
+            ({"messages": [*HI, CALLED, *HI]}, "messages[1].content: every tool_use needs a tool_result after it; there is none for 'u'"),
+            ({"messages": [*HI, {"role": "assistant", "content": [USE, {**USE, "id": "v"}]}, {"role": "user", "content": [RESULT]}]}, "none for 'v'"),
             ({"messages": [*HI, CALLED, {"role": "user", "content": [{**RESULT, "tool_use_id": "x"}]}]}, "messages[2].content[0].tool_use_id: "),
             ({"messages": [*HI, CALLED, {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]}, "messages[2].content[0].content[0].type"),
             ({"messages": [{"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[0].content[0].input: "),

@@ -118,6 +118,11 @@ KINDS = [
     ({"regex": "[0-9]{3}-[a-f]*"}, "123-abc"),
     ({"choice": ["hello world", "hello"]}, "hello world"),
     ({"grammar": 'root ::= "a" [0-9]+ ";"'}, "a123;"),
+    (
+        {"grammar": r'root ::= "\u00e9\U0001F600" [\u0041-\u0043]'},
+        "é😀B",
+    ),  # as llama.cpp reads them
+    ({"grammar": r'root ::= "\u0022\u005c\\u00e9" [\u005d]'}, '"\\\\u00e9]'),
 ]
 
 

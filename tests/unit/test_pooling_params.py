@@ -89,6 +89,13 @@ def test_what_is_left_open_comes_from_the_model():
     assert PoolingParams(task="embed").resolve(wished).use_activation is False
 
 
+def test_the_dimensions_that_a_model_has_are_taken_by_any():
+    # as OpenAI's embedding models do: clients send the size that their index was made with
+    params = PoolingParams(task="embed", dimensions=8)
+    for config in ({}, {"is_matryoshka": True}, {"matryoshka_dimensions": [2, 4]}):
+        assert params.resolve(spec(config=config)).dimensions == 8
+
+
 def test_dimensions_are_for_matryoshka_models():
     params = PoolingParams(task="embed", dimensions=4)
     with pytest.raises(TrouperValidationError, match="parameter=dimensions"):

@@ -124,13 +124,27 @@ def _add_messages(transcript: Transcript, request: CountTokensRequest) -> None:
             add(transcript, place, where, block)
     if not transcript.messages:
         raise invalid("messages", "hold nothing that this model can read")
-    if "tool_calls" in transcript.messages[-1]:
-        last = f"messages[{len(request.messages) - 1}].content"
-        raise invalid(last, "every tool_use needs a tool_result after it")
+    _check_results(transcript)
     for message in transcript.messages:
         content = message.get("content")
         if isinstance(content, list) and len(cast("list[Any]", content)) == 1:
             message["content"] = content[0]["text"]
+
+
+def _check_results(transcript: Transcript) -> None:
+    """Refuse a call without its result: the next turn must bring one for each."""
+    wanted: set[str] = set()
+    place = ""
+    for i, message in enumerate([*transcript.messages, {"role": "assistant"}]):
+        if message["role"] == "tool":
+            wanted.discard(message["tool_call_id"])
+        elif message["role"] == "assistant":
+            if wanted:
+                missing = sorted(wanted)[0][:64]
+                rule = f"every tool_use needs a tool_result after it; there is none for {missing!r}"
+                raise invalid(f"{place}.content", rule)
+            wanted = {call["id"] for call in message.get("tool_calls", ())}
+            place = transcript.client_name(f"messages[{i}]")
 
 
 def _system_texts(system: object) -> list[JSONObject]:

@@ -3,7 +3,7 @@
 Responses show blocks as output items, Messages as content blocks.
 
 Laws.  At most one block is open, the last.  White space alone makes no block of text, unless the answer has nothing
-else: models leave some between reasoning and calls.
+else: models leave some between reasoning and calls, and behind reasoning that is cut nothing follows.
 """
 
 from collections.abc import Callable, Sequence
@@ -107,9 +107,9 @@ class AnswerBlocks:
         return events
 
     def end(self, *, is_cut: bool = False) -> list[BlockEvent]:
-        """Take the end of the answer.  One without text and calls gets an empty text."""
+        """Take the end of the answer.  One that is empty or blank gets a text; behind reasoning none is made up."""
         events: list[BlockEvent] = []
-        if all(block.kind == "reasoning" for block in self.all):
+        if not self.all:
             self._start("text", events)
             if self._blanks:
                 self._grow("text", self._blanks, events)
