@@ -24,6 +24,7 @@ def foretell(
         flights_s: estimates of the plans in flight, the eldest first.
         elapsed_s: since the first of them became the eldest.
     """
+    turns.refresh()
     times = turns.times
     if not times.is_known:
         return None

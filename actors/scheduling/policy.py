@@ -196,7 +196,7 @@ class Policy:
         """Take a request in, with all that it has; what other replicas have computed is computed again."""
         request.replica, request.num_expected = replica, num_expected
         if self.turns is not None:
-            self.turns.budget.note_arrival()
+            self.turns.budget.quiet_s = 0.0
         self.table.enter(request)
 
     def work(self) -> tuple[int, int]:
@@ -412,7 +412,7 @@ class Policy:
         self.table.end_ghosts(self._quarantine.suspect_ids)
         if self._must_wait():
             return None
-        if self.turns is not None:
+        if self.turns is not None and self.turns.has_prompts:
             self.turns.settle()
         running = self.table.running
         num_competing = len(running) + len(self.table.waiting)
@@ -439,11 +439,10 @@ class Policy:
 
     def _commit(self, builder: StepBuilder) -> StepPlan:
         self._step += 1
-        if self.turns is not None:
-            self.turns.note_plan(builder)
+        has_prompts = self.turns is not None and self.turns.note_plan(builder)
         plan, record = builder.commit(self._step, self._epoch)
         if self.turns is not None:
-            self.turns.estimate(plan, record)
+            self.turns.estimate(plan, record, has_prompts=has_prompts)
         self.in_flight.append(record)
         return plan
 
@@ -461,7 +460,10 @@ class Policy:
         """Whether a plan in flight is so long that the next is made when it is answered, with the requests that come meanwhile."""
         if self.turns is None or self._num_stages > 1:
             return False
-        return any(step.estimate_s >= LONG_S for step in self.in_flight)
+        for step in self.in_flight:  # noqa: SIM110  # in each turn: a generator takes a microsecond
+            if step.estimate_s >= LONG_S:
+                return True
+        return False
 
     def _schedule(self, builder: StepBuilder) -> None:
         """Plan for those that run, then for those that wait."""

@@ -8,6 +8,8 @@ Laws.
    other is computed.  (One text a request, 32 clients: 1.03 times the texts.)
 3. The best by priority and arrival is in the next plan, so none starves; the others of the plan are the
    ones nearest to it in length among the `WINDOW` best, because equal lengths share their attention.
+   In turns (`max_step_ms` is not 0) the best is the first in the order of the `Fluid`, so a query does not wait for all the documents
+   that came before it, and a key with many texts is one key.
 4. A plan that raised is run again in halves, until the request that causes it is alone and fails alone.
 5. An aborted request is dropped at once; what a plan in flight computes for it is thrown away.
 6. What another replica had begun goes first, as what is run again does.
@@ -16,7 +18,7 @@ Laws.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +32,7 @@ from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import DeviceLost, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
+from trouper.actors.scheduling.fluid import GRAIN, Fluid
 from trouper.actors.scheduling.in_flight import InFlight
 from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.snapshot import PolicySnapshot
@@ -79,6 +82,8 @@ class PoolingPolicy:
         self._num_open_tokens = 0  # of these
         self.waiting: list[QueuedText] = []  # a heap, as the next
         self.returning: list[QueuedText] = []  # begun elsewhere
+        # Has the waiting ones; None: they come in the order of their arrival.
+        self.fluid = None if config.max_step_ms == 0 or self._is_fcfs else Fluid()
         self.retries: deque[list[AdmitPooling]] = deque()  # each is one plan
         self.in_flight: InFlight[InFlightPoolStep] = InFlight()
         self._shared = shared or SharedPooling()
@@ -186,6 +191,12 @@ class PoolingPolicy:
         self.unfinished[request.admit.id] = request
         self._num_open_tokens += _length(request.admit)
         heappush(self.returning if request.has_begun else self.waiting, request)
+        if self.fluid is not None and not request.has_begun:
+            length = _length(request.admit)
+            order = (*request.order, 0)
+            self.fluid.enter(
+                _job_id(request.admit), request.admit.key, order, length, max(length, GRAIN)
+            )
 
     def evacuate(self, *, only_fresh: bool = False) -> list[QueuedText]:
         """Give up the requests that no plan in flight has, for other replicas; those in question stay."""
@@ -333,7 +344,7 @@ class PoolingPolicy:
         if not group and self.returning:
             group = self._next(self.returning)
         if not group and self._pause is not Pause.NO_NEW_REQUESTS:
-            group = self._next(self.waiting)
+            group = self._next(self.waiting) if self.fluid is None else self._in_turns(self.fluid)
         if not group:
             return None
         if len(group) > 1:
@@ -360,17 +371,34 @@ class PoolingPolicy:
             request = heappop(line)
             if request.admit.id in self.unfinished:
                 window.append(request)
+        taken = self._num_taken(window)
+        for request in window[taken:]:
+            heappush(line, request)
+        return [request.admit for request in window[:taken]]
+
+    def _in_turns(self, fluid: Fluid) -> list[AdmitPooling]:
+        """Choose the texts of the next plan among those whose turn it is, as laws 2 and 3 say."""
+        # The open jobs are the waiting texts: what is planned is no more in there, and what ends leaves.
+        jobs = islice(fluid.order(), WINDOW)
+        window = [self.unfinished[RequestId(job.id)] for job in jobs]
+        group = [request.admit for request in window[: self._num_taken(window)]]
+        fluid.plan({_job_id(admit): _length(admit) for admit in group})
+        left = self.unfinished.keys() - {admit.id for admit in group}
+        self.waiting = [request for request in self.waiting if request.admit.id in left]
+        return group
+
+    def _num_taken(self, window: list[QueuedText]) -> int:
+        """Sort a window by likeness to its first, and count how many of it the next plan takes."""
         if len(window) <= 1:
-            return [request.admit for request in window]
+            return len(window)
         head = _length(window[0].admit)
-        window.sort(key=lambda request: (abs(_length(request.admit) - head), request.order))
+        places = {request.admit.id: place for place, request in enumerate(window)}
+        window.sort(key=lambda each: (abs(_length(each.admit) - head), places[each.admit.id]))
         lengths = [_length(request.admit) for request in window]
         taken = _num_fitting(lengths, self.config)
         if sum(lengths[:taken]) > PASS_TOKENS:
             taken = min(taken, -(-len(self.unfinished) // self.config.max_steps_in_flight))
-        for request in window[taken:]:
-            heappush(line, request)
-        return [request.admit for request in window[:taken]]
+        return taken
 
     def _end(self, id: RequestId, error: str) -> None:
         """End a request with an error; unknown and finished ones are ignored."""
@@ -383,7 +411,13 @@ class PoolingPolicy:
         request = self.unfinished.pop(id, None)
         if request is not None:
             self._num_open_tokens -= _length(request.admit)
+            if self.fluid is not None:
+                self.fluid.leave(_job_id(request.admit))
         return request
+
+
+def _job_id(admit: AdmitPooling) -> SequenceId:
+    return SequenceId(admit.id)
 
 
 def _length(admit: AdmitPooling) -> int:

@@ -12,6 +12,7 @@ Laws:
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from trouper.actors.scheduling.sequences import Sequence, State
 from trouper.actors.scheduling.starting import MAX_PASSES
 from trouper.actors.scheduling.step_budget import StepBudget
 from trouper.actors.scheduling.step_builder import StepBuilder
-from trouper.actors.scheduling.step_time import StepTimes, StepWork
+from trouper.actors.scheduling.step_time import NUM_KEPT, StepTimes, StepWork
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import RequestOutputKind
 
@@ -51,6 +52,9 @@ class PromptTurns:
         self._arrivals = table.waiting.keep_arrivals()
         self.num_passed = 0  # starts before one that came first in the order
         self.num_first_tokens = self.num_other_tokens = 0  # of the first in the order of a step
+        # Of steps that had rows only: what the last has taken, and those that are not learnt from yet.
+        self._rows_s = 0.0
+        self._steps_of_rows: deque[tuple[StepWork, float]] = deque(maxlen=NUM_KEPT)
         self._ratios: list[float] = []  # estimated to measured, until they are taken
 
     def __repr__(self) -> str:
@@ -129,7 +133,7 @@ class PromptTurns:
         Args:
             only_returning: start none that never ran.
         """
-        self.times.refresh()
+        self.refresh()
         filling = _Filling(self, builder, self._prompt_s(builder))
         starting = _Starting(self, builder, only_returning=only_returning)
         running = self._table.running
@@ -154,22 +158,36 @@ class PromptTurns:
                     self.num_first_tokens += builder.counts[-1]
                 filling.note(sequence, builder.counts[-1])
 
-    def note_plan(self, builder: StepBuilder) -> None:
-        """Let the fluid compute as many prompt tokens as a plan that is to be committed."""
-        jobs, counts = self.fluid.open, dict[SequenceId, int]()
+    def note_plan(self, builder: StepBuilder) -> bool:
+        """Let the fluid compute as many prompt tokens as a plan that is to be committed; return whether it has any."""
+        jobs = self.fluid.open
+        if not jobs:  # most often: all rows decode
+            return False
+        counts: dict[SequenceId, int] = {}
         for sequence, count in zip(builder.sequences, builder.counts, strict=True):
             if sequence.id in jobs:
                 self.fluid.correct(sequence.id, _known(sequence) - sequence.num_computed)
                 counts[sequence.id] = count
         if counts:
             self.fluid.plan(counts)
+        return bool(counts)
 
-    def estimate(self, plan: StepPlan, record: InFlightStep) -> None:
-        """Note in the record of a plan what it computes, and how long that should take."""
+    def estimate(self, plan: StepPlan, record: InFlightStep, *, has_prompts: bool) -> None:
+        """Note in the record of a plan what it computes, and how long that should take.
+
+        A step of rows is taken to be as long as the one before it, and is learnt from where an estimate is wanted: these are
+        most steps, and none may take a fiftieth longer to plan.
+        """
         num_drafts = sum(plan.num_lookahead_tokens)
-        record.work = StepWork.of(plan.num_scheduled_tokens, plan.num_computed_tokens, num_drafts)
+        if not has_prompts:
+            starts = plan.num_computed_tokens
+            record.work = StepWork(0, 0, len(starts) + num_drafts, 0.0, sum(starts))
+            record.estimate_s = self._rows_s
+            return
+        work = StepWork.of(plan.num_scheduled_tokens, plan.num_computed_tokens, num_drafts)
+        record.work = work
         if self.times.is_known:
-            record.estimate_s = self.times.seconds(record.work)
+            record.estimate_s = self.times.seconds(work)
 
     def start_of(self, job: Job) -> int:
         """Return the first position that a job has still to compute."""
@@ -185,11 +203,24 @@ class PromptTurns:
 
     def note_step(self, record: InFlightStep, seconds: float) -> None:
         """Take what a step has taken; 0: the device does not say."""
-        if seconds > 0 and record.work is not None:
-            self.budget.note_step(seconds)
-            self.times.note(record.work, seconds)
-            if record.work.has_chunk and record.estimate_s:
-                self._ratios.append(record.estimate_s / seconds)
+        work = record.work
+        if seconds <= 0 or work is None:
+            return
+        self.budget.quiet_s += seconds
+        if not work.has_chunk:
+            self._rows_s = seconds
+            self._steps_of_rows.append((work, seconds))
+            return
+        self.times.note(work, seconds)
+        if record.estimate_s:
+            self._ratios.append(record.estimate_s / seconds)
+
+    def refresh(self) -> None:
+        """Learn from the steps since the last time, where an estimate is wanted."""
+        for work, seconds in self._steps_of_rows:
+            self.times.note(work, seconds)
+        self._steps_of_rows.clear()
+        self.times.refresh()
 
     def _prompt_s(self, builder: StepBuilder) -> float | None:
         counts, starts = builder.counts, [s.num_computed for s in builder.sequences]
@@ -208,7 +239,8 @@ class PromptTurns:
                 if num_waiting >= MAX_WAITING or not starting.may_start(sequence):
                     continue
                 num_waiting += 1
-            yield sequence, job.num_tokens
+            # Not what the job says: its prefix may have left the cache.
+            yield sequence, self._rest(sequence)
 
     def _in_order(self) -> Iterator[Job]:
         if not self._is_fcfs:

@@ -21,15 +21,7 @@ class StepBudget:
         self.last_s = 0.0  # the last one, for people
         self._times = times
         self._max_step_s = None if max_step_ms is None else max_step_ms / 1000
-        self._quiet_s = 0.0
-
-    def note_arrival(self) -> None:
-        """A request has come."""
-        self._quiet_s = 0.0
-
-    def note_step(self, seconds: float) -> None:
-        """A step has taken as long."""
-        self._quiet_s += seconds
+        self.quiet_s = 0.0  # of steps since the last request has come
 
     def prompt_s(self, rows: StepWork, *, has_streams: bool) -> float | None:
         """Return the seconds of prompt work beside these rows; None: nothing is known yet.
@@ -48,6 +40,6 @@ class StepBudget:
         elif has_streams:
             self.last_s = max(fixed_s / LOSS, ROWS_FACTOR * alone_s, MIN_S)
         else:
-            is_quiet = self._quiet_s >= QUIET_S
+            is_quiet = self.quiet_s >= QUIET_S
             self.last_s = max(fixed_s / (QUIET_LOSS if is_quiet else LOSS), MIN_S)
         return self.last_s

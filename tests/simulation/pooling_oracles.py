@@ -79,6 +79,8 @@ def _nearest(policy: PoolingPolicy, waiting: list[Any]) -> set[int]:
 
     def turn(entry: Any) -> Any:
         (_, _, number), admit, _ = entry
+        if policy.fluid is not None:
+            return places[admit.id]
         return (
             (0, 0, number)
             if policy.config.policy == "fcfs"
@@ -90,6 +92,8 @@ def _nearest(policy: PoolingPolicy, waiting: list[Any]) -> set[int]:
 
     if not waiting:
         return set()
+    order = () if policy.fluid is None else policy.fluid.order()
+    places = {job.id: place for place, job in enumerate(order)}
     config, best = policy.config, min(waiting, key=turn)
     waiting = sorted(waiting, key=lambda e: (abs(length(e) - length(best)), turn(e)))
     sums = list(accumulate(map(length, waiting[: config.max_num_active_seqs])))

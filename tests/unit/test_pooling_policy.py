@@ -17,7 +17,7 @@ def policy(**options):
     return PoolingPolicy(SchedulerConfig(**{"max_num_scheduled_tokens": 10, **options}))
 
 
-def admit(id, length, priority=0):
+def admit(id, length, priority=0, key=""):
     return AdmitPooling(
         id=RequestId(id),
         prompt_token_ids=(id,) * length,
@@ -25,6 +25,7 @@ def admit(id, length, priority=0):
         slot=None,  # only passed on
         priority=priority,
         arrival_time=float(id),
+        key=key,
     )
 
 
@@ -87,6 +88,50 @@ def test_priority_goes_before_arrival_unless_the_policy_is_fcfs():
         p.admit(admit(1, 9, priority=0))
         p.admit(admit(2, 9, priority=5))
         assert ids(p.plan()) == [first]
+
+
+def in_turns(**options):
+    return policy(max_step_ms=None, max_num_scheduled_tokens=1000, **options)
+
+
+def test_in_turns_a_query_does_not_wait_for_all_documents_before_it():
+    p = in_turns()
+    for id in range(1, 40):
+        p.admit(admit(id, 900))
+    p.admit(admit(40, 30))
+    assert 40 in ids(p.plan())
+
+
+def test_in_turns_a_key_with_many_texts_is_one_key():
+    p = in_turns()
+    for id in range(1, 40):
+        p.admit(admit(id, 600, key="many"))
+    p.admit(admit(40, 900, key="one"))
+    plans = [ids(p.plan())]
+    while 40 not in plans[-1]:
+        p.apply(PoolDone(p.in_flight[0].step, (None,)))
+        plans.append(ids(p.plan()))
+    assert len(plans) <= 3
+
+
+def test_in_turns_equal_texts_come_in_the_order_of_their_arrival_and_priority_first():
+    p = in_turns(max_num_active_seqs=2)
+    for id in range(1, 5):
+        p.admit(admit(id, 10 + id))
+    p.admit(admit(5, 1000, priority=1))
+    assert ids(p.plan()) == [5]
+    p.apply(PoolDone(1, (None,)))
+    assert sorted(ids(p.plan())) == [1, 2]
+
+
+def test_in_turns_who_is_aborted_leaves_the_order():
+    p = in_turns()
+    for id in (1, 2):
+        p.admit(admit(id, 900))
+    p.abort(RequestId(1))
+    assert ids(p.plan()) == [2]
+    assert not p.fluid.open
+    assert not p.waiting
 
 
 def test_results_are_told_once_and_to_the_right_request():

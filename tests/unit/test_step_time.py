@@ -109,10 +109,10 @@ def test_with_streams_rows_have_a_fifth_of_a_step_at_most():
 def test_steps_grow_when_nobody_has_come_for_long():
     budget = StepBudget(taught(), None)
     before = budget.prompt_s(NO_ROWS, has_streams=False)
-    budget.note_step(QUIET_S)
+    budget.quiet_s = QUIET_S
     after = budget.prompt_s(NO_ROWS, has_streams=False)
     assert budget.prompt_s(NO_ROWS, has_streams=True) == before < after
-    budget.note_arrival()
+    budget.quiet_s = 0.0
     assert budget.prompt_s(NO_ROWS, has_streams=False) == before
 
 
