@@ -54,6 +54,18 @@ async def test_every_answer_says_when_its_first_token_was_expected(foretelling, 
     assert answer.headers["server-timing"] == 'first-token;dur=50;desc="expected"'
 
 
+@pytest.mark.parametrize("path", ASKS)
+async def test_a_stream_whose_head_comes_before_its_first_token_is_the_same(foretelling, path):
+    streams = []
+    for expected in (SOON, LATE):
+        client = foretelling(expected)
+        answer = await client.post(path, body(client, path, stream=True))
+        assert answer.status == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        streams.append(answer.body.count(b"data: "))
+    assert streams[0] == streams[1] > 1
+
+
 async def test_a_long_prompt_has_a_lower_bound(foretelling):
     client = foretelling(ExpectedToken(20.0, True, None))
     answer = await client.post("/v1/completions", ASKS["/v1/completions"])
