@@ -8,6 +8,7 @@ converted by transformers once, at start.
 Nothing changes the backend after `load`, so threads may share one `Tokenizer`.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -304,6 +305,16 @@ class Tokenizer:
                 return whole[len(done) :]
         return text.rstrip(REPLACEMENT)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token, also of one that is a part of a character."""
+        spelled = self._backend.id_to_token(token_id) or ""
+        if found := _BYTE_TOKEN.fullmatch(spelled):
+            return bytes.fromhex(found[1])
+        text = self._text_of(token_id)
+        if REPLACEMENT in text and all(char in _BYTES for char in spelled):
+            return bytes([_BYTES[char] for char in spelled])
+        return text.encode()
+
     def hf_tokenizer(self) -> Any:
         """The transformers tokenizer of the same folder; imports transformers, an extra."""
         return _load_hf(Path(self.folder), "get_tokenizer")
@@ -323,6 +334,17 @@ class Tokenizer:
         if not 0 <= token_id <= self.max_id:
             return ""
         return self._backend.decode([token_id], skip_special_tokens=False)
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the letters that byte-level vocabularies spell bytes with: GPT-2's table."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_letters()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _not_unicode() -> TrouperValidationError:

@@ -318,6 +318,10 @@ class Service:
         tokenizer = self.core.tokenizer
         return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        tokenizer = self.core.tokenizer
+        return b"" if tokenizer is None else tokenizer.token_bytes(token_id)
+
     def note(self, generation: "Generation[Any]", context: RequestContext) -> None:
         self._open[generation.request_id] = context
 

@@ -135,7 +135,8 @@ def _check_results(transcript: Transcript) -> None:
     """Refuse a call without its result: the next turn must bring one for each."""
     wanted: set[str] = set()
     place = ""
-    for i, message in enumerate([*transcript.messages, {"role": "assistant"}]):
+    messages: list[JSONObject] = [*transcript.messages, {"role": "assistant"}]
+    for i, message in enumerate(messages):
         if message["role"] == "tool":
             wanted.discard(message["tool_call_id"])
         elif message["role"] == "assistant":
@@ -143,7 +144,8 @@ def _check_results(transcript: Transcript) -> None:
                 missing = sorted(wanted)[0][:64]
                 rule = f"every tool_use needs a tool_result after it; there is none for {missing!r}"
                 raise invalid(f"{place}.content", rule)
-            wanted = {call["id"] for call in message.get("tool_calls", ())}
+            calls: list[JSONObject] = message.get("tool_calls") or []
+            wanted = {call["id"] for call in calls}
             place = transcript.client_name(f"messages[{i}]")
 
 

@@ -40,6 +40,7 @@ class ServedModel(NamedTuple):
     default_sampling: Mapping[str, Any]  # of the model's generation_config.json
     max_model_len: int
     token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes]
     answers: AnswerFormat
     grammar_is_first: bool = False  # it begins with the answer, not behind the reasoning
 

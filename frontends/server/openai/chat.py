@@ -129,6 +129,7 @@ class ChatAdapter:
         self._id = f"chatcmpl-{head.request_id}"
         self._created = head.created
         self._model = model.name
+        self._bytes_of = model.token_bytes
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self._as_ids |= model.settings.return_tokens_as_token_ids
         self._role = model.settings.response_role
@@ -272,7 +273,11 @@ class ChatAdapter:
         if self._request.logprob_token_ids is not None:
             num_top = -1  # all that were asked for by name
         return chat_logprobs(
-            completion.token_ids, completion.logprobs, num_top, as_ids=self._as_ids
+            completion.token_ids,
+            completion.logprobs,
+            num_top,
+            bytes_of=self._bytes_of,
+            as_ids=self._as_ids,
         )
 
 

@@ -163,6 +163,7 @@ class CompletionAdapter:
             positions,
             self._request.logprobs or 0,
             text_of=self._model.token_text,
+            bytes_of=self._model.token_bytes,
             offset=self._offsets[update.index],
             as_ids=self._as_ids,
         )

@@ -259,6 +259,7 @@ def _served_model(service: Service, name: str | None) -> ServedModel:
         config.model.default_sampling,
         config.max_model_len,
         service.token_text,
+        service.token_bytes,
         service.answers,
         config.structured_outputs.enable_in_reasoning,
     )

@@ -21,6 +21,7 @@ def completion_logprobs(
     num_top: int,
     *,
     text_of: Callable[[int], str],
+    bytes_of: Callable[[int], bytes],
     offset: int = 0,
     as_ids: bool = False,
 ) -> CompletionLogprobs:
@@ -28,6 +29,7 @@ def completion_logprobs(
 
     Args:
         text_of: gives the text of tokens without a logprob.
+        bytes_of: gives the bytes of alternatives that are parts of a character, which are named by them, as OpenAI does.
         offset: the length of the text before these tokens.
     """
     made = CompletionLogprobs()
@@ -42,7 +44,11 @@ def completion_logprobs(
             None
             if position is None
             else {
-                _name(id, entry, as_ids): max(entry.logprob, LEAST)
+                (
+                    _name(id, entry, as_ids)
+                    or (id != token_id and f"bytes:{_escaped(bytes_of(id))}")
+                    or ""
+                ): max(entry.logprob, LEAST)
                 for id, entry in _shown(position, token_id, num_top)
             }
         )
@@ -55,6 +61,7 @@ def chat_logprobs(
     positions: Sequence[LogprobsOnePosition],
     num_top: int,
     *,
+    bytes_of: Callable[[int], bytes],
     as_ids: bool = False,
 ) -> ChatLogprobs:
     content: list[ChatToken] = []
@@ -67,7 +74,12 @@ def chat_logprobs(
                 chosen.token,
                 chosen.logprob,
                 chosen.bytes,
-                [_entry(id, entry, as_ids) for id, entry in shown],
+                [
+                    _entry(id, entry, as_ids)
+                    if as_ids or id == token_id or entry.decoded_token != ""
+                    else _part(entry, bytes_of(id))
+                    for id, entry in shown
+                ],
             )
         )
     return ChatLogprobs(content)
@@ -99,6 +111,15 @@ def _shown(position: LogprobsOnePosition, chosen: int, num_top: int) -> list[tup
 def _entry(token_id: int, entry: Logprob, as_ids: bool) -> TokenLogprob:
     token = _name(token_id, entry, as_ids)
     return TokenLogprob(token, max(entry.logprob, LEAST), list(token.encode(errors="replace")))
+
+
+def _part(entry: Logprob, raw: bytes) -> TokenLogprob:
+    """Return an alternative that is a part of a character: it has bytes, and no text but those."""
+    return TokenLogprob(_escaped(raw), max(entry.logprob, LEAST), list(raw))
+
+
+def _escaped(raw: bytes) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _name(token_id: int, entry: Logprob | None, as_ids: bool) -> str:
