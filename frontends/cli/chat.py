@@ -4,9 +4,11 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import asdict
 
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperClientError
+from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import LoraOption, chosen_adapter
 from trouper.frontends.cli.conversation import ContextFullError, Conversation, Messages
 from trouper.frontends.cli.options import SamplingOptions, expand_options
@@ -134,7 +136,8 @@ def _with_engine(
     adapter = chosen_adapter(lora, engine_args)
     model = resolve_offline(engine_args).model
     defaults = {"max_tokens": None, **model.default_sampling}  # None: up to the model's length
-    sampling.params(defaults)  # a wrong option is named before the weights are loaded
+    params = sampling.params(defaults)  # a wrong option is named before the weights are loaded
+    output.tell_sampling(model, asdict(params))
 
     async def act(engine: "AsyncLLMEngine", interrupts: Interrupts) -> None:
         async def ask(

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from msgspec.structs import asdict
 
 from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
@@ -84,6 +85,7 @@ def generate(
         model = resolve_offline(engine_args).model
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         params = sampling.params(model.default_sampling, n=n, output_kind=kind)
+        output.tell_sampling(model, asdict(params))
         outcomes, figures = Outcomes("prompts", is_single=is_single), _Figures()
         with ExitStack() as stack:
             if are_records:

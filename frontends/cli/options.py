@@ -66,7 +66,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
         "compress_weights": "Keep bfloat16 weights in 12 bits, exactly; by default with --max-num-seqs below 8.",
         "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; by default (auto) the model's own, or what fits the KV cache.",
-        "generation_config": "Source of sampling defaults: auto, trouper (ignore the model's), or a folder.",
+        "generation_config": "Source of sampling defaults: auto (the model's), vllm (temperature 1 and nothing else), or a folder.",
         "override_generation_config": "Sampling defaults that win over the model's.",
         "enable_prompt_embeds": "Accept prompts that are embeddings.",
         "chat_template": "Chat template, or a file with one, in place of the model's.",

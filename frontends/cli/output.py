@@ -4,16 +4,19 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, runtime_checkable
 
+from trouper.config.sampling import describe_sampling
 from trouper.errors import RemoteError, TrouperClientError, UnsupportedFeatureError
 from trouper.frontends.cli.stderr import drop_what_stderr_does_not_take, open_standard_files
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+    from trouper.config.model import ModelConfig
 
 EXIT_CRASH = 1
 EXIT_USAGE = 2
@@ -69,6 +72,11 @@ def _first(error: BaseException) -> BaseException:
 def complain(message: str) -> None:
     """Print a message as one line on stderr, whatever it holds."""
     print(f"trouper: {' '.join(message.split())}", file=sys.stderr)
+
+
+def tell_sampling(model: "ModelConfig", params: Mapping[str, Any]) -> None:
+    """Print how texts are sampled, and where the defaults come from."""
+    complain(f"sampling: {describe_sampling(params)} (defaults: {model.sampling_source})")
 
 
 def prepare_streams() -> None:

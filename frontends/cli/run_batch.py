@@ -82,10 +82,10 @@ def run_batch(
     adapters = read_modules(lora_modules or [])
     engine_args.enable_lora |= bool(adapters)
     engine_args.seed = seed
-    scheduler = resolve_offline(engine_args).scheduler
+    config = resolve_offline(engine_args, "batch")
     if engine_args.max_num_queued_reqs or engine_args.max_num_queued_tokens:
         warnings.warn("a batch is not limited by max-num-queued-…", stacklevel=2)
-    limit = max_inflight or max(INFLIGHT, 2 * scheduler.max_num_seqs)
+    limit = max_inflight or max(INFLIGHT, 2 * config.scheduler.max_num_seqs)
     names = served_names(engine_args)
     origin = _origin(engine_args, adapters)
     with (
@@ -96,7 +96,9 @@ def run_batch(
             print(f"{answers.num_answers} requests, all answered before", file=sys.stderr)
             return
         run = _BatchRun(source, answers, limit, names, adapters, origin)
-        run_engine(engine_args, run.answer)
+        if config.pooler is None:
+            output.tell_sampling(config.model, config.model.default_sampling)
+        run_engine(engine_args, run.answer, frontend="batch")
     if run.have_all_failed:
         raise typer.Exit(EXIT_ALL_FAILED)
 

@@ -18,6 +18,7 @@ from trouper.actors.executor.devices.torch_libraries import load_ahead
 from trouper.actors.runtime.garbage import collections_paused
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import EngineConfig, resolve
+from trouper.config.sampling import Frontend
 from trouper.frontends.cli import output
 
 if TYPE_CHECKING:
@@ -70,14 +71,18 @@ class Interrupts:
             os._exit(output.EXIT_SIGNALLED + number)
 
 
-def resolve_offline(engine_args: EngineArgs) -> EngineConfig:
+def resolve_offline(engine_args: EngineArgs, frontend: Frontend = "terminal") -> EngineConfig:
     """Find mistakes before torch is imported; its libraries are loaded meanwhile, and beside the imports that follow."""
     load_ahead()
-    return resolve(engine_args, offline=True)
+    return resolve(engine_args, offline=True, frontend=frontend)
 
 
 def run_engine(
-    engine_args: EngineArgs, act: "Act[AsyncLLMEngine]", *, backend: str = "trio"
+    engine_args: EngineArgs,
+    act: "Act[AsyncLLMEngine]",
+    *,
+    backend: str = "trio",
+    frontend: Frontend = "terminal",
 ) -> None:
     """Start an engine, let `act` use it, and close it; raises as `run_open` does."""
     with ExitStack() as starting:
@@ -89,7 +94,7 @@ def run_engine(
             starting.close()
             await act(engine, interrupts)
 
-        engine = AsyncLLMEngine(engine_args, offline=True)
+        engine = AsyncLLMEngine(engine_args, offline=True, frontend=frontend)
         run_open(engine, act_started, LOADING, backend=backend)
 
 

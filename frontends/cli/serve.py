@@ -288,7 +288,7 @@ def serve(
     _check_dev_mode(options)
     engine_args.seed = options.seed
     # here, because it finds mistakes before torch is loaded
-    resolved = resolve(engine_args, serves=True)
+    resolved = resolve(engine_args, frontend="server")
     if engine_args.node_rank > 0 and resolved.nodes is not None:
         _run_host(resolved, resolved.nodes, options)
         return
@@ -363,7 +363,10 @@ def _run(
                 terminal=terminal,
             )
             await server.run(
-                AsyncLLMEngine(engine_args, launcher=launcher), [public], admin, options.loop
+                AsyncLLMEngine(engine_args, launcher=launcher, frontend="server"),
+                [public],
+                admin,
+                options.loop,
             )
 
         anyio.run(main, backend=options.loop, backend_options=loop_options(options.loop))

@@ -23,6 +23,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.model import ModelConfig
 from trouper.config.output_rules import Marks
 from trouper.config.resolve import EngineConfig, resolve
+from trouper.config.sampling import Frontend
 from trouper.errors import EngineDeadError, TrouperValidationError
 from trouper.frontends.python.controls import AsyncControls
 from trouper.frontends.python.options import (
@@ -59,10 +60,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         offline: bool = False,
         is_stepped: bool = False,
         launcher: Launcher | None = None,
+        frontend: Frontend = "library",
     ) -> None:
         self._args = engine_args
         self._offline = offline  # LLM's batch limits instead of the server's
         self._is_stepped = is_stepped
+        self._frontend: Frontend = frontend
         self._launcher = launcher or launch  # of worker processes
         self._stack = AsyncExitStack()
         self._holding: HoldingTask | None = None  # of an engine that has started itself
@@ -82,7 +85,8 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         self._is_entered = True
         config = await anyio.to_thread.run_sync(  # reads files, and may download
-            lambda: resolve(self._args, offline=self._offline), limiter=anyio.CapacityLimiter(1)
+            lambda: resolve(self._args, offline=self._offline, frontend=self._frontend),
+            limiter=anyio.CapacityLimiter(1),
         )
         async with (
             _open_devices(config, self._launcher) as devices,

@@ -8,6 +8,7 @@ import anyio
 
 from trouper.actors.executor.device import DeviceInfo
 from trouper.config.resolve import EngineConfig
+from trouper.config.sampling import describe_sampling
 from trouper.extras import missing_features
 
 REDRAW_S = 0.25
@@ -27,12 +28,21 @@ def summarise(
         "weights": _weights(config, info),
         "device": f"{info.name}, {_workers(config)}",
         "KV cache": _kv_cache(config, info),
+        "sampling": _sampling(config),
         "loaded in": f"{seconds:.1f} s",
     }
     lines += [f"{fact}: {text}" for fact, text in facts.items() if text]
     if config.pooler is None:
         lines += [f"not available: {name} ({hint})" for name, hint in missing_features().items()]
     return lines
+
+
+def _sampling(config: EngineConfig) -> str:
+    """Say how requests are sampled that leave it out."""
+    if config.pooler is not None:
+        return ""
+    model = config.model
+    return f"{describe_sampling(model.default_sampling)} (defaults: {model.sampling_source})"
 
 
 def _weights(config: EngineConfig, info: DeviceInfo) -> str:

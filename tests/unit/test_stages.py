@@ -142,12 +142,12 @@ def test_a_server_runs_a_generating_model_in_a_process_unless_it_is_told_otherwi
     wanted, options, serves, found
 ):
     args = EngineArgs(device_worker=wanted, **options)
-    assert resolve(args, serves=serves).device_worker == found
+    assert resolve(args, frontend="server" if serves else "library").device_worker == found
 
 
 def test_without_memory_files_a_server_runs_inline_and_a_process_is_refused(monkeypatch):
     monkeypatch.delattr("os.memfd_create")
-    assert resolve(EngineArgs(), serves=True).device_worker == "inline"
+    assert resolve(EngineArgs(), frontend="server").device_worker == "inline"
     with pytest.raises(UnsupportedFeatureError, match="no memory files") as caught:
         resolve(EngineArgs(device_worker="process"))
     assert caught.value.parameter == "device_worker"

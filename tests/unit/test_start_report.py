@@ -29,6 +29,7 @@ def test_the_summary_names_model_device_cache_and_addresses():
         "model: Simulated, float32, 256 tokens of context",
         "device: cpu, in the server's process",
         "KV cache: 1,000 blocks of 16 tokens (16,000 in all), for at most 8 sequences at once",
+        "sampling: temperature 1 (defaults: vLLM's)",
         "loaded in: 3.2 s",
     ]
 

@@ -17,10 +17,16 @@ from trouper.config.model_path import DEMO_MODEL, model_path
 from trouper.config.overrides import WHOLE, overridden
 from trouper.config.pooler import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 from trouper.config.presets import GEOMETRIES
+from trouper.config.sampling import (
+    GENERATION,
+    Frontend,
+    check_override,
+    default_sampling,
+    read_generation_config,
+    sampling_source,
+)
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
-from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, SamplingParams
 
-GENERATION = "generation_config.json"
 DTYPES = {
     "half": "float16", "float16": "float16", "fp16": "float16",
     "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -33,14 +39,6 @@ RECURRENT_STATE = "it keeps a recurrent state, not keys and values alone"
 GGUF_POOLS = "GGUF models do not pool; a folder of safetensors does"
 # Their position table begins behind the padding token's index.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
-_SAMPLING_DEFAULTS = (
-    "repetition_penalty",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_new_tokens",
-)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,20 +53,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     dtype: str  # as stored: float32, bfloat16 or float16
     eos_token_ids: tuple[int, ...]  # the first is the primary one
-    default_sampling: dict[str, Any]  # from generation_config.json
+    default_sampling: dict[str, Any]  # of requests that leave it out
+    sampling_source: str = "vLLM's"  # who says so, for people
     hidden_size: int = 0  # 0: the config does not say
 
     @classmethod
-    def load(cls, args: EngineArgs) -> Self:
+    def load(cls, args: EngineArgs, frontend: Frontend = "library") -> Self:
         """Read the folder, the GGUF file, the hub snapshot, the geometry or the bundled demo that `args.model` names.
+
+        Args:
+            frontend: who asks; it decides how a model is sampled that does not say.
 
         Raises:
             TrouperValidationError: no such folder or hub id, no readable config.json in it, or a field of
                 the wrong type or size; the message names the file and the field.
         """
         path = model_path(args)
-        if is_gguf(path):
-            raw = hf_config(read_gguf(path))
+        header = read_gguf(path) if is_gguf(path) else None
+        if header is not None:
+            raw = hf_config(header)
         elif path.is_dir():
             check_folder(path)
             raw = read_object(path / "config.json")
@@ -82,7 +85,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         fields = checked(config, HfFields, "config.json")
         if not fields.architectures:
             raise invalid("model", "config.json has no 'architectures'", str(path))
-        generation = _generation_config(args, path)
+        override: dict[str, Any] = args.override_generation_config or {}
+        check_override(override)
+        own = read_generation_config(args.generation_config, path)
+        generation = {**own, **override}
+        source = sampling_source(args.generation_config, own, header, frontend)
         eos = checked(
             {"eos_token_id": _first(generation.get("eos_token_id"), config.get("eos_token_id"))},
             GenerationFields,
@@ -99,7 +106,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_position_embeddings=_num_positions(fields, path),
             dtype=fields.dtype or "float32",
             eos_token_ids=tuple(eos if isinstance(eos, list) else [eos] if eos is not None else ()),
-            default_sampling=_default_sampling(generation),
+            default_sampling=default_sampling(
+                source.fields | override, GENERATION if header is None else path.name
+            ),
+            sampling_source=f"{source.of}, with your overrides" if override else source.of,
         )
 
     @property
@@ -185,45 +195,6 @@ def tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
     if path.is_dir() or (path.is_file() and is_gguf(path)):
         return str(path)
     return str(download(args, args.tokenizer, args.tokenizer_revision, parameter="tokenizer"))
-
-
-def _generation_config(args: EngineArgs, path: Path) -> dict[str, Any]:
-    source = args.generation_config
-    own = read_object(path / GENERATION) or {}
-    if source in ("trouper", "vllm"):
-        own = {name: value for name, value in own.items() if name not in _SAMPLING_DEFAULTS}
-    elif source != "auto":
-        folder = Path(source).expanduser()
-        found = read_object(folder / GENERATION, "generation_config")
-        if found is None:
-            rule = f"no {GENERATION} in the generation_config folder"
-            raise invalid("generation_config", rule, str(folder))
-        own = found
-    return {**own, **(args.override_generation_config or {})}
-
-
-def _default_sampling(generation: dict[str, Any]) -> dict[str, Any]:
-    """Pick the sampling defaults.
-
-    Raises:
-        TrouperValidationError: one that no request could use; the message names the file and the field.
-    """
-    found = {n: generation[n] for n in _SAMPLING_DEFAULTS if generation.get(n) is not None}
-    if "max_new_tokens" in found:
-        found["max_tokens"] = found.pop("max_new_tokens")
-    temperature = found.get("temperature")
-    if isinstance(temperature, float) and GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
-        found["temperature"] = LOWEST_TEMPERATURE  # as `SamplingParams` does, with a warning
-    try:
-        SamplingParams(**found)
-    except TrouperValidationError as error:
-        rule = f"{GENERATION}: {error.message}"
-        raise TrouperValidationError(
-            rule,
-            parameter=error.parameter,
-            value=generation.get(error.parameter or "", error.value),
-        ) from None
-    return found
 
 
 def concrete_dtype(wanted: str, model: ModelConfig) -> str:

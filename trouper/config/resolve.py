@@ -46,6 +46,7 @@ from trouper.config.output_rules import (
     structured_outputs_config,
 )
 from trouper.config.pooler import PoolerSpec
+from trouper.config.sampling import Frontend
 from trouper.config.speculation import SpeculativeConfig, draft_model, speculative_config
 from trouper.config.stages import PARTITION, max_steps_in_flight, read_partition, split_layers
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
@@ -182,21 +183,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return ("generate",) if self.pooler is None else self.pooler.tasks
 
 
-def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) -> EngineConfig:
+def resolve(
+    args: EngineArgs, *, offline: bool = False, frontend: Frontend = "library"
+) -> EngineConfig:
     """Find the model, read its config and fill in every default.
 
     May download (hub ids), so it is called from a thread.
 
     Args:
         offline: whether to take the batch limits of `LLM` instead of the server's.
-        serves: whether `trouper serve` asks; elsewhere no process is started unasked.
+        frontend: who asks; only a server starts a process unasked, and each has its own sampling defaults.
 
     Raises:
         TrouperValidationError: a value out of range, or one that the model cannot follow; the message names it.
         UnsupportedFeatureError: an option or a model that this build lacks.
     """
     check_engine_args(args)
-    model = ModelConfig.load(args)
+    model = ModelConfig.load(args, frontend)
     pooler = model.pooler(args.runner, args.convert, args.pooler_config)
     device = choose_device(args.device, pools=pooler is not None)
     batch_invariant = args.batch_invariant or bool(_environ("TROUPER_BATCH_INVARIANT", 0.0))
@@ -232,7 +235,7 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         compresses = scheduler.max_num_seqs < COMPRESSED_ROWS
     device_worker = choose_device_worker(
         "process" if max(sizes) > 1 or nodes is not None else args.device_worker,
-        can_be_chosen=serves and device == "cpu" and pooler is None,
+        can_be_chosen=frontend == "server" and device == "cpu" and pooler is None,
     )
     return EngineConfig(
         model=model.with_lengths_below(max_model_len),

@@ -1,0 +1,183 @@
+"""How a model is sampled where nobody says: by the file that it comes in and by who asks; and the page about it."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from trouper.config.args import EngineArgs
+from trouper.config.gguf import Gguf
+from trouper.config.model import ModelConfig
+from trouper.config.sampling import (
+    COMMON_SAMPLING,
+    GGUF_FIELDS,
+    describe_sampling,
+    gguf_sampling,
+    sampling_source,
+)
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli.options import SamplingOptions
+from trouper.frontends.server.anthropic.requests import MessagesRequest
+from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.responses.requests import ResponsesRequest
+from trouper.params import _NOT_IMPLEMENTED, _RULES, SamplingParams
+
+PAGE = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
+FRONTENDS = ("library", "terminal", "server", "batch")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 1000,
+    "eos_token_id": 2, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(generation=None):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return str(tmp_path)
+
+    return write
+
+
+def gguf(**keys):
+    metadata = {f"general.sampling.{key}": value for key, value in keys.items()}
+    return Gguf(Path("model.gguf"), metadata, {})
+
+
+def defaults(path, frontend, **options):
+    return ModelConfig.load(EngineArgs(path, **options), frontend).default_sampling
+
+
+@pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 2, "bos_token_id": 1}])
+def test_a_folder_that_names_no_sampling_has_common_defaults_at_the_terminal_only(
+    folder, generation
+):
+    path = folder(generation)
+    found = {frontend: defaults(path, frontend) for frontend in FRONTENDS}
+    assert found == {key: {} for key in FRONTENDS} | {"terminal": COMMON_SAMPLING}
+
+
+def test_a_folder_that_names_its_sampling_is_sampled_so_everywhere(folder):
+    path = folder({"temperature": 0.6, "top_p": 0.9})
+    for frontend in FRONTENDS:
+        assert defaults(path, frontend) == {"temperature": 0.6, "top_p": 0.9}
+        assert defaults(path, frontend, generation_config="vllm") == {}
+
+
+def test_overrides_win_over_all_defaults(folder):
+    override = {"temperature": 0.3, "max_new_tokens": 7}
+    found = defaults(folder(), "terminal", override_generation_config=override)
+    assert found == COMMON_SAMPLING | {"temperature": 0.3, "max_tokens": 7}
+    for source in ("vllm", "auto"):
+        options = {"generation_config": source, "override_generation_config": override}
+        assert defaults(folder(), "server", **options) == {"temperature": 0.3, "max_tokens": 7}
+
+
+def test_a_named_folder_alone_says_how_to_sample(folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"top_k": 4}')
+    path = folder({"temperature": 0.6})
+    assert defaults(path, "terminal", generation_config=str(other)) == {"top_k": 4}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"temprature": 1.0}, "'temprature' would have no effect; did you mean temperature"),
+        ({"max_tokens": 5}, "did you mean max_new_tokens"),
+        ({"do_sample": False}, "temperature 0 is greedy"),
+        ({"num_beams": 4}, "'num_beams' would have no effect"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+)
+def test_an_override_that_cannot_hold_is_refused_by_name(folder, override, message):
+    with pytest.raises(TrouperValidationError, match=message):
+        defaults(folder(), "server", override_generation_config=override)
+
+
+def test_a_gguf_file_without_keys_has_common_defaults_but_for_a_library():
+    for frontend in FRONTENDS:
+        found = sampling_source("auto", {}, gguf(), frontend)
+        assert found.fields == ({} if frontend == "library" else COMMON_SAMPLING)
+        assert sampling_source("vllm", {}, gguf(temp=0.5), frontend).fields == {}
+
+
+def test_keys_of_a_gguf_file_win_over_the_common_defaults():
+    header = gguf(temp=0.6000000238418579, top_k=20, penalty_repeat=1.0499999523162842)
+    found = sampling_source("auto", {}, header, "server")
+    wanted = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    assert found.fields == COMMON_SAMPLING | wanted
+    assert found.of == "the GGUF file"
+    assert sampling_source("auto", {}, header, "library").fields == {}
+
+
+def test_llama_cpps_ways_to_switch_off_are_understood():
+    found = gguf_sampling(gguf(temp=-1.0, top_k=-1, top_p=1.5, min_p=-0.5))
+    assert found == {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}
+    SamplingParams(**found)
+
+
+def test_keys_without_a_counterpart_are_named():
+    found = sampling_source("auto", {}, gguf(temp=0.5, mirostat=2, xtc_probability=0.0), "terminal")
+    assert found.of == "the GGUF file; not applied: general.sampling.mirostat"
+    with pytest.raises(TrouperValidationError, match=r"general.sampling.temp"):
+        gguf_sampling(gguf(temp="hot"))
+
+
+def test_the_keys_are_those_that_converters_write():
+    keys = pytest.importorskip("gguf").Keys.General
+    written = {value for name, value in vars(keys).items() if name.startswith("SAMPLING_")}
+    assert {f"general.sampling.{key}" for key in GGUF_FIELDS} <= written
+
+
+def test_the_sampling_is_described_by_what_is_not_neutral():
+    assert describe_sampling({}) == "temperature 1"
+    assert describe_sampling({"temperature": 0, "top_k": 40}) == "greedy (temperature 0)"
+    text = "temperature 0.8, top_k 40, top_p 0.95, min_p 0.05"
+    assert describe_sampling(COMMON_SAMPLING) == text
+
+
+# Names of a field in an API, where it has another there.
+OTHER_NAMES = {
+    "completions": {},
+    "chat": {"max_tokens": "max_tokens, max_completion_tokens"},
+    "responses": {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
+    "messages": {"stop": "stop_sequences"},
+}
+REQUESTS = {
+    "completions": CompletionRequest, "chat": ChatRequest,
+    "responses": ResponsesRequest, "messages": MessagesRequest,
+}  # fmt: skip
+
+
+def page_rows():
+    """Write the rows of the page's table: field, default, range, and its name for each API."""
+    options = {field.name for field in dataclasses.fields(SamplingOptions)} | {"n"}
+    ranges = {name: rule for name, _, rule in _RULES}
+    fields, defaults = SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__
+    for name, value in zip(fields, defaults, strict=True):
+        cells = [f"`{name}`", f"`{getattr(value, 'name', value)}`"]
+        cells.append(ranges.get(name, "" if name not in _NOT_IMPLEMENTED else "only the default"))
+        cells.append(f"`--{name.replace('_', '-')}`" if name in options else "")
+        for api, request in REQUESTS.items():
+            shown = OTHER_NAMES[api].get(name, name)
+            known = set(shown.split(", ")) <= set(request.__struct_fields__)
+            cells.append(f"`{shown}`" if known else "")
+        yield f"| {' | '.join(cells)} |"
+
+
+def test_the_page_lists_every_field_with_its_default_range_and_names():
+    found = re.findall(r"^\| `\w+` \| `[^|]*` \|.*\|.*\|.*\|.*\|.*\|.*\|$", PAGE, re.MULTILINE)
+    assert found == list(page_rows())
+
+
+def test_the_page_names_the_common_defaults():
+    for name, value in COMMON_SAMPLING.items():
+        assert f"{name} {value}" in PAGE
+    for key, field in GGUF_FIELDS.items():
+        assert f"`general.sampling.{key}` | `{field}`" in PAGE
