@@ -20,6 +20,7 @@ from trouper.frontends.cli.launch import launch
 from trouper.frontends.cli.models import models
 from trouper.frontends.cli.run_batch import run_batch
 from trouper.frontends.cli.serve import serve
+from trouper.frontends.cli.variables import unknown_variables
 
 HELP_WIDTH = 100  # columns of the widest help
 app = typer.Typer(
@@ -65,6 +66,9 @@ def root(
     """Run language and embedding models: at the terminal, as a server, or to measure them."""
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
+        return
+    for line in unknown_variables(os.environ):
+        output.complain(line)
 
 
 def run_line(arguments: list[str] | None = None) -> int:

@@ -286,6 +286,11 @@ def serve(
     _check_keys(options)
     engine_args.enable_lora |= bool(lora_modules(options.lora_modules or []))
     _check_dev_mode(options)
+    if not options.api_key and not _is_local(options):
+        output.complain(
+            f"warning: everyone who reaches {options.host} may use this server; "
+            "set --api-key or TROUPER_API_KEY to require a key"
+        )
     engine_args.seed = options.seed
     # here, because it finds mistakes before torch is loaded
     resolved = resolve(engine_args, frontend="server")
@@ -382,11 +387,15 @@ def _check_keys(options: ServerOptions) -> None:
             raise TrouperValidationError(f"{name}: a key must not be empty", parameter=name)
 
 
+def _is_local(options: ServerOptions) -> bool:
+    """Tell whether only programs on this machine can reach the public listener."""
+    is_local = options.uds is not None or options.host in ("localhost", "::1")
+    return is_local or options.host.startswith("127.")
+
+
 def _check_dev_mode(options: ServerOptions) -> None:
     """Refuse control routes without a key where other machines can reach them."""
-    is_local = options.uds is not None or options.host in ("localhost", "::1")
-    is_local |= options.host.startswith("127.")
-    if options.dev_mode and options.admin_key is None and not is_local:
+    if options.dev_mode and options.admin_key is None and not _is_local(options):
         raise invalid(
             "dev_mode", f"needs a loopback host or an admin key, and host is {options.host}"
         )

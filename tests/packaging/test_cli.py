@@ -291,6 +291,22 @@ def test_an_unexpected_cause_is_told():
     assert output.explain(error)[1] == line + output.HINT
 
 
+@pytest.fixture(autouse=True)
+def untold_sampling(monkeypatch):
+    """Keep the line about the sampling out of stderr, so that tests see the rest alone."""
+    tell = output.tell_sampling
+    monkeypatch.setattr(output, "tell_sampling", lambda *_: None)
+    return tell
+
+
+def test_the_sampling_in_use_is_printed_once(capsys, monkeypatch, untold_sampling):
+    monkeypatch.setattr(output, "tell_sampling", untold_sampling)
+    assert run_line(["generate", "def", "--max-tokens", "1", "--temperature", "0"]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "sampling: " in line]
+    text = "greedy (temperature 0), repetition_penalty 1.2 (defaults: generation_config.json)"
+    assert told == [f"trouper: sampling: {text}"]
+
+
 def test_one_prompt_is_echoed_and_streamed(capsys):
     assert run_line(["generate", "def f(", "--max-tokens", "3", *GREEDY]) == 0
     out, err = capsys.readouterr()
@@ -523,7 +539,7 @@ def test_a_signal_ends_the_command_in_order(number, code):
         process.send_signal(number)
         _, err = process.communicate()
     assert process.returncode == code
-    assert err == (b"trouper: interrupted\n" if code == 130 else b"trouper: terminated\n")
+    assert err.endswith(b"trouper: interrupted\n" if code == 130 else b"trouper: terminated\n")
 
 
 IN_THE_IMPORTS = """

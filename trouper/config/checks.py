@@ -55,6 +55,7 @@ def check_engine_args(args: EngineArgs) -> None:
     """
     _check_types(args)
     _check_numbers(args)
+    _check_adaptive_threshold(args)
     for name, choices in ONE_OF.items():
         if getattr(args, name) not in choices:
             raise invalid(name, f"must be {' or '.join(map(str, choices))}", getattr(args, name))
@@ -62,6 +63,15 @@ def check_engine_args(args: EngineArgs) -> None:
         raise UnsupportedFeatureError(
             f"prefix_caching_hash_algo={args.prefix_caching_hash_algo!r} is not supported yet; "
             "leave it at 'sha256'"
+        )
+
+
+def _check_adaptive_threshold(args: EngineArgs) -> None:
+    if args.long_prefill_token_threshold_adaptive and not args.long_prefill_token_threshold:
+        raise invalid(
+            "long_prefill_token_threshold_adaptive",
+            "has no effect without long_prefill_token_threshold (--long-prefill-token-threshold); give one, e.g. 512",
+            True,
         )
 
 

@@ -54,7 +54,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # as stored: float32, bfloat16 or float16
     eos_token_ids: tuple[int, ...]  # the first is the primary one
     default_sampling: dict[str, Any]  # of requests that leave it out
-    sampling_source: str = "vLLM's"  # who says so, for people
+    sampling_source: str = "vLLM's"  # where it comes from, for people
     hidden_size: int = 0  # 0: the config does not say
 
     @classmethod
@@ -62,7 +62,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Read the folder, the GGUF file, the hub snapshot, the geometry or the bundled demo that `args.model` names.
 
         Args:
-            frontend: who asks; it decides how a model is sampled that does not say.
+            frontend: the interface that asks; it decides how a model is sampled that does not say.
 
         Raises:
             TrouperValidationError: no such folder or hub id, no readable config.json in it, or a field of

@@ -192,7 +192,7 @@ def resolve(
 
     Args:
         offline: whether to take the batch limits of `LLM` instead of the server's.
-        frontend: who asks; only a server starts a process unasked, and each has its own sampling defaults.
+        frontend: the interface that asks; only a server starts a process unasked, and each has its own sampling defaults.
 
     Raises:
         TrouperValidationError: a value out of range, or one that the model cannot follow; the message names it.

@@ -10,7 +10,7 @@ from trouper.config.gguf import Gguf
 from trouper.errors import TrouperValidationError, invalid
 from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, SamplingParams
 
-# Who asks: a Python program, `generate` and `chat`, `serve`, or `run-batch`, which samples as a server does.
+# The interface that asks: a Python program, `generate` and `chat`, `serve`, or `run-batch`, which samples as a server does.
 Frontend = Literal["library", "terminal", "server", "batch"]
 GENERATION = "generation_config.json"
 # Names of generation_config.json.
@@ -41,7 +41,7 @@ HARMLESS_FIELDS = ("bos_token_id", "pad_token_id", "transformers_version", "_fro
 
 
 class SamplingSource(NamedTuple):
-    """Sampling fields under the names of generation_config.json, and who says so."""
+    """Sampling fields under the names of generation_config.json, and where they come from."""
 
     fields: dict[str, Any]
     of: str
