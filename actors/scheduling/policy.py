@@ -335,8 +335,9 @@ class Policy:
         if key := self.table.grammars.forget(is_their_doing=not loss.is_from_outside):
             self._fail_grammar(key, f"poisoned_request: {loss.message}")
             num_explained = MAX_DEATHS
-        for sequence, _ in suspects.values():
-            self.table.raise_ghost(sequence)
+        if self.pause is Pause.NONE:  # else nothing may run that has ended
+            for sequence, _ in suspects.values():
+                self.table.raise_ghost(sequence)
         found = self._quarantine.lose(suspects.values())
         if found is None:
             return num_explained

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from tests.unit.test_policy import Desk
+from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.results import DeviceLost
 from trouper.actors.messages.stats import total
@@ -253,6 +254,18 @@ def test_a_ghost_that_kills_nothing_goes_when_it_has_passed():
     assert {end for end, _ in ward.ends().values()} == {"abort"}
     assert ward.num_losses == 1
     assert ward.num_explained == 0
+    ward.assert_idle()
+
+
+def test_nothing_that_has_ended_runs_again_during_a_pause():
+    ward = Ward()
+    ward.admit(0, max_tokens=4)
+    ward.step()
+    ward.plan()
+    ward.policy.set_pause(Pause.NO_NEW_REQUESTS)
+    ward.policy.abort(RequestId(0))
+    ward.lose()
+    assert ward.plan() is None
     ward.assert_idle()
 
 
