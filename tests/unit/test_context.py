@@ -224,6 +224,23 @@ def test_an_engine_works_with_the_length_that_fits_and_says_so_once(caplog, memo
     assert len(caplog.messages) == 1
 
 
+def test_the_model_has_vllms_names_and_the_length_in_force():
+    options = {"block_size": 16, "max_num_seqs": 2, "served_model_name": "small"}
+    with LLM("tiny", load_format="dummy", num_gpu_blocks_override=3, **options) as llm:
+        model = llm.get_model_config()
+    assert (model.model, model.served_model_name, model.max_model_len) == ("tiny", "small", 48)
+    assert (model.get_vocab_size(), model.get_hidden_size(), model.get_head_size()) == (
+        4096,
+        64,
+        16,
+    )
+    assert (model.dtype, model.runner_type) == ("bfloat16", "generate")
+    assert model.hf_config.num_hidden_layers == model.hf_config["num_hidden_layers"] == 2
+    assert model.tokenizer is not None
+    assert not hasattr(model.hf_config, "no_such_field")
+    assert not hasattr(model, "no_such_name")
+
+
 def test_only_a_given_length_that_does_not_fit_is_an_error(memory):
     memory(8 * GIB)
     options = {"model": "tiny", "load_format": "dummy", "max_num_seqs": 2, "block_size": 16}
