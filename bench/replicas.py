@@ -17,6 +17,7 @@ import msgspec
 
 from trouper.actors.engine.wiring import Engine, open_engine
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.messages.grammar import PrepareGrammar
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.actors.messages.stats import SchedulerStats
@@ -43,6 +44,9 @@ class InstantDevice:
     def submit(self, plan: StepPlan | PoolPlan) -> None:
         self._plans.append(cast("StepPlan", plan))
         self._has_plan.set()
+
+    def prepare(self, order: PrepareGrammar) -> None:
+        raise AssertionError("no request of this bench has a grammar")
 
     async def receive(self) -> StepDone:
         while not self._plans:

@@ -130,12 +130,13 @@ class VisibleStops:
         self._visible = visible
         self._shown = ""  # what the token at hand has made visible
         self._include_stop = include_stop  # the text of a stop token, too
-        self._seen = TextState(
-            lambda _: self._shown, stop, include_stop=True, min_tokens=min_tokens
-        )
+        self._seen = TextState(self._show, stop, include_stop=True, min_tokens=min_tokens)
 
     def __repr__(self) -> str:
         return f"<VisibleStops {self._seen!r}>"
+
+    def _show(self, _token_id: int) -> str:
+        return self._shown
 
     def push(
         self, token_ids: Sequence[int], *, is_last: bool = False, ends_with_stop_token: bool = False

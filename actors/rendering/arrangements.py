@@ -90,7 +90,8 @@ class Skeleton(NamedTuple):
 
 def skeleton(messages: Sequence[Message], tools: Sequence[Any] | None) -> Skeleton:
     """Make the skeleton of a conversation."""
-    made, words = [], []
+    made: list[Message] = []
+    words: list[Any] = []
     for i, message in enumerate(messages):
         bare, found = _bare(message, f"zq{i}")
         made.append(bare)
@@ -294,7 +295,7 @@ def _function(call: Any) -> Mapping[str, Any]:
 
 def _call_text(call: Any) -> str:
     function = _function(call)
-    arguments = function.get("arguments") or {}
+    arguments: Any = function.get("arguments") or {}
     return json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
 
 

@@ -7,7 +7,7 @@ ends the answer, and `<think>` one that no text may hold.  Here added tokens hav
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 NAME = "<\U0010ffff{}>"  # with a code point of no character
 _LARK = re.compile(
@@ -22,7 +22,9 @@ def compiler_rules(tokenizer_json: str) -> str:
     """
     rules: dict[str, Any] = json.loads(tokenizer_json)
     vocabulary: Any = rules.get("model", {}).get("vocab", {})
-    known = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, *_ in vocabulary}
+    known: set[str] = set(cast("dict[str, int]", vocabulary))
+    if not isinstance(vocabulary, dict):
+        known = {piece for piece, *_ in vocabulary}
     names: dict[str, str] = {}
     kept: list[Any] = []
     for token in rules.get("added_tokens", ()):
@@ -31,7 +33,8 @@ def compiler_rules(tokenizer_json: str) -> str:
             kept.append({**token, "content": names[token["content"]], "special": True})
     rules["added_tokens"] = kept
     if isinstance(vocabulary, dict):
-        rules["model"]["vocab"] = {names.get(text, text): id for text, id in vocabulary.items()}
+        plain = cast("dict[str, int]", vocabulary)
+        rules["model"]["vocab"] = {names.get(text, text): index for text, index in plain.items()}
     elif "model" in rules:
         rules["model"]["vocab"] = [[names.get(text, text), *rest] for text, *rest in vocabulary]
     if rules.get("model", {}).get("unk_token") in names:

@@ -90,7 +90,8 @@ class _Rewriter:
             return given
         value = given.get("additionalProperties", True)
         own = cast("Schema", given.get("properties") or {})
-        choices = [names["const"]] if "const" in names else names.get("enum")
+        named = cast("Schema", names)
+        choices: Any = [named["const"]] if "const" in named else named.get("enum")
         if value is False:
             return rest
         if isinstance(choices, list):
@@ -235,7 +236,7 @@ def _signed(ways: list[str]) -> str:
 def _resolved(given: Any, root: Schema) -> Any:
     """Follow a reference into the same schema; what leads nowhere stays."""
     for _ in range(8):
-        reference = given.get("$ref") if isinstance(given, dict) else None
+        reference: Any = cast("Schema", given).get("$ref") if isinstance(given, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
             break
         target: Any = root

@@ -275,8 +275,9 @@ class Prompts:
             raise invalid("tools", "must be a list of dicts")
         if not isinstance(variables, Mapping):
             raise invalid("chat_template_kwargs", "must be a dict", type(variables).__name__)
+        variables = dict(cast("Mapping[str, Any]", variables))
         if documents := prompt.get("documents"):
-            variables = {**cast("Mapping[str, Any]", variables), "documents": documents}
+            variables["documents"] = documents
         messages, embeds = take_embeds(cast("Sequence[Any]", messages), self._decoded)
         foreign = prompt.get("foreign_chat_template")
         if foreign is None or foreign in tokenizer.chat_templates:

@@ -45,9 +45,9 @@ class PromptTurns:
         self.fluid = table.fluid = Fluid()
         self.times = StepTimes()
         self.budget = StepBudget(self.times, config.max_step_ms)
-        self._config = config
-        self._table = table
-        self._max_num_running = max_num_running
+        self.config = config
+        self.table = table
+        self.max_num_running = max_num_running
         self._is_fcfs = config.policy == "fcfs"
         self._arrivals = table.waiting.keep_arrivals()
         self.num_passed = 0  # starts before one that came first in the order
@@ -89,7 +89,7 @@ class PromptTurns:
 
     def settle(self) -> None:
         """Let those that have come since the last plan enter the fluid."""
-        arrivals, table = self._arrivals, self._table
+        arrivals, table = self._arrivals, self.table
         for sequence in arrivals:
             if sequence.state is State.FINISHED or sequence.id not in table.sequences:
                 continue
@@ -111,12 +111,12 @@ class PromptTurns:
         """Count the tokens that are known and not computed, nor expected in the cache."""
         if sequence.request_slot >= 0:
             return _known(sequence) - sequence.num_computed
-        return sequence.num_tokens - self._table.running.expected_start(sequence)
+        return sequence.num_tokens - self.table.running.expected_start(sequence)
 
     def rows(self) -> list[Sequence]:
         """List the running sequences that decode."""
         prompts = self.fluid.open
-        running = self._table.running.snapshot()
+        running = self.table.running.snapshot()
         return [sequence for sequence in running if sequence.id not in prompts]
 
     def limit_drafts(self, builder: StepBuilder, num_rows: int) -> None:
@@ -136,7 +136,7 @@ class PromptTurns:
         self.refresh()
         filling = _Filling(self, builder, self._prompt_s(builder))
         starting = _Starting(self, builder, only_returning=only_returning)
-        running = self._table.running
+        running = self.table.running
         for sequence, num_left in self._candidates(starting):
             if builder.budget <= 0 or filling.is_over:
                 break
@@ -191,7 +191,7 @@ class PromptTurns:
 
     def start_of(self, job: Job) -> int:
         """Return the first position that a job has still to compute."""
-        return _known(self._table.sequences[job.id]) - job.num_tokens
+        return _known(self.table.sequences[job.id]) - job.num_tokens
 
     def prompt_s(self, rows: list[Sequence]) -> float | None:
         """Return the seconds of prompt work of a step that has these rows; None: nothing is known yet."""
@@ -232,7 +232,7 @@ class PromptTurns:
 
     def _candidates(self, starting: "_Starting") -> Iterator[tuple[Sequence, int]]:
         """Give the prompts that may be planned, the one whose turn it is first, and what each has to compute."""
-        sequences, num_waiting = self._table.sequences, 0
+        sequences, num_waiting = self.table.sequences, 0
         for job in self._in_order():
             sequence = sequences[job.id]
             if sequence.request_slot < 0:
@@ -245,13 +245,13 @@ class PromptTurns:
     def _in_order(self) -> Iterator[Job]:
         if not self._is_fcfs:
             return self.fluid.order()
-        jobs, table = self.fluid.open, self._table
+        jobs, table = self.fluid.open, self.table
         ids = (*table.running.ids, *(s.id for s in table.waiting.best(MAX_WAITING)))
         return (jobs[id] for id in ids if id in jobs)
 
     def _look_up_again(self) -> None:
         """Make a prompt short whose beginning another has computed since it came."""
-        sequences, running = self._table.sequences, self._table.running
+        sequences, running = self.table.sequences, self.table.running
         first = [job for job, _ in zip(self.fluid.order(), range(NUM_LOOKED_UP), strict=False)]
         for job in first:
             sequence = sequences[job.id]
@@ -267,7 +267,7 @@ class _Filling:
     def __init__(self, turns: PromptTurns, builder: StepBuilder, prompt_s: float | None) -> None:
         self._times = turns.times
         self._builder = builder
-        self._cuts = turns._config.enable_chunked_prefill
+        self._cuts = turns.config.enable_chunked_prefill
         self._left_s = math.inf if prompt_s is None else prompt_s
         self._most = FIRST_CHUNKS[turns.times.num_chunks % 2] if prompt_s is None else 0
         self.has_any = self._has_end = self._is_short = False
@@ -303,7 +303,7 @@ class _Starting:
 
     def __init__(self, turns: PromptTurns, builder: StepBuilder, *, only_returning: bool) -> None:
         self._turns = turns
-        self._table = turns._table
+        self._table = turns.table
         self._builder = builder
         self._only_returning = only_returning
         self._passed: list[Sequence] = []
@@ -315,7 +315,7 @@ class _Starting:
         table = self._table
         if self._is_over or self._builder.has_preempted:
             return False
-        if len(table.running) >= self._turns._max_num_running:
+        if len(table.running) >= self._turns.max_num_running:
             return False
         if self._blocked_rank is not None and sequence.order[0] > self._blocked_rank:
             return False

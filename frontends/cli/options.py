@@ -310,7 +310,9 @@ def expand_options(
         for name, group in groups.items():
             # An option that the command declares itself goes to the command, not to the group.
             fields = [field.name for field in dataclasses.fields(group) if field.name not in own]
-            foreign = values["ctx"].meta.get(FOR_ENGINE, {}) if group is EngineArgs else {}
+            foreign: dict[str, Any] = {}
+            if group is EngineArgs:
+                foreign = values["ctx"].meta.get(FOR_ENGINE, {})
             values[name] = group(**{f: values.pop(f) for f in fields if f in values}, **foreign)
         try:
             command(**values)

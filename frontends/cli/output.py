@@ -149,7 +149,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _usage(error: _UsageError) -> str:
-    option = getattr(error, "option_name", None)
+    option: str | None = getattr(error, "option_name", None)
     if option is None or not hasattr(error, "possibilities"):
         return error.format_message().removesuffix(".")
     # Names that only have a few letters in common would lead astray.
