@@ -93,7 +93,9 @@ class Waiting:
         return len(self.fresh) + sum(queue is self.fresh for queue, _ in self._parked.values())
 
     def park(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue until its grammar is ready."""
+        """Take a sequence out of its queue until its grammar is ready; once parked, it keeps its queue."""
+        if sequence.id in self._parked:
+            return
         queue = self.returning if sequence.id in self.returning else self.fresh
         queue.take(sequence)
         self._parked[sequence.id] = queue, sequence
