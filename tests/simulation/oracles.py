@@ -233,11 +233,14 @@ def check_starts(world: Any, plan: Any) -> None:
 
 
 def check_overtaking(policy: Policy, before: set[int]) -> None:
-    """Who has just started is no worse than anybody who still waits."""
+    """A sequence that has just started is no worse than any that could start: one whose grammar is not ready cannot."""
     if policy.pause is not Pause.NONE or policy.is_searching:  # suspects run before their turn
         return
-    waiting = policy.table.waiting
-    heads = [waiting.fresh.head(), waiting.returning.head()]
+    waiting, grammars = policy.table.waiting, policy.table.grammars
+    heads = [
+        next((s for s in queue.live() if grammars.is_ready(s.request.admit)), None)
+        for queue in (waiting.fresh, waiting.returning)
+    ]
     for sequence in policy.table.running.snapshot():
         if sequence.id in before or policy.config.policy == "fcfs":
             continue
