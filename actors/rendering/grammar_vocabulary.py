@@ -22,8 +22,10 @@ def compiler_rules(tokenizer_json: str) -> str:
     """
     rules: dict[str, Any] = json.loads(tokenizer_json)
     vocabulary: Any = rules.get("model", {}).get("vocab", {})
-    known: set[str] = set(cast("dict[str, int]", vocabulary))
-    if not isinstance(vocabulary, dict):
+    known: set[str]
+    if isinstance(vocabulary, dict):
+        known = set(cast("dict[str, int]", vocabulary))
+    else:
         known = {piece for piece, *_ in vocabulary}
     names: dict[str, str] = {}
     kept: list[Any] = []

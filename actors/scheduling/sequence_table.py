@@ -115,7 +115,14 @@ class SequenceTable:
                 self.waiting.returning.push(sequence)
 
     def take_out(self, kept: Set[RequestId], *, only_fresh: bool = False) -> list[Request]:
-        """Give up all requests that have nothing on the device, but `kept`; with `only_fresh` those that never ran."""
+        """Give up all requests that have nothing on the device, but `kept`; with `only_fresh` those that never ran.
+
+        Ghosts among them end: elsewhere nothing is suspected of them.
+        """
+        for ghost in list(self.ghosts.values()):
+            is_idle = ghost.request_slot < 0 and not ghost.num_in_flight
+            if is_idle and ghost.request.admit.id not in kept:
+                self._finish(ghost)
         requests = [
             request
             for id, request in self.requests.items()

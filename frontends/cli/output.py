@@ -75,8 +75,9 @@ def complain(message: str) -> None:
 
 
 def tell_sampling(model: "ModelConfig", params: Mapping[str, Any]) -> None:
-    """Print how texts are sampled, and where the defaults come from."""
-    complain(f"sampling: {describe_sampling(params)} (defaults: {model.sampling_source})")
+    """Print how texts are sampled, and where the defaults come from; a line that is no complaint."""
+    line = f"sampling: {describe_sampling(params)} (defaults: {model.sampling_source})"
+    print(" ".join(line.split()), file=sys.stderr)
 
 
 def prepare_streams() -> None:

@@ -304,7 +304,7 @@ def test_the_sampling_in_use_is_printed_once(capsys, monkeypatch, untold_samplin
     assert run_line(["generate", "def", "--max-tokens", "1", "--temperature", "0"]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "sampling: " in line]
     text = "greedy (temperature 0), repetition_penalty 1.2 (defaults: generation_config.json)"
-    assert told == [f"trouper: sampling: {text}"]
+    assert told == [f"sampling: {text}"]
 
 
 def test_one_prompt_is_echoed_and_streamed(capsys):
@@ -571,7 +571,8 @@ def test_nobody_reading_on_is_no_error():
     ) as process:
         process.stdout.read(8)
         process.stdout.close()
-        assert process.stderr.read() == b""
+        (line,) = process.stderr.read().splitlines()
+        assert line.startswith(b"sampling: ")
     assert process.returncode == output.EXIT_BROKEN_PIPE
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from trouper import LLM, SamplingParams
 from trouper.config.model import DEMO_MODEL
-from trouper.errors import GenerationError, TrouperValidationError
+from trouper.errors import TrouperValidationError
 
 from .driver import random_prompts
 from .test_architectures import CASES, VOCAB, tiny_model
@@ -115,7 +115,7 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path):
     good = {"prompt_embeds": torch.randn(9, 64)}
     with open_llm(tmp_path) as llm:
         before = tokens(llm, good)
-        with pytest.raises(GenerationError, match="not finite"):
+        with pytest.raises(TrouperValidationError, match="not finite"):
             llm.generate([good, {"prompt_embeds": bad}], GREEDY, use_tqdm=False)
         assert tokens(llm, good) == before
 

@@ -22,7 +22,7 @@ def outputs(runner, sampling=ALL_LOGPROBS, num_outputs=12):
     return Driver(runner, chunk=13, shuffle=1, stagger=2).run(PROMPTS, num_outputs, sampling)
 
 
-def compare(found, expected, atol=1e-5):
+def compare(found, expected, atol=2e-5):
     """Tokens, and the logprobs of the whole vocabulary."""
     for mine, other in zip(found, expected, strict=True):
         assert mine.token_ids == other.token_ids

@@ -21,13 +21,13 @@ class HoldsBack:
     def __init__(self):
         self._held = []
 
-    def feed(self, parts, *, is_last):
+    def feed(self, parts, end=None):
         self._held += parts
-        return [Content("".join(part.text for part in self._held))] if is_last else []
+        return [Content("".join(part.text for part in self._held))] if end else []
 
 
 class Shouts:
-    def feed(self, parts, *, is_last):
+    def feed(self, parts, end=None):
         return [Content(part.text.upper()) for part in parts]
 
 

@@ -157,7 +157,8 @@ def test_responses_with_a_call_and_its_result(ask):
     assert (call.type, call.name, first.status) == ("function_call", "switch", "completed")
     assert Light.model_validate_json(call.arguments)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
-    follow_up = ask(RESPONSES, input=[result], previous_response_id=first.id)
+    history = {"previous_response_id": first.id, "tools": [FUNCTION]}
+    follow_up = ask(RESPONSES, input=[result], **history)
     assert (follow_up.previous_response_id, follow_up.output[0].type) == (first.id, "message")
     assert follow_up.usage.input_tokens > first.usage.input_tokens
     events = ask(RESPONSES, **FORCED, stream=True)

@@ -186,7 +186,9 @@ def test_mistakes_are_one_line(capsys):
             assert run_line(["serve", *arguments]) in (1, 2)
             (line,) = capsys.readouterr().err.splitlines()
             assert text in line
-    done = serve("--num-gpu-blocks-override", "1", "--port", "0")  # found when the model is loaded
+    done = serve(
+        "--num-gpu-blocks-override", "1", "--max-model-len", "512", "--port", "0"
+    )  # found when the model is loaded
     assert done.returncode in (1, 2), done.stderr
     assert "blocks" in done.stderr.splitlines()[-1], done.stderr
     assert "Traceback" not in done.stderr
