@@ -70,6 +70,7 @@ def test_a_worker_may_be_killed_before_some_of_its_bytes():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [9, 11, 12])
 def test_a_worker_may_be_killed_before_any_of_its_bytes(seed):
     assert kill_everywhere(seed, stride=1) > 100

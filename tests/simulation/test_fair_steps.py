@@ -22,6 +22,7 @@ def test_no_prompt_is_planned_later_than_in_the_fluid(first):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_no_prompt_is_late_in_many_schedules():
     for seed in range(1000, 6000):
         play_fairly(seed)

@@ -48,14 +48,17 @@ def check_keys(header: Gguf, at: str, config: dict[str, Any], reads: frozenset[s
     Raises:
         UnsupportedFeatureError: a key that would be passed over; the message names it and its value.
     """
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // max(
+        1, config["num_attention_heads"]
+    )
+    head_dim = max(1, head_dim)
     same: dict[str, float] = {
         "attention.value_length": head_dim,
         "attention.key_length_swa": head_dim,
         "attention.value_length_swa": head_dim,
         "attention.scale": head_dim**-0.5,
         "rope.freq_base_swa": config.get("rope_theta", 10_000.0),
-        "rope.dimension_count_swa": header.metadata.get(at + "rope.dimension_count") or head_dim,
+        "rope.dimension_count_swa": header.get(at + "rope.dimension_count", int) or head_dim,
     }
     for key, value in header.metadata.items():
         name = key.removeprefix(at)
@@ -65,9 +68,10 @@ def check_keys(header: Gguf, at: str, config: dict[str, Any], reads: frozenset[s
             continue
         if name == "attention.sliding_window":
             # A window of the whole context hides nothing.
-            is_neutral = value == 0 or value >= config["max_position_embeddings"]
+            longest = config["max_position_embeddings"]
+            is_neutral = isinstance(value, int) and (value == 0 or value >= longest)
         elif name in _ARRAYS:
-            is_neutral = not any(_numbers(value))
+            is_neutral = not any(bool(number) for number in _numbers(value))
         elif name in same:
             is_neutral = _is_near(value, same[name])
         else:

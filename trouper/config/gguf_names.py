@@ -119,7 +119,7 @@ def hf_config(header: Gguf) -> dict[str, Any]:
         config["layer_types"] = kinds
     if rotated := header.get(at + "rope.dimension_count", int):
         # llama.cpp rotates this many dimensions of each head, and this is where Phi-3 says how many.
-        config["partial_rotary_factor"] = rotated / _head_dim(config)
+        config["partial_rotary_factor"] = rotated / max(1, _head_dim(config))
     if scaling := _rope_scaling(header, at, config):
         config["rope_scaling"] = scaling
     if any(tensor.type.length > 1 for tensor in header.tensors.values()):
