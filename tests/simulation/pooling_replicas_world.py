@@ -69,6 +69,10 @@ class PoolingReplicasWorld(ReplicasWorld):
     def make_device(self) -> SimulatedEncoder:
         return SimulatedEncoder(SIZE, self._scenario.config.max_steps_in_flight)
 
+    def ghosts(self, policy: Any) -> set[int]:
+        """None: a text that has ended is not computed again."""
+        return set()
+
     def held(self, policy: PoolingPolicy) -> set[int]:
         return set(policy.unfinished)
 

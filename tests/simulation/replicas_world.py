@@ -165,6 +165,10 @@ class ReplicasWorld:
         """Requests that have not ended there."""
         return set(policy.table.requests)
 
+    def ghosts(self, policy: Any) -> set[int]:
+        """Requests that have ended, and are computed on as suspects of a loss, without outputs."""
+        return {ghost.request.admit.id for ghost in policy.table.ghosts.values()}
+
     def suspects(self, policy: Any) -> set[int]:
         """Requests that a search is about."""
         return {suspect.sequence.request.admit.id for suspect in policy._quarantine._suspects}
@@ -208,13 +212,7 @@ class ReplicasWorld:
             id = self._dice.choice(leaving)
             if self._to_leave.pop(id) == "abort":
                 self.replicas.abort(id)
-                # A suspect of a loss is computed on as a ghost, without outputs.
-                ghosts = {
-                    ghost.request.admit.id
-                    for policy in self.policies
-                    for ghost in policy.table.ghosts.values()
-                }
-                if id not in ghosts and any(id in self.held(policy) for policy in self.policies):
+                if any(id in self.held(policy) - self.ghosts(policy) for policy in self.policies):
                     raise SimulationFault(f"{id} goes on after its abort")
             else:
                 sequences = [id + i for i in range(self._admitted[id].params.n)]
