@@ -8,11 +8,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given, settings
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trouper.actors.executor.servable import judge
 from trouper.actors.executor.weights.checkpoint import Checkpoint
+from trouper.config.adapters import WEIGHTS as ADAPTER
 from trouper.errors import TrouperValidationError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -77,6 +78,8 @@ def by_trouper(folder):
 )
 @example("single", {"model_old.safetensors"}, None)
 @example("single", {"consolidated.safetensors", "adapter_model.safetensors"}, None)
+@example("single", {"model-00009-of-00009.safetensors", "consolidated.safetensors"}, SINGLE)
+@example("single", {"model_old.safetensors"}, SINGLE)
 @example("indexed", {"model_old.safetensors"}, FIRST)
 @example("shards", {"model_old.safetensors"}, None)
 def test_a_folder_is_read_as_transformers_reads_it(kind, strays, missing):
@@ -87,9 +90,12 @@ def test_a_folder_is_read_as_transformers_reads_it(kind, strays, missing):
         if found is None:
             assert expected is None or missing or kind == "shards"
         elif expected is None:
-            # Shards without an index, which only trouper reads: all files together.
+            # Without `model.safetensors` and an index, only trouper reads the folder: all files together.
             assert kind == "shards" or missing
-            assert all(torch.equal(found[n], WEIGHTS[n]) for n in found if n in WEIGHTS)
+            files = sorted(folder.glob("*.safetensors"))
+            union = {n: x for f in files if f.name != ADAPTER for n, x in load_file(f).items()}
+            assert found.keys() == union.keys()
+            assert all(torch.equal(found[n], union[n]) for n in found)
         else:
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[n], expected[n]) for n in found)
@@ -106,3 +112,10 @@ def test_a_missing_shard_is_seen_before_loading(tmp_path):
     assert f"lacks {SECOND}" in judge(tmp_path).reason
     write(tmp_path, "indexed", set(), None)
     assert judge(tmp_path).reason == ""
+
+
+def test_a_missing_shard_is_seen_without_an_index(tmp_path):
+    write(tmp_path, "shards", set(), FIRST)
+    with pytest.raises(TrouperValidationError, match=f"the folder lacks {FIRST}"):
+        Checkpoint(tmp_path)
+    assert FIRST in judge(tmp_path).reason
