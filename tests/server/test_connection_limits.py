@@ -141,7 +141,8 @@ async def test_only_the_chunked_coding_is_undone(encodings):
             assert found.startswith(b"HTTP/1.1 501")
             assert b"501" not in await heard(address, GET.replace(b"/ ", b"/late ") + request)
         assert b"200 OK" in await heard(
-            address, request.replace(lines, b"Transfer-Encoding: CHUNKED\r\n")
+            address,
+            request.replace(lines, b"Transfer-Encoding: CHUNKED\r\nconnection: close\r\n"),
         )
 
 
