@@ -49,5 +49,5 @@ def test_the_memory_of_a_model_is_what_its_shapes_say(name, cells):
 
 
 def test_the_page_names_the_default_size_of_the_kv_cache():
-    assert (KV_SHARE, "may take half of what the weights leave" in PAGE) == (0.5, True)
+    assert (KV_SHARE, "may use half of the available memory" in PAGE) == (0.5, True)
     assert f"at least {LEAST_CONTEXT:,} tokens" in PAGE
