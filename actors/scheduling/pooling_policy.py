@@ -3,7 +3,8 @@
 Laws.
 1. A request is waiting, in flight in exactly one plan, or gone.  Its end is put out once.
 2. A plan holds whole prompts, at most `max_num_seqs` of them and `max_num_scheduled_tokens` tokens; a longer
-   prompt runs alone.  The shortest comes first.  One of more than `PASS_TOKENS` is no more than its part of the
+   prompt runs alone.  Unless `max_step_ms` is 0, it also has no more of them than `PoolingTime` has seconds for, and no plan is
+   made while a long one is in flight.  The shortest comes first.  One of more than `PASS_TOKENS` is no more than its part of the
    requests that are open, a half where two may be in flight: clients that have the answers of one ask again while the
    other is computed.  (One text a request, 32 clients: 1.03 times the texts.)
 3. The best by priority and arrival is in the next plan, so none starves; the others of the plan are the
@@ -34,8 +35,10 @@ from trouper.actors.messages.results import DeviceLost, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.scheduling.fluid import GRAIN, Fluid
 from trouper.actors.scheduling.in_flight import InFlight
+from trouper.actors.scheduling.pooling_time import PoolingTime
 from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.snapshot import PolicySnapshot
+from trouper.actors.scheduling.step_time import StepWork
 from trouper.config.resolve import SchedulerConfig
 
 WINDOW = 256  # sorting them by length takes 0.1 ms
@@ -66,6 +69,8 @@ class InFlightPoolStep(msgspec.Struct):
     step: int
     epoch: int
     group: list[AdmitPooling]
+    work: StepWork
+    estimate_s: float = 0.0  # 0 while step times are unknown
 
 
 class PoolingPolicy:
@@ -82,8 +87,13 @@ class PoolingPolicy:
         self._num_open_tokens = 0  # of these
         self.waiting: list[QueuedText] = []  # a heap, as the next
         self.returning: list[QueuedText] = []  # begun elsewhere
-        # Has the waiting ones; None: they come in the order of their arrival.
+        # The order of the waiting ones.  Without it they are served in the order of their arrival.
         self.fluid = None if config.max_step_ms == 0 or self._is_fcfs else Fluid()
+        # Without it a step may take any time.
+        self.time: PoolingTime | None = None
+        if config.max_step_ms != 0:
+            num_stages = min(config.num_stages, config.max_steps_in_flight)
+            self.time = PoolingTime(config.max_step_ms, has_one_stage=num_stages == 1)
         self.retries: deque[list[AdmitPooling]] = deque()  # each is one plan
         self.in_flight: InFlight[InFlightPoolStep] = InFlight()
         self._shared = shared or SharedPooling()
@@ -144,6 +154,8 @@ class PoolingPolicy:
             prefix_cache_hits=0,
             recompute_cache_queries=0,
             recompute_cache_hits=0,
+            step_prompt_budget_s=0.0 if self.time is None else self.time.budget.last_s,
+            num_overdue_tokens=0 if self.fluid is None else self.fluid.num_overdue_tokens,
             is_device_lost=self.is_device_lost,
             is_device_failed=self.has_device_failed,
             is_available=self.is_available,
@@ -190,6 +202,8 @@ class PoolingPolicy:
         """Take a request in; what another replica has computed of it is computed again."""
         self.unfinished[request.admit.id] = request
         self._num_open_tokens += _length(request.admit)
+        if self.time is not None:
+            self.time.budget.quiet_s = 0.0
         heappush(self.returning if request.has_begun else self.waiting, request)
         if self.fluid is not None and not request.has_begun:
             length = _length(request.admit)
@@ -223,8 +237,8 @@ class PoolingPolicy:
         return None
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Return nothing: no time of a step is estimated."""
-        return ()
+        """Take the ratios of estimated to measured time of the steps since the last call."""
+        return () if self.time is None else self.time.take_ratios()
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""
@@ -238,6 +252,8 @@ class PoolingPolicy:
         """Take the results of the eldest plan in flight."""
         assert isinstance(done, PoolDone)
         flight = self.in_flight.complete(done.step)
+        if self.time is not None:
+            self.time.note_step(flight.work, flight.estimate_s, done.seconds)
         for admit, array in zip(flight.group, done.arrays, strict=True):
             self._suspects.pop(admit.id, None)
             if self._take(admit.id) is not None:
@@ -338,6 +354,7 @@ class PoolingPolicy:
             self.is_device_lost
             or self._pause is Pause.ALL
             or len(self.in_flight) >= self.config.max_steps_in_flight
+            or self._waits_for_answer()
         ):
             return None
         group = self._retry() if self.retries else []
@@ -355,8 +372,15 @@ class PoolingPolicy:
             for a in group
         )
         plan = PoolPlan(self._step, self._epoch, entries)
-        self.in_flight.append(InFlightPoolStep(plan.step, plan.epoch, group))
+        lengths = [_length(admit) for admit in group]
+        work = StepWork.of_texts(lengths)
+        estimate_s = 0.0 if self.time is None else self.time.estimate_s(work)
+        self.in_flight.append(InFlightPoolStep(plan.step, plan.epoch, group, work, estimate_s))
         return plan
+
+    def _waits_for_answer(self) -> bool:
+        time = self.time
+        return time is not None and any(time.is_long(each.estimate_s) for each in self.in_flight)
 
     def _retry(self) -> list[AdmitPooling]:
         while self.retries:
@@ -398,7 +422,7 @@ class PoolingPolicy:
         taken = _num_fitting(lengths, self.config)
         if sum(lengths[:taken]) > PASS_TOKENS:
             taken = min(taken, -(-len(self.unfinished) // self.config.max_steps_in_flight))
-        return taken
+        return taken if self.time is None else self.time.count_fitting(lengths[:taken])
 
     def _end(self, id: RequestId, error: str) -> None:
         """End a request with an error; unknown and finished ones are ignored."""

@@ -12,6 +12,7 @@ from trouper.actors.rendering.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.replies.pooling_slot import PoolingSlot
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
+from trouper.actors.scheduling.pooling_time import PoolingTime
 
 from .bugs import BUGS, bug, planted
 from .pooling_scenario import draw_pooling
@@ -47,6 +48,16 @@ def one_text_a_plan(right):
         return group[:1]
 
     return faulty
+
+
+@pooling_bug(PoolingTime, "count_fitting")
+def pooled_steps_take_any_time(right):
+    return lambda self, lengths: len(lengths)
+
+
+@pooling_bug(PoolingTime, "is_long")
+def a_second_plan_behind_a_long_pooled_one(right):
+    return lambda self, estimate_s: False
 
 
 @pooling_bug(PoolingPolicy, "statistics")

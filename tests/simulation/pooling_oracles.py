@@ -10,6 +10,8 @@ from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.executor.devices.simulated_pooling import simulated_result
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
+from trouper.actors.scheduling.pooling_time import PoolingTime
+from trouper.actors.scheduling.step_time import StepWork
 from trouper.errors import TrouperValidationError
 
 from .expected import expected_prompt, expected_types
@@ -44,7 +46,7 @@ def at_rest(world: Any) -> None:
     told = (stats.num_running, stats.num_waiting, stats.num_steps_in_flight)
     require(told == (len(running), num_waiting, len(policy.in_flight)), "statistics", stats)
     if num_waiting and engine.lifecycle.state is EngineState.AWAKE:
-        is_busy = device.num_steps_out == world.scenario.steps_in_flight
+        is_busy = device.num_steps_out == world.scenario.steps_in_flight or _has_long_step(policy)
         require(is_busy, "the device could have more while texts wait", policy)
     require(not policy.outputs, "news that nobody is told", policy.outputs)
     for case in world.cases:
@@ -62,6 +64,11 @@ def at_rest(world: Any) -> None:
     require(len(engine.requests) == num_open, "open requests", engine)
 
 
+def _has_long_step(policy: PoolingPolicy) -> bool:
+    """Whether a step in flight is so long that the next waits for its answer."""
+    return policy.time is not None and any(each.estimate_s >= 0.05 for each in policy.in_flight)
+
+
 class Line:
     """Who waits, before a plan is made, and what that must be."""
 
@@ -69,6 +76,7 @@ class Line:
         retries = [{a.id for a in group} & policy.unfinished.keys() for group in policy.retries]
         waiting = [entry for entry in policy.waiting if entry[1].id in policy.unfinished]
         self.next_ids = next(filter(None, retries), None) or _nearest(policy, waiting)
+        self.has_long_step = _has_long_step(policy)
         self.in_flight = {
             admit.id for flight in policy.in_flight for admit in flight.group
         } & policy.unfinished.keys()
@@ -100,11 +108,37 @@ def _nearest(policy: PoolingPolicy, waiting: list[Any]) -> set[int]:
     num_taken = max(1, sum(total <= config.max_num_scheduled_tokens for total in sums))
     if sums[num_taken - 1] > PASS_TOKENS:
         num_taken = min(num_taken, math.ceil(len(policy.unfinished) / config.max_steps_in_flight))
+    if policy.time is not None:
+        lengths = [length(entry) for entry in waiting[:num_taken]]
+        num_taken = _num_in_time(policy.time, lengths, is_learnt=config.max_step_ms is None)
     return {entry[1].id for entry in waiting[:num_taken]}
+
+
+def _num_in_time(time: PoolingTime, lengths: list[int], *, is_learnt: bool) -> int:
+    """The most texts that a step has the seconds for, or, while its seconds are unknown, the tokens."""
+    times = time.times
+    times.refresh()
+    budget_s = time.budget.prompt_s(StepWork(0, 0, 0, 0.0, 0), has_streams=False)
+    if budget_s is None:
+        is_large = times.num_chunks % 2
+        most = 512 if is_large else 128
+        nums = [num for num in range(len(lengths) + 1) if sum(lengths[:num]) <= most]
+        return min(max(nums[-1], 1 + is_large), len(lengths))
+    fixed_s = times.seconds(StepWork.of_texts(()))
+    texts = [lengths[:num] for num in range(len(lengths) + 1)]
+    added_s = [times.seconds(StepWork.of_texts(each)) - fixed_s for each in texts]
+    most_s = budget_s * (1 + 1e-9)
+    num_taken = max(sum(each <= most_s for each in added_s) - 1, 1)
+    is_explored = num_taken < len(lengths) and is_learnt and (time.num_full + 1) % 8 == 0
+    if is_explored:
+        most_s = 2 * max(most_s, added_s[1] * (1 + 1e-9))
+        num_taken = max(sum(each <= most_s for each in added_s) - 1, 1)
+    return min(num_taken, len(lengths))
 
 
 def check_plan(world: Any, plan: PoolPlan, before: Line) -> None:
     config = world.policy.config
+    require(not before.has_long_step, "a plan behind a long step", plan)
     ids = set(world.device.groups[plan.step])
     require(not world.is_frozen, "a plan while paused", plan)
     num_tokens = sum(len(column.token_ids) for column in plan.entries)

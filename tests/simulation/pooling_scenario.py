@@ -56,6 +56,7 @@ class PoolingScenario(msgspec.Struct, kw_only=True):
     policy: Literal["priority", "fcfs"] = "priority"
     steps_in_flight: int = 2
     max_step_ms: int | None = 0
+    misjudged: float = 0.0  # estimated over true time of a step at the start; 0: unknown
     num_renderers: int = 1
     max_queued: int | None = None
     has_tokenizer: bool = False
@@ -95,7 +96,8 @@ def draw_pooling_with(dice: Dice, *, seed: int) -> PoolingScenario:
         token_budget=max(sizes.choice((2, 20, 200, 1000)), max_num_seqs),
         policy=sizes.choice(("priority", "priority", "fcfs")),
         steps_in_flight=sizes.choice((1, 2, 2, 3)),
-        max_step_ms=dice("turns").choice((0, None)),
+        max_step_ms=dice("turns").choice((0, 0, None, None, 20, 60)),
+        misjudged=dice("turns").choice((0.0, 0.4, 1.0, 3.0)),
         num_renderers=sizes.choice((1, 1, 2, 3)),
         max_queued=sizes.choice((2, 4)) if sizes.random() < 0.08 else None,
         has_tokenizer=has_tokenizer,

@@ -15,6 +15,7 @@ from trouper.actors.messages.plans import PoolPlan
 from trouper.actors.messages.requests import Render
 from trouper.actors.messages.results import PoolDone, StepFailed
 from trouper.actors.rendering.pooling import PoolingPrompts
+from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.config.pooler import PoolerSpec
 from trouper.config.resolve import EngineConfig
 from trouper.pooling import LateInteractionParams, PoolingParams
@@ -25,7 +26,7 @@ from .clients import Broken, Story
 from .pooling_scenario import PoolingScenario
 from .ports import SimThreads, Watched
 from .scenario import Scenario
-from .world import World, config_of
+from .world import STEP_S, World, config_of
 
 
 class PoolingCase(Story):
@@ -123,6 +124,13 @@ class WatchedEncoder(Watched, SimulatedEncoder):
 class PoolingWorld(World):
     oracles = pooling_oracles
     renderer = PoolingPrompts
+
+    def teach(self, policy: Any) -> None:
+        scenario = self.scenario
+        if isinstance(policy, PoolingPolicy) and policy.time is not None and scenario.misjudged:
+            times, fixed_s = policy.time.times, scenario.misjudged * STEP_S
+            times.coefficients = fixed_s / 2, fixed_s / 2, fixed_s / 8, 0.0, 0.0, 0.0
+            times.is_known = True
 
     def make_case(self, index: int, client: Any) -> PoolingCase:
         return PoolingCase(index, client)

@@ -105,10 +105,9 @@ def test_the_length_of_steps_is_learnt_for_none_and_free_by_default():
 MAX_STEPS = {}, {"max_step_ms": None}, {"max_step_ms": 0}, {"max_step_ms": 250}
 
 
-def test_steps_of_texts_have_no_limit_of_time():
-    assert resolve(EngineArgs(runner="pooling", max_step_ms=None)).scheduler.max_step_ms is None
-    with pytest.raises(UnsupportedFeatureError, match="computed whole"):
-        resolve(EngineArgs(runner="pooling", max_step_ms=100))
+@pytest.mark.parametrize("limit", [None, 0, 100])
+def test_pooling_steps_take_a_time_limit(limit):
+    assert resolve(EngineArgs(runner="pooling", max_step_ms=limit)).scheduler.max_step_ms == limit
 
 
 @pytest.mark.parametrize("name", sorted(NOT_NEEDED))

@@ -324,11 +324,6 @@ def _scheduler_config(
     offline: bool,
 ) -> SchedulerConfig:
     max_num_seqs, max_num_batched_tokens = _batch_limits(args, max_model_len, offline)
-    if pooler is not None and args.max_step_ms:
-        raise UnsupportedFeatureError(
-            "max_step_ms: texts that are pooled are computed whole, so a step of them has no such limit; leave it out",
-            parameter="max_step_ms",
-        )
     chunked = args.enable_chunked_prefill is not False
     step_tokens = args.max_num_scheduled_tokens or max_num_batched_tokens
     is_open = args.max_num_scheduled_tokens is None and args.max_num_batched_tokens is None
