@@ -10,11 +10,11 @@ from trouper.config.args import EngineArgs
 from trouper.errors import TrouperClientError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import LoraOption, chosen_adapter
-from trouper.frontends.cli.conversation import ContextFullError, Conversation, Messages
+from trouper.frontends.cli.conversation import ContextFullError, Conversation
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine, run_open
-from trouper.frontends.cli.session import Ask, ChatSubject, Session, Show
+from trouper.frontends.cli.session import Ask, ChatSubject, Question, Session, Show
 from trouper.frontends.cli.stats import ASKED, AnswerEnd, AnswerUsage, StatsOption
 from trouper.frontends.cli.terminal import backend, quick_message, terminal_kept
 from trouper.inputs import ChatPrompt
@@ -50,6 +50,13 @@ def chat(
     system_prompt: Annotated[
         str | None, typer.Option(help="System message at the beginning of the conversation.")
     ] = None,
+    think: Annotated[
+        bool | None,
+        typer.Option(
+            help="Let the model reason before it answers, or not; its chat template must have enable_thinking.",
+            show_default=False,
+        ),
+    ] = None,
     lora: LoraOption = None,
     stats: StatsOption = False,
     *,
@@ -71,7 +78,13 @@ def chat(
     ) -> None:
         conversation = Conversation(system_prompt)
         subject = ChatSubject(
-            conversation, sampling, shows_stats=stats, ask=ask, facts=facts, limit=limit
+            conversation,
+            sampling,
+            shows_stats=stats,
+            ask=ask,
+            facts=facts,
+            limit=limit,
+            thinks=think,
         )
         if message is not None:
             await subject.answer(message, interrupts)
@@ -110,11 +123,11 @@ def _with_server(
         raise typer.BadParameter(message, param_hint="--url")
 
     async def act(server: RemoteServer, interrupts: Interrupts) -> None:
-        async def ask(
-            messages: Messages, sampling: SamplingOptions, wants_counts: bool, show: Show
-        ) -> AnswerEnd:
-            fields = sampling.given() | (ASKED if wants_counts else {})
-            return await server.chat(fields, messages, show)
+        async def ask(question: Question, show: Show) -> AnswerEnd:
+            fields = question.sampling.given() | (ASKED if question.wants_counts else {})
+            if question.template_variables:
+                fields["chat_template_kwargs"] = question.template_variables
+            return await server.chat(fields, question.messages, show)
 
         await converse(ask, server.facts, server.max_model_len, interrupts)
 
@@ -140,10 +153,8 @@ def _with_engine(
     output.tell_sampling(model, asdict(params))
 
     async def act(engine: "AsyncLLMEngine", interrupts: Interrupts) -> None:
-        async def ask(
-            messages: Messages, sampling: SamplingOptions, _: bool, show: Show
-        ) -> AnswerEnd:
-            return await _ask_engine(engine, defaults, adapter, messages, sampling, show)
+        async def ask(question: Question, show: Show) -> AnswerEnd:
+            return await _ask_engine(engine, defaults, adapter, question, show)
 
         config = engine.config
         facts = {"model": config.model.name, "dtype": str(config.dtype)}
@@ -156,14 +167,14 @@ async def _ask_engine(
     engine: "AsyncLLMEngine",
     defaults: dict[str, Any],
     adapter: LoRARequest | None,
-    messages: Messages,
-    sampling: SamplingOptions,
+    question: Question,
     show: Show,
 ) -> AnswerEnd:
     """Pass an answer to `show`.  Raises ContextFullError, or what the engine raises."""
     usage, reason = AnswerUsage(0, 0), None
-    params = sampling.params(defaults, output_kind=RequestOutputKind.DELTA)
-    prompt = ChatPrompt(messages=messages)
+    params = question.sampling.params(defaults, output_kind=RequestOutputKind.DELTA)
+    variables = question.template_variables
+    prompt = ChatPrompt(messages=question.messages, chat_template_kwargs=variables)
     try:
         async with engine.generate(prompt, params, lora_request=adapter) as stream:
             async for result in stream:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.options import SamplingOptions
+from trouper.frontends.cli.options import MATCHED, SamplingOptions
 
 QUOTES = '"""'
 QUOTED = re.compile(rf"\s*(?:/system\s+|/set\s+system\s+)?(?={QUOTES})")  # what may precede quotes
@@ -93,8 +93,12 @@ def help_lines(known: frozenset[str]) -> list[str]:
     ]
     if "system" in known:
         lines.insert(3, "/set system TEXT".ljust(32) + "the same as /system TEXT")
+        lines.append(
+            "/set think|nothink".ljust(32) + "let the model reason before it answers, or not"
+        )
     return [
         *lines,
+        "/set format json|noformat".ljust(32) + "make each answer a JSON object, or not",
         "/set verbose|quiet".ljust(32) + "show tokens and times of each answer, or not",
         "/set history|nohistory".ljust(32) + "keep what is typed for later sessions, or not",
         f"{QUOTES} begins and ends a message of several lines; \\ at the end of a line continues it.",
@@ -108,7 +112,7 @@ def parameter_kinds() -> dict[str, Any]:
     for field in dataclasses.fields(SamplingOptions):
         declared: Any = get_args(field.type)[0]
         kind = next((k for k in get_args(declared) if k is not type(None)), declared)
-        if kind is not Path and field.name not in ("regex", "choice"):
+        if kind is not Path and field.name not in MATCHED:
             kinds[field.name] = kind
     return kinds
 
@@ -127,6 +131,18 @@ def with_values(options: SamplingOptions, values: dict[str, Any]) -> SamplingOpt
     """Return the options with these parameters changed.  Raises TrouperValidationError."""
     for name in values:
         parameter_name(name)
+    return _changed(options, values)
+
+
+def with_format(options: SamplingOptions, text: str) -> SamplingOptions:
+    """Return the options for answers in a format: `json`, or an empty text for any.  Raises TrouperValidationError."""
+    if text not in ("", "json"):
+        rule = "must be json; for a schema give --json-schema FILE at start"
+        raise TrouperValidationError(rule, parameter="format", value=text)
+    return _changed(options, {"json_object": bool(text)})
+
+
+def _changed(options: SamplingOptions, values: dict[str, Any]) -> SamplingOptions:
     changed = dataclasses.replace(options, **values)
     try:
         changed.params({})  # checks types and ranges

@@ -168,8 +168,8 @@ _LLAMA: tuple[tuple[str, str], ...] = (
 _OLLAMA: tuple[tuple[str, str], ...] = (
     ("--keepalive", "a server keeps its model until it ends"),
     ("--nowordwrap --insecure --experimental", _AS_IT_IS),
-    ("--format", "use --json-schema FILE"),
-    ("--think --hidethinking", "use --default-chat-template-kwargs with the variable that the template knows"),
+    ("--format", "use --json-object, or --json-schema FILE"),
+    ("--think --hidethinking", "use --default-chat-template-kwargs with the variable that the template knows; trouper chat has --think"),
     ("--modelfile --file", "a Modelfile is not read: give its parameters as options"),
     ("--truncate --dimensions", f"{_REQUEST} of that name"),
 )  # fmt: skip

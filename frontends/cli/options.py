@@ -136,6 +136,9 @@ def _sampling(text: str, *names: str, metavar: str | None = None) -> Any:
     return typer.Option(*names, help=text, rich_help_panel="Sampling", metavar=metavar)
 
 
+MATCHED = ("json_object", "regex", "choice")  # options that become fields of `structured_outputs`
+
+
 @dataclasses.dataclass
 class SamplingOptions:
     """The sampling options of a command line; None leaves the model's own default."""
@@ -172,6 +175,7 @@ class SamplingOptions:
         Path | None,
         _sampling("Make the text JSON that the schema in this file allows.", metavar="FILE"),
     ] = None
+    json_object: Annotated[bool, _sampling("Make the text a JSON object.", "--json-object")] = False
     regex: Annotated[
         str | None, _sampling("Make the text match this expression whole.", metavar="TEXT")
     ] = None
@@ -191,7 +195,7 @@ class SamplingOptions:
             for name, value in vars(self).items()
             if value is not None and value is not False
         }
-        matched = {name: fields.pop(name) for name in ("regex", "choice") if name in fields}
+        matched = {name: fields.pop(name) for name in MATCHED if name in fields}
         path = fields.pop("json_schema", None)
         if path is not None:
             matched["json"] = _schema_text(path)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trouper.actors.executor.devices.launch_local import Launcher
 
 LOOPBACK = "127.0.0.1"
+LARGEST_HEAD = 2**17  # bytes; the HTTP parser itself gives up at twice this size
 KEY_VARIABLES = {  # the first that is not empty counts
     "api_key": ("TROUPER_API_KEY", "VLLM_API_KEY"),
     "admin_key": ("TROUPER_ADMIN_KEY",),
@@ -114,7 +115,7 @@ class ServerOptions:
         int, _server("Maximum number of headers of a request.", min=1)
     ] = 256
     h11_max_incomplete_event_size: Annotated[
-        int, _server("Maximum size of a request's headers, in bytes.", min=1, max=2**17)
+        int, _server(f"Maximum size of a request's headers, in bytes; at most {LARGEST_HEAD}.", min=1)
     ] = 2**16  # fmt: skip
     response_role: Annotated[str, _server("Role of the answer in a chat.")] = "assistant"
     trust_request_chat_template: Annotated[
@@ -291,6 +292,10 @@ def serve(
             f"warning: everyone who reaches {options.host} may use this server; "
             "set --api-key or TROUPER_API_KEY to require a key"
         )
+    if options.h11_max_incomplete_event_size > LARGEST_HEAD:
+        output.complain(
+            f"warning: --h11-max-incomplete-event-size is limited to {LARGEST_HEAD} bytes"
+        )
     engine_args.seed = options.seed
     # here, because it finds mistakes before torch is loaded
     resolved = resolve(engine_args, frontend="server")
@@ -422,7 +427,7 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         body_start_timeout_s=options.body_start_timeout,
         min_body_rate=options.min_body_rate,
         max_headers=options.h11_max_header_count,
-        max_header_bytes=options.h11_max_incomplete_event_size,
+        max_header_bytes=min(options.h11_max_incomplete_event_size, LARGEST_HEAD),
         response_role=options.response_role,
         trust_request_chat_template=options.trust_request_chat_template,
         default_chat_template_kwargs=options.default_chat_template_kwargs or {},

@@ -20,6 +20,7 @@ from trouper.frontends.cli.chat_input import (
     parameter_name,
     parse,
     unquoted,
+    with_format,
     with_parameter,
     with_values,
 )
@@ -37,14 +38,25 @@ from trouper.frontends.cli.stats import AnswerEnd, Stopwatch
 from trouper.frontends.cli.terminal import PipeReader, is_interactive, note, show
 
 Show = Callable[[str], None]
-# Called with the messages, or the prompt, and whether counts of tokens are wanted.
-Ask = Callable[[Messages, SamplingOptions, bool, Show], Awaitable[AnswerEnd]]
+# Called with the prompt, and whether counts of tokens are wanted.
 Continue = Callable[[str, SamplingOptions, bool, Show], Awaitable[AnswerEnd]]
 CUT = "[cut at max_tokens]"
 WELCOME = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the session"
 GENERAL = frozenset({"help", "set", "show", "bye"})
 OF_CHATS = GENERAL | {"reset", "system", "save", "load"}
 LONGER = "--max-model-len at start takes longer ones"
+
+
+class Question(NamedTuple):
+    """The messages of a conversation up to the newest, and how to answer them."""
+
+    messages: Messages
+    sampling: SamplingOptions
+    template_variables: dict[str, Any]
+    wants_counts: bool
+
+
+Ask = Callable[[Question, Show], Awaitable[AnswerEnd]]
 
 
 class _MessageReader(Protocol):
@@ -99,16 +111,19 @@ class ChatSubject:
         ask: Ask,
         facts: dict[str, str],
         limit: int | None,
+        thinks: bool | None = None,
     ) -> None:
         """Make one.
 
         Args:
             facts: what `/show` shows of the model.
             limit: the tokens that the model reads and writes; None if they are not known.
+            thinks: whether the model reasons before it answers; None leaves it to the chat template.
         """
         self.conversation = conversation
         self.sampling = sampling
         self.shows_stats = shows_stats
+        self.thinks = thinks
         self._ask = ask
         self._limit = limit
         self.facts = facts
@@ -144,9 +159,11 @@ class ChatSubject:
         self, question: str, num_dropped: int, interrupts: Interrupts
     ) -> _ShownAnswer:
         messages = self.conversation.messages(question, num_dropped=num_dropped)
+        variables = {} if self.thinks is None else {"enable_thinking": self.thinks}
+        asked = Question(messages, self.sampling, variables, self.shows_stats)
 
         async def ask(hear: Show) -> AnswerEnd:
-            return await self._ask(messages, self.sampling, self.shows_stats, hear)
+            return await self._ask(asked, hear)
 
         # It is said with the first text: before, the model may refuse these messages, too.
         first = self._full_line(num_dropped) if num_dropped else None
@@ -347,14 +364,22 @@ class Session:
                     note(self._parameters().get(parameter_name(name), "the model's default"))
             case "system" if "system" in subject.commands:
                 subject.obey(Command("system", unquoted(rest).strip()))
+            case "format" if rest:
+                subject.sampling = with_format(subject.sampling, rest)
+            case "noformat":
+                subject.sampling = with_format(subject.sampling, "")
+            case "think" | "nothink" if isinstance(subject, ChatSubject):
+                subject.thinks = what == "think"
             case "verbose" | "quiet":
                 subject.shows_stats = what == "verbose"
             case "history" | "nohistory":
                 if self._editor is not None:
                     self._editor.history.is_kept = what == "history"
             case _:
-                system = "system, " if "system" in subject.commands else ""
-                known = f"parameter NAME VALUE, {system}{', '.join(SWITCHES)}"
+                of_chats = "system, think, nothink, " if isinstance(subject, ChatSubject) else ""
+                known = (
+                    f"parameter NAME VALUE, format json, noformat, {of_chats}{', '.join(SWITCHES)}"
+                )
                 raise TrouperValidationError(f"/set takes {known}, not {argument!r}")
 
     def _show(self, argument: str) -> None:
@@ -363,6 +388,7 @@ class Session:
         parts: dict[str, dict[str, str]] = {"info": subject.described()}
         if isinstance(subject, ChatSubject):
             parts["system"] = {"system": subject.conversation.system or "none"}
+            parts["info"] |= {} if subject.thinks is None else {"think": str(subject.thinks)}
         parts["parameters"] = self._parameters() or {"parameters": "the model's defaults"}
         if argument and argument not in parts:
             raise TrouperValidationError(f"/show takes {', '.join(parts)}, not {argument!r}")

@@ -23,8 +23,6 @@ from trouper.frontends.cli.main import app, run_line
 
 # Every option of vLLM 0.32's `serve`, with its default; null where that is none or no plain value.
 VLLM = json.loads((Path(__file__).parent / "vllm_serve_options.json").read_text())
-# Heads of requests are at most 128 KiB here.
-SMALLER_HERE = {"--h11-max-incomplete-event-size"}
 GROUP = typer.main.get_command(app)
 OWN = {
     name
@@ -72,7 +70,7 @@ def test_each_option_of_vllm_is_known_and_accepted_at_its_default():
     found = {
         n for n, text in refused.items() if text and VLLM[n] is not None and n.startswith("--")
     }
-    assert found == SMALLER_HERE
+    assert found == set()
 
 
 @pytest.mark.parametrize(

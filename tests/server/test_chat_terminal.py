@@ -181,11 +181,17 @@ def test_settings_and_files_of_a_conversation(tmp_path):
         assert "exists; choose another name" in shell.say(f"/save {tmp_path}/other.json\r")
         assert "saved 1 turn in" in shell.say(f"/save {file}\r")
         assert "cannot be read: No such file" in shell.say("/load /no/such/file\r")
+        assert "must be json" in shell.say("/set format xml\r")
+        shell.say("/set format json\r")
+        shell.say("/set nothink\r")
         shell.say("again\r")
         shell.type(CTRL_D)
         shell.read_all()
     first, second = [json.loads(body) for (method, _), _, body in fake.asked if method == "POST"]
     assert first["temperature"] == 0.5
+    assert first.keys().isdisjoint({"structured_outputs", "chat_template_kwargs"})
+    assert second["structured_outputs"] == {"json_object": True}
+    assert second["chat_template_kwargs"] == {"enable_thinking": False}
     assert [m["content"] for m in second["messages"]] == ["Be\nbrief.", "hi", "Hello!", "again"]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 

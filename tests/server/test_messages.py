@@ -182,7 +182,7 @@ class TestInMemory:
                 "tool_calls": calls,
             },
             {"role": "tool", "tool_call_id": "u", "content": "2"},
-            {"role": "tool", "tool_call_id": "v", "content": "3"},
+            {"role": "tool", "tool_call_id": "v", "content": "Error: 3"},
             {"role": "user", "content": "so?"},
         ]  # fmt: skip
         function = {

@@ -15,6 +15,7 @@ from trouper.frontends.cli.chat_input import (
     help_lines,
     parse,
     unquoted,
+    with_format,
     with_parameter,
     with_values,
 )
@@ -135,6 +136,14 @@ def test_help_has_every_command():
 def test_a_parameter_is_set(name, text, value):
     own = {"top-k": "top_k", "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
     assert with_parameter(SamplingOptions(), name, text).given() == {own.get(name, name): value}
+
+
+def test_the_format_of_answers_is_json_or_any():
+    options = with_format(SamplingOptions(), "json")
+    assert options.given() == {"structured_outputs": {"json_object": True}}
+    assert with_format(options, "").given() == {}
+    with pytest.raises(TrouperValidationError, match="exactly one"):
+        with_format(SamplingOptions(regex="a"), "json")
 
 
 @pytest.mark.parametrize(

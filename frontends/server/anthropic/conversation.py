@@ -161,11 +161,21 @@ def _add_to_user(transcript: Transcript, place: str, where: str, block: JSONObje
     if block.get("type") == "tool_result":
         content = block.get("content")
         result = [] if content in (None, [], "") else _texts(f"{where}.content", content)
+        if _is_error(where, block):
+            result = result or [{"type": "text", "text": "no details"}]
+            result[0] = {**result[0], "text": f"Error: {result[0]['text']}"}
         transcript.add_result(where, "tool_use_id", block.get("tool_use_id"), result or "")
     elif transcript.messages[-1:] and transcript.messages[-1]["role"] == "user":
         transcript.messages[-1]["content"].append(_text(where, block))
     else:
         transcript.append(place, "user", [_text(where, block)])
+
+
+def _is_error(where: str, block: JSONObject) -> bool:
+    is_error = block.get("is_error")
+    if is_error is not None and not isinstance(is_error, bool):
+        raise invalid(f"{where}.is_error", "must be true or false", is_error)
+    return bool(is_error)
 
 
 def _add_to_assistant(transcript: Transcript, place: str, where: str, block: JSONObject) -> None:
