@@ -5,7 +5,6 @@ import os
 
 import hypothesis
 import pytest
-import torch
 
 from tests.time_limit import (  # noqa: F401  these are hooks
     pytest_handlecrashitem,
@@ -14,6 +13,7 @@ from tests.time_limit import (  # noqa: F401  these are hooks
     pytest_runtest_teardown,
     pytest_timeout_set_timer,
 )
+from trouper.config.devices import cuda_problem
 
 # The models are tiny: a second thread has nothing to do, and on a busy machine each barrier with it
 # costs a time slice.
@@ -26,8 +26,10 @@ os.environ.setdefault("TROUPER_DEVICE", "cpu")
 hypothesis.settings.register_profile("trouper", deadline=None)
 hypothesis.settings.load_profile("trouper")
 
-# Before anything imports Triton, which reads it when a function is decorated.
-if not torch.cuda.is_available():
+# Before anything imports Triton, which reads it when a function is decorated.  The question is asked without torch, whose
+# import would take most of the time of a pure test file.
+HAS_GPU = cuda_problem() is None
+if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -54,7 +56,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def ordered_dots(monkeypatch):
     """Triton's interpreter adds up each output in one order, as a GPU does: numpy's depends on the row's place."""
-    if torch.cuda.is_available():
+    if HAS_GPU:
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
