@@ -8,16 +8,20 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from trouper.actors.messages.identifiers import RequestId, SequenceId
+from trouper.actors.messages.outputs import StepTokens
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import StepDone
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.replicas import Replicas
+from trouper.actors.scheduling.sequence_table import Shared
+from trouper.actors.scheduling.sequences import Request
 from trouper.actors.scheduling.step_time import StepTimes, StepWork
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import RequestOutputKind, SamplingParams
@@ -74,6 +78,7 @@ class VirtualClient(msgspec.Struct):
     key: str = ""
     priority: int = 0
     is_stream: bool = True
+    prompt: tuple[int, ...] = ()  # the tokens, where they matter
     tokens_s: list[float] = []
     expected_s: float = 0.0  # to its first token, as foretold; 0: it was not
     is_least: bool = False  # a lower bound
@@ -99,7 +104,12 @@ class Played(msgspec.Struct):
     steps: list[tuple[float, float]]  # estimate, which is 0 before it is known, and seconds
 
 
-def policy_of(machine: VirtualMachine, num_blocks: int = NUM_BLOCKS, **settings: Any) -> Policy:
+def policy_of(
+    machine: VirtualMachine,
+    num_blocks: int = NUM_BLOCKS,
+    shared: Shared | None = None,
+    **settings: Any,
+) -> Policy:
     """Make a policy as a server on this machine has it; `settings` win."""
     config = {
         "max_model_len": 200_000,
@@ -108,8 +118,21 @@ def policy_of(machine: VirtualMachine, num_blocks: int = NUM_BLOCKS, **settings:
         "enable_prefix_caching": False,
         "max_step_ms": None,
     }
-    blocks = KVBlocks(num_blocks, BLOCK_SIZE, False)
-    return Policy(SchedulerConfig(**(config | settings)), blocks)  # type: ignore[arg-type]
+    config |= settings
+    blocks = KVBlocks(num_blocks, BLOCK_SIZE, bool(config["enable_prefix_caching"]))
+    return Policy(SchedulerConfig(**config), blocks, shared)  # type: ignore[arg-type]
+
+
+def replicas_of(
+    machine: VirtualMachine, num: int, **settings: Any
+) -> Replicas[StepTokens, Request]:
+    """Make the policies of some replicas that have been running."""
+    shared = Shared()
+    policies = [policy_of(machine, shared=shared, **settings) for _ in range(num)]
+    for seed, policy in enumerate(policies, 1):
+        if policy.turns is not None:
+            teach(policy.turns.times, machine, seed)
+    return Replicas(policies, machine.step_tokens, BLOCK_SIZE)
 
 
 def teach(times: StepTimes, machine: VirtualMachine, seed: int = 1, noise: float = 0.1) -> None:
@@ -125,14 +148,28 @@ def teach(times: StepTimes, machine: VirtualMachine, seed: int = 1, noise: float
     times.refresh()
 
 
+class VirtualDevice:
+    """One policy, and the clock of the machine that computes its plans."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.out: deque[tuple[StepPlan, float, float]] = deque()  # with its end and its seconds
+        self.free_at = self.eldest_s = 0.0
+
+    @property
+    def answer_s(self) -> float:
+        """The moment of the next answer."""
+        return self.out[0][1] if self.out else math.inf
+
+
 class VirtualRun:
-    """One run: the clients' requests, the policy, and the machine's clock."""
+    """One run: the clients' requests, the policy or the replicas' policies, and a clock for each machine."""
 
     def __init__(
         self,
         clients: Sequence[VirtualClient],
         machine: VirtualMachine,
-        policy: Policy,
+        policy: Policy | Replicas[StepTokens, Any],
         *,
         noise: float = 0.1,
         seed: int = 0,
@@ -143,8 +180,9 @@ class VirtualRun:
         self._policy = policy
         self._noise, self._dice = noise, random.Random(seed)
         self._on_plan = on_plan
-        self._out: deque[tuple[StepPlan, float, float]] = deque()  # with its end and its seconds
-        self._now = self._free_at = self._eldest_s = 0.0
+        policies = policy.policies if isinstance(policy, Replicas) else (policy,)
+        self._devices = [VirtualDevice(cast("Policy", each)) for each in policies]
+        self._now = 0.0
         self._steps: list[tuple[float, float]] = []
         for client in clients:
             client.tokens_s = []
@@ -152,48 +190,57 @@ class VirtualRun:
     def finish(self) -> Played:
         """Play to the end."""
         coming = deque(sorted(enumerate(self._clients), key=lambda pair: pair[1].arrival_s))
-        while coming or self._out:
+        while coming or any(device.out for device in self._devices):
             arrival_s = coming[0][1].arrival_s if coming else math.inf
-            answer_s = self._out[0][1] if self._out else math.inf
-            self._now = min(arrival_s, answer_s)
+            device = min(self._devices, key=lambda device: device.answer_s)
+            self._now = min(arrival_s, device.answer_s)
             newcomer: int | None = None
-            if arrival_s <= answer_s:
+            if arrival_s <= device.answer_s:
                 newcomer, client = coming.popleft()
-                self._policy.admit(admission(newcomer, client))
+                self._admit(admission(newcomer, client))
             else:
-                self._answer()
-            self._plan()
+                self._answer(device)
+            for each in self._devices:
+                self._plan(each)
             if newcomer is not None:
                 self._foretell(newcomer)
             self._take_outputs()
         return Played(self._now, self._clients, self._steps)
 
-    def _plan(self) -> None:
-        while (plan := self._policy.plan()) is not None:
+    def _admit(self, admit: Admit) -> None:
+        if isinstance(self._policy, Replicas):
+            self._policy.elapsed_s = [self._now - device.eldest_s for device in self._devices]
+        self._policy.admit(admit)
+
+    def _plan(self, device: VirtualDevice) -> None:
+        while (plan := device.policy.plan()) is not None:
             self._on_plan(plan)
             work = StepWork.of(plan.num_scheduled_tokens, plan.num_computed_tokens)
             seconds = self._machine.seconds(work) * math.exp(self._dice.gauss(0, self._noise))
-            begin = max(self._now, self._free_at)
-            if begin > self._free_at:
+            begin = max(self._now, device.free_at)
+            if begin > device.free_at:
                 begin += ROUND_TRIP_S
-            if not self._out:
-                self._eldest_s = self._now
-            self._free_at = begin + seconds
-            self._out.append((plan, self._free_at, seconds))
+            if not device.out:
+                device.eldest_s = self._now
+            device.free_at = begin + seconds
+            device.out.append((plan, device.free_at, seconds))
 
-    def _answer(self) -> None:
-        plan, _, seconds = self._out.popleft()
-        self._eldest_s = self._now
-        self._steps.append((self._policy.in_flight[0].estimate_s, seconds))
+    def _answer(self, device: VirtualDevice) -> None:
+        plan, _, seconds = device.out.popleft()
+        device.eldest_s = self._now
+        self._steps.append((device.policy.in_flight[0].estimate_s, seconds))
         tokens = tuple((TOKEN,) * wanted for wanted in plan.num_sampled_tokens)
-        self._policy.apply(StepDone(plan.step, tokens, seconds=seconds))
+        device.policy.apply(StepDone(plan.step, tokens, seconds=seconds))
+        if isinstance(self._policy, Replicas):
+            self._policy.note_change(self._devices.index(device))
 
     def _foretell(self, number: int) -> None:
         id = RequestId(SequenceId(number))
-        expected = self._policy.foretell(id, self._now - self._eldest_s)
-        if expected is not None:
-            client = self._clients[number]
-            client.expected_s, client.is_least = expected.seconds, expected.is_least
+        for device in self._devices:
+            expected = device.policy.foretell(id, self._now - device.eldest_s)
+            if expected is not None:
+                client = self._clients[number]
+                client.expected_s, client.is_least = expected.seconds, expected.is_least
 
     def _take_outputs(self) -> None:
         news = self._policy.take_outputs()
@@ -208,7 +255,7 @@ def admission(number: int, client: VirtualClient) -> Admit:
     kind = RequestOutputKind.DELTA if client.is_stream else RequestOutputKind.FINAL_ONLY
     return Admit(
         id=RequestId(SequenceId(number)),
-        prompt_token_ids=(1,) * client.num_prompt,
+        prompt_token_ids=client.prompt or (1,) * client.num_prompt,
         params=SamplingParams(max_tokens=client.num_output, ignore_eos=True, output_kind=kind),
         eos_token_id=None,
         stop_token_ids=(),

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from trouper.actors.messages.outputs import Expected
 from trouper.actors.scheduling.prompt_turns import PromptTurns
 from trouper.actors.scheduling.sequences import Sequence as Grown
-from trouper.actors.scheduling.step_time import StepWork
+from trouper.actors.scheduling.step_budget import remaining_s
 
 LONG = 2048  # tokens to compute; later requests pass such a prompt, so what is foretold is a lower bound
 NUM_KEPT = 256  # comparisons
 NUM_NEEDED = 64  # of these, before the error is known
+# Open prompts of a replica that a new request is compared with, at a microsecond each.  Behind more, replicas are chosen by tokens.
+MOST_COMPARED = 512
 RANK = 0.9  # of the error that a deadline is compared with
 
 
@@ -28,22 +30,35 @@ def foretell(
     times = turns.times
     if not times.is_known:
         return None
-    left_s = max(0.0, sum(flights_s) - min(elapsed_s, *flights_s[:1])) if flights_s else 0.0
+    left_s = remaining_s(flights_s, elapsed_s)
     job = turns.fluid.open.get(sequence.id)
     if job is None:  # its end is in a plan in flight
         return left_s, False
-    ahead_s = 0.0
-    for other in turns.fluid.order():
-        start = turns.start_of(other)
-        ahead_s += times.cost(start, other.num_tokens)
+    work_s = 0.0
+    for other in turns.in_order():
+        work_s += times.cost(turns.start_of(other), other.num_tokens)
         if other is job:
             break
-    rows = turns.rows()
-    context = sum(row.num_computed for row in rows)
-    step_s = times.seconds(StepWork(1, 0, len(rows), 0.0, context))
-    budget_s = turns.prompt_s(rows)
-    num_steps = max(1.0, ahead_s / budget_s) if budget_s else 1.0
-    return left_s + ahead_s + num_steps * step_s, job.num_tokens > LONG
+    return left_s + turns.seconds_until(work_s), job.num_tokens > LONG
+
+
+def expect(
+    turns: PromptTurns, sequence: Grown, start: int, flights_s: Sequence[float], elapsed_s: float
+) -> float | None:
+    """Return the seconds until the first token of a sequence that entered now.  Returns None before the first fit, or when too many prompts are open.
+
+    Args:
+        start: the first position that it would compute.
+        flights_s, elapsed_s: as `foretell` takes them.
+    """
+    turns.refresh()
+    times = turns.times
+    if not times.is_known or len(turns.fluid.open) > MOST_COMPARED:
+        return None
+    work_s = times.cost(start, sequence.num_tokens - start)
+    for other in turns.ahead_of(sequence, sequence.num_tokens - start):
+        work_s += times.cost(turns.start_of(other), other.num_tokens)
+    return remaining_s(flights_s, elapsed_s) + turns.seconds_until(work_s)
 
 
 class FirstTokens:

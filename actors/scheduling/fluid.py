@@ -94,6 +94,18 @@ class _Level:
         else:
             self._finish([job])
 
+    def ahead_of(self, key: str, size: float) -> Iterator[Job]:
+        """Give the jobs that would be finished before a new one of this size, among those that are not finished."""
+        mine = self.keys.get(key)
+        rests = [] if mine is None else [job.mark - mine.meter for job in mine.jobs]
+        need = size + sum(min(rest, size) for rest in rests)
+        for name, other in self.keys.items():
+            for its_need, _, job in other.needs():
+                if (job.mark - other.meter > size) if name == key else (its_need > need):
+                    break
+                if job.num_tokens:
+                    yield job
+
     def advance(self, num_tokens: float) -> float:
         """Compute as many tokens; return how many are left over, because there are no more jobs."""
         keys = self.keys
@@ -191,6 +203,19 @@ class Fluid:
                 break
         if not self.open:  # a busy period ends
             self._levels.clear()
+
+    def ahead_of(self, key: str, order: Order, size: float) -> Iterator[Job]:
+        """Give the open jobs whose turn would come before that of a job that entered now, in any order."""
+        for rank in sorted(self._levels):
+            level = self._levels[rank]
+            if rank > order[0]:
+                break
+            yield from level.overdue.values()
+            if rank < order[0]:
+                jobs = (job for name in level.keys.values() for job in name.jobs)
+                yield from (job for job in jobs if job.num_tokens)
+            else:
+                yield from level.ahead_of(key, size)
 
     def order(self) -> Iterator[Job]:
         """Give the open jobs, the one whose turn it is first.  It must not change meanwhile."""

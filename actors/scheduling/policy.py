@@ -32,7 +32,7 @@ from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import DeviceLost, EntryFailure, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.scheduling.bisection import FaultBisection
-from trouper.actors.scheduling.first_token import foretell
+from trouper.actors.scheduling.first_token import expect, foretell
 from trouper.actors.scheduling.grammar_ledger import MAX_DEATHS
 from trouper.actors.scheduling.in_flight import InFlightStep, InFlightSteps
 from trouper.actors.scheduling.kv_blocks import KVBlocks
@@ -219,9 +219,24 @@ class Policy:
         if self.is_device_lost or self.pause is not Pause.NONE or self.is_searching:
             return None
         self.turns.settle()
-        flights = [step.estimate_s for step in self.in_flight if not step.is_cancelled]
-        found = foretell(self.turns, sequence, flights, elapsed_s)
+        found = foretell(self.turns, sequence, self._flights_s(), elapsed_s)
         return None if found is None else Expected(sequence.id, *found)
+
+    def expect(self, request: Request, num_cached: int, elapsed_s: float) -> float | None:
+        """Estimate the seconds until the first token of a request that entered now.  Returns None when nothing is known or planned.
+
+        Args:
+            num_cached: tokens of its prompt that the cache should have.
+            elapsed_s: since the eldest plan in flight became the eldest.
+        """
+        turns, leader = self.turns, request.sequences[0]
+        if turns is None or not self.is_available or self.pause is not Pause.NONE:
+            return None
+        turns.settle()
+        return expect(turns, leader, num_cached, self._flights_s(), elapsed_s)
+
+    def _flights_s(self) -> list[float]:
+        return [step.estimate_s for step in self.in_flight if not step.is_cancelled]
 
     def take_ratios(self) -> tuple[float, ...]:
         """Take the ratios of estimated to measured time of the steps since the last call."""

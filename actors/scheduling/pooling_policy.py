@@ -236,6 +236,18 @@ class PoolingPolicy:
         """Return None: a text has one result and no first token."""
         return None
 
+    def expect(self, request: QueuedText, num_cached: int, elapsed_s: float) -> float | None:
+        """Estimate the seconds until the result of a text that entered now.  Returns None when nothing is known or planned."""
+        fluid, time = self.fluid, self.time
+        is_open = self.is_available and self._pause is Pause.NONE
+        if fluid is None or time is None or not is_open or len(fluid.open) > WINDOW:
+            return None
+        length, admit = _length(request.admit), request.admit
+        ahead = fluid.ahead_of(admit.key, (*request.order, 0), max(length, GRAIN))
+        lengths = [length, *(job.num_tokens for job in ahead)]
+        flights_s = [flight.estimate_s for flight in self.in_flight]
+        return time.expect(lengths, flights_s, elapsed_s)
+
     def take_ratios(self) -> tuple[float, ...]:
         """Take the ratios of estimated to measured time of the steps since the last call."""
         return () if self.time is None else self.time.take_ratios()

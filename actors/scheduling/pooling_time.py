@@ -6,7 +6,7 @@ least one.  So a new text waits for one short step or for one text, not for a st
 
 from collections.abc import Sequence
 
-from trouper.actors.scheduling.step_budget import LONG_S, StepBudget
+from trouper.actors.scheduling.step_budget import LONG_S, StepBudget, remaining_s
 from trouper.actors.scheduling.step_time import ROUNDING, StepTimes, StepWork
 
 # Tokens of the steps before the first estimates, by turns.  The second size has at least two texts.
@@ -54,6 +54,17 @@ class PoolingTime:
     def estimate_s(self, work: StepWork) -> float:
         """Estimate the seconds of a step.  Returns 0 while step times are unknown."""
         return self.times.seconds(work) if self.times.is_known else 0.0
+
+    def expect(
+        self, lengths: Sequence[int], flights_s: Sequence[float], elapsed_s: float
+    ) -> float | None:
+        """Estimate the seconds until these texts are computed behind the plans in flight.  Returns None before the first fit."""
+        self.times.refresh()
+        if not self.times.is_known:
+            return None
+        work_s = sum(self.times.cost(0, length) for length in lengths)
+        until_s = self.budget.seconds_until(work_s, NO_ROWS, has_streams=False)
+        return remaining_s(flights_s, elapsed_s) + until_s
 
     def is_long(self, estimate_s: float) -> bool:
         """Whether the step behind a step of this estimate is planned only after its answer, with the texts that have come until then."""

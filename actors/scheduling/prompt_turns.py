@@ -145,13 +145,13 @@ class PromptTurns:
             if not count:
                 break
             before, builder.max_count = builder.max_count, min(builder.max_count, count)
-            num_entries = len(builder.sequences)
             if sequence.request_slot >= 0:
                 running.schedule(builder, [sequence])
             else:
                 starting.start(sequence)
             builder.max_count = before
-            if len(builder.sequences) > num_entries and builder.sequences[-1] is sequence:
+            # It may have taken the place of a victim, so the number of entries does not tell whether it is in.
+            if builder.sequences and builder.sequences[-1] is sequence:
                 if filling.has_any:
                     self.num_other_tokens += builder.counts[-1]
                 else:
@@ -193,13 +193,20 @@ class PromptTurns:
         """Return the first position that a job has still to compute."""
         return _known(self.table.sequences[job.id]) - job.num_tokens
 
-    def prompt_s(self, rows: list[Sequence]) -> float | None:
-        """Return the seconds of prompt work of a step that has these rows; None: nothing is known yet."""
-        final_only = RequestOutputKind.FINAL_ONLY
+    def ahead_of(self, sequence: Sequence, num_tokens: int) -> Iterator[Job]:
+        """Give the prompts that would come before a sequence that entered now with this many tokens to compute."""
+        if self._is_fcfs:
+            return iter(self.fluid.open.values())
+        size = max(num_tokens, GRAIN)
+        return self.fluid.ahead_of(sequence.request.admit.key, sequence.order, size)
+
+    def seconds_until(self, work_s: float) -> float:
+        """Estimate how long this much prompt work takes beside the rows that decode now."""
+        rows, final_only = self.rows(), RequestOutputKind.FINAL_ONLY
         has_streams = any(row.request.admit.params.output_kind != final_only for row in rows)
         context = sum(row.num_computed for row in rows)
         work = StepWork(0, 0, len(rows), 0.0, context)
-        return self.budget.prompt_s(work, has_streams=has_streams)
+        return self.budget.seconds_until(work_s, work, has_streams=has_streams)
 
     def note_step(self, record: InFlightStep, seconds: float) -> None:
         """Take what a step has taken; 0: the device does not say."""
@@ -233,7 +240,7 @@ class PromptTurns:
     def _candidates(self, starting: "_Starting") -> Iterator[tuple[Sequence, int]]:
         """Give the prompts that may be planned, the one whose turn it is first, and what each has to compute."""
         sequences, num_waiting = self.table.sequences, 0
-        for job in self._in_order():
+        for job in self.in_order():
             sequence = sequences[job.id]
             if sequence.request_slot < 0:
                 if num_waiting >= MAX_WAITING or not starting.may_start(sequence):
@@ -242,11 +249,12 @@ class PromptTurns:
             # Not what the job says: its prefix may have left the cache.
             yield sequence, self._rest(sequence)
 
-    def _in_order(self) -> Iterator[Job]:
+    def in_order(self) -> Iterator[Job]:
+        """Give the open prompts, the one whose turn it is first."""
         if not self._is_fcfs:
             return self.fluid.order()
         jobs, table = self.fluid.open, self.table
-        ids = (*table.running.ids, *(s.id for s in table.waiting.best(MAX_WAITING)))
+        ids = (*table.running.ids, *table.waiting.ids)
         return (jobs[id] for id in ids if id in jobs)
 
     def _look_up_again(self) -> None:

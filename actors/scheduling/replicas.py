@@ -47,6 +47,8 @@ class Replicas(Generic[OutputsT, RequestT]):
         self.router = Router(num_replicas, step_tokens)
         self._block_size = block_size
         self._were_available = [True] * num_replicas  # when last looked at
+        # Seconds since the eldest plan in flight of each replica became the eldest.  The scheduler, which has a clock, sets them.
+        self.elapsed_s: Sequence[float] = [0.0] * num_replicas
         # Tokens and rows of each replica; None: to be counted again.
         self._work: list[tuple[int, int] | None] = [None] * num_replicas
 
@@ -164,7 +166,10 @@ class Replicas(Generic[OutputsT, RequestT]):
     def _place(self, request: RequestT) -> None:
         demand, size = self.policies[0].demand(request), self._block_size
         num_cached = [size * count for count in self.router.prefixes.match(demand.block_hashes)]
-        loads = [self._load(replica) for replica in range(len(self.policies))]
+        loads = [
+            self._load(replica, request, num_cached[replica])
+            for replica in range(len(self.policies))
+        ]
         replica = self.router.choose(
             loads, num_cached, rank=demand.rank, session_id=demand.session_id
         )
@@ -174,8 +179,9 @@ class Replicas(Generic[OutputsT, RequestT]):
         num_tokens = load.num_tokens + max(0, demand.num_tokens - num_cached[replica])
         self._work[replica] = num_tokens, load.num_rows + demand.num_rows
 
-    def _load(self, replica: int) -> ReplicaLoad:
+    def _load(self, replica: int, request: RequestT, num_cached: int) -> ReplicaLoad:
         policy, work = self.policies[replica], self._work[replica]
         if work is None:
             work = self._work[replica] = policy.work()
-        return ReplicaLoad(*work, policy.is_available, policy.has_device_failed)
+        expected_s = policy.expect(request, num_cached, self.elapsed_s[replica])
+        return ReplicaLoad(*work, policy.is_available, policy.has_device_failed, expected_s)

@@ -5,8 +5,10 @@ Laws:
 2. A request that names a replica gets it while that one is available; then it counts as one that names none.
 3. A session stays with one replica, as long as that one is available and not overloaded; when a replica goes, only
    its own sessions change their place (rendezvous hash).
-4. Any other request goes where least work is ahead of it: tokens that are not computed yet, less those of its own
-   prompt that are cached there.  Ties go to the fewest rows, then in turn.
+4. Any other request goes where its first token is expected first.  A long prompt ahead does not delay a short one, which
+   passes it, so tokens ahead are no measure of that.  Replicas within NEAR of the earliest count as equal.
+5. Among equals, and where no replica can expect anything, it goes where least work is ahead of it: tokens that are not computed yet,
+   less those of its own prompt that are cached there.  Ties go to the fewest rows, then in turn.
 
 Tokens are counted, not requests: a prompt of 8,192 tokens is the work of a hundred short ones.
 """
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 ROW_TOKENS = 4  # work of a row that decodes, in tokens of a prompt: it is in every step
+NEAR = 1.25  # times the earliest first token; nine of ten predictions are better than that
 OVERLOAD = 1.5  # times the least work, and a step's budget on top: here a session gives way to load
 MAX_PREFIXES = 2**16  # blocks remembered, of some 100 bytes each
 
@@ -29,6 +32,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     num_rows: int  # unfinished sequences
     is_available: bool = True
     has_failed: bool = False  # it will never be available
+    expected_s: float | None = None  # until the first token of the request; None: unknown
 
     @property
     def num_ahead(self) -> int:
@@ -131,7 +135,7 @@ class Router:
             if loads[favourite].num_ahead <= OVERLOAD * least + self._step_tokens:
                 return favourite
         chosen = min(
-            candidates,
+            _earliest(candidates, loads),
             key=lambda i: (
                 loads[i].num_ahead - num_cached[i],
                 loads[i].num_rows,
@@ -140,6 +144,16 @@ class Router:
         )
         self._turn = chosen + 1
         return chosen
+
+
+def _earliest(candidates: Sequence[int], loads: Sequence[ReplicaLoad]) -> Sequence[int]:
+    """Keep the candidates whose first token is expected about as early as any; all of them, where one expects nothing."""
+    expected = {i: loads[i].expected_s for i in candidates}
+    known = {i: seconds for i, seconds in expected.items() if seconds is not None}
+    if len(known) < len(expected):
+        return candidates
+    most_s = NEAR * min(known.values())
+    return [i for i, seconds in known.items() if seconds <= most_s]
 
 
 def _rendezvous(session_id: str, replica: int) -> bytes:

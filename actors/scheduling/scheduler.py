@@ -153,6 +153,9 @@ class Scheduler(Generic[OutputsT]):
             case ReplicaEvent(replica, event):
                 self._note_event(replica, event)
             case Admit() | AdmitPooling():
+                if self._replicas is not None:
+                    now = anyio.current_time()
+                    self._replicas.elapsed_s = [now - since for since in self._eldest_s]
                 policy.admit(message)
                 self._admitted.append(message.id)
             case Abort(id):

@@ -161,6 +161,15 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
         """Give up the requests that have nothing on the device, or have never begun; those in question stay."""
         ...
 
+    def expect(self, request: RequestT, num_cached: int, elapsed_s: float) -> float | None:
+        """Estimate the seconds until the first token of a request that entered now.  Returns None when nothing is known or planned.
+
+        Args:
+            num_cached: tokens of its prompt that the cache should have.
+            elapsed_s: since the eldest plan in flight became the eldest.
+        """
+        ...
+
     def work(self) -> tuple[int, int]:
         """Count the tokens that are known and not computed, and the rows."""
         ...

@@ -1,5 +1,7 @@
 """The seconds of prompt work that a step may have: as long as it takes for its fixed part to be a small loss, and no longer.  Pure."""
 
+from collections.abc import Sequence
+
 from trouper.actors.scheduling.step_time import StepTimes, StepWork
 
 LOSS = 0.08  # share of a step with prompts that its fixed part may be
@@ -8,6 +10,13 @@ QUIET_S = 45.0  # of steps without a new request
 ROWS_FACTOR = 4.0  # times what the rows of a step take: prompts get four fifths of it at least
 MIN_S = 0.02
 LONG_S = 0.05  # a plan that takes as long is not followed by another before its answer
+
+
+def remaining_s(flights_s: Sequence[float], elapsed_s: float) -> float:
+    """Estimate how long the plans in flight still take, the eldest of which became the eldest `elapsed_s` ago."""
+    if not flights_s:
+        return 0.0
+    return sum(flights_s) - min(elapsed_s, flights_s[0])
 
 
 class StepBudget:
@@ -43,3 +52,10 @@ class StepBudget:
             is_quiet = self.quiet_s >= QUIET_S
             self.last_s = max(fixed_s / (QUIET_LOSS if is_quiet else LOSS), MIN_S)
         return self.last_s
+
+    def seconds_until(self, work_s: float, rows: StepWork, *, has_streams: bool) -> float:
+        """Estimate how long this much prompt work takes beside these rows: in whole steps, each with its fixed part."""
+        step_s = self._times.seconds(rows._replace(has_chunk=1))
+        budget_s = self.prompt_s(rows, has_streams=has_streams)
+        num_steps = max(1.0, work_s / budget_s) if budget_s else 1.0
+        return work_s + num_steps * step_s

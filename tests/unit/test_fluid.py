@@ -113,6 +113,23 @@ def test_no_job_is_planned_later_than_exact_fractions_finish_it(steps):
         assert not [id for id, rest in rests.items() if rest == 0 and id in desk.fluid.open]
 
 
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(STEPS, ENTRIES)
+def test_the_jobs_ahead_of_a_new_one_are_those_before_it_once_it_has_entered(steps, new):
+    desk = Desk()
+    for step in steps:
+        if isinstance(step, tuple):
+            desk.enter(*step)
+        else:
+            desk.fluid.plan(_plan(desk.fluid, step))
+    key, num_tokens, rank = new
+    order, size = (rank, 0.0, desk.num_entered, 0), max(num_tokens, GRAIN)
+    ahead = {job.id for job in desk.fluid.ahead_of(key, order, size)}
+    id = desk.enter(*new)
+    in_order = desk.order
+    assert ahead == set(in_order[: in_order.index(id)])
+
+
 def _plan(fluid, num_tokens):
     """Spend tokens on the jobs in their order."""
     counts = {}

@@ -48,6 +48,29 @@ def test_a_session_is_never_on_an_overloaded_replica_by_its_name_alone(loads, se
     assert loads[chosen].num_ahead <= OVERLOAD * least + STEP
 
 
+def loads_of(*pairs):
+    return [ReplicaLoad(num_tokens, 0, expected_s=seconds) for num_tokens, seconds in pairs]
+
+
+def test_the_earliest_expected_first_token_decides():
+    assert Router(2, STEP).choose(loads_of((20_000, 0.3), (5000, 4.0)), [0, 0]) == 0
+
+
+def test_among_equally_early_replicas_least_work_decides():
+    loads = loads_of((20_000, 1.0), (5000, 1.2), (0, 1.3))
+    assert Router(3, STEP).choose(loads, [0] * 3) == 1
+    assert Router(3, STEP).choose(loads, [16_000, 0, 0]) == 0
+
+
+def test_where_one_replica_expects_nothing_tokens_decide():
+    assert Router(2, STEP).choose(loads_of((20_000, 0.3), (5000, None)), [0, 0]) == 1
+
+
+def test_an_unavailable_replica_is_not_asked_what_it_expects():
+    loads = [ReplicaLoad(9, 0, False), *loads_of((20_000, 0.3), (5000, 4.0))]
+    assert Router(3, STEP).choose(loads, [0] * 3) == 1
+
+
 def test_a_session_keeps_its_place_and_only_its_own_moves_when_a_replica_goes():
     routing, names = Router(4, STEP), [f"session {i}" for i in range(100)]
     before = [routing.choose(idle(4), [0] * 4, session_id=name) for name in names]
