@@ -149,6 +149,7 @@ class Engine:
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         key: str = "",
+        cache_scope: bytes = b"",
     ) -> Generation[RequestOutput]:
         """Return a request as an async iterator; nothing happens before it is entered or iterated.
 
@@ -157,6 +158,7 @@ class Engine:
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
             session_id: requests of a session go to one replica, whose cache has their prefix.
             key: of the client, which has a share of the steps, and half of the room for grammars at most; empty: there is one client.
+            cache_scope: requests share prefixes of the cache, and drafts from recent answers, only within one scope.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not SamplingParams.
@@ -184,6 +186,7 @@ class Engine:
             data_parallel_rank=data_parallel_rank,
             session_id=session_id,
             key=key,
+            cache_scope=cache_scope,
         )
         return Generation(
             self.requests,

@@ -41,6 +41,7 @@ class Render(msgspec.Struct, frozen=True):
     session_id: str | None = None  # of the conversation: its requests go to one replica
     reasoning: Marks | None = None  # around the reasoning, as the caller knows it
     key: str = ""  # of the client, of those that share what is bounded for all
+    cache_scope: bytes = b""  # requests share prefixes only within one scope
     visible: MakeVisible | None = None  # of an output, by its prompt; None: all
 
 
@@ -75,6 +76,7 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None
     session_id: str | None = None
     key: str = ""  # of the client whose share of the steps it uses, and of the room for grammars
+    cache_scope: bytes = b""  # requests share prefixes and drafts only within one scope
 
 
 class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):

@@ -183,6 +183,7 @@ class Prompts:
                 data_parallel_rank=message.data_parallel_rank,
                 session_id=message.session_id,
                 key=message.key,
+                cache_scope=message.cache_scope,
             ),
         )
 

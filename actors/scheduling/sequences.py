@@ -128,6 +128,9 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         for i in range(len(hashes), count):
             tokens = self.token_ids(i * block_size, (i + 1) * block_size)
             extra = salt.encode() if salt is not None and i == 0 else b""
+            if admit.cache_scope and i == 0:
+                # In front, and only the server writes it: a client's salt cannot name another client's scope.
+                extra = b"\0\0\0" + hashlib.sha256(admit.cache_scope).digest() + extra
             if adapter is not None and i == 0:
                 extra += b"\0\0" + adapter.number.to_bytes(8)  # 10 bytes; a digest adds 33
             if i < len(digests) and digests[i]:

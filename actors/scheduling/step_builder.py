@@ -116,7 +116,7 @@ def _max_count(config: SchedulerConfig, num_competing: int) -> int:
 def _new_sequence(sequence: Sequence) -> NewSequence:
     admit = sequence.request.admit
     number = 0 if admit.adapter is None else admit.adapter.number
-    salt = admit.cache_salt or ""
+    salt, scope = admit.cache_salt or "", admit.cache_scope.hex()
     return NewSequence(
         request_slot=sequence.request_slot,
         sequence=sequence.id,
@@ -127,5 +127,5 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         embeds=admit.embeds,
         grammar=admit.grammar,
         adapter_slot=0 if admit.adapter is None else admit.adapter.slot,
-        family=f"{number} {salt}" if number or salt else "",
+        family=f"{number} {scope} {salt}" if number or scope or salt else "",
     )

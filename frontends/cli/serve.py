@@ -70,6 +70,12 @@ class ServerOptions:
     ssl_keyfile: Annotated[str | None, _server("File with the private key of the certificate.")] = (
         None
     )
+    cache_scope: Annotated[
+        Literal["auto", "key", "shared"],
+        _server(
+            "Which requests share cached prefixes: those of one API key, or all; auto is key with two or more keys."
+        ),
+    ] = "auto"
     protect_metrics: Annotated[
         bool, _server("Require an API key for /metrics too.", "--protect-metrics")
     ] = False
@@ -415,6 +421,7 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         api_keys=tuple(options.api_key or ()),
         admin_key=options.admin_key,
         is_dev_mode=options.dev_mode,
+        cache_scope=options.cache_scope,
         protect_metrics=options.protect_metrics,
         max_requests=options.max_requests,
         max_waiting_tokens=options.max_waiting_tokens,

@@ -118,6 +118,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         loads_adapter: bool = True,
         reasoning: Marks | None = None,
         key: str = "",
+        cache_scope: bytes = b"",
         visible: MakeVisible | None = None,
     ) -> Generation[RequestOutput]:
         """Return one request as an async iterator of `RequestOutput`; the last has `finished=True`.
@@ -137,6 +138,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
             session_id: requests of a session go to one replica, whose cache has their prefix.
             key: of the client, which has a share of the steps, and half of the room for grammars at most; empty: there is one client.
+            cache_scope: requests share prefixes of the cache, and drafts from recent answers, only within one scope.
             prompt_text: accepted at None only.
 
         Raises:
@@ -151,7 +153,8 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
                 arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs,
                 mm_processor_kwargs=mm_processor_kwargs, trace_headers=trace_headers, priority=priority,
                 lora_request=lora_request, loads_adapter=loads_adapter, reasoning=reasoning,
-                data_parallel_rank=data_parallel_rank, session_id=session_id, key=key, visible=visible,
+                data_parallel_rank=data_parallel_rank, session_id=session_id, key=key,
+                cache_scope=cache_scope, visible=visible,
             )  # fmt: skip
             return cast("Any", StartingGeneration(self._start_itself, make))
         engine = self.engine
@@ -172,6 +175,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             data_parallel_rank=data_parallel_rank,
             session_id=session_id,
             key=key,
+            cache_scope=cache_scope,
             **tokenization_options(tokenization_kwargs),
         )
 

@@ -34,6 +34,8 @@ class Authenticator:
         self._has_control = is_admin_listener or settings.is_dev_mode or bool(self._admin_keys)
         self._is_dev_mode = settings.is_dev_mode
         self._protects_metrics = settings.protect_metrics
+        scope = settings.cache_scope
+        self._separates_caches = scope == "key" or (scope == "auto" and len(settings.api_keys) > 1)
         self._open_paths = ADAPTER_PATHS if settings.allows_lora_updates else frozenset[str]()
         self._served = [r for r in ROUTES if self._access(r) != "admin" or self._has_control]
 
@@ -79,6 +81,8 @@ class Authenticator:
         found = [hmac.compare_digest(digest, key) for key in keys]  # all of them, always
         if given is not None and any(found):
             context.tenant = f"key {found.index(True)}"
+            if self._separates_caches:
+                context.cache_scope = sha256(b"cache scope" + digest).digest()[:16]
         else:
             header = (b"www-authenticate", b"Bearer")
             raise HTTPError(401, "invalid_api_key", "a valid API key is needed", headers=(header,))

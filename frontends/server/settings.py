@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.dialects.answer_format import AUTO, check_parser_names
 from trouper.frontends.dialects.table import Dialect
 from trouper.lora import LoRARequest
@@ -29,6 +29,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         None  # the folder that adapters lie in which are loaded by HTTP; None: none are
     )
     allows_lora_updates: bool = False  # adapters are loaded and unloaded with a user's key
+    # Which requests share cached prefixes: those of one API key, or all.  `auto` is `key` with two or more keys.
+    cache_scope: Literal["auto", "key", "shared"] = "auto"
     protect_metrics: bool = False
     max_requests: int | None = None  # sequences open at once; 4 × max_num_seqs
     max_waiting_tokens: int | None = None  # what fits the KV cache, or 10 s of the throughput
@@ -76,6 +78,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name, keys in (("api_key", self.api_keys), ("admin_key", (self.admin_key,))):
             if any(key is not None and not key.strip() for key in keys):
                 raise TrouperValidationError(f"{name}: a key must not be empty", parameter=name)
+        if self.cache_scope == "key" and not self.api_keys:
+            rule = "key needs API keys (--api-key)"
+            raise invalid("cache_scope", rule, self.cache_scope)
         if self.max_body_memory is not None and self.max_body_memory < self.max_body:
             name = "max_body_memory"
             raise TrouperValidationError(

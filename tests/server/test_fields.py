@@ -185,6 +185,39 @@ async def test_the_prefix_of_one_salt_is_not_read_by_another(make_client, api):
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("api", FOUR)
+@pytest.mark.parametrize(
+    ("scope", "keys", "shares"),
+    [("auto", 2, False), ("auto", 1, True), ("key", 1, False), ("shared", 2, True)],
+)
+async def test_keys_share_prefixes_as_the_scope_says(make_client, api, scope, keys, shares):
+    path, body = PATHS[api]
+    long = f"{scope} {keys} one two three four five six " * 20
+    text = {"prompt": long} if api == "completions" else {"input": long} if api == "responses" else {
+        "messages": [{"role": "user", "content": long}]
+    }  # fmt: skip
+    client = make_client(
+        api_keys=("alice", "bob")[:keys], admin_key="root", cache_scope=scope,
+        enable_prompt_tokens_details=True,
+    )  # fmt: skip
+
+    async def num_cached(key, salt=None):
+        headers = [("authorization", f"Bearer {key}")]
+        salted = {**body, **text} | ({} if salt is None else {"cache_salt": salt})
+        answer = (await client.post(path, salted, headers)).json["usage"]
+        if api == "messages":
+            return answer["cache_read_input_tokens"]
+        details = answer.get("prompt_tokens_details") or answer.get("input_tokens_details")
+        return details["cached_tokens"]
+
+    other = "bob" if keys == 2 else "root"
+    salt = f"{api} {scope} {keys}"
+    assert await num_cached("alice", salt) == 0
+    assert await num_cached("alice", salt) > 0
+    assert (await num_cached(other, salt) > 0) == shares
+
+
+@pytest.mark.anyio
 async def test_an_unknown_field_is_named_in_the_answer_and_once_in_the_log(client, caplog):
     path, body = PATHS["chat"]
     for _ in range(2):

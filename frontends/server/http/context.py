@@ -67,6 +67,7 @@ class RequestContext:
         self.num_sends = 0
         self.num_events = 0  # of the stream so far
         self.tenant = ""  # which of the keys
+        self.cache_scope = b""  # requests of one scope share prefixes of the cache
         self.timeout_s = 0.0  # once its head has been read
         self.served: Sequence[Route] = ()  # by the listener it came to
         self.ticket: AdmissionTicket | None = (

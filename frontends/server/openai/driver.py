@@ -226,6 +226,7 @@ class Driver(Generic[A]):
             data_parallel_rank=placement.data_parallel_rank,
             session_id=placement.session_id,
             key=context.tenant,
+            cache_scope=context.cache_scope,
             loads_adapter=False,  # one that is unloaded meanwhile stays so
         )
 
