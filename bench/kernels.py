@@ -290,7 +290,7 @@ def fused_add_rms_norm(s: Shapes) -> Iterator[Case]:
     total, num_items = x + y, s.num_tokens * s.hidden
     yield Case(
         f"[{s.num_tokens}, {s.hidden}]",
-        lambda: ops.fused_add_rms_norm(x, y, weight),
+        lambda: ops.fused_add_norm(x, y, weight),
         lambda: rms_norm_reference(total, weight, EPS),
         4 * s.item * num_items,
         6 * num_items,

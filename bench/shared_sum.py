@@ -52,7 +52,7 @@ class Sums:
         def step() -> Tensor:
             z_TE = x_TE
             for _ in range(NUM_SUMS):
-                z_TE = exchange.fused_add_rms_norm(x_TE, y_TE, self.weight, eps=EPS)
+                z_TE = exchange.fused_add_norm(x_TE, y_TE, self.weight, eps=EPS)
             return z_TE
 
         recording = Recording(Arena(), (x_TE, y_TE), step)

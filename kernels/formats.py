@@ -1,10 +1,11 @@
-"""Formats of rounded weights and kinds of gated activations, by name; torch is not needed."""
+"""Formats of rounded weights, and kinds of norms and activations, by name; torch is not needed."""
 
 from typing import Literal
 
 # fp4 (e2m1, as integers of twice the value) and fp8 come from checkpoints alone.
 Format = Literal["int4", "int8", "fp4", "fp8"]
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu", "relu", "relu2"]
+Norm = Literal["rms", "layer"]
 
 BITS: dict[Format, int] = {"int4": 4, "fp4": 4, "int8": 8}  # of a weight
 # The largest integer of a row that is multiplied by such a weight: it has twice as many bits.

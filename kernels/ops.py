@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.kernels.formats import Activation
+from trouper.kernels.formats import Activation, Norm
 
 Integers = Sequence[int] | np.ndarray
 
@@ -28,6 +28,7 @@ class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     block_size: int
     norm_eps: float
+    norm: Norm = "rms"
     residual_scale: float
     activation: Activation
     swiglu_alpha: float = 0.0  # of clamped_swiglu, as the limit is
@@ -56,7 +57,7 @@ class SharedOps(Protocol):
     Law: a group of ranks (`kernels/ranks.py`) has no operations of its own besides these; all others are those of each rank's `Ops`.
     """
 
-    def fused_add_rms_norm(
+    def fused_add_norm(
         self,
         x_TE: Tensor,
         y_TE: Tensor,
@@ -95,11 +96,11 @@ class Ops(SharedOps, Protocol):
         """Return scale · table[ids], [T, E], and what all layers of the step share."""
         ...
 
-    def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
-        """Return x / √(mean(x²) + ε) · weight."""
+    def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
+        """Return the norm of the config's kind: of weights [E], or of a layer norm [2, E] weights and biases."""
         ...
 
-    def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+    def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         """Normalise in place; rows may be strided."""
         ...
 
@@ -114,7 +115,7 @@ class Ops(SharedOps, Protocol):
         """Normalise and rotate q and k in place, and write k and v to the cache.
 
         Args:
-            head_norm: [N + H, D] weights of the norm of each head; None = no norm.
+            head_norm: [N + H, D] weights of the norm of each head, or [N + H, 2, D] weights and biases; None = no norm.
             step: from `begin_step`.
             rope: which of the step's tables rotates; None = no rotation.
         """
@@ -134,9 +135,17 @@ class Ops(SharedOps, Protocol):
         """Return activation(gate) · up for the two halves of gate_up [T, 2 M], or (up + 1) · activation(gate) of clamped ones."""
         ...
 
+    def activate(self, x_TM: Tensor) -> Tensor:
+        """Return activation(x), of an MLP without a gate."""
+        ...
+
 
 class CpuOps(Ops, Protocol):
     """The operations on the CPU, whose tokens are `HostTokens`."""
+
+    def embed(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
+        """Return scale · table[ids], [T, E]."""
+        ...
 
     def begin(self, positions_T: Tensor, slots_T: Tensor, rope_tables: Sequence[Tensor]) -> Any:
         """Return what all layers of a step share whose tokens another stage has embedded."""

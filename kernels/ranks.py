@@ -17,6 +17,7 @@ Laws:
 
 from typing import NamedTuple, Protocol
 
+from trouper.kernels.formats import Norm
 from trouper.kernels.ops import SharedOps
 
 
@@ -25,6 +26,7 @@ class RankShare(NamedTuple):
 
     vocab_size: int  # of all ranks
     norm_eps: float
+    norm: Norm = "rms"
     residual_scale: float = 1.0
     first_logit: int = 0  # column of this rank's head
     num_logits: int = 0  # columns of a rank's head, of which the last has no more

@@ -16,9 +16,10 @@ from trouper.kernels.cpu.attention import decode, prefill
 from trouper.kernels.cpu.attention import tile as attention_tile
 from trouper.kernels.cpu.float32_copies import Float32Copies
 from trouper.kernels.cpu.fused.act_and_mul import act_and_mul
+from trouper.kernels.cpu.fused.activate import activate
 from trouper.kernels.cpu.fused.embed import embed
 from trouper.kernels.cpu.fused.finish_logits import finish_logits
-from trouper.kernels.cpu.fused.fused_add_rms_norm import fused_add_rms_norm
+from trouper.kernels.cpu.fused.fused_add_norm import fused_add_norm
 from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from trouper.kernels.cpu.rows import num_threads_for, padded
 from trouper.kernels.ops import HostTokens, Integers, OpsConfig, q_and_k
@@ -61,9 +62,10 @@ class NativeOps:
         unit = decode.unit_of(kind, config.head_dim)
         self._decode = compiled(decode.decode_attention, kind, unit)
         self._merge = compiled(decode.merge_partials, kind)
-        self._fused_add_rms_norm = compiled(fused_add_rms_norm, kind)
-        self._qk_norm_rope_kv_write = compiled(qk_norm_rope_kv_write, kind)
+        self._fused_add_norm = compiled(fused_add_norm, kind, config.norm)
+        self._qk_norm_rope_kv_write = compiled(qk_norm_rope_kv_write, kind, config.norm)
         self._act_and_mul = compiled(act_and_mul, kind, config.activation)
+        self._activate = compiled(activate, kind, config.activation)
         self._embed = compiled(embed, kind)
         self._finish_logits = compiled(finish_logits, kind)
         self._span = decode.SPAN
@@ -179,20 +181,20 @@ class NativeOps:
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         return positions_T, slots_T, [self._float32.of(table) for table in rope_tables]
 
-    def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
         z_TE = padded(len(x_TE), x_TE.shape[1], x_TE.dtype)
         self._norm_of_sum(x_TE, None, weight, z_TE)
         return z_TE
 
-    def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+    def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         self._norm_of_sum(x_TX, None, weight, x_TX)
 
     def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         q_TX, k_TX = q_and_k(qkv_TND, q_norm, k_norm)
-        self.rms_norm_(q_TX, q_norm)
-        self.rms_norm_(k_TX, k_norm)
+        self.norm_(q_TX, q_norm)
+        self.norm_(k_TX, k_norm)
 
-    def fused_add_rms_norm(
+    def fused_add_norm(
         self,
         x_TE: Tensor,
         y_TE: Tensor,
@@ -200,7 +202,7 @@ class NativeOps:
         post_weight: Tensor | None = None,
     ) -> Tensor:
         if post_weight is not None:
-            y_TE = self.rms_norm(y_TE, post_weight)
+            y_TE = self.norm(y_TE, post_weight)
         z_TE = x_TE if weight is None else padded(len(x_TE), x_TE.shape[1], x_TE.dtype)
         self._norm_of_sum(x_TE, y_TE, weight, z_TE)
         return z_TE
@@ -209,7 +211,7 @@ class NativeOps:
         self, x_TE: Tensor, y_TE: Tensor | None, weight: Tensor | None, z_TE: Tensor
     ) -> None:
         num_tokens, width = x_TE.shape
-        self._fused_add_rms_norm(
+        self._fused_add_norm(
             num_tokens,
             x_TE.data_ptr(),
             x_TE.stride(0),
@@ -375,6 +377,19 @@ class NativeOps:
             y_TM.stride(0),
             width,
             *self._bounds,
+            num_threads=num_threads_for(num_tokens),
+        )
+        return y_TM
+
+    def activate(self, x_TM: Tensor) -> Tensor:
+        num_tokens, width = x_TM.shape
+        y_TM = padded(num_tokens, width, x_TM.dtype)
+        self._activate(
+            num_tokens,
+            x_TM.data_ptr(),
+            y_TM.data_ptr(),
+            y_TM.stride(0),
+            width,
             num_threads=num_threads_for(num_tokens),
         )
         return y_TM

@@ -2,7 +2,7 @@
 
     ranks = RankExchange(rank, sizes, memory)         memory: a mapping of `sizes.num_bytes`, zeros at first
     ranks.begin_step(7)
-    z = ranks.fused_add_rms_norm(x, y, …)          y: this rank's part of a sum; z, x: equal bits on every rank
+    z = ranks.fused_add_norm(x, y, …)          y: this rank's part of a sum; z, x: equal bits on every rank
     ranks.check()
 
 Ranks are processes that have inherited a memory file, or threads over one mapping.  Every operation is one launch, and may
@@ -35,6 +35,7 @@ from trouper.kernels.cpu.fused.shared_sum import (
     shared_sum,
 )
 from trouper.kernels.cpu.rows import num_threads_for, padded
+from trouper.kernels.formats import Norm
 
 
 class RanksDisagreeError(RuntimeError):
@@ -85,7 +86,7 @@ class RankExchange:
                 f"(exchange {int(state[THEIR_NUMBER])}; {number} are done here)"
             )
 
-    def fused_add_rms_norm(
+    def fused_add_norm(
         self,
         x_TE: Tensor | None,
         y_TE: Tensor,
@@ -94,19 +95,20 @@ class RankExchange:
         *,
         alpha: float = 1.0,
         eps: float = 0.0,
+        norm: Norm = "rms",
     ) -> Tensor:
         """Add α times the sum of all ranks' y to x in place; return the norm of x, or x where there is no weight.
 
         Args:
             x_TE: None = return the sum alone.
-            weight: [E] float32.
+            weight: [E] float32, or [2, E] of a layer norm.
             post_weight: likewise, of the norm of the sum.
         """
         length, width = y_TE.shape
         self._check_part(length * width * y_TE.itemsize)
         z_TE = padded(length, width, y_TE.dtype) if x_TE is None or weight is not None else x_TE
         if length:
-            compiled(shared_sum, kind_of(y_TE.dtype), self.num_ranks)(
+            compiled(shared_sum, kind_of(y_TE.dtype), self.num_ranks, norm)(
                 num_pieces(length),
                 *self._own,
                 *self._parts,
@@ -128,7 +130,7 @@ class RankExchange:
 
     def sum(self, y_TE: Tensor) -> Tensor:
         """Return the sum of all ranks' y."""
-        return self.fused_add_rms_norm(None, y_TE)
+        return self.fused_add_norm(None, y_TE)
 
     def norm_heads_(
         self,

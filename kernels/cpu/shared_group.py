@@ -30,20 +30,21 @@ class SharedGroup:
     def forget_weights(self) -> None:
         self._float32.clear()
 
-    def fused_add_rms_norm(
+    def fused_add_norm(
         self,
         x_TE: Tensor,
         y_TE: Tensor,
         weight: Tensor | None,
         post_weight: Tensor | None = None,
     ) -> Tensor:
-        return self.exchange.fused_add_rms_norm(
+        return self.exchange.fused_add_norm(
             x_TE,
             y_TE,
             None if weight is None else self._float32.of(weight),
             None if post_weight is None else self._float32.of(post_weight),
             alpha=self._share.residual_scale,
             eps=self._share.norm_eps,
+            norm=self._share.norm,
         )
 
     def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:

@@ -39,14 +39,14 @@ class CollectiveSums:
     def __repr__(self) -> str:
         return f"<CollectiveSums: {self.rank} of {self.size}>"
 
-    def fused_add_rms_norm(
+    def fused_add_norm(
         self,
         x_TE: Tensor,
         y_TE: Tensor,
         weight: Tensor | None,
         post_weight: Tensor | None = None,
     ) -> Tensor:
-        return self._ops.fused_add_rms_norm(x_TE, self._sum(y_TE), weight, post_weight)
+        return self._ops.fused_add_norm(x_TE, self._sum(y_TE), weight, post_weight)
 
     def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         """Normalise as `Ops` does.  Keys that several ranks have count as often in the sum as in the number of its summands."""

@@ -16,6 +16,7 @@ from trouper.kernels.cuda.fused_add_rms_norm import fused_add_rms_norm
 from trouper.kernels.cuda.prefill_attention import prefill_attention
 from trouper.kernels.cuda.qk_norm_rope_kv_write import qk_norm_rope_kv_write_
 from trouper.kernels.ops import OpsConfig, q_and_k
+from trouper.kernels.reference.activation import activate
 from trouper.kernels.reference.ops import finished_logits
 
 
@@ -81,18 +82,18 @@ class TritonOps:
         )
         return x_TE, DeviceStep(positions_T, slots_T, rope_tables)
 
-    def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
         return fused_add_rms_norm(x_TE, None, weight, self._config.norm_eps)
 
-    def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+    def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         fused_add_rms_norm(x_TX, None, weight, self._config.norm_eps, out=x_TX)
 
     def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         q_TX, k_TX = q_and_k(qkv_TND, q_norm, k_norm)
-        self.rms_norm_(q_TX, q_norm)
-        self.rms_norm_(k_TX, k_norm)
+        self.norm_(q_TX, q_norm)
+        self.norm_(k_TX, k_norm)
 
-    def fused_add_rms_norm(
+    def fused_add_norm(
         self,
         x_TE: Tensor,
         y_TE: Tensor,
@@ -160,8 +161,11 @@ class TritonOps:
 
     def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
         activation = self._config.activation
-        assert activation != "clamped_swiglu", "of mixtures of experts, which no GPU computes"
+        assert activation in ("silu", "gelu_tanh"), "others run on the CPU only"
         return act_and_mul(gate_up_TM, activation)
+
+    def activate(self, x_TM: Tensor) -> Tensor:
+        return activate(x_TM, self._config.activation)
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
         """Return the logits as the product leaves them where nothing changes them: the sampling kernels read any float."""

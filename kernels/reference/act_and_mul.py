@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trouper.kernels.reference.activation import activate
+
 
 def silu_and_mul(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
@@ -25,6 +27,12 @@ def gelu_and_mul(gate_up_TM: Tensor) -> Tensor:
 def gelu_tanh_and_mul(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
     return F.gelu(gate_TM, approximate="tanh").mul_(up_TM)
+
+
+def act_and_mul(gate_up_TM: Tensor, act: str) -> Tensor:
+    """Return act(gate) · up; `activation.activate` has the names."""
+    gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
+    return activate(gate_TM, act).mul_(up_TM)
 
 
 def clamped_swiglu(gate_up_TM: Tensor, alpha: float, limit: float) -> Tensor:

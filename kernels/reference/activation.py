@@ -17,6 +17,8 @@ def activate(x: Tensor, act: str) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case "relu":
             return x.relu()
+        case "relu2":
+            return x.relu().square()
         case "silu":
             return F.silu(x)
         case "tanh":

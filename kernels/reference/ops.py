@@ -10,13 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from trouper.kernels.ops import HostTokens, Integers, OpsConfig, q_and_k
-from trouper.kernels.reference.act_and_mul import (
-    clamped_swiglu,
-    gelu_tanh_and_mul,
-    silu_and_mul,
-)
+from trouper.kernels.reference.act_and_mul import act_and_mul, clamped_swiglu
+from trouper.kernels.reference.activation import activate
 from trouper.kernels.reference.attention_plan import QueryTile, plan_attention
 from trouper.kernels.reference.kv_write import kv_write_
+from trouper.kernels.reference.layer_norm import layer_norm, layer_norm_heads_
 from trouper.kernels.reference.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
 from trouper.kernels.reference.rms_norm import rms_norm, rms_norm_heads_
 from trouper.kernels.reference.rope import rope_, rotation_of
@@ -26,13 +24,15 @@ class TorchOps:
     def __init__(self, config: OpsConfig) -> None:
         self._config = config
         self._max_tile = MAX_TILE_CAPPED if config.softcap else None
-        self._act_and_mul = {
-            "silu": silu_and_mul,
-            "gelu_tanh": gelu_tanh_and_mul,
-            "clamped_swiglu": functools.partial(
+        is_rms = config.norm == "rms"
+        self._norm = rms_norm if is_rms else layer_norm
+        self._norm_heads_ = rms_norm_heads_ if is_rms else layer_norm_heads_
+        if config.activation == "clamped_swiglu":
+            self._act_and_mul = functools.partial(
                 clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit
-            ),
-        }[config.activation]
+            )
+        else:
+            self._act_and_mul = functools.partial(act_and_mul, act=config.activation)
 
     def __repr__(self) -> str:
         return "<TorchOps>"
@@ -72,18 +72,18 @@ class TorchOps:
     ) -> tuple[Tensor, list[Tensor]]:
         return slots_T, [rotation_of(table, positions_T) for table in rope_tables]
 
-    def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x_TE, weight, self._config.norm_eps)
+    def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
+        return self._norm(x_TE, weight, self._config.norm_eps)
 
-    def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
-        x_TX.copy_(self.rms_norm(x_TX, weight))
+    def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+        x_TX.copy_(self.norm(x_TX, weight))
 
     def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         q_TX, k_TX = q_and_k(qkv_TND, q_norm, k_norm)
-        self.rms_norm_(q_TX, q_norm)
-        self.rms_norm_(k_TX, k_norm)
+        self.norm_(q_TX, q_norm)
+        self.norm_(k_TX, k_norm)
 
-    def fused_add_rms_norm(
+    def fused_add_norm(
         self,
         x_TE: Tensor,
         y_TE: Tensor,
@@ -91,9 +91,9 @@ class TorchOps:
         post_weight: Tensor | None = None,
     ) -> Tensor:
         if post_weight is not None:
-            y_TE = self.rms_norm(y_TE, post_weight)
+            y_TE = self.norm(y_TE, post_weight)
         x_TE.add_(y_TE, alpha=self._config.residual_scale)
-        return x_TE if weight is None else self.rms_norm(x_TE, weight)
+        return x_TE if weight is None else self.norm(x_TE, weight)
 
     def qk_norm_rope_kv_write(
         self,
@@ -107,7 +107,7 @@ class TorchOps:
         slots_T, rotations = step
         qk_TND = qkv_TND.narrow(1, 0, num_q + num_kv)
         if head_norm is not None:
-            rms_norm_heads_(qk_TND, head_norm, self._config.norm_eps)
+            self._norm_heads_(qk_TND, head_norm, self._config.norm_eps)
         if rope is not None:
             rope_(qk_TND, rotations[rope])
         kv_T2HD = qkv_TND.narrow(1, num_q, 2 * num_kv).unflatten(1, (2, num_kv))
@@ -134,6 +134,9 @@ class TorchOps:
 
     def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
         return self._act_and_mul(gate_up_TM)
+
+    def activate(self, x_TM: Tensor) -> Tensor:
+        return activate(x_TM, self._config.activation)
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
         return finished_logits(product_RV, scale, cap)

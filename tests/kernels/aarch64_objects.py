@@ -20,10 +20,11 @@ from trouper.kernels.cpu.attention.decode import decode_attention, merge_partial
 from trouper.kernels.cpu.attention.prefill import prefill_attention  # noqa: E402
 from trouper.kernels.cpu.attention.unpaged import whole_attention  # noqa: E402
 from trouper.kernels.cpu.fused.act_and_mul import act_and_mul  # noqa: E402
+from trouper.kernels.cpu.fused.activate import activate  # noqa: E402
 from trouper.kernels.cpu.fused.center_norm import center_norm  # noqa: E402
 from trouper.kernels.cpu.fused.embed import embed  # noqa: E402
 from trouper.kernels.cpu.fused.finish_logits import finish_logits  # noqa: E402
-from trouper.kernels.cpu.fused.fused_add_rms_norm import fused_add_rms_norm  # noqa: E402
+from trouper.kernels.cpu.fused.fused_add_norm import fused_add_norm  # noqa: E402
 from trouper.kernels.cpu.fused.mean_pool import mean_of_spans  # noqa: E402
 from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write  # noqa: E402
 from trouper.kernels.cpu.linear.integer_bytes import byte_matmul  # noqa: E402
@@ -39,12 +40,14 @@ KERNELS = {
     "prefill_attention": (prefill_attention, "f32", "dots"),
     "whole_attention": (whole_attention, "f32", "dots"),
     "act_and_mul": (act_and_mul, "f32", "silu"),
+    "activate": (activate, "f32", "gelu"),
     "center_norm": (center_norm, "f32"),
     "embed": (embed, "f32"),
     "finish_logits": (finish_logits, "f32"),
-    "fused_add_rms_norm": (fused_add_rms_norm, "f32"),
+    "fused_add_norm": (fused_add_norm, "f32", "rms"),
+    "fused_add_norm_layer": (fused_add_norm, "f32", "layer"),
     "mean_of_spans": (mean_of_spans, "f32"),
-    "qk_norm_rope_kv_write": (qk_norm_rope_kv_write, "f32"),
+    "qk_norm_rope_kv_write": (qk_norm_rope_kv_write, "f32", "rms"),
     "rows_of_int4": (quantize_rows, "int4", 32),
     "rows_of_int8": (quantize_rows, "int8", 32),
     "matmul_of_int4": (byte_matmul, "int4", "bf16", True, False, 32),

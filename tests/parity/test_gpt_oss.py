@@ -11,7 +11,7 @@ from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
-from trouper.actors.executor.weights.stacks import stacks_of
+from trouper.actors.executor.weights.stacks import views_of
 from trouper.errors import TrouperValidationError
 from trouper.inputs import TokensPrompt
 from trouper.kernels.codegen import units
@@ -76,8 +76,8 @@ def test_two_ranks_share_out_experts_of_four_bits(tmp_path):
     config = engine_config(narrow)
     hf_config = config.model.hf_config
     traits = decoder_traits(hf_config, config.model.architecture)
-    stacks = stacks_of(traits.experts)
-    source = Checkpoint(narrow, scheme=read_scheme(hf_config), stacks=stacks)
+    views = views_of(traits)
+    source = Checkpoint(narrow, scheme=read_scheme(hf_config), views=views)
     assert check_parts(source, config) == 2 * 2 * traits.experts.count
     expected = outputs(CpuRunner(config))
     with ranks_in_threads(config, 2) as runner:

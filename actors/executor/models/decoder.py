@@ -37,7 +37,10 @@ class LogitsIndices(NamedTuple):
 
 
 class DecoderLayer:
-    """The weights of one layer; a norm is None where the architecture has none."""
+    """The weights of one layer; a norm is None where the architecture has none.
+
+    A layer norm's weights and biases are one tensor of two rows; RMS norms have weights alone.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class DecoderLayer:
         attention_post_norm: Tensor | None = None,
         mlp_norm: Tensor | None = None,
         mlp_post_norm: Tensor | None = None,
-        head_norm: Tensor | None = None,  # [N + H, D]: of each head of q and k
+        head_norm: Tensor | None = None,  # [N + H, D] or [N + H, 2, D]: of each head of q and k
         q_norm: Tensor | None = None,  # [N D]: of all heads together
         k_norm: Tensor | None = None,
         sinks: Tensor | None = None,  # [N], scores
@@ -76,6 +79,7 @@ class Decoder(Generic[OpsT]):
     Args:
         traits: of the layers that are here, or of the part of them that is.
         embedding: [vocabulary, E]; None behind another stage.
+        positions: [positions, E], added to the embeddings; None = there are none, or another stage adds them.
         norm: the last one; None ahead of another stage.
         head: None for a model that never gives logits.
         max_model_len: tokens of the longest sequence, which bounds the positions.
@@ -88,6 +92,7 @@ class Decoder(Generic[OpsT]):
         traits: DecoderTraits,
         *,
         embedding: Tensor | None,
+        positions: Tensor | None = None,
         layers: Sequence[DecoderLayer],
         norm: Tensor | None,
         head: LinearMethod | None,
@@ -101,6 +106,8 @@ class Decoder(Generic[OpsT]):
         self.ops = ops
         self._shared: SharedOps = ops if shared is None else shared
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
+        self._positions = positions
+        self._add = self._add_in_parallel if traits.is_parallel else self._add_in_turn
         # transformers rounds the scale to the model's dtype before it multiplies
         self._embedding_scale = float(torch.tensor(traits.embedding_scale, dtype=self.dtype))
         self._rope_tables: list[Tensor] = [
@@ -132,25 +139,54 @@ class Decoder(Generic[OpsT]):
             [T, E], or [R, E] if only those are read.  Where the step is padded, T counts the padding, and
             the states of padding tokens are arbitrary.
         """
-        ops, shared = self.ops, self._shared
+        ops = self.ops
         x_TE, step = self._begin_step(tokens, embeds, hidden_TE)
         first_norm = self._layers[0].attention_norm
-        y_TE = x_TE if first_norm is None else ops.rms_norm(x_TE, first_norm)
+        y_TE = x_TE if first_norm is None else ops.norm(x_TE, first_norm)
         following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
         for layer, cache, next_norm in zip(self._layers, caches, following, strict=True):
             qkv_TND = self._projections(layer, y_TE, step, cache)
             if read is not None and layer is self._layers[-1]:
                 plans = read.plans
                 x_TE = _selected(x_TE, read.tokens_R)
+                if self.traits.is_parallel:
+                    y_TE = _selected(y_TE, read.tokens_R)
                 qkv_TND = _selected(qkv_TND, read.tokens_R)
                 if not len(x_TE):
                     return x_TE
             plan = plans[layer.traits.window]
-            y_TE = layer.o.apply(ops.attend(qkv_TND, cache, plan, layer.sinks))
-            y_TE = shared.fused_add_rms_norm(x_TE, y_TE, layer.mlp_norm, layer.attention_post_norm)
-            y_TE = layer.mlp.forward(y_TE, ops)
-            y_TE = shared.fused_add_rms_norm(x_TE, y_TE, next_norm, layer.mlp_post_norm)
+            attended_TE = layer.o.apply(ops.attend(qkv_TND, cache, plan, layer.sinks))
+            y_TE = self._add(layer, x_TE, y_TE, attended_TE, next_norm)
         return y_TE
+
+    def _add_in_turn(
+        self,
+        layer: DecoderLayer,
+        x_TE: Tensor,
+        _y_TE: Tensor,
+        attended_TE: Tensor,
+        next_norm: Tensor | None,
+    ) -> Tensor:
+        """Add the attention's output to x, and then what the MLP makes of the sum; return the next layer's input, normed."""
+        shared = self._shared
+        y_TE = shared.fused_add_norm(x_TE, attended_TE, layer.mlp_norm, layer.attention_post_norm)
+        y_TE = layer.mlp.forward(y_TE, self.ops)
+        return shared.fused_add_norm(x_TE, y_TE, next_norm, layer.mlp_post_norm)
+
+    def _add_in_parallel(
+        self,
+        layer: DecoderLayer,
+        x_TE: Tensor,
+        y_TE: Tensor,
+        attended_TE: Tensor,
+        next_norm: Tensor | None,
+    ) -> Tensor:
+        """Add to x the attention's output, and what the MLP makes of the layer's own input y, or of another norm of x."""
+        if layer.mlp_norm is not None:
+            y_TE = self.ops.norm(x_TE, layer.mlp_norm)
+        self._shared.fused_add_norm(x_TE, attended_TE, None)
+        y_TE = layer.mlp.forward(y_TE, self.ops)
+        return self._shared.fused_add_norm(x_TE, y_TE, next_norm)
 
     @property
     def num_bytes(self) -> int:
@@ -214,6 +250,10 @@ class Decoder(Generic[OpsT]):
             tokens, self._embedding, self._embedding_scale, self._rope_tables
         )
         self._replace_embeddings(x_TE, embeds)
+        if self._positions is not None:
+            ops = cast("CpuOps", self.ops)
+            rows_TE = ops.embed(self._positions, tokens.positions_T, 1.0)
+            ops.fused_add_norm(x_TE, rows_TE, None)
         return x_TE, step
 
     def _replace_embeddings(self, x_TE: Tensor, embeds: Sequence[tuple[int, Tensor]]) -> None:
@@ -261,6 +301,7 @@ def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> Op
         hidden_size=traits.hidden_size,
         intermediate_size=math.gcd(*traits.mlp_widths),  # whole registers of all or of none
         block_size=block_size,
+        norm=traits.norm,
         norm_eps=traits.norm_eps,
         residual_scale=traits.residual_scale,
         activation=traits.mlp.activation,
@@ -279,6 +320,7 @@ def rank_share(traits: DecoderTraits, shard: Shard) -> RankShare:
     """
     return RankShare(
         vocab_size=traits.vocab_size,
+        norm=traits.norm,
         norm_eps=traits.norm_eps,
         residual_scale=traits.residual_scale,
         first_logit=shard.vocabulary(traits.vocab_size)[0],

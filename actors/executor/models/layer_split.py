@@ -29,8 +29,9 @@ def traits_of(stage: Stage, traits: DecoderTraits) -> DecoderTraits:
 
 def _layer_size(traits: DecoderTraits, layer: LayerTraits) -> int:
     """Count the weights of a layer's products: of experts all, as a step of many tokens reads them."""
-    width = traits.mlp.intermediate_size
+    width, num_matrices = traits.mlp.intermediate_size, 3 if traits.mlp.is_gated else 2
     if layer.is_sparse and traits.experts is not None:
         experts = traits.experts
         width = experts.count * experts.intermediate_size + experts.shared_size
-    return traits.hidden_size * (2 * traits.q_size + 2 * traits.kv_size + 3 * width)
+        num_matrices = 3
+    return traits.hidden_size * (2 * traits.q_size + 2 * traits.kv_size + num_matrices * width)

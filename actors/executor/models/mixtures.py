@@ -8,7 +8,7 @@ import msgspec
 from trouper.actors.executor.models.traits import (
     DecoderTraits,
     ExpertsTraits,
-    GatedMlpTraits,
+    MlpTraits,
     HfConfig,
     LayerTraits,
     common_traits,
@@ -121,7 +121,7 @@ def _gpt_oss(config: HfConfig) -> DecoderTraits:
         has_sinks=True,
         qkv_bias=bias,
         o_bias=bias,
-        mlp=GatedMlpTraits(
+        mlp=MlpTraits(
             intermediate_size=require(config, "intermediate_size"),
             activation="clamped_swiglu",
             swiglu_alpha=float(config["swiglu_alpha"]),

@@ -39,6 +39,21 @@ class GatedMlp:
         return self._down.apply(ops.act_and_mul(self._gate_up.apply(x_TE)))
 
 
+class PlainMlp:
+    """down(act(up(x)))."""
+
+    def __init__(self, up: LinearMethod, down: LinearMethod) -> None:
+        self._up = up  # E -> M
+        self._down = down  # M -> E
+
+    @property
+    def linears(self) -> Sequence[LinearMethod]:
+        return self._up, self._down
+
+    def forward(self, x_TE: Tensor, ops: Ops) -> Tensor:
+        return self._down.apply(ops.activate(self._up.apply(x_TE)))
+
+
 class SparseMlp:
     """A mixture of experts: each token's are chosen by the router; one more, where there is one, all tokens use."""
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from trouper.actors.executor.models.names import NAMES, Names
 from trouper.actors.executor.models.traits import DecoderTraits, ExpertsTraits
 
 Shape = tuple[int, ...]
@@ -29,6 +30,8 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 WHOLE = Cut()
+# The end of the name of a norm's biases.
+NORM_BIAS = "_bias"
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -51,75 +54,137 @@ class Parameter(msgspec.Struct, frozen=True):
         return tuple(cut.shape_of(shape) for _, shape, cut in self.parts)
 
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
+def embedding_name(traits: DecoderTraits) -> str:
+    """Return the name of the embedding's tensor."""
+    names = NAMES[traits.names]
+    return f"{names.base}{names.embedding}.weight"
+
+
+def head_name(traits: DecoderTraits) -> str:
+    """Return the name of the head's matrix, where it is stored."""
+    return f"{NAMES[traits.names].head}.weight"
 
 
 def outer_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
     """Yield the tensors outside of the layers."""
-    table = (traits.vocab_size, traits.hidden_size)
-    yield Parameter("embedding", ((EMBEDDING, table),))
-    yield Parameter("norm", (("model.norm.weight", (traits.hidden_size,)),), traits.norm_offset)
+    names, hidden = NAMES[traits.names], traits.hidden_size
+    table = (traits.vocab_size, hidden)
+    yield Parameter("embedding", ((embedding_name(traits), table),))
+    if traits.first_position is not None:
+        rows = traits.first_position + traits.max_position, hidden
+        yield Parameter("positions", ((f"{names.base}{names.positions}.weight", rows),))
+    yield from _norm(traits, "norm", names.base + names.norm)
     if not traits.tied_embeddings:
-        yield Parameter("head", ((HEAD, table),))
+        yield Parameter("head", ((head_name(traits), table),))
+    if traits.head_bias:
+        yield Parameter("head.bias", ((f"{names.head}.bias", (traits.vocab_size,)),))
 
 
 def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
     """Yield the tensors of one layer under the names of `DecoderLayer`."""
-    prefix = f"model.layers.{layer}."
-    for name, norm, width in _norms(traits):
-        yield Parameter(name, ((f"{prefix}{norm}.weight", (width,)),), traits.norm_offset)
+    names = NAMES[traits.names]
+    prefix = f"{names.base}{names.layers}{layer}."
+    for name, norm in _norms(traits, names):
+        yield from _norm(traits, name, prefix + norm)
+    yield from _qk_norms(traits, names, prefix)
     if traits.has_sinks:
         yield Parameter("sinks", ((f"{prefix}self_attn.sinks", (traits.num_q_heads,)),))
     is_sparse = traits.layers[layer].is_sparse
-    mlp = _experts(traits, traits.experts) if is_sparse and traits.experts else _mlp(traits)
-    for name, module, parts, num_inputs, has_bias in (*_attention(traits), *mlp):
+    mlp = _experts(traits, traits.experts) if is_sparse and traits.experts else _mlp(traits, names)
+    for name, module, parts, num_inputs, has_bias in (*_attention(traits, names), *mlp):
+        module = module and f"{module}."
         for kind, shape in (("weight", (num_inputs,)), ("bias", ())):
             if kind == "weight" or has_bias:
                 sources = (
-                    (f"{prefix}{module}.{part}.{kind}", (size, *shape)) for part, size in parts
+                    (f"{prefix}{module}{part}.{kind}", (size, *shape)) for part, size in parts
                 )
-                yield Parameter(f"{name}.{kind}", tuple(sources))
+                cuts = (grouped_heads(traits),) if name == "qkv" and traits.qkv_by_group else ()
+                yield Parameter(f"{name}.{kind}", tuple(sources), cuts=cuts)
 
 
-def _norms(traits: DecoderTraits) -> Iterator[tuple[str, str, int]]:
-    """Yield (our name, the checkpoint's name, width).  The checkpoint's names depend on which norms there are."""
-    hidden = traits.hidden_size
+def grouped_heads(traits: DecoderTraits, q: Span | None = None, kv: Span | None = None) -> Cut:
+    """Return the rows of some query heads, of some KV heads' keys, and of their values, of a matrix that holds them by KV head.
+
+    Args:
+        q: the first query head, and one past the last; None = all.
+        kv: likewise, of the KV heads.
+    """
+    width = traits.head_dim
+    num_shared = traits.num_q_heads // traits.num_kv_heads
+    size = (num_shared + 2) * width
+    q_heads, kv_heads = range(*(q or (0, traits.num_q_heads))), range(*(kv or (0, traits.num_kv_heads)))
+    firsts = [i // num_shared * size + i % num_shared * width for i in q_heads]
+    firsts += [i * size + num_shared * width for i in kv_heads]
+    firsts += [i * size + (num_shared + 1) * width for i in kv_heads]
+    return Cut(rows=tuple((first, first + width) for first in firsts))
+
+
+def _norm(traits: DecoderTraits, name: str, module: str) -> Iterator[Parameter]:
+    """Yield the weights and biases that one norm of the hidden state has."""
+    shape = (traits.hidden_size,)
+    if traits.norm_has_weight:
+        yield Parameter(name, ((f"{module}.weight", shape),), traits.norm_offset)
+    if traits.norm_has_bias:
+        yield Parameter(name + NORM_BIAS, ((f"{module}.bias", shape),))
+
+
+def _norms(traits: DecoderTraits, names: Names) -> Iterator[tuple[str, str]]:
+    """Yield (our name, the checkpoint's).  The checkpoint's names depend on which norms there are."""
     if traits.norm_placement != "post":
-        yield "attention_norm", "input_layernorm", hidden
-    if traits.norm_placement == "pre":
-        yield "mlp_norm", "post_attention_layernorm", hidden
-    else:
-        yield "attention_post_norm", "post_attention_layernorm", hidden
-        yield "mlp_post_norm", "post_feedforward_layernorm", hidden
+        yield "attention_norm", names.attention_norm
+    if traits.norm_placement in ("pre", "parallel_apart"):
+        yield "mlp_norm", names.mlp_norm
+    elif traits.norm_placement in ("post", "sandwich"):
+        yield "attention_post_norm", "post_attention_layernorm"
+        yield "mlp_post_norm", "post_feedforward_layernorm"
     if traits.norm_placement == "sandwich":
-        yield "mlp_norm", "pre_feedforward_layernorm", hidden
-    if traits.qk_norm:
-        is_head = traits.qk_norm == "head"
-        yield "q_norm", "self_attn.q_norm", traits.head_dim if is_head else traits.q_size
-        yield "k_norm", "self_attn.k_norm", traits.head_dim if is_head else traits.kv_size
+        yield "mlp_norm", "pre_feedforward_layernorm"
+
+
+def _qk_norms(traits: DecoderTraits, names: Names, prefix: str) -> Iterator[Parameter]:
+    """Yield the norms of queries and keys: weights that all heads share, that belong to one each, or to all together."""
+    kinds = ("weight", "bias") if traits.qk_norm_has_bias else ("weight",)
+    sides = (
+        ("q_norm", names.q_norm, traits.num_q_heads),
+        ("k_norm", names.k_norm, traits.num_kv_heads),
+    )
+    for name, module, num_heads in sides if traits.qk_norm else ():
+        for kind in kinds:
+            own = name + (NORM_BIAS if kind == "bias" else "")
+            if traits.qk_norm == "own_head" and traits.names == "stablelm":
+                heads = (f"{prefix}{module}.norms.{i}.{kind}" for i in range(num_heads))
+                sources = tuple((head, (traits.head_dim,)) for head in heads)
+            else:
+                shapes = {
+                    "head": (traits.head_dim,),
+                    "own_head": (num_heads, traits.head_dim),
+                    "projection": (num_heads * traits.head_dim,),
+                }
+                sources = ((f"{prefix}{module}.{kind}", shapes[traits.qk_norm or "head"]),)
+            offset = traits.norm_offset if kind == "weight" else 0.0
+            yield Parameter(own, sources, offset)
 
 
 Projection = tuple[str, str, tuple[tuple[str, int], ...], int, bool]
 """Our name, the checkpoint's module, its parts and their rows, columns, has a bias."""
 
 
-def _attention(traits: DecoderTraits) -> Iterator[Projection]:
+def _attention(traits: DecoderTraits, names: Names) -> Iterator[Projection]:
     q, kv, hidden = traits.q_size, traits.kv_size, traits.hidden_size
-    qkv = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-    if traits.fused_checkpoint:
-        qkv = (("qkv_proj", q + 2 * kv),)
-    yield "qkv", "self_attn", qkv, hidden, traits.qkv_bias
-    yield "o", "self_attn", (("o_proj", hidden),), q, traits.o_bias
+    sizes = (q, kv, kv) if len(names.qkv) > 1 else (q + 2 * kv,)
+    qkv = tuple(zip(names.qkv, sizes, strict=True))
+    yield "qkv", names.attention, qkv, hidden, traits.qkv_bias
+    yield "o", names.attention, ((names.o, hidden),), q, traits.o_bias
 
 
-def _mlp(traits: DecoderTraits) -> Iterator[Projection]:
+def _mlp(traits: DecoderTraits, names: Names) -> Iterator[Projection]:
     width, has_bias, hidden = traits.mlp.intermediate_size, traits.mlp.has_bias, traits.hidden_size
-    gate_up = (("gate_proj", width), ("up_proj", width))
-    if traits.fused_checkpoint:
-        gate_up = (("gate_up_proj", 2 * width),)
-    yield "gate_up", "mlp", gate_up, hidden, has_bias
-    yield "down", "mlp", (("down_proj", hidden),), width, has_bias
+    # Of Llama's two names a family without a gate has the second.
+    modules = names.gate_up if traits.mlp.is_gated else names.gate_up[-1:]
+    size = 2 * width if traits.mlp.is_gated and len(modules) == 1 else width
+    gate_up = tuple((module, size) for module in modules)
+    yield "gate_up", names.mlp, gate_up, hidden, has_bias
+    yield "down", names.mlp, ((names.down, hidden),), width, has_bias
 
 
 class ExpertNames(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from trouper.actors.executor.models.layer_norm_families import LAYER_NORM_FAMILIES
 from trouper.actors.executor.models.mixtures import MIXTURES
 from trouper.actors.executor.models.traits import (
     DecoderTraits,
@@ -137,7 +138,7 @@ def _phi3(config: HfConfig) -> DecoderTraits:
         parameters["rope_type"] = "longrope"  # Phi-3's names for it before longrope had one
     return common_traits(
         config,
-        fused_checkpoint=True,
+        names="phi3",
         layers=layers_of(config, config.get("sliding_window")),
         ropes=(rope_traits(config, head_dim, parameters=parameters, may_be_partial=True),),
     )
@@ -331,6 +332,7 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "MinistralForCausalLM": _mistral,
     "CwmForCausalLM": _cwm,
     "SmolLM3ForCausalLM": _smollm3,
+    **LAYER_NORM_FAMILIES,
     **MIXTURES,
 }
 

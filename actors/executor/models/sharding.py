@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from trouper.actors.executor.models.parameters import Cut, Parameter, Span
+from trouper.actors.executor.models.parameters import Cut, Parameter, Span, grouped_heads
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.errors import invalid
 from trouper.kernels.codegen.units import LANES
@@ -114,6 +114,9 @@ def sharded(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> Parame
 
 
 def _heads(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
+    if traits.qkv_by_group:
+        q, kv = shard.share(traits.num_q_heads), shard.kv_heads(traits.num_kv_heads)
+        return (grouped_heads(traits, q, kv),)
     q, kv = _q_span(traits, shard), _kv_span(traits, shard)
     blocks = (traits.q_size, q), (traits.kv_size, kv), (traits.kv_size, kv)
     return _rows(parameter, blocks)
@@ -123,9 +126,10 @@ def _head_inputs(_parameter: Parameter, traits: DecoderTraits, shard: Shard) -> 
     return (Cut(columns=_q_span(traits, shard)),)
 
 
-def _gate_and_up(parameter: Parameter, _traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
-    width = sum(shape[0] for _, shape in parameter.sources) // 2
-    return _rows(parameter, ((width, shard.share(width)),) * 2)
+def _gate_and_up(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
+    num_parts = 2 if traits.mlp.is_gated else 1
+    width = sum(shape[0] for _, shape in parameter.sources) // num_parts
+    return _rows(parameter, ((width, shard.share(width)),) * num_parts)
 
 
 def _mlp_inputs(parameter: Parameter, _traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
@@ -138,19 +142,29 @@ def _vocabulary(_parameter: Parameter, traits: DecoderTraits, shard: Shard) -> t
 
 
 def _q_norm(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
-    return _norm(parameter, traits, _q_span(traits, shard))
+    return _norm(parameter, traits, shard.share(traits.num_q_heads))
 
 
 def _k_norm(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
-    return _norm(parameter, traits, _kv_span(traits, shard))
+    return _norm(parameter, traits, shard.kv_heads(traits.num_kv_heads))
 
 
 def _sinks(_parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
     return (Cut(rows=(shard.share(traits.num_q_heads),)),)
 
 
-def _norm(_parameter: Parameter, traits: DecoderTraits, span: Span) -> tuple[Cut, ...]:
-    return (Cut(rows=(span,)),) if traits.qk_norm == "projection" else ()
+def _norm(parameter: Parameter, traits: DecoderTraits, heads: Span) -> tuple[Cut, ...]:
+    """Cut the norms of a range of heads: rows of one tensor, or tensors of their own."""
+    if traits.qk_norm == "head":
+        return ()
+    first, last = heads
+    width, num_sources = traits.head_dim, len(parameter.sources)
+    if num_sources > 1:
+        return tuple(
+            Cut(rows=((0, width if first <= i < last else 0),)) for i in range(num_sources)
+        )
+    size = width if traits.qk_norm == "projection" else 1
+    return (Cut(rows=((first * size, last * size),)),)
 
 
 Split = Callable[[Parameter, DecoderTraits, Shard], tuple[Cut, ...]]
@@ -162,6 +176,8 @@ SPLITS: dict[str, Split] = {  # by the names of `DecoderLayer`; what is not here
     "head": _vocabulary,
     "q_norm": _q_norm,
     "k_norm": _k_norm,
+    "q_norm_bias": _q_norm,
+    "k_norm_bias": _k_norm,
     "sinks": _sinks,
 }
 

@@ -1,6 +1,6 @@
 """The traits that distinguish one decoder from another, as plain data: no torch, no files, no names of tensors.
 
-A decoder is: embed -> layers of (attention, gated MLP) with residual sums -> norm -> head.  Traits say
+A decoder is: embed -> layers of (attention, MLP) with residual sums -> norm -> head.  Traits say
 the rest.  `registry.decoder_traits` reads them from a Hugging Face config.
 """
 
@@ -10,14 +10,23 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from trouper.actors.executor.models.names import Family
 from trouper.config.files import checked
 from trouper.config.hf_fields import Rope
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.kernels.formats import Activation
+from trouper.kernels.formats import Activation, Norm
 
 HfConfig = Mapping[str, Any]
 T = TypeVar("T")
-NormPlacement = Literal["pre", "post", "sandwich"]
+# parallel: attention and MLP read the same norm of the layer's input; parallel_apart: each one of its own.
+NormPlacement = Literal["pre", "post", "sandwich", "parallel", "parallel_apart"]
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
+    "relu2": "relu2",
+}  # fmt: skip
 
 
 class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,14 +56,15 @@ class LayerTraits(msgspec.Struct, frozen=True):
     is_sparse: bool = False  # its MLP is that of `DecoderTraits.experts`
 
 
-class GatedMlpTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """down(act(gate(x)) · up(x)); `models/mlp.py` computes it."""
+class MlpTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate; `models/mlp.py` computes it."""
 
     intermediate_size: int
     activation: Activation = "silu"
     swiglu_alpha: float = 0.0  # of clamped_swiglu, as the limit is
     swiglu_limit: float = 0.0
     has_bias: bool = False
+    is_gated: bool = True
 
 
 class ExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,19 +90,25 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp: GatedMlpTraits
+    mlp: MlpTraits
     experts: ExpertsTraits | None = None
     max_position: int
     layers: tuple[LayerTraits, ...]
     ropes: tuple[RopeTraits, ...]
+    norm: Norm = "rms"
     norm_eps: float = 1e-6
     norm_placement: NormPlacement = "pre"
     norm_offset: float = 0.0  # Gemma stores w - 1
-    qk_norm: Literal["head", "projection"] | None = (
-        None  # over each head, or over all heads together
-    )
+    norm_has_weight: bool = True
+    norm_has_bias: bool = False
+    # Over each head with the same weights, over each head with its own, or over all heads together.
+    qk_norm: Literal["head", "own_head", "projection"] | None = None
+    qk_norm_has_bias: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    head_bias: bool = False
+    # The row of position 0 in a table of learnt positions, which are added to the embeddings; None = there is no table.
+    first_position: int | None = None
     has_sinks: bool = False  # attention to one more key for each head, without a value (gpt-oss)
     attention_scale: float
     attention_softcap: float | None = None
@@ -103,7 +119,14 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     logits_scale: float = 1.0
     tied_embeddings: bool = False
     is_causal: bool = True  # False: a token sees those behind it too, so that the model only pools
-    fused_checkpoint: bool = False  # stores qkv_proj and gate_up_proj (Phi-3)
+    names: Family = "llama"  # of the tensors
+    # The one matrix of q, k and v holds for each KV head its queries, its key and its value, and not all queries first.
+    qkv_by_group: bool = False
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether attention and MLP of a layer both read the layer's input."""
+        return self.norm_placement in ("parallel", "parallel_apart")
 
     @property
     def q_size(self) -> int:
@@ -151,6 +174,7 @@ def common_traits(
     *,
     activation: Activation | None = None,
     mlp_bias: bool = False,
+    is_gated: bool = True,
     **own: Any,
 ) -> DecoderTraits:
     """Read what nearly every decoder's config says in the same words.
@@ -177,10 +201,11 @@ def common_traits(
         "num_q_heads": num_q_heads,
         "num_kv_heads": config.get("num_key_value_heads") or num_q_heads,
         "head_dim": head_dim,
-        "mlp": GatedMlpTraits(
+        "mlp": MlpTraits(
             intermediate_size=require(config, "intermediate_size"),
             activation=activation or activation_of(config),
             has_bias=mlp_bias,
+            is_gated=is_gated,
         ),
         "max_position": require(config, "max_position_embeddings"),
         "layers": (LayerTraits(),) * num_layers,
@@ -255,14 +280,19 @@ def layers_of(config: HfConfig, window: int | None, *, pattern: int = 0) -> tupl
 
 
 def activation_of(config: HfConfig) -> Activation:
-    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if name in ("silu", "swish"):
-        return "silu"
-    if name == "gelu_pytorch_tanh":
-        return "gelu_tanh"
-    raise UnsupportedFeatureError(
-        f"hidden_act={name!r} is not supported; silu and gelu_pytorch_tanh are"
-    )
+    return known_activation(config.get("hidden_activation") or config.get("hidden_act") or "silu")
+
+
+def known_activation(name: str) -> Activation:
+    """Return our word for a name of transformers.
+
+    Raises:
+        UnsupportedFeatureError: there is none.
+    """
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UnsupportedFeatureError(f"activation {name!r} is not supported; known are {known}")
+    return ACTIVATIONS[name]
 
 
 def rope_traits(

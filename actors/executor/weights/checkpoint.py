@@ -23,7 +23,7 @@ from trouper.actors.executor.weights.layouts import (
 )
 from trouper.actors.executor.weights.quantized import joined, matrix, of_expert, widened
 from trouper.actors.executor.weights.schemes import Scheme
-from trouper.actors.executor.weights.stacks import StackedPart, Stacks
+from trouper.actors.executor.weights.stacks import StackedPart, Views
 from trouper.actors.executor.weights.tensor_files import tensor_files
 from trouper.actors.executor.weights.text_names import text_names
 from trouper.errors import TrouperValidationError, invalid
@@ -38,7 +38,7 @@ class Checkpoint:
 
     Args:
         is_part: whether the folder holds a larger model, of which the text model's tensors alone are read.
-        stacks: how experts are stored together; None: each alone.
+        views: of tensors that are stored in another shape; None: there are none.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Checkpoint:
         scheme: Scheme | None = None,
         *,
         is_part: bool = False,
-        stacks: Stacks | None = None,
+        views: Views | None = None,
     ) -> None:
-        self._folder, self._stacks = folder, stacks
+        self._folder, self._views = folder, views
         self._scheme = scheme
         self._files: dict[str, Any] = {}
         stored: dict[str, str] = {}  # names, and their files
@@ -192,13 +192,15 @@ class Checkpoint:
         return matrix(layout, name, shape, self._read_parts(layout, name, shape), dtype)
 
     def _part(self, name: str, shape: tuple[int, ...]) -> StackedPart | None:
-        return None if self._stacks is None else self._stacks.find(name, shape)
+        return None if self._views is None else self._views.find(name, shape)
 
     def _expert(self, part: StackedPart, dtype: torch.dtype) -> IntegerWeight | None:
         """Read the integers of one of the experts that are stored together; None where they are plain."""
         layout = self._layout(part.name)
         if layout is None:
             return None
+        if part.expert is None:
+            raise unsupported("quant_method", f"{part.name}, which is stored as inputs by outputs")
         return of_expert(part, self._read_parts(layout, part.name, part.shape), dtype)
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:

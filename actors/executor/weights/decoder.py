@@ -20,12 +20,14 @@ from tqdm import tqdm
 from trouper.actors.executor.models.decoder import Decoder, DecoderLayer, OpsT
 from trouper.actors.executor.models.layer_split import traits_of
 from trouper.actors.executor.models.mixtures import check_device
-from trouper.actors.executor.models.mlp import GatedMlp, Mlp, SparseMlp
+from trouper.actors.executor.models.mlp import GatedMlp, Mlp, PlainMlp, SparseMlp
+from trouper.actors.executor.models.names import NAMES
 from trouper.actors.executor.models.parameters import (
-    EMBEDDING,
-    HEAD,
+    NORM_BIAS,
     Cut,
     Parameter,
+    embedding_name,
+    head_name,
     layer_parameters,
     outer_parameters,
 )
@@ -37,7 +39,7 @@ from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
-from trouper.actors.executor.weights.stacks import stacks_of
+from trouper.actors.executor.weights.stacks import views_of
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage
@@ -60,7 +62,6 @@ ACTIVATION_SCALES = (
     "the checkpoint has %d scales of activations, which are not used: activations stay in %s"
 )
 BAR_DELAY_S = 1.0
-BASE = "model."
 ROUTER = "router"
 ADAPTED = ("qkv", "o", "gate_up", "down")  # which all tokens use
 logger = logging.getLogger("trouper.loading")
@@ -134,18 +135,23 @@ def load_decoder(
     outer = _outer(traits, has_head=has_head)
     stage = stage or Stage(0, 1, 0, len(traits.layers))
     has_head = has_head and stage.is_last
-    wanted = {"embedding"} if stage.is_first else set[str]()
+    wanted = {"embedding", "positions"} if stage.is_first else set[str]()
     if stage.is_last:
-        wanted |= {"norm"} | ({"embedding"} if has_head and traits.tied_embeddings else set())
-    found = {p.name: _whole(p, source, place) for p in outer if p.name in wanted}
+        wanted |= {"norm", "norm" + NORM_BIAS}
+        wanted |= {"embedding"} if has_head and traits.tied_embeddings else set()
+    found = {p.name: _whole(p, traits, source, place) for p in outer if p.name in wanted}
+    norms = {name: found.pop(name) for name in ("norm", "norm" + NORM_BIAS) if name in found}
+    norm = _with_biases(norms, ("norm",), traits, place)["norm"] if stage.is_last else None
+    positions = found.get("positions")
     head = _head(traits, source, place, found.get("embedding")) if has_head else None
     indices = indices_shown(stage.last - stage.first)
     layers = [_layer(traits, stage.first + i, source, place, wrap) for i in indices]
     return Decoder(
         shard_traits(traits_of(stage, traits), shard),
         embedding=found["embedding"] if stage.is_first else None,
+        positions=None if positions is None else positions[traits.first_position :],
         layers=layers,
-        norm=found["norm"] if stage.is_last else None,
+        norm=norm,
         head=head,
         max_model_len=config.max_model_len,
         ops=ops(),
@@ -155,7 +161,7 @@ def load_decoder(
 
 
 def _outer(traits: DecoderTraits, *, has_head: bool) -> list[Parameter]:
-    return [p for p in outer_parameters(traits) if has_head or p.name != "head"]
+    return [p for p in outer_parameters(traits) if has_head or not p.name.startswith("head")]
 
 
 def _all(traits: DecoderTraits, *, has_head: bool) -> Iterator[Parameter]:
@@ -186,15 +192,18 @@ def _open_source(
             value=load_format,
         )
     scheme = None if is_gguf(folder) else read_scheme(config.model.hf_config)
-    stacks, is_part = stacks_of(traits.experts), is_text_part(config.model.architecture)
-    checkpoint = Checkpoint(folder, scheme=scheme, is_part=is_part, stacks=stacks)
-    if not has_head and EMBEDDING not in checkpoint.shapes:
-        # what the generating sibling wraps is stored bare
-        checkpoint = Checkpoint(folder, BASE, scheme, stacks=stacks)
-    if traits.tied_embeddings and HEAD in checkpoint and not checkpoint.are_equal(HEAD, EMBEDDING):
+    views, is_part = views_of(traits), is_text_part(config.model.architecture)
+    checkpoint = Checkpoint(folder, scheme=scheme, is_part=is_part, views=views)
+    names, embedding, head = NAMES[traits.names], embedding_name(traits), head_name(traits)
+    if (not has_head or traits.tied_embeddings) and embedding not in checkpoint:
+        # What the generating sibling wraps is stored bare, also by GPT-2's first files.
+        base = names.base.partition(".")[0] + "."
+        checkpoint = Checkpoint(folder, base, scheme, views=views)
+    if traits.tied_embeddings and head in checkpoint and not checkpoint.are_equal(head, embedding):
         # The flag says that the head is the embedding, but another one was trained and stored.
         traits = msgspec.structs.replace(traits, tied_embeddings=False)
-    ignored = frozenset({HEAD} if traits.tied_embeddings else ())
+    ignored = frozenset({head} if traits.tied_embeddings else ())
+    ignored |= {name for name in checkpoint.shapes if name.endswith(names.masks)}
     parameters = _all(traits, has_head=has_head)
     checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
     if checkpoint.num_activation_scales:
@@ -217,11 +226,17 @@ def _head(
     rows = source.integers(parameter, place.dtype) if place.device is None else None
     fmt: Format | None = "int8" if place.linear.quantization else None
     config = place.linear._replace(quantization=fmt)
+    bias = None
+    if traits.head_bias:
+        whole = next(p for p in outer_parameters(traits) if p.name == "head.bias")
+        part = sharded(whole, traits, place.shard)
+        assert part is not None
+        bias = _assemble(part, source, place)
     if rows is not None:
-        return make_linear(rows, config=config)
+        return make_linear(rows, bias, config=config)
     if traits.tied_embeddings and embedding is not None:
-        return make_linear(part_of(embedding, parameter.parts[0][2]), config=config)
-    return make_linear(_assemble(parameter, source, place), config=config)
+        return make_linear(part_of(embedding, parameter.parts[0][2]), bias, config=config)
+    return make_linear(_assemble(parameter, source, place), bias, config=config)
 
 
 def adapted_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
@@ -259,11 +274,13 @@ def _layer(
             norms[name] = _assemble(parameter, source, place)
     if wrap is not None:
         projections = _wrapped(projections, parameters, wrap)
-    if traits.qk_norm == "head":
+    norms = _with_biases(norms, _norms_of_layer(traits), traits, place)
+    if traits.qk_norm in ("head", "own_head"):
         local = shard_traits(traits, place.shard)
-        q_ND = norms.pop("q_norm").expand(local.num_q_heads, -1)
-        k_ND = norms.pop("k_norm").expand(local.num_kv_heads, -1)
-        norms["head_norm"] = torch.cat((q_ND, k_ND))
+        heads = (("q_norm", local.num_q_heads), ("k_norm", local.num_kv_heads))
+        norms["head_norm"] = torch.cat(
+            [_of_heads(norms.pop(name), count, traits) for name, count in heads]
+        )
     return DecoderLayer(
         traits.layers[index],
         qkv=projections["qkv"],
@@ -271,6 +288,38 @@ def _layer(
         mlp=_mlp(projections, traits, index),
         **norms,
     )
+
+
+def _norms_of_layer(traits: DecoderTraits) -> tuple[str, ...]:
+    """Name the norms of a layer of a model whose norms are layer norms; of RMS norms none need biases."""
+    if traits.norm == "rms":
+        return ()
+    qk_norms = ("q_norm", "k_norm") if traits.qk_norm else ()
+    mlp_norm = () if traits.norm_placement == "parallel" else ("mlp_norm",)
+    return ("attention_norm", *mlp_norm, *qk_norms)
+
+
+def _with_biases(
+    norms: dict[str, Tensor], wanted: Iterable[str], traits: DecoderTraits, place: Placement
+) -> dict[str, Tensor]:
+    """Put weights and biases of each layer norm into one tensor; where they are not stored they are ones and zeros."""
+    if traits.norm == "rms":
+        return norms
+    found = dict[str, Tensor]()
+    for name in wanted:
+        weight, bias = norms.get(name), norms.get(name + NORM_BIAS)
+        if weight is None:
+            weight = torch.ones(traits.hidden_size, dtype=place.dtype, device=place.device)
+        bias = torch.zeros_like(weight) if bias is None else bias.to(weight.dtype)
+        found[name] = torch.stack((weight, bias))
+    return found
+
+
+def _of_heads(norm: Tensor, num_heads: int, traits: DecoderTraits) -> Tensor:
+    """Return one row of weights for each head, or of layer norms one of weights and one of biases."""
+    if traits.norm == "rms":
+        return norm.view(-1, traits.head_dim).expand(num_heads, -1)
+    return norm.view(2, -1, traits.head_dim).transpose(0, 1).expand(num_heads, -1, -1)
 
 
 def _projection(parameter: Parameter, source: Source, place: Placement) -> LinearMethod:
@@ -292,11 +341,13 @@ def _projection(parameter: Parameter, source: Source, place: Placement) -> Linea
 
 def _mlp(projections: dict[str, LinearMethod], traits: DecoderTraits, index: int) -> Mlp:
     has_dense = "gate_up" in projections
-    dense = GatedMlp(projections["gate_up"], projections["down"]) if has_dense else None
+    kind = GatedMlp if traits.mlp.is_gated else PlainMlp
+    dense = kind(projections["gate_up"], projections["down"]) if has_dense else None
     experts = traits.experts
     if experts is None or not traits.layers[index].is_sparse:
         assert dense is not None
         return dense
+    assert isinstance(dense, GatedMlp | None)
     routing = Routing(experts.count, experts.top_k, experts.is_normalised, dense is not None)
     gate_up, down = (
         [projections[f"{name}_{i}"] for i in range(experts.count)] for name in ("gate_up", "down")
@@ -327,10 +378,12 @@ def _wrapped(
     }
 
 
-def _whole(parameter: Parameter, source: Source, place: Placement) -> Tensor:
+def _whole(
+    parameter: Parameter, traits: DecoderTraits, source: Source, place: Placement
+) -> Tensor:
     """Read a tensor of which each rank has all: the embedding from pages that they share, if it is stored as it is used."""
     if place.shard.size > 1 and place.device is None and parameter.name == "embedding":
-        mapped = source.mapped(EMBEDDING, place.dtype)
+        mapped = source.mapped(embedding_name(traits), place.dtype)
         if mapped is not None:
             return mapped
     return _assemble(parameter, source, place)

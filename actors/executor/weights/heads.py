@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.actors.executor.models.encoder_traits import Head
-from trouper.actors.executor.models.parameters import HEAD
+from trouper.actors.executor.models.names import LLAMA
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.encoder import Tensors
 from trouper.actors.executor.weights.random import RandomWeights
@@ -78,7 +78,8 @@ def load_token_classifier(
             rule = "classifier_from_token: the vocabulary has no such token"
             raise invalid("hf_overrides", rule, token)
         ids.append(found)
-    name = HEAD if tensors.stores(HEAD) else "embed_tokens.weight"
+    head = f"{LLAMA.head}.weight"
+    name = head if tensors.stores(head) else "embed_tokens.weight"
     weight = tensors.rows(name, shape, ids)
     if classifier.is_difference:
         weight = weight[1:] - weight[:1]

@@ -1,19 +1,21 @@
-"""Tensors that hold a projection of all experts of a layer, and where in them the part of one expert lies.
+"""Tensors that are stored in another shape: those that hold a projection of all experts of a layer, and turned ones.
 
     gpt_oss      experts.gate_up_proj [X, E, 2 M]  inputs by outputs; the outputs of gate and of up take turns
                  experts.down_proj [X, M, E]       and of each a bias, with the name's end `_bias`: [X, 2 M], [X, E]
     granite_moe  input_linear.weight [X, 2 M, E]   outputs by inputs; those of gate, then those of up
                  output_linear.weight [X, E, M]
+    gpt2         the matrices of the layers, inputs by outputs
 
 X experts, E hidden size, M width of an expert.  A part goes by the name that it has where each expert is stored alone.
 """
 
 import re
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from trouper.actors.executor.models.traits import ExpertsTraits
+from trouper.actors.executor.models.names import NAMES
+from trouper.actors.executor.models.traits import DecoderTraits
 
 Shape = tuple[int, ...]
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -21,18 +23,37 @@ ALL = slice(None)
 
 
 class StackedPart(NamedTuple):
-    """One expert's part of a tensor that holds all of them."""
+    """One expert's part of a tensor that holds all of them, or a turned tensor."""
 
     name: str  # of the tensor
     shape: Shape  # of the tensor
-    expert: int
+    expert: int | None  # None: all of it
     rows: slice  # its outputs
     is_transposed: bool  # inputs by outputs
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the matrix [O, I], or the bias, as a view."""
-        own: Tensor = whole[self.expert]
+        own: Tensor = whole if self.expert is None else whole[self.expert]
         return (own.T if self.is_transposed else own)[self.rows]
+
+
+class Views(Protocol):
+    """A way in which a checkpoint stores some tensors in another shape."""
+
+    def find(self, name: str, shape: Shape) -> StackedPart | None:
+        """Find a matrix or bias of that shape; None: a tensor that is stored as it is."""
+        ...
+
+
+class Turned(NamedTuple):
+    """The way in which a checkpoint stores the matrices of its layers as inputs by outputs."""
+
+    layers: str  # the beginning of their names
+
+    def find(self, name: str, shape: Shape) -> StackedPart | None:
+        if len(shape) != 2 or not name.startswith(self.layers):
+            return None
+        return StackedPart(name, shape[::-1], None, ALL, is_transposed=True)
 
 
 class Stacks(NamedTuple):
@@ -66,8 +87,11 @@ class Stacks(NamedTuple):
         )
 
 
-def stacks_of(experts: ExpertsTraits | None) -> Stacks | None:
-    """Return how a checkpoint stores experts together; None where it does not."""
+def views_of(traits: DecoderTraits) -> Views | None:
+    """Return how a checkpoint of the model stores tensors in another shape; None where it does not."""
+    experts, names = traits.experts, NAMES[traits.names]
+    if names.is_transposed:
+        return Turned(names.base + names.layers)
     if experts is None or experts.names not in ("gpt_oss", "granite_moe"):
         return None
     return Stacks(experts.count, experts.names == "granite_moe")

@@ -3,7 +3,7 @@
     q, k  <- rotate(norm(q), p), rotate(norm(k), p);   cache[:, h, slot] <- k, v
 
     qkv       [T, N + 2 H, D]  q is finished in place, D a multiple of 16
-    weight    [N + H, D]       float32, of the norm of each head; or absent
+    weight    [N + H, D]       float32, of the norm of each head, or [N + H, 2, D] of layer norms; or absent
     table     [P, 2, R]        float32 (cos, signed sin), see `rope.py`; or R = 0
     cache     [2, H, S, D]
     positions, slots [T]       int64
@@ -18,9 +18,11 @@ tokens 1.5 ms, 12.9 in torch.  What it costs are the 2 H pages of the cache that
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind
+from trouper.kernels.cpu.fused.row_norm import row_norm
+from trouper.kernels.formats import Norm
 
 
-def qk_norm_rope_kv_write(code: KernelBuilder, kind: Kind) -> None:
+def qk_norm_rope_kv_write(code: KernelBuilder, kind: Kind, norm: Norm) -> None:
     """Write the kernel of the arguments qkv, weight or 0, table, positions, cache, slots, S, N, H, D, R, ε, scratch, scratch bytes.
 
     A piece is a token.
@@ -41,7 +43,7 @@ def qk_norm_rope_kv_write(code: KernelBuilder, kind: Kind) -> None:
             for d in code.loop(0, width, 2 * LANES):
                 (own + head * num_slots * width).prefetch(d, level=1)
         for head in code.loop(0, num_q + num_kv):
-            _read(code, wide, heads + head * width, weight, head, width, eps)
+            _read(code, wide, heads + head * width, weight, head, width, eps, norm)
             _rotate(code, wide, angles, rotated)
             with code.when(head < num_q):
                 _copy(code, heads + head * width, wide, width)
@@ -60,19 +62,16 @@ def _read(
     head: Value,
     width: Value,
     eps: Value,
+    norm: Norm,
 ) -> None:
     """Copy x to `wide`, normalised if there is a weight."""
     with code.when(weight.equals(0)):
         _copy(code, wide, x, width)
     with code.when(weight > 0):
-        total = code.var(code.f32x16(0.0))
+        own = code.pointer(weight, "f32") + head * (width * (1 if norm == "rms" else 2))
+        normed = row_norm(code, x.load, width, own, eps, norm)
         for d in code.loop(0, width, LANES):
-            value = x.load(d)
-            total.set(code.fma(value, value, total))
-        inverse = 1.0 / code.sqrt(code.reduce_sum(total) / code.f32(width) + eps)
-        own = code.pointer(weight, "f32") + head * width
-        for d in code.loop(0, width, LANES):
-            wide.store(d, x.load(d) * (own.load(d) * inverse))
+            wide.store(d, normed(d))
 
 
 def _rotate(code: KernelBuilder, wide: Pointer, angles: Pointer, rotated: Value) -> None:

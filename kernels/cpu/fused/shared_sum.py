@@ -1,15 +1,15 @@
 """The sums over the ranks of a group, each with what follows it: one launch, the same bits on every rank.
 
     s = Σ_r y_r            in float32, in the order of the ranks
-    s = s / √(mean(s²) + ε) · p          where there is a post-norm
-    x += α · s,   z = x / √(mean(x²) + ε) · w       as `fused_add_rms_norm` does;  without x: z = s
+    s = norm(s) by p          where there is a post-norm
+    x += α · s,   z = norm(x) by w       as `fused_add_norm` does;  without x: z = s
 
-    y_r, x, z [T, D]   D a multiple of 16, rows may be strided;  w, p [D] float32 or absent
+    y_r, x, z [T, D]   D a multiple of 16, rows may be strided;  w, p as `row_norm.py` reads them, or absent
 
 Roofline: bytes = e T D (R + 4), FLOPs = (R + 6) T D.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from trouper.kernels.codegen.builder import KernelBuilder
@@ -17,11 +17,13 @@ from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.attention.decode import capped
 from trouper.kernels.cpu.fused.exchange import Exchange, exchange
+from trouper.kernels.cpu.fused.row_norm import row_norm
+from trouper.kernels.formats import Norm
 
 ROWS = 4  # of a piece
 
 
-def shared_sum(code: KernelBuilder, kind: Kind, num_ranks: int) -> None:
+def shared_sum(code: KernelBuilder, kind: Kind, num_ranks: int, norm: Norm) -> None:
     """Write the kernel of the arguments of the group, address and bytes of a part, y, its stride, x or 0, its stride, p or 0, w or 0, z, its stride, T, D, α, ε."""
     *group, parts, part_bytes, ys, y_stride, xs, x_stride, post, weights, zs, z_stride, length, width, alpha, eps = code.arguments(18)  # fmt: skip
     group = Exchange(*group)
@@ -51,14 +53,13 @@ def shared_sum(code: KernelBuilder, kind: Kind, num_ranks: int) -> None:
                     for d in code.loop(0, width, LANES):
                         x.store(d, code.fma(alpha, total(d), x.load(d)))
                 with code.when(post > 0):
-                    inverse = _inverse_root(code, total, width, eps)
+                    normed = row_norm(code, total, width, post_weight, eps, norm)
                     for d in code.loop(0, width, LANES):
-                        normed = total(d) * inverse * post_weight.load(d)
-                        x.store(d, code.fma(alpha, normed, x.load(d)))
+                        x.store(d, code.fma(alpha, normed(d), x.load(d)))
                 with code.when(weights > 0):
-                    inverse = _inverse_root(code, x.load, width, eps)
+                    normed = row_norm(code, x.load, width, weight, eps, norm)
                     for d in code.loop(0, width, LANES):
-                        z.store(d, x.load(d) * inverse * weight.load(d))
+                        z.store(d, normed(d))
 
     exchange(code, group, num_ranks, length, write, read)
 
@@ -140,14 +141,3 @@ def _total(parts: Sequence[Pointer], d: Value) -> Value:
 def _rows(code: KernelBuilder, piece: Value, length: Value) -> Iterator[Value]:
     first = piece * ROWS
     return code.loop(first, code.minimum(first + ROWS, length))
-
-
-def _inverse_root(
-    code: KernelBuilder, load: Callable[[Value], Value], width: Value, eps: Value
-) -> Value:
-    """Return 1 / √(mean of squares + ε) of a row."""
-    squares = code.var(code.f32x16(0.0))
-    for d in code.loop(0, width, LANES):
-        value = load(d)
-        squares.set(code.fma(value, value, squares))
-    return 1.0 / code.sqrt(code.reduce_sum(squares) / code.f32(width) + eps)

@@ -15,8 +15,10 @@ from trouper.kernels import codegen
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention import decode
 from trouper.kernels.cpu.attention.prefill import PARTS
+from trouper.kernels.cpu.fused.layer_norm import layer_norm_reference
 from trouper.kernels.cpu.ops import NativeOps
 from trouper.kernels.ops import OpsConfig
+from trouper.kernels.reference.activation import activate
 from trouper.kernels.reference.ops import TorchOps
 from trouper.kernels.reference.paged_attention import paged_attention_reference
 from trouper.kernels.reference.rms_norm import rms_norm_reference
@@ -290,13 +292,13 @@ def test_residual_sum_and_norm(dtype, shape, weight_dtype, scale):
     atol = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
     for ops in pairs(dtype=dtype, residual_scale=scale):
         mine = x.clone()
-        found = ops.fused_add_rms_norm(mine, y, weight)
+        found = ops.fused_add_norm(mine, y, weight)
         torch.testing.assert_close(mine, total, atol=atol / 10, rtol=2**-7)
         expected = rms_norm_reference(mine, weight, 1e-6)
         torch.testing.assert_close(found, expected, atol=atol, rtol=2**-6)
-        torch.testing.assert_close(ops.rms_norm(mine, weight), expected, atol=atol, rtol=2**-6)
+        torch.testing.assert_close(ops.norm(mine, weight), expected, atol=atol, rtol=2**-6)
         mine = x.clone()
-        assert ops.fused_add_rms_norm(mine, y, None) is mine
+        assert ops.fused_add_norm(mine, y, None) is mine
         torch.testing.assert_close(mine, total, atol=atol / 10, rtol=2**-7)
 
 
@@ -308,11 +310,60 @@ def test_norms_of_sandwiches_and_of_projections(dtype):
     weight, wide, found = torch.randn(64).to(dtype), wide.to(dtype), []
     for ops in pairs(dtype=dtype):
         mine = wide.clone()
-        ops.rms_norm_(mine.narrow(1, 48, 64), weight)
-        found.append((ops.fused_add_rms_norm(x.clone(), ops.rms_norm(y, weight), weight), mine))
+        ops.norm_(mine.narrow(1, 48, 64), weight)
+        found.append((ops.fused_add_norm(x.clone(), ops.norm(y, weight), weight), mine))
     atol = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=atol, rtol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 16), (3, 64), (40, 1024)])
+def test_layer_norms_of_rows_and_of_sums(dtype, shape):
+    torch.manual_seed(0)
+    x, y = (1 + torch.randn(2, *shape)).to(dtype)
+    weights = torch.randn(2, shape[1]).to(dtype)
+    atol = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
+    for ops in pairs(dtype=dtype, norm="layer", norm_eps=1e-5):
+        mine = x.clone()
+        found = ops.fused_add_norm(mine, y, weights)
+        torch.testing.assert_close(mine, x + y, atol=atol / 10, rtol=2**-7)
+        expected = layer_norm_reference(mine, *weights, 1e-5)
+        torch.testing.assert_close(found, expected, atol=atol, rtol=2**-6)
+        torch.testing.assert_close(ops.norm(mine, weights), expected, atol=atol, rtol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_layer_norms_of_heads(dtype):
+    torch.manual_seed(0)
+    qkv, weights = torch.randn(5, 8, 32).to(dtype), torch.randn(6, 2, 32).to(dtype)
+    expected = torch.stack(
+        [layer_norm_reference(qkv[:, i], *weights[i], 1e-6) for i in range(6)], dim=1
+    )
+    atol = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
+    for ops in pairs(dtype=dtype, norm="layer", head_dim=32):
+        mine, cache = qkv.clone(), torch.zeros(2, 2, 64, 32, dtype=dtype)
+        step = ops.begin(torch.arange(5), torch.arange(5), [])
+        ops.qk_norm_rope_kv_write(mine, weights, step, None, cache)
+        keys = cache[0, :, :5].transpose(0, 1)
+        found = torch.cat((mine[:, :4], keys), dim=1)
+        torch.testing.assert_close(found, expected, atol=atol, rtol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2"])
+def test_activation_without_a_gate(dtype, activation):
+    torch.manual_seed(0)
+    x = (3 * torch.randn(5, 48)).to(dtype)
+    x[0, :4] = torch.tensor([-1e4, 1e4, 0.0, torch.nan]).to(dtype)
+    expected = activate(x.double(), activation).to(dtype)
+    rtol = {torch.float32: 2e-6, torch.bfloat16: 2**-6}[dtype]
+    atol = {torch.float32: 1e-6, torch.bfloat16: 1e-3}[dtype]
+    for ops in pairs(dtype=dtype, activation=activation):
+        found = ops.activate(x)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
+        gated = ops.act_and_mul(torch.cat((x, torch.full_like(x, 2.0)), dim=1))
+        torch.testing.assert_close(gated, 2 * expected, rtol=rtol, atol=2 * atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -407,10 +458,10 @@ def test_any_number_of_threads_does_each_piece_once():
     for num_threads in (1, 2, 5):
         seen = torch.full_like(x, torch.nan)
         weight = torch.ones(64)
-        ops._fused_add_rms_norm(
+        ops._fused_add_norm(
             len(x), x.data_ptr(), 64, 0, 0, weight.data_ptr(), seen.data_ptr(), 64, 64, ops._alpha, ops._eps,
             num_threads=num_threads,
         )  # fmt: skip
-        assert torch.equal(seen, ops.rms_norm(x, weight))
-    assert repr(ops._fused_add_rms_norm) == "<Kernel fused_add_rms_norm_f32>"
+        assert torch.equal(seen, ops.norm(x, weight))
+    assert repr(ops._fused_add_norm) == "<Kernel fused_add_norm_f32_rms>"
     assert [repr(x) for x in (ops, TorchOps(TINY))] == ["<NativeOps>", "<TorchOps>"]

@@ -59,7 +59,7 @@ def test_a_sum_with_residual_and_norms_equals_float64_with_equal_bits_on_all_ran
     def rank(group):
         residual = torch.zeros(num_rows, width + 16, dtype=dtype)[:, :width]
         residual.copy_(x)
-        z = group.fused_add_rms_norm(
+        z = group.fused_add_norm(
             residual, parts[group.rank], weight, post if has_post_norm else None, alpha=0.5, eps=EPS
         )
         group.check()
@@ -94,7 +94,7 @@ def test_a_thousand_sums_in_a_row_never_read_a_part_that_was_overwritten():
 def test_a_sum_is_part_of_a_recording():
     def rank(group):
         x, y = torch.zeros(2, 16), torch.zeros(2, 16)
-        recording = Recording(Arena(), (x, y), lambda: group.fused_add_rms_norm(x, y))
+        recording = Recording(Arena(), (x, y), lambda: group.fused_add_norm(x, y))
         found = []
         for i in range(5):
             x.fill_(i)

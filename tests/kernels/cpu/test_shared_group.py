@@ -68,7 +68,7 @@ def test_ranks_together_compute_what_one_device_does():
 
     def rank(number, group):
         residual = x.clone()
-        normed = group.fused_add_rms_norm(residual, parts[number], weight, post)
+        normed = group.fused_add_norm(residual, parts[number], weight, post)
         qs, ks = slice(2 * number, 2 * number + 2), slice(number, number + 1)
         heads = torch.cat([q[:, qs], k[:, ks], v[:, ks]], 1)
         group.all_heads_norm_(heads, q_weight[qs], k_weight[ks])
@@ -77,7 +77,7 @@ def test_ranks_together_compute_what_one_device_does():
 
     first, second = run_ranks(rank)
     residual = x.clone()
-    normed = whole.fused_add_rms_norm(residual, parts.sum(0), weight, post)
+    normed = whole.fused_add_norm(residual, parts.sum(0), weight, post)
     qkv = torch.cat([q, k, v], 1)
     whole.all_heads_norm_(qkv, q_weight, k_weight)
     logits = whole.finish_logits(product, 0.7, 2.0)

@@ -1,0 +1,109 @@
+"""The names of a decoder's tensors in its checkpoint, by family; what a family does not say is named as Llama's."""
+
+from typing import Literal, NamedTuple
+
+Family = Literal[
+    "llama", "phi3", "gpt2", "bigcode", "gpt_neo", "opt", "gpt_neox", "phi", "starcoder2", "stablelm", "falcon",
+    "falcon_two_norms", "persimmon",
+]  # fmt: skip
+
+
+class Names(NamedTuple):
+    """Names of modules; those of a layer follow the layer's number."""
+
+    base: str = "model."  # of all but the head; some checkpoints leave it out
+    layers: str = "layers."
+    embedding: str = "embed_tokens"
+    positions: str = "embed_positions"
+    norm: str = "norm"
+    head: str = "lm_head"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    attention: str = "self_attn"
+    # One module, or one for each of queries, keys and values.
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    o: str = "o_proj"
+    mlp: str = "mlp"
+    # One module holds gate and up, one below the other, or there is no gate.
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    # Ends of the names of tensors that old releases stored and nothing reads: the masks of the attention.
+    masks: tuple[str, ...] = ()
+    # Matrices of the layers are stored as inputs by outputs.
+    is_transposed: bool = False
+
+
+LLAMA = Names()
+_GPT2 = Names(
+    base="transformer.",
+    layers="h.",
+    embedding="wte",
+    positions="wpe",
+    norm="ln_f",
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+    attention="attn",
+    masks=(".attn.bias", ".attn.masked_bias"),
+    qkv=("c_attn",),
+    o="c_proj",
+    gate_up=("c_fc",),
+    down="c_proj",
+)
+_NEOX = Names(
+    base="gpt_neox.",
+    embedding="embed_in",
+    norm="final_layer_norm",
+    head="embed_out",
+    attention="attention",
+    masks=(".attention.bias", ".attention.masked_bias"),
+    qkv=("query_key_value",),
+    o="dense",
+    gate_up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+)
+_FALCON = _NEOX._replace(
+    base="transformer.",
+    layers="h.",
+    embedding="word_embeddings",
+    norm="ln_f",
+    head="lm_head",
+    attention="self_attention",
+)
+_PHI = Names(
+    norm="final_layernorm",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    o="dense",
+    gate_up=("fc1",),
+    down="fc2",
+)
+NAMES: dict[Family, Names] = {
+    "llama": LLAMA,
+    "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+    "gpt2": _GPT2._replace(is_transposed=True),
+    "bigcode": _GPT2,
+    "gpt_neo": _GPT2._replace(
+        attention="attn.attention", masks=_NEOX.masks, qkv=("q_proj", "k_proj", "v_proj"), o="out_proj"
+    ),
+    "opt": Names(
+        base="model.decoder.",
+        norm="final_layer_norm",
+        attention_norm="self_attn_layer_norm",
+        mlp_norm="final_layer_norm",
+        o="out_proj",
+        mlp="",
+        gate_up=("fc1",),
+        down="fc2",
+    ),
+    "gpt_neox": _NEOX,
+    "phi": _PHI,
+    "starcoder2": Names(gate_up=("c_fc",), down="c_proj"),
+    "stablelm": Names(q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"),
+    "falcon": _FALCON,
+    "falcon_two_norms": _FALCON._replace(attention_norm="ln_attn", mlp_norm="ln_mlp"),
+    "persimmon": _PHI._replace(
+        qkv=("query_key_value",), gate_up=("dense_h_to_4h",), down="dense_4h_to_h"
+    ),
+}
