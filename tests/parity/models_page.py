@@ -36,10 +36,11 @@ def lists():
 
 
 def refused():
-    """Architectures by the reason of their refusal."""
+    """Architectures without own code, by the reason of their refusal."""
     found = {}
     for family, reason in REFUSED.items():
-        found.setdefault(REASONS.get(reason, OTHER_STATE), []).append(architecture_of(family))
+        if architecture_of(family) not in DECODERS:
+            found.setdefault(REASONS.get(reason, OTHER_STATE), []).append(architecture_of(family))
     return found
 
 

@@ -73,6 +73,24 @@ CASES = {
         "sliding_window": 12, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
     "cwm": ("Cwm", {"sliding_window": 12, "num_hidden_layers": 5, "bos_token_id": 1, "eos_token_id": 2}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+}  # fmt: skip
+SPARSE = {
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "sliding_window": 20}),
+    "qwen2-moe": ("Qwen2Moe", {
+        "num_experts": 20, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 48}),
+    "qwen3-moe": ("Qwen3Moe", {
+        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "norm_topk_prob": True,
+        "mlp_only_layers": [1], "head_dim": 32}),
+    "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 5}),
+    "granite-moe": ("GraniteMoe", {
+        "num_local_experts": 6, "num_experts_per_tok": 3, "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 3.0}),
+    "gpt-oss": ("GptOss", {
+        "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20, "head_dim": 32,
+        "rope_parameters": {**YARN, "truncate": False}}),
+}  # fmt: skip
+LAYER_NORMED = {
     "arcee": ("Arcee", {"mlp_bias": True}),
     "gpt2": ("GPT2", {}),
     "gpt2-unscaled": ("GPT2", {"scale_attn_weights": False, "n_inner": 96, "activation_function": "relu"}),
@@ -97,22 +115,17 @@ CASES = {
     "olmo": ("Olmo", {}),
     "persimmon": ("Persimmon", {"rope_parameters": PARTIAL, "num_key_value_heads": 4}),
 }  # fmt: skip
-SPARSE = {
-    "mixtral": ("Mixtral", {"num_local_experts": 6, "sliding_window": 20}),
-    "qwen2-moe": ("Qwen2Moe", {
-        "num_experts": 20, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "decoder_sparse_step": 2,
-        "shared_expert_intermediate_size": 48}),
-    "qwen3-moe": ("Qwen3Moe", {
-        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "norm_topk_prob": True,
-        "mlp_only_layers": [1], "head_dim": 32}),
-    "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 5}),
-    "granite-moe": ("GraniteMoe", {
-        "num_local_experts": 6, "num_experts_per_tok": 3, "embedding_multiplier": 6.0,
-        "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 3.0}),
-    "gpt-oss": ("GptOss", {
-        "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20, "head_dim": 32,
-        "rope_parameters": {**YARN, "truncate": False}}),
-}  # fmt: skip
+CPU_ONLY = SPARSE | LAYER_NORMED
+QUICK = ("gpt2", "phi-normed", "falcon-new")
+
+
+def each_case():
+    """All cases, of which most with layer norms are slow."""
+    slow = LAYER_NORMED.keys() - QUICK
+    return [
+        pytest.param(case, marks=pytest.mark.slow if case in slow else ())
+        for case in CASES | CPU_ONLY
+    ]
 
 
 def tiny_model(name, changes, folder):
@@ -144,9 +157,9 @@ def check_against(model, sequences, atol=1e-4, rtol=0.0):
         torch.testing.assert_close(found, logprobs, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("case", CASES | SPARSE)
+@pytest.mark.parametrize("case", CASES | CPU_ONLY)
 def test_greedy_tokens_and_logprobs_equal_those_of_transformers(case, tmp_path):
-    model = tiny_model(*(CASES | SPARSE)[case], tmp_path)
+    model = tiny_model(*(CASES | CPU_ONLY)[case], tmp_path)
     runner = CpuRunner(engine_config(tmp_path))
     driver = Driver(runner, chunk=13, shuffle=1, stagger=2)
     prompts = random_prompts((1, 7, 40, 61), VOCAB)

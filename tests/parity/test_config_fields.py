@@ -17,7 +17,7 @@ from trouper.actors.messages.plans import Sampling
 from trouper.errors import TrouperError
 
 from .driver import Driver, engine_config, random_prompts
-from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
+from .test_architectures import CASES, CPU_ONLY, VOCAB, tiny_model
 from .test_encoders import ENCODERS, run, save_tiny
 
 QUICK = ("gemma3", "phi3-longrope", "roberta", "modernbert")
@@ -112,9 +112,9 @@ def cases(names):
     return [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in names]
 
 
-@pytest.mark.parametrize("case", cases(CASES | SPARSE))
+@pytest.mark.parametrize("case", cases(CASES | CPU_ONLY))
 def test_no_field_of_a_decoder_is_silent(case, tmp_path):
-    tiny_model(*(CASES | SPARSE)[case], tmp_path)
+    tiny_model(*(CASES | CPU_ONLY)[case], tmp_path)
     found = silent_fields(tmp_path, AutoModelForCausalLM, PROMPTS[0], lambda: logprobs_of(tmp_path))
     assert found == []
 
@@ -153,7 +153,7 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 def test_twin_fields_count_as_in_transformers(pair, tmp_path):
     case, change = PAIRS[pair]
-    tiny_model(*(CASES | SPARSE)[case], tmp_path)
+    tiny_model(*(CASES | CPU_ONLY)[case], tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     expected = by_transformers(AutoModelForCausalLM, tmp_path, PROMPTS[0])

@@ -20,7 +20,7 @@ from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.attention import decode
 
 from .driver import Driver, engine_config, random_prompts
-from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
+from .test_architectures import CASES, LAYER_NORMED, SPARSE, VOCAB, tiny_model
 from .test_encoders import WIDE, save_tiny
 from .test_runner import plan_of, row_of
 
@@ -69,6 +69,13 @@ def check(path, **changes):
 )
 def test_every_architecture_is_replayed(case, tmp_path):
     name, changes = CASES[case]
+    tiny_model(name, changes | EVEN, tmp_path)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "phi-normed", "stablelm-parallel", "olmo"])
+def test_layer_norms_parallel_layers_and_learnt_positions_are_replayed(case, tmp_path):
+    name, changes = LAYER_NORMED[case]
     tiny_model(name, changes | EVEN, tmp_path)
     check(tmp_path)
 

@@ -113,6 +113,24 @@ def test_an_adapter_gives_the_tokens_and_logprobs_of_peft(llm, model, adapters, 
     compare(run(llm, PROMPTS[:2], adapter), expected)
 
 
+TURNED = {
+    "gpt2": ("GPT2", {}, ["c_attn", "c_proj", "c_fc"]),
+    "gpt-neox": ("GPTNeoX", {}, ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]),
+}
+
+
+@pytest.mark.parametrize("case", TURNED)
+def test_adapters_of_turned_and_grouped_matrices_equal_peft(case, tmp_path):
+    name, changes, modules = TURNED[case]
+    folder, adapter = tmp_path / "model", tmp_path / "adapter"
+    tiny_model(name, {"num_hidden_layers": 2, **changes}, folder)
+    options = {"r": 4, "lora_alpha": 8, "target_modules": modules}
+    save_adapter(folder, adapter, options | {"fan_in_fan_out": name == "GPT2"})
+    expected = greedy_of_peft(folder, adapter, PROMPTS[:1])
+    with LLM(str(folder), **OPTIONS) as llm:
+        compare(run(llm, PROMPTS[:1], LoRARequest("one", 1, str(adapter))), expected)
+
+
 def values(outputs):
     """Tokens and the bits of all logprobs."""
     return [

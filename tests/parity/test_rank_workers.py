@@ -17,7 +17,7 @@ from trouper.kernels.cpu.rank_exchange import RanksDisagreeError
 
 from .driver import GREEDY, Driver, engine_config, random_prompts
 from .ranks import WorkersInThreads
-from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
+from .test_architectures import CASES, CPU_ONLY, VOCAB, each_case, tiny_model
 from .test_ranks import make_model
 
 PROMPTS = random_prompts((1, 7, 40, 33), VOCAB)
@@ -47,7 +47,7 @@ def outputs(runner, num_outputs=12):
     [("llama", 2, 1), ("olmo2", 2, 2), ("gemma2", 2, 1), ("mixtral", 2, 1), ("llama", 4, 1)],
 )
 def test_workers_give_the_tokens_of_one(case, num_ranks, num_stages, tmp_path):
-    name, own = (CASES | SPARSE)[case]
+    name, own = (CASES | CPU_ONLY)[case]
     tiny_model(name, {**own, "intermediate_size": 128}, tmp_path)
     config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))
@@ -56,7 +56,7 @@ def test_workers_give_the_tokens_of_one(case, num_ranks, num_stages, tmp_path):
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", CASES | SPARSE)
+@pytest.mark.parametrize("case", each_case())
 def test_stages_of_ranks_give_the_tokens_of_one(case, tmp_path):
     """Of every architecture."""
     make_model(case, tmp_path)

@@ -9,7 +9,7 @@ from trouper.kernels.codegen import units
 
 from .driver import GREEDY, Driver, engine_config, random_prompts
 from .ranks import ranks_in_threads
-from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
+from .test_architectures import CASES, CPU_ONLY, VOCAB, each_case, tiny_model
 
 PROMPTS = random_prompts((1, 7, 40, 33), VOCAB)
 ALL_LOGPROBS = Sampling(temperature=0.0, logprobs=-1)
@@ -37,11 +37,11 @@ def by_token(position):
 
 
 def make_model(case, folder, **changes):
-    name, own = (CASES | SPARSE)[case]
+    name, own = (CASES | CPU_ONLY)[case]
     tiny_model(name, {**own, **CHANGES.get(case, {}), **changes}, folder)
 
 
-@pytest.mark.parametrize("case", CASES | SPARSE)
+@pytest.mark.parametrize("case", each_case())
 def test_two_ranks_give_the_tokens_and_logprobs_of_one(case, tmp_path):
     make_model(case, tmp_path)
     config = engine_config(tmp_path)

@@ -20,7 +20,7 @@ from trouper.config.adapters import LoRAConfig, read_adapter
 from trouper.errors import TrouperValidationError
 
 from .driver import GREEDY, Driver, engine_config, random_prompts
-from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
+from .test_architectures import CASES, CPU_ONLY, VOCAB, tiny_model
 
 PROMPTS = random_prompts((1, 7, 40, 33), VOCAB)
 SEEDED = Sampling(temperature=0.9, seed=5, top_k=20)
@@ -79,13 +79,13 @@ def outputs(runner, **options):
 # The others run with the slow tests.
 DEFAULT = {"gemma2", "smollm3"}
 EACH_CASE = [
-    pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES | SPARSE
+    pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES | CPU_ONLY
 ]
 
 
 @pytest.mark.parametrize("case", EACH_CASE)
 def test_two_and_three_stages_give_the_tokens_of_one(case, tmp_path):
-    tiny_model(*(CASES | SPARSE)[case], tmp_path)
+    tiny_model(*(CASES | CPU_ONLY)[case], tmp_path)
     config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))
     for num_stages in (2, 3):

@@ -21,8 +21,9 @@ BASE = {
     "attention_bias": True, "mlp_bias": True, "hidden_act": "silu", "num_experts": 3,
     "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 256, "decoder_sparse_step": 2, "tie_word_embeddings": False,
+    "attention_types": [[["global", "local"], 1]],
 }  # fmt: skip
-WHOLE = ("embedding", "norm", "router.weight", "router.bias", "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")  # fmt: skip
+WHOLE = ("embedding", "norm", "router.weight", "router.bias", "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "positions", "norm_bias", "attention_norm_bias", "mlp_norm_bias")  # fmt: skip
 
 
 def traits_of(architecture, **changes):
@@ -57,6 +58,15 @@ def kept_of(parameter):
     return np.concatenate(found)
 
 
+def is_of_kv(traits, numbers):
+    """Which numbers of a matrix of queries, keys and values, or of its bias, are of keys and values."""
+    heads = numbers * (traits.num_q_heads + 2 * traits.num_kv_heads) // len(numbers)
+    if not traits.qkv_by_group:
+        return heads >= traits.num_q_heads
+    num_shared = traits.num_q_heads // traits.num_kv_heads
+    return heads % (num_shared + 2) >= num_shared
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("architecture", READERS)
 def test_the_ranks_have_each_number_of_each_tensor_exactly_once(architecture, size):
@@ -70,12 +80,11 @@ def test_the_ranks_have_each_number_of_each_tensor_exactly_once(architecture, si
         numbers, counts = np.unique(kept, return_counts=True)
         assert len(numbers) == sum(np.prod(shape) for _, shape in parameter.sources)
         name = parameter.name
-        is_head_norm = name in ("q_norm", "k_norm") and traits.qk_norm == "head"
+        is_head_norm = name[:6] in ("q_norm", "k_norm") and traits.qk_norm == "head"
         if name in WHOLE or is_head_norm:
             assert set(counts) == {size}, name
         elif name.startswith(("qkv", "k_norm")):
-            is_kv = numbers >= len(numbers) * traits.q_size // (traits.q_size + 2 * traits.kv_size)
-            is_kv = True if name == "k_norm" else is_kv
+            is_kv = name.startswith("k_norm") or is_of_kv(traits, numbers)
             np.testing.assert_array_equal(counts, np.where(is_kv, copies, 1))
         else:
             assert set(counts) == {1}, name
@@ -91,7 +100,7 @@ def test_the_parts_have_the_sizes_that_the_traits_of_a_rank_tell(architecture):
             of_rank = [sharded(p, traits, shard) for p in layer_parameters(traits, layer)]
             for part, own in zip(of_rank, layer_parameters(local, layer), strict=True):
                 if part is not None:
-                    assert part.part_shapes == tuple(shape for _, shape in own.sources), own.name
+                    assert part.part_shapes == own.part_shapes, own.name
 
 
 def test_a_query_head_is_with_its_kv_head():

@@ -32,7 +32,8 @@ EXPERTS = {
 
 @pytest.mark.parametrize("architecture", READERS)
 def test_every_architecture_reads_the_common_numbers_alone(architecture):
-    traits = decoder_traits(BASE | EXPERTS, architecture)
+    groups = {"attention_types": [[["global", "local"], 2]]}
+    traits = decoder_traits(BASE | EXPERTS | groups, architecture)
     assert traits.vocab_size == 100
     assert len(traits.layers) == 4
     assert traits.q_size == 4 * traits.head_dim
@@ -171,8 +172,8 @@ def test_multipliers_of_granite_and_gemma():
 
 
 def test_an_activation_that_is_not_known_is_an_unsupported_feature():
-    with pytest.raises(UnsupportedFeatureError, match="relu"):
-        traits_of("Llama", hidden_act="relu")
+    with pytest.raises(UnsupportedFeatureError, match="xielu"):
+        traits_of("Llama", hidden_act="xielu")
 
 
 def test_fused_checkpoints_are_read_as_they_are():
@@ -187,6 +188,44 @@ def test_fused_checkpoints_are_read_as_they_are():
 def test_a_tied_head_is_not_asked_of_the_checkpoint():
     assert [p.name for p in outer_parameters(traits_of("Gemma2"))] == ["embedding", "norm"]
     assert [p.name for p in outer_parameters(traits_of("Llama"))] == ["embedding", "norm", "head"]
+
+
+def test_a_matrix_by_group_is_cut_into_queries_keys_and_values():
+    """Of two KV heads and four query heads of 16 numbers: q q k v q q k v."""
+    traits = traits_of("Falcon", new_decoder_architecture=True, num_kv_heads=2)
+    (qkv,) = (p for p in layer_parameters(traits, 0) if p.name == "qkv.weight")
+    firsts = [first // 16 for first, _ in qkv.cuts[0].rows]
+    assert firsts == [0, 1, 4, 5, 2, 6, 3, 7]
+
+
+REFUSED = [
+    ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}),
+    ("GPT2LMHeadModel", {"add_cross_attention": True}),
+    ("GPTNeoForCausalLM", {"attention_types": [[["strided"], 4]]}),
+    ("OPTForCausalLM", {"do_layer_norm_before": False}),
+    ("OPTForCausalLM", {"word_embed_proj_dim": 32}),
+    ("FalconForCausalLM", {"alibi": True}),
+    ("OlmoForCausalLM", {"clip_qkv": 8.0}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "changes"), REFUSED)
+def test_a_field_that_no_trait_computes_is_refused_by_name(architecture, changes):
+    with pytest.raises(UnsupportedFeatureError, match=next(iter(changes))):
+        decoder_traits(BASE | changes, architecture)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn"),
+        ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+        ({"hidden_size": 66}, "num_attention_heads"),
+    ],
+)
+def test_a_contradiction_of_falcons_fields_is_named(changes, name):
+    with pytest.raises(TrouperValidationError, match=name):
+        decoder_traits(BASE | changes, "FalconForCausalLM")
 
 
 def test_layers_without_experts_are_those_that_the_config_names():

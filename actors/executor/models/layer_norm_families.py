@@ -54,7 +54,8 @@ def _of_openai(config: HfConfig, *, activation: str = "gelu_new", **own: Any) ->
 
 def _gpt_neo(config: HfConfig) -> DecoderTraits:
     """Every other layer has a window, and scores are not scaled."""
-    config = _renamed(config, num_attention_heads="num_heads", num_hidden_layers="num_layers")
+    for ours, own in (("num_attention_heads", "num_heads"), ("num_hidden_layers", "num_layers")):
+        config = {**config, ours: config.get(own) or config.get(ours)}
     window = config.get("window_size", 256)
     groups = config.get("attention_types")
     groups = [[["global", "local"], 12]] if groups is None else groups

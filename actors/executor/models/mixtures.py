@@ -8,9 +8,9 @@ import msgspec
 from trouper.actors.executor.models.traits import (
     DecoderTraits,
     ExpertsTraits,
-    MlpTraits,
     HfConfig,
     LayerTraits,
+    MlpTraits,
     common_traits,
     granite_traits,
     layers_of,
@@ -42,11 +42,20 @@ def check_device(traits: DecoderTraits, device: str) -> None:
     Raises:
         UnsupportedFeatureError: there are none.
     """
-    if traits.experts is not None and device != "cpu":
-        raise UnsupportedFeatureError(
-            "a mixture of experts runs on the CPU alone so far; set device='cpu'",
-            parameter="device",
-        )
+    if device == "cpu":
+        return
+    part = None
+    if traits.experts is not None:
+        part = "a mixture of experts"
+    elif traits.norm == "layer":
+        part = "a model with layer norms"
+    elif not traits.mlp.is_gated:
+        part = "an MLP without a gate"
+    elif traits.mlp.activation not in ("silu", "gelu_tanh"):
+        part = f"the activation {traits.mlp.activation}"
+    if part is not None:
+        rule = f"{part} runs on the CPU only; set device='cpu'"
+        raise UnsupportedFeatureError(rule, parameter="device")
 
 
 def _mixtral(config: HfConfig) -> DecoderTraits:

@@ -85,7 +85,10 @@ NAMES: dict[Family, Names] = {
     "gpt2": _GPT2._replace(is_transposed=True),
     "bigcode": _GPT2,
     "gpt_neo": _GPT2._replace(
-        attention="attn.attention", masks=_NEOX.masks, qkv=("q_proj", "k_proj", "v_proj"), o="out_proj"
+        attention="attn.attention",
+        masks=_NEOX.masks,
+        qkv=("q_proj", "k_proj", "v_proj"),
+        o="out_proj",
     ),
     "opt": Names(
         base="model.decoder.",

@@ -112,7 +112,10 @@ def grouped_heads(traits: DecoderTraits, q: Span | None = None, kv: Span | None 
     width = traits.head_dim
     num_shared = traits.num_q_heads // traits.num_kv_heads
     size = (num_shared + 2) * width
-    q_heads, kv_heads = range(*(q or (0, traits.num_q_heads))), range(*(kv or (0, traits.num_kv_heads)))
+    q_heads, kv_heads = (
+        range(*(q or (0, traits.num_q_heads))),
+        range(*(kv or (0, traits.num_kv_heads))),
+    )
     firsts = [i // num_shared * size + i % num_shared * width for i in q_heads]
     firsts += [i * size + num_shared * width for i in kv_heads]
     firsts += [i * size + (num_shared + 1) * width for i in kv_heads]

@@ -378,9 +378,7 @@ def _wrapped(
     }
 
 
-def _whole(
-    parameter: Parameter, traits: DecoderTraits, source: Source, place: Placement
-) -> Tensor:
+def _whole(parameter: Parameter, traits: DecoderTraits, source: Source, place: Placement) -> Tensor:
     """Read a tensor of which each rank has all: the embedding from pages that they share, if it is stored as it is used."""
     if place.shard.size > 1 and place.device is None and parameter.name == "embedding":
         mapped = source.mapped(embedding_name(traits), place.dtype)
