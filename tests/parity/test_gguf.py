@@ -18,19 +18,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.cpu.runner import CpuRunner
-from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
-from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.weights.gguf import (
-    READERS,
-    Affine,
-    GgufCheckpoint,
-    dequantized_affine,
-    stacked,
+from trouper.actors.executor.models.parameters import (
+    Parameter,
+    layer_parameters,
+    outer_parameters,
 )
+from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.weights.gguf import OF_FOUR_BITS, GgufCheckpoint, stacked
+from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.bench.edits import write_folder
 from trouper.config.args import EngineArgs
+from trouper.config.context import weight_bytes
 from trouper.config.gguf import TENSOR_TYPES, read_gguf
 from trouper.config.gguf_files import find_gguf
 from trouper.config.gguf_names import FAMILIES, place_of
@@ -194,13 +194,19 @@ def parameters_of(traits):
 
 @pytest.mark.parametrize("kind", [kind for kind in TENSOR_TYPES if kind not in (0, 1, 30)])
 def test_every_type_gives_the_numbers_of_the_reference(kind):
-    name, length, num_bytes = TENSOR_TYPES[kind]
+    name, length, num_bytes, held = TENSOR_TYPES[kind]
     assert gguf.GGML_QUANT_SIZES[kind] == (length, num_bytes)
     stored = np.random.default_rng(kind).integers(0, 256, (3, 2, num_bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):
         wanted = gguf.dequantize(stored.reshape(3, -1), gguf.GGMLQuantizationType(kind))
-    found = dequantized_affine(READERS[name](torch.from_numpy(stored))).numpy()
-    np.testing.assert_array_equal(found, wanted)
+    affine = READERS[name](torch.from_numpy(stored))
+    np.testing.assert_array_equal(dequantized_affine(affine).numpy(), wanted)
+    scale_bytes = 2 if name == "MXFP4" else 4
+    num_scales = affine.scales_OG.numel() * (1 if affine.minima_OG is None else 2)
+    number_bytes = 0.5 if name in OF_FOUR_BITS | {"MXFP4"} else 1
+    assert (
+        held * affine.q_OI.numel() == number_bytes * affine.q_OI.numel() + scale_bytes * num_scales
+    )
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
@@ -360,6 +366,31 @@ def test_integers_stay_what_they_are(tmp_path, kind, fmt):
             torch.testing.assert_close(dequantized(integers), plain, atol=1e-5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ1_M", "IQ2_XS", "IQ3_S", "IQ4_XS", "TQ1_0"])
+def test_integers_of_few_bits_are_those_of_the_reference(tmp_path, kind):
+    number = gguf.GGMLQuantizationType[kind]
+    blocks = np.random.default_rng(0).integers(0, 60, (96, gguf.GGML_QUANT_SIZES[number][1]))
+    blocks = blocks.astype(np.uint8)
+    table = np.zeros((10, 256), np.float32)
+    tensors = [("token_embd.weight", table, None), ("blk.0.ffn_gate.weight", blocks, number)]
+    checkpoint = GgufCheckpoint(write(tmp_path / "m.gguf", "llama", tensors))
+    name = "model.layers.0.mlp.gate_proj.weight"
+    found = checkpoint.integers(Parameter(name, ((name, (96, 256)),)), torch.bfloat16)
+    assert found.fmt == ("int4" if kind == "TQ1_0" else "int8")
+    wanted = torch.from_numpy(gguf.dequantize(blocks, number))
+    torch.testing.assert_close(dequantized(found), wanted, atol=0, rtol=1e-6)
+
+
+def test_memory_of_weights_counts_bytes_that_are_held(tmp_path):
+    packed, number = np.zeros((96, 84), np.uint8), gguf.GGMLQuantizationType.Q2_K
+    table = np.zeros((10, 256), np.float32)
+    tensors = [("token_embd.weight", table, None), ("blk.0.ffn_gate.weight", packed, number)]
+    args = EngineArgs(model=str(write(tmp_path / "m.gguf", "llama", tensors)))
+    model = ModelConfig.load(args)
+    assert weight_bytes(args, model, "bfloat16") == 10 * 256 * (2 + 2) + 96 * 256 * 1.5
+    assert weight_bytes(args, model, "float32") == 10 * 256 * (4 + 4) + 96 * 256 * 4
+
+
 def test_parts_of_several_types_are_bytes_in_the_smallest_groups():
     q = torch.randint(0, 16, (3, 64), dtype=torch.int8)
     coarse = Affine(q, torch.rand(3, 2), torch.rand(3, 2))
@@ -392,10 +423,13 @@ def test_a_folder_with_one_file_and_a_quantization_name_it(tmp_path):
         find_gguf(tmp_path, "Q5_K")
 
 
-def small(path):
+def small(path, kind=None):
     table = np.ones((10, 64), np.float32)
     norm = np.ones(64, np.float32)
     tensors = [("token_embd.weight", table, None), ("output_norm.weight", norm, None)]
+    if kind is not None:
+        blocks = np.ones((4, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+        tensors.append(("output.weight", blocks, kind))
     return write(path, tensors=tensors).read_bytes()
 
 
@@ -435,8 +469,18 @@ def test_what_is_not_read_here_is_named(tmp_path):
     path = tmp_path / "q.gguf"
     content = write(path, tensors=[("token_embd.weight", table, None)]).read_bytes()
     at = content.index(b"token_embd.weight") + 17 + 4 + 16
-    path.write_bytes(changed(content, at, "<I", 10))
-    with pytest.raises(UnsupportedFeatureError, match="Q2_K"):
+    path.write_bytes(changed(content, at, "<I", 40))
+    with pytest.raises(UnsupportedFeatureError, match="NVFP4"):
+        read_gguf(path)
+
+
+def test_types_with_tables_need_a_package_and_say_which(tmp_path, monkeypatch):
+    table = np.zeros((10, 98), np.uint8)
+    kind = gguf.GGMLQuantizationType.IQ3_XXS
+    path = write(tmp_path / "m.gguf", tensors=[("token_embd.weight", table, kind)])
+    assert read_gguf(path).tensors["token_embd.weight"].shape == (10, 256)
+    monkeypatch.setattr("trouper.config.gguf.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedFeatureError, match="IQ3_XXS, which needs the package gguf: "):
         read_gguf(path)
 
 
@@ -463,30 +507,37 @@ def load_changed(path, content, edits):
     with contextlib.suppress(TrouperValidationError, UnsupportedFeatureError):
         GgufCheckpoint(path).check(parameters_of(traits_of(path)))
     with contextlib.suppress(TrouperValidationError, UnsupportedFeatureError):
+        if kept := read_gguf(path).tensors.get("output.weight"):
+            GgufCheckpoint(path).read("lm_head.weight", kept.shape)
+    with contextlib.suppress(TrouperValidationError, UnsupportedFeatureError):
         Tokenizer.load(path)
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    path = tmp_path_factory.mktemp("mutated") / "m.gguf"
-    return path, small(path)
+def targets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mutated")
+    kinds = [getattr(gguf.GGMLQuantizationType, name) for name in ("Q2_K", "IQ4_XS", "IQ3_S")]
+    whole = [folder / f"{i}.gguf" for i in range(4)]
+    for path, kind in zip(whole, [None, *kinds], strict=True):
+        small(path, kind)
+    return folder / "m.gguf", whole
 
 
 EDITS = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=8)
 
 
 @settings(max_examples=200, deadline=None)
-@given(edits=EDITS)
-def test_a_mutated_file_loads_or_ends_in_a_typed_error(target, edits):
-    load_changed(*target, edits)
+@given(which=st.integers(0, 3), edits=EDITS)
+def test_a_mutated_file_loads_or_ends_in_a_typed_error(targets, which, edits):
+    load_changed(targets[0], targets[1][which].read_bytes(), edits)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @settings(max_examples=10_000, deadline=None)
-@given(edits=EDITS)
-def test_ten_thousand_mutated_files_load_or_end_in_typed_errors(target, edits):
-    load_changed(*target, edits)
+@given(which=st.integers(0, 3), edits=EDITS)
+def test_ten_thousand_mutated_files_load_or_end_in_typed_errors(targets, which, edits):
+    load_changed(targets[0], targets[1][which].read_bytes(), edits)
 
 
 def test_a_folder_that_is_written_of_a_file_has_its_numbers(tmp_path):

@@ -5,14 +5,14 @@ cache may by default take half of what the weights leave of the memory that is a
 they are first used, so a large cache costs nothing at start.
 """
 
-import glob
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trouper.config.args import EngineArgs
 from trouper.config.checks import human_int
-from trouper.config.gguf import SPLIT
+from trouper.config.gguf import read_gguf
 from trouper.config.model import ITEM_BYTES, ModelConfig
 from trouper.errors import TrouperValidationError, invalid
 
@@ -139,6 +139,8 @@ def given_length(value: Any, longest: int) -> int | None:
 
 def weight_bytes(args: EngineArgs, model: ModelConfig, dtype: str) -> int:
     """Estimate what the weights of one replica take in memory; 0 where nothing says."""
+    if model.is_gguf:
+        return _gguf_bytes(Path(model.path), dtype)
     stored = _file_bytes(Path(model.path)) if args.load_format != "dummy" else 0
     is_rounded = bool(model.hf_config.get("quantization_config"))
     if stored and is_rounded:
@@ -155,17 +157,23 @@ def weight_bytes(args: EngineArgs, model: ModelConfig, dtype: str) -> int:
     return int(size * share)
 
 
-def _file_bytes(path: Path) -> int:
-    """Sum up the files of weights: those of a folder, or a GGUF file with the others of its split."""
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    split = SPLIT.fullmatch(path.name)
-    files = (
-        [path]
-        if split is None
-        else path.parent.glob(f"{glob.escape(split[1])}-*-of-{split[3]}.gguf")
-    )
-    return sum(file.stat().st_size for file in files if file.is_file())
+def _file_bytes(folder: Path) -> int:
+    """Sum up the files of weights of a folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _gguf_bytes(path: Path, dtype: str) -> int:
+    """Sum up the tensors of a GGUF file as they are held: integers of few bits become bytes beside bfloat16, else plain."""
+    tensors, size = read_gguf(path).tensors, 0.0
+    is_tied = "output.weight" not in tensors
+    for name, tensor in tensors.items():
+        plain = ITEM_BYTES[dtype]
+        held = tensor.type.held if dtype == "bfloat16" and tensor.type.length > 1 else plain
+        if name == "token_embd.weight":
+            # Rows are looked up in a plain table; the head multiplies with integers.
+            held = held + plain if is_tied else plain
+        size += math.prod(tensor.shape) * held
+    return int(size)
 
 
 def _num_weights(config: Mapping[str, Any]) -> int:

@@ -16,12 +16,14 @@ import re
 import stat
 import struct
 from array import array
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+from trouper.extras import install_hint
 
 if TYPE_CHECKING:
     import numpy as np  # at run time where it is needed: `trouper --help` does without
@@ -47,29 +49,42 @@ class TensorType(NamedTuple):
     name: str
     length: int
     num_bytes: int
+    held: float  # bytes that a number takes when it is loaded beside bfloat16: integers, scales and minima
 
 
-# By the number in the file.  The types that are not read have sizes too, for errors that name them.
+# By the number in the file.
 TENSOR_TYPES = {
-    0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2),
-    2: TensorType("Q4_0", 32, 18),
-    3: TensorType("Q4_1", 32, 20),
-    6: TensorType("Q5_0", 32, 22),
-    7: TensorType("Q5_1", 32, 24),
-    8: TensorType("Q8_0", 32, 34),
-    12: TensorType("Q4_K", 256, 144),
-    13: TensorType("Q5_K", 256, 176),
-    14: TensorType("Q6_K", 256, 210),
-    20: TensorType("IQ4_NL", 32, 18),
-    30: TensorType("BF16", 1, 2),
-    39: TensorType("MXFP4", 32, 17),
+    0: TensorType("F32", 1, 4, 2),
+    1: TensorType("F16", 1, 2, 2),
+    2: TensorType("Q4_0", 32, 18, 0.625),
+    3: TensorType("Q4_1", 32, 20, 0.75),
+    6: TensorType("Q5_0", 32, 22, 1.125),
+    7: TensorType("Q5_1", 32, 24, 1.25),
+    8: TensorType("Q8_0", 32, 34, 1.125),
+    10: TensorType("Q2_K", 256, 84, 1.5),
+    11: TensorType("Q3_K", 256, 110, 1.25),
+    12: TensorType("Q4_K", 256, 144, 0.75),
+    13: TensorType("Q5_K", 256, 176, 1.25),
+    14: TensorType("Q6_K", 256, 210, 1.25),
+    16: TensorType("IQ2_XXS", 256, 66, 1.125),
+    17: TensorType("IQ2_XS", 256, 74, 1.25),
+    18: TensorType("IQ3_XXS", 256, 98, 1.125),
+    19: TensorType("IQ1_S", 256, 50, 1.125),
+    20: TensorType("IQ4_NL", 32, 18, 1.125),
+    21: TensorType("IQ3_S", 256, 110, 1.125),
+    22: TensorType("IQ2_S", 256, 82, 1.25),
+    23: TensorType("IQ4_XS", 256, 136, 1.125),
+    29: TensorType("IQ1_M", 256, 56, 1.25),
+    30: TensorType("BF16", 1, 2, 2),
+    34: TensorType("TQ1_0", 256, 54, 0.625),
+    35: TensorType("TQ2_0", 256, 66, 0.625),
+    39: TensorType("MXFP4", 32, 17, 0.5625),
 }
 UNREAD_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
-    34: "TQ1_0", 35: "TQ2_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
+# Their values are looked up in tables that the package `gguf` has.
+GRID_TYPES = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"}
 
 
 class GgufTensor(NamedTuple):
@@ -266,6 +281,11 @@ class _Reader:
             known = ", ".join(each.name for each in TENSOR_TYPES.values())
             raise UnsupportedFeatureError(
                 f"{self._path.name}: {name[:80]} is of type {UNREAD_TYPES[number]}; {known} are read",
+                parameter="model",
+            )
+        if kind.name in GRID_TYPES and find_spec("gguf") is None:
+            raise UnsupportedFeatureError(
+                f"{self._path.name}: {name[:80]} is of type {kind.name}, which needs the package gguf: {install_hint('gguf')}",
                 parameter="model",
             )
         if min(shape) < 1 or max(shape) > self._size or shape[-1] % kind.length:

@@ -1,17 +1,13 @@
 """The tensors of a GGUF file: integers, scales and minima as they are stored, or the numbers that they stand for.
 
-    w = d q + m     q [O, I] int8, d [O, I / g], m [O, I / g] or absent, g = 16 or 32
-
-The numbers are those of llama.cpp's reference, bit by bit.  Sixteen values that are not evenly spaced (IQ4_NL,
-MXFP4) are looked up, and are bytes again; those of MXFP4 alone go back to four bits where they are multiplied.
+`gguf_types.py` unpacks the blocks of each type.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves the types of view, split and some others open.
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,23 +16,15 @@ from torch import Tensor
 from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.models.parameters import WHOLE, Cut, Parameter
 from trouper.actors.executor.models.parts import part_of, part_of_integers
+from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.config.gguf import Gguf, GgufTensor, read_gguf
 from trouper.config.gguf_names import Place, family_of, hf_config, place_of
 from trouper.errors import invalid
-from trouper.kernels.cpu.linear.quantization import E2M1, IntegerWeight
+from trouper.kernels.cpu.linear.quantization import IntegerWeight
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-OF_FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K"}
+OF_FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0"}
 FEW_ROWS = 1024  # dequantised at once: the numbers in between take some ten bytes each, and stay in a cache
-
-
-class Affine(NamedTuple):
-    """w = d q + m for each group of inputs."""
-
-    q_OI: Tensor  # int8
-    scales_OG: Tensor  # float32
-    minima_OG: Tensor | None = None
 
 
 class GgufCheckpoint:
@@ -164,15 +152,6 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size > 1)
 
 
-def dequantized_affine(affine: Affine) -> Tensor:
-    """float32, [O, I]."""
-    q_OI, scales_OG, minima_OG = affine
-    groups = q_OI.unflatten(1, (scales_OG.shape[1], -1)).float() * scales_OG.unsqueeze(2)
-    if minima_OG is not None:
-        groups += minima_OG.unsqueeze(2)
-    return groups.flatten(1)
-
-
 def _centred(affine: Affine) -> Affine:
     """Integers 0 … 15 of weights with minima become -8 … 7, as those of four bits are."""
     if affine.minima_OG is None:
@@ -207,101 +186,3 @@ def stacked(parts: list[Affine]) -> Affine:
         if has_minima
         else None,
     )
-
-
-def _half(blocks: Tensor, at: int) -> Tensor:
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).float()
-
-
-def _nibbles(bytes_: Tensor, width: int = 16) -> Tensor:
-    """[…, N] to […, 2 N]: of each `width` bytes first the low halves, then the high ones."""
-    parts = bytes_.unflatten(-1, (-1, 1, width))
-    return torch.cat((parts & 15, parts >> 4), -2).flatten(-3)
-
-
-def _bits(bytes_: Tensor) -> Tensor:
-    """The bits of little-endian words, lowest first."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    return ((bytes_.unsqueeze(-1) >> shifts) & 1).flatten(-2)
-
-
-def _rows(q: Tensor) -> Tensor:
-    return q.to(torch.int8).flatten(1)
-
-
-def _q4_0(blocks: Tensor) -> Affine:
-    return Affine(_rows(_nibbles(blocks[..., 2:])) - 8, _half(blocks, 0))
-
-
-def _q4_1(blocks: Tensor) -> Affine:
-    return Affine(_rows(_nibbles(blocks[..., 4:])), _half(blocks, 0), _half(blocks, 2))
-
-
-def _q5_0(blocks: Tensor) -> Affine:
-    q = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
-    return Affine(_rows(q) - 16, _half(blocks, 0))
-
-
-def _q5_1(blocks: Tensor) -> Affine:
-    q = _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
-    return Affine(_rows(q), _half(blocks, 0), _half(blocks, 2))
-
-
-def _q8_0(blocks: Tensor) -> Affine:
-    return Affine(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0))
-
-
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of eight groups: six bits each, packed into twelve bytes."""
-    low, middle, high = blocks[..., 4:16].split(4, -1)
-    scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), -1)
-    minima = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), -1)
-    d, d_min = _half(blocks, 0).unsqueeze(-1), _half(blocks, 2).unsqueeze(-1)
-    return (d * scales.float()).flatten(1), -(d_min * minima.float()).flatten(1)
-
-
-def _q4_k(blocks: Tensor) -> Affine:
-    return Affine(_rows(_nibbles(blocks[..., 16:], 32)), *_k_scales(blocks))
-
-
-def _q5_k(blocks: Tensor) -> Affine:
-    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
-    fifth = (blocks[..., 16:48].unsqueeze(-2) >> shifts & 1).flatten(-2)
-    return Affine(_rows(_nibbles(blocks[..., 48:], 32) | fifth << 4), *_k_scales(blocks))
-
-
-def _q6_k(blocks: Tensor) -> Affine:
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(-1)
-    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
-    q = _rows(_nibbles(blocks[..., :128], 64) | high << 4) - 32
-    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return Affine(q, (_half(blocks, 208).unsqueeze(-1) * scales).flatten(1))
-
-
-def _looked_up(nibbles: Tensor, values: tuple[int, ...]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int8)[nibbles.flatten(1).int()]
-
-
-def _iq4_nl(blocks: Tensor) -> Affine:
-    return Affine(_looked_up(_nibbles(blocks[..., 2:]), IQ4_NL), _half(blocks, 0))
-
-
-def _mxfp4(blocks: Tensor) -> Affine:
-    """Exponents of two, halved, for the table is doubled; the smallest are subnormal."""
-    e = blocks[..., 0].int()
-    bits = torch.where(e < 2, 0x00200000 << e.clamp(max=1), (e - 1) << 23)
-    return Affine(_looked_up(_nibbles(blocks[..., 1:]), E2M1), bits.int().view(torch.float32))
-
-
-READERS: dict[str, Callable[[Tensor], Affine]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "MXFP4": _mxfp4,
-}
