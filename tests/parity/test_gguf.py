@@ -48,8 +48,10 @@ TOKENS = ["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "abc", "Ġ", "Ġa"]
 SIZES = {
     "context_length": 256, "embedding_length": 64, "feed_forward_length": 96, "block_count": 4,
     "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
-    "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10_000.0,
+    "attention.layer_norm_rms_epsilon": 1e-6, "attention.layer_norm_epsilon": 1e-5, "rope.freq_base": 10_000.0,
 }  # fmt: skip
+HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+MANY_KEYS = {"attention.head_count_kv": 4}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}
 # our name: (name of the config's class, changes to it, what the file says besides)
 MODELS = {
@@ -72,6 +74,16 @@ MODELS = {
     "exaone4": ("Exaone4", {"head_dim": 16, "sliding_window": 16}, {"attention.sliding_window": 16}),
     "seed_oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}, {}),
     "smollm3": ("SmolLM3", {}, {"rope.freq_base": 2e6}),
+    "gpt2": ("GPT2", {"n_inner": 96}, MANY_KEYS),
+    "starcoder": ("GPTBigCode", {"n_inner": 96}, {"attention.head_count_kv": 1}),
+    "starcoder2": ("Starcoder2", {"sliding_window": None}, {}),
+    "phi2": ("Phi", {"rope_parameters": HALF_ROPE}, {"rope.dimension_count": 8}),
+    "stablelm": ("StableLm", {"rope_parameters": HALF_ROPE, "use_qkv_bias": True}, {"rope.dimension_count": 8}),
+    "gptneox": ("GPTNeoX", {"rope_parameters": HALF_ROPE}, {"rope.dimension_count": 8, "use_parallel_residual": True, **MANY_KEYS}),
+    "falcon": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96}, {}),
+    "nemotron": ("Nemotron", {"rope_parameters": HALF_ROPE, "head_dim": 16}, {"rope.dimension_count": 8}),
+    "arcee": ("Arcee", {"mlp_bias": True}, {}),
+    "olmo": ("Olmo", {}, {}),
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 EXPERT_NUMBERS = {"expert_count": 6, "expert_used_count": 3}
@@ -104,7 +116,9 @@ def write(path, arch="llama", tensors=(), numbers=None):
     """A small file; `numbers` adds to the sizes."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in (SIZES | (numbers or {})).items():
-        kinds = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}
+        kinds = {
+            float: writer.add_float32, str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool,
+        }  # fmt: skip
         add = kinds[type(value)]
         add(f"{arch}.{key}", value)
     writer.add_tokenizer_model("gpt2")
@@ -130,6 +144,15 @@ def permuted(rows, num_heads):
     return np.ascontiguousarray(heads.swapaxes(1, 2).reshape(rows.shape))
 
 
+def ungrouped(rows, config):
+    """All queries, all keys, all values, of rows that have for each KV head its queries, its key and its value."""
+    num_kv = getattr(config, "num_kv_heads", config.num_attention_heads)
+    num_shared = config.num_attention_heads // num_kv
+    groups = rows.reshape(num_kv, num_shared + 2, -1, *rows.shape[1:])
+    parts = groups[:, :num_shared], groups[:, num_shared], groups[:, num_shared + 1]
+    return np.concatenate([part.reshape(-1, *rows.shape[1:]) for part in parts])
+
+
 def converted(model, path, arch, numbers=None, kind=None):
     """A model of transformers, saved in the same folder, as a GGUF file; matrices of `kind`, or as they are."""
     family, config, tensors = FAMILIES[arch], model.config, {}
@@ -143,6 +166,10 @@ def converted(model, path, arch, numbers=None, kind=None):
         ):
             if family.is_permuted and part in name:
                 array = permuted(array, heads)
+        if arch == "gpt2" and ".h." in name and array.ndim == 2:
+            array = np.ascontiguousarray(array.T)
+        if family.is_regrouped and "query_key_value" in name:
+            array = ungrouped(array, config)
         place = place_of(family, name)
         tensors.setdefault(place.name, {})[place.expert] = array
     return write(path, arch, [stored(*each, kind) for each in tensors.items()], numbers)
@@ -232,9 +259,7 @@ def test_tokens_and_logprobs_equal_those_of_the_model_that_was_converted(tmp_pat
     check_against(model, driver.run(prompts, 16, Sampling(temperature=0.0, logprobs=-1)))
 
 
-HALF = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-}
+HALF = {"rope_parameters": HALF_ROPE}
 LOCAL = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},

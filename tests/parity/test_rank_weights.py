@@ -105,7 +105,7 @@ def test_weights_are_rounded_before_they_are_cut(tmp_path, quantization):
         compare(outputs(runner), expected)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2moe"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2moe", "falcon"])
 def test_ranks_of_a_gguf_file_give_the_tokens_of_one(tmp_path, arch):
     name, changes, numbers = (MIXED | test_gguf.MODELS)[arch]
     model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)

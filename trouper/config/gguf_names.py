@@ -6,11 +6,12 @@ architecture's name stands here: Gemma's attention scale and local base frequenc
 
 import re
 import struct
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from trouper.config.gguf import Gguf, GgufStrings
+from trouper.config.gguf_family import Family
 from trouper.config.gguf_keys import WINDOW, check_keys, layer_types
+from trouper.config.gguf_layer_norms import LAYER_NORM_FAMILIES
 from trouper.errors import UnsupportedFeatureError, invalid
 
 SCALE, LOCAL_BASE = "attention.scale", "rope.freq_base_swa"
@@ -34,25 +35,12 @@ MODULES = {
 # one tensor holds a projection of all experts
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-PRE_NORMS = {"post_attention_layernorm": "ffn_norm"}
 OTHER_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-class Family(NamedTuple):
-    """How one architecture of GGUF differs from the others."""
-
-    architecture: str
-    model_type: str
-    norms: dict[str, str] = PRE_NORMS
-    is_permuted: bool = False  # rows of q and k: pairs side by side, not in halves
-    norm_offset: float = 0.0  # that the file's norms hold and a checkpoint's do not
-    own: Callable[[Gguf, str, dict[str, Any]], dict[str, Any]] | None = None
-    reads: frozenset[str] = frozenset()  # keys of attention and positions that `own` understands
 
 
 class Place(NamedTuple):
@@ -99,7 +87,7 @@ def hf_config(header: Gguf) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": header.get(at + "attention.head_count_kv", int) or num_heads,
         "max_position_embeddings": header.need(at + "context_length", int),
-        "rms_norm_eps": header.need(at + "attention.layer_norm_rms_epsilon", float),
+        family.eps[1]: header.need(at + family.eps[0], float),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "eos_token_id": _end_ids(header),
@@ -132,15 +120,16 @@ def place_of(family: Family, name: str) -> Place:
     if name.endswith(".sinks"):
         name += ".weight"
     stem, _, kind = name.rpartition(".")
-    if stem in OUTER:
-        return Place(f"{OUTER[stem]}.{kind}")
-    layer, _, module = stem.removeprefix("model.layers.").partition(".")
+    outer = {**OUTER, **family.outer}
+    if stem in outer:
+        return Place(f"{outer[stem]}.{kind}")
+    layer, _, module = stem.removeprefix(family.layers).partition(".")
     if module.startswith("block_sparse_moe."):
         path, _, last = module.replace("block_sparse_moe.", "mlp.").rpartition(".")
         module = f"{path}.{MIXTRAL.get(last, last)}"
     if (found := EXPERT.fullmatch(module)) is not None:
         return Place(f"blk.{layer}.{MODULES[f'mlp.{found[2]}']}_exps.{kind}", int(found[1]))
-    return Place(f"blk.{layer}.{(MODULES | family.norms)[module]}.{kind}")
+    return Place(f"blk.{layer}.{{**MODULES, **family.norms, **family.modules}[module]}.{kind}")
 
 
 def _dtype(header: Gguf) -> str:
@@ -365,4 +354,4 @@ FAMILIES = {
         reads=frozenset({SCALE}),
     ),
     "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", OTHER_NORMS, own=_gpt_oss, reads=WINDOW),
-}
+} | LAYER_NORM_FAMILIES

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.models.parameters import WHOLE, Cut, Parameter
+from trouper.actors.executor.models.parameters import WHOLE, Cut, Parameter, Span
 from trouper.actors.executor.models.parts import part_of, part_of_integers
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.config.gguf import Gguf, GgufTensor, read_gguf
@@ -71,7 +71,7 @@ class GgufCheckpoint:
         """Read a part of a tensor to where it stays, some rows at a time: the numbers of all would be another embedding in float32."""
         tensor = self._tensor(name, shape)
         columns, filled = Cut(columns=cut.columns), 0
-        for first, last in cut.rows or ((0, shape[0]),):
+        for first, last in self._rows_of(cut, shape[0]):
             order = self._row_order(name, shape[0], first, last)
             step = FEW_ROWS if len(shape) == 2 and order is None else last - first
             for begin in range(first, last, step):
@@ -97,7 +97,7 @@ class GgufCheckpoint:
             return None
         parts: list[Affine] = []
         for (name, shape, cut), tensor in zip(parameter.parts, tensors, strict=True):
-            for first, last in cut.rows or ((0, shape[0]),):
+            for first, last in self._rows_of(cut, shape[0]):
                 part = READERS[tensor.type.name](self._blocks(tensor, first, last))
                 if tensor.type.name in OF_FOUR_BITS and kinds <= OF_FOUR_BITS:
                     part = _centred(part)
@@ -110,6 +110,26 @@ class GgufCheckpoint:
         rows = IntegerWeight(fmt, dtype, q_OI, scales_OG, None, minima_OG)
         columns = parameter.parts[0][2].columns  # of all parts the same
         return part_of_integers(rows, Cut(columns=columns), parameter.sources[0][0])
+
+    def _rows_of(self, cut: Cut, num_rows: int) -> Iterable[Span]:
+        """Return the file's rows for those of a checkpoint, which may be by KV head: its queries, its key and its value.
+
+        Such a cut has one head in each range.
+        """
+        rows = cut.rows or ((0, num_rows),)
+        if not self._family.is_regrouped or len(rows) == 1:
+            return rows
+        num_q, num_kv = (self._config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+        width = num_rows // (num_q + 2 * num_kv)
+        num_shared = num_q // num_kv
+        found: list[Span] = []
+        for first, _ in rows:
+            group, place = divmod(first // width, num_shared + 2)
+            kinds = (num_q + group, num_q + num_kv + group)
+            is_query = place < num_shared
+            head = group * num_shared + place if is_query else kinds[place - num_shared]
+            found.append((head * width, (head + 1) * width))
+        return found
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         """Find a tensor; of an expert, its part of the one that holds all of them."""
