@@ -129,7 +129,8 @@ def place_of(family: Family, name: str) -> Place:
         module = f"{path}.{MIXTRAL.get(last, last)}"
     if (found := EXPERT.fullmatch(module)) is not None:
         return Place(f"blk.{layer}.{MODULES[f'mlp.{found[2]}']}_exps.{kind}", int(found[1]))
-    return Place(f"blk.{layer}.{{**MODULES, **family.norms, **family.modules}[module]}.{kind}")
+    modules = {**MODULES, **family.norms, **family.modules}
+    return Place(f"blk.{layer}.{modules[module]}.{kind}")
 
 
 def _dtype(header: Gguf) -> str:
