@@ -59,6 +59,10 @@ class InFlightSteps(InFlight[InFlightStep]):
         """List the number of each step, and its sequences."""
         return tuple((each.step, tuple(entry[0].id for entry in each.entries)) for each in self)
 
+    def sequence_ids(self) -> set[SequenceId]:
+        """Return the sequences that steps in flight compute."""
+        return {entry[0].id for each in self for entry in each.entries}
+
     def unknown_tokens(self) -> dict[SequenceId, int]:
         """Count the tokens that drafts may yield for each sequence, beyond the one that its step samples anyway."""
         found: dict[SequenceId, int] = {}

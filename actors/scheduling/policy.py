@@ -541,9 +541,10 @@ class Policy:
     def _test_suspects(self, builder: StepBuilder) -> bool:
         """Plan for the suspects under test alone; False if there is nothing to plan for them now."""
         running = self.table.running
+        in_flight = self.in_flight.sequence_ids()
         while self._quarantine:
-            group = self._quarantine.group()
-            due = [s.sequence for s in group if s.sequence.num_computed < s.until]
+            group = self._quarantine.group(in_flight)
+            due = [suspect.sequence for suspect in group if suspect.is_due]
             running.schedule(builder, [sequence for sequence in due if sequence.request_slot >= 0])
             for sequence in due:
                 # Preempted with a sample in flight it does not wait yet: law 3.

@@ -10,10 +10,11 @@ Laws:
 3. Newcomers are tested first: a sequence that has finished a step before is a rare killer.  So a new prompt that
    kills costs two losses in any crowd, any other at most 2 + ⌈log2 n⌉.
 4. A suspect is free once it has landed past the position that was planned for it at the loss, and in no other way: one whose
-   client hangs up, or has hung up before the loss, is tried as a ghost.
+   client hangs up, or has hung up before the loss, is tried as a ghost.  One that ends earlier is free when the device has
+   answered the last step that it is in, because that step may still be the one that kills.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import msgspec
 
@@ -27,12 +28,18 @@ class Suspect(msgspec.Struct, frozen=True, eq=False):
     sequence: Sequence
     until: int
 
-    @property
-    def is_free(self) -> bool:
-        """Whether it has ended, or has landed past the position."""
+    def is_free(self, in_flight: Set[SequenceId]) -> bool:
+        """Whether it has landed past the position, or has ended and is in no step in flight."""
         sequence = self.sequence
-        has_landed = sequence.num_computed_on_device >= self.until
-        return sequence.state is State.FINISHED or (sequence.request_slot >= 0 and has_landed)
+        if sequence.state is State.FINISHED:
+            return sequence.id not in in_flight
+        return sequence.request_slot >= 0 and sequence.num_computed_on_device >= self.until
+
+    @property
+    def is_due(self) -> bool:
+        """Whether steps must still be planned for it."""
+        sequence = self.sequence
+        return sequence.state is not State.FINISHED and sequence.num_computed < self.until
 
 
 class Quarantine:
@@ -90,9 +97,13 @@ class Quarantine:
         self._choose()
         return None
 
-    def group(self) -> list[Suspect]:
-        """Those under test that are not free yet."""
-        free = {suspect.sequence.id for suspect in self._tested if suspect.is_free}
+    def group(self, in_flight: Set[SequenceId]) -> list[Suspect]:
+        """Return those under test that are not free yet.
+
+        Args:
+            in_flight: the sequences of steps that the device has not answered.
+        """
+        free = {suspect.sequence.id for suspect in self._tested if suspect.is_free(in_flight)}
         if free:
             self._suspects = [s for s in self._suspects if s.sequence.id not in free]
             self._tested = [s for s in self._tested if s.sequence.id not in free]

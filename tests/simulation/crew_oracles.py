@@ -85,7 +85,6 @@ def check_end(world: Any, num_files: int) -> None:
     if world.trouble.has_crashed and not world.is_closing:
         require(world.has_died, "the budget is spent, and it goes on", world.losses)
     if len(world.killers) == 1 and not scenario.fates and not world.trouble.num_errors:
-        # Halving, one loss that begins it and one that confirms it.  A suspect whose client has hung up is a ghost,
-        # which each answer clears: it may kill in the step behind that answer until its losses are at their bound.
-        limit = max(8, 2 + math.ceil(math.log2(max(2, scenario.max_num_seqs))))
+        # Halving, one loss that begins it and one that confirms it.
+        limit = 2 + math.ceil(math.log2(max(2, scenario.max_num_seqs)))
         require(world.num_deadly <= limit, "a verdict took too many losses", world.num_deadly)
