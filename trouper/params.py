@@ -433,7 +433,12 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("top_p", lambda v: 0 < v <= 1, "must be in (0, 1]"),
     ("top_k", lambda v: -1 <= v < INT64, "must be ≥ -1; 0 and -1 switch it off"),
     ("min_p", lambda v: 0 <= v <= 1, "must be in [0, 1]"),
-    ("seed", lambda v: -INT64 <= v < INT64, "must fit into 64 bits"),
+    # The two words are pydantic's, which clients of vLLM match.
+    (
+        "seed",
+        lambda v: -INT64 <= v < INT64,
+        "must fit into 64 bits (greater_than_equal -2**63, less_than_equal 2**63-1)",
+    ),
     ("max_tokens", lambda v: v >= 1, "must be at least 1"),
     ("min_tokens", lambda v: v >= 0, "must be at least 0"),
     ("logprobs", lambda v: v >= -1, "must be -1 or at least 0"),

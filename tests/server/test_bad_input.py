@@ -243,7 +243,7 @@ async def test_a_request_that_forbids_all_it_allows_ends_alone(client, is_stream
     [
         ({"max_tokens": 600}, "max_tokens", "got 600"),
         ({"max_tokens": 2**70}, "max_tokens", "got a huge number"),
-        ({"vllm_xargs": {"num_speculative_tokens": True}}, "vllm_xargs.num_speculative_tokens", "got bool"),
+        ({"vllm_xargs": {"num_speculative_tokens": 1.5}}, "vllm_xargs.num_speculative_tokens", "got 1.5"),
         ({"vllm_xargs": {"num_speculative_tokens": -1}}, "vllm_xargs.num_speculative_tokens", "got -1"),
         ({"stop": ["x"] * 129}, "stop", "got 129"),
     ],

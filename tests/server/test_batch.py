@@ -102,7 +102,7 @@ MALFORMED = [
     ("nonsense", None, "invalid_json", "line 2: "),
     ("5", None, "invalid_schema", "Expected object"),
     ("[]", None, "invalid_schema", "Expected object"),
-    ('{"custom_id": "z"}', "z", "invalid_schema", "line 2: method: Object missing"),
+    ('{"custom_id": "z"}', "z", "invalid_schema", "line 2: method: Field required. Object missing"),
     ('{"custom_id": 1, "method": "POST"}', None, "invalid_schema", "custom_id"),
     (line("z", method="GET", prompt="x"), "z", "invalid_schema", "method"),
     (line("z", "/sleep"), "z", "invalid_url", "/v1/completions"),

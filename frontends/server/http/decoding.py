@@ -16,6 +16,7 @@ import msgspec
 from trouper.frontends.server.errors import HTTPError, clean
 from trouper.frontends.server.fields import NONE, Others, check_others
 from trouper.frontends.server.http.large_json import excerpt
+from trouper.frontends.server.http.lax import relax
 
 T = TypeVar("T", bound=msgspec.Struct)
 THREAD_FROM = 2**16  # bytes; below it a thread hop costs more than the reading
@@ -31,6 +32,15 @@ TOO_DEEP = f"arrays and objects may be nested {MAX_DEPTH} deep"
 IN_DICT = re.compile(r"\$\.(\w+)\[\.\.\.\](.*)")  # of a field; msgspec does not say which key
 WHERE = re.compile(r" - at (?:`(?P<path>[^`]*)`|\S+)$")
 MISSING = re.compile(r"missing required field `(\w+)`")
+EXPECTED = re.compile(r"Expected `(\w+)")
+VLLM_SENTENCES = {
+    "int": "Input should be a valid integer",
+    "float": "Input should be a valid number",
+    "bool": "Input should be a valid boolean",
+    "str": "Input should be a valid string",
+    "array": "Input should be a valid list",
+    "object": "Input should be a valid dictionary",
+}
 
 
 class Decoded(NamedTuple):
@@ -73,13 +83,8 @@ def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
     if body.count(b",") > MAX_COMMAS:
         raise HTTPError(400, "schema_too_complex", f"a body may hold {MAX_COMMAS} values")
     try:
-        request = msgspec.json.decode(body, type=kind)
-        plain: dict[str, Any] = json.loads(
-            body.decode(),  # of bytes, json takes encoded surrogates, too
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-        )
-        _check_depth(body, plain)
+        request = _read_typed(body, kind)
+        plain = _read_plain(body)
     except msgspec.ValidationError as error:
         raise _bad_schema(error, body, kind) from None
     except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
@@ -95,6 +100,25 @@ def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
                 400, "invalid_schema", f"may have {MAX_FIELD} bytes", param=clean(name, MAX_ECHO)
             )
     return Decoded(request, unknown)
+
+
+def _read_typed(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError:
+        return msgspec.convert(relax(msgspec.json.decode(body), kind), kind)
+
+
+def _read_plain(body: bytes) -> dict[str, Any]:
+    """Read a body as the interpreter does, by the rules that msgspec does not check.
+
+    Raises:
+        ValueError, RecursionError: it breaks one of them.
+    """
+    # The body is decoded first because json takes encoded surrogates where it gets bytes.
+    plain = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    _check_depth(body, plain)
+    return plain
 
 
 class _InvalidJsonError(ValueError):
@@ -150,11 +174,21 @@ def _bad_schema(error: msgspec.ValidationError, body: bytes, kind: type[Any]) ->
         path = f"$.{found[1]}{_wrong_key(found[1], body, kind)}{found[2]}"
     if missing := MISSING.search(text):
         path += f".{missing.group(1)}"
-    message = WHERE.sub("", text).replace("`", "")
+    message = _sentence(text)
     param = path.removeprefix("$").removeprefix(".") or None
     if param is not None:
         message = f"{param}: {message}"
     return HTTPError(400, "invalid_schema", clean(message, MAX_ECHO), param=param)
+
+
+def _sentence(text: str) -> str:
+    """Return vLLM's sentence for an error of the schema, which clients may match, and then msgspec's."""
+    expected = EXPECTED.search(text)
+    first = "Field required" if MISSING.search(text) else None
+    if expected:
+        first = VLLM_SENTENCES.get(expected[1])
+    said = WHERE.sub("", text).replace("`", "")
+    return f"{first}. {said}" if first else said
 
 
 def _wrong_key(field: str, body: bytes, kind: type[Any]) -> str:
