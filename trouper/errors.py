@@ -35,6 +35,10 @@ class TrouperValidationError(TrouperClientError, ValueError):
         return f"{self.message} ({', '.join(facts)})" if facts else self.message
 
 
+class OutsideRootError(TrouperValidationError):
+    """A path of the request leads out of the folder that the server allows."""
+
+
 def invalid(parameter: str, rule: str, value: object = None) -> TrouperValidationError:
     """Make the error for a parameter that breaks `rule`; the message begins with the parameter's name."""
     return TrouperValidationError(f"{parameter}: {rule}", parameter=parameter, value=value)

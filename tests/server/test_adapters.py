@@ -1,5 +1,8 @@
 """Adapters over HTTP: models of their own names, loaded and unloaded while the server runs."""
 
+import json
+import shutil
+
 import anyio
 import pytest
 
@@ -110,7 +113,7 @@ async def test_a_stream_that_has_begun_goes_on_when_its_adapter_is_unloaded(
         ({"lora_name": "a", "lora_path": ""}, 400, "lora_path"),
         ({"lora_name": "a", "lora_path": "../one"}, 400, "lora_path"),
         ({"lora_name": "a", "lora_path": "/etc"}, 400, "lora_path"),
-        ({"lora_name": "a", "lora_path": "nowhere"}, 400, "lora_path"),
+        ({"lora_name": "a", "lora_path": "nowhere"}, 404, "lora_path"),
         ({"lora_name": "a", "lora_path": "one\0"}, 400, "lora_path"),
         ({"lora_name": 7, "lora_path": "one"}, 400, "lora_name"),
         ({}, 400, "lora_name"),
@@ -133,11 +136,47 @@ async def test_a_link_that_leads_out_of_the_root_is_not_followed(client, root, t
         assert (answer.status, answer.error["param"]) == (400, "lora_path")
 
 
-async def test_a_name_that_is_taken_is_a_conflict(client):
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"use_dora": True}, "does not yet support DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "Unsupported modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"r": 0}, "adapter_config.json"),
+        (None, "adapter_config.json cannot be read"),
+    ],
+)
+async def test_broken_files_are_an_error_of_the_server_in_the_words_of_vllm(
+    client, root, change, sentence
+):
+    shutil.copytree(root / "one", root / "broken", dirs_exist_ok=True)
+    config = root / "broken" / "adapter_config.json"
+    config.write_text(
+        "no json" if change is None else json.dumps({**json.loads(config.read_text()), **change})
+    )
+    answer = await client.post(LOAD, {"lora_name": "broken", "lora_path": "broken"})
+    assert (answer.status, answer.error["param"]) == (500, "lora_path")
+    assert answer.error["code"] == "broken_adapter"
+    assert answer.headers["x-should-retry"] == "false"
+    assert sentence in answer.error["message"]
+    assert (await client.post(LOAD, {"lora_name": "one", "lora_path": "one"})).status == 200
+
+
+async def test_success_is_told_in_the_words_of_vllm(client):
+    answer = await client.post(LOAD, {"lora_name": "one", "lora_path": "one"})
+    assert answer.json["message"] == "Success: LoRA adapter 'one' added successfully."
+    card = (await client.get("/v1/models")).json["data"][-1]
+    assert (card["id"], card["root"]) == ("one", "one")
+    answer = await client.post(UNLOAD, {"lora_name": "one"})
+    assert answer.json["message"] == "Success: LoRA adapter 'one' removed successfully."
+
+
+async def test_a_name_that_is_taken_is_refused(client):
     fields = {"lora_name": "one", "lora_path": "one"}
     assert (await client.post(LOAD, fields)).status == 200
     answer = await client.post(LOAD, fields)
-    assert (answer.status, answer.error["param"]) == (409, "lora_name")
+    assert (answer.status, answer.error["param"]) == (400, "lora_name")
+    assert "has already been loaded" in answer.error["message"]
     answer = await client.post(LOAD, {**fields, "load_inplace": True})
     assert answer.status == 200
     base = (await client.get("/v1/models")).json["data"][0]["id"]
@@ -252,7 +291,8 @@ async def test_with_all_in_use_requests_wait_and_orders_are_told_why_they_do_not
         assert (answer.status, answer.error["code"]) == (503, "adapters_in_use")
         assert "all 2 adapters" in answer.error["message"]
         assert "max_cpu_loras" in answer.error["message"]
-        for path in ("/etc", "nowhere"):  # what is wrong with an order itself is said first
+        for path, status in (("/etc", 400), ("nowhere", 404)):
+            # What is wrong with an order itself is said first.
             answer = await client.post(LOAD, {"lora_name": "four", "lora_path": path})
-            assert (answer.status, answer.error["param"]) == (400, "lora_path")
+            assert (answer.status, answer.error["param"]) == (status, "lora_path")
     assert found == [expected]

@@ -9,6 +9,7 @@ Laws:
   * With a root the folder is below it, and no link is followed on the way: each step opens the next one.
 """
 
+import errno
 import math
 import os
 import stat
@@ -19,7 +20,12 @@ from typing import Annotated, Any, BinaryIO, NamedTuple
 import msgspec
 
 from trouper.config.files import checked
-from trouper.errors import UnsupportedFeatureError, invalid
+from trouper.errors import (
+    LoRAAdapterNotFoundError,
+    OutsideRootError,
+    UnsupportedFeatureError,
+    invalid,
+)
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG_BYTES = 2**20
@@ -34,6 +40,10 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("modules_to_save", "layer_replication", "trainable_token_indices"), ([], {})),
     **dict.fromkeys(("target_parameters", "alora_invocation_tokens", "arrow_config"), ([], {})),
     **dict.fromkeys(("megatron_config", "lora_ga_config"), ([], {})),
+}
+VLLM_SENTENCES = {
+    "use_dora": "This server does not yet support DoRA. ",
+    "modules_to_save": "Unsupported modules_to_save. ",
 }
 CHANGES_BASE = (
     "pissa",
@@ -100,7 +110,9 @@ def read_adapter(path: str | os.PathLike[str], root: str | None = None) -> Adapt
         root: the folder that it must lie in, however it is named; None = anywhere.
 
     Raises:
-        TrouperValidationError: there is no such adapter, or it is malformed; the message names the file.
+        LoRAAdapterNotFoundError: there is no such folder.
+        OutsideRootError: the path leads out of the root.
+        TrouperValidationError: the adapter is malformed; the message names the file.
         UnsupportedFeatureError: it changes the model in a way that is not LoRA.
     """
     place = _open_folder(Path(path), root)
@@ -126,8 +138,9 @@ def adapter_config(text: bytes) -> AdapterConfig:
     for name, plain in PLAIN.items():
         value = fields.get(name)
         if value is not None and value not in plain:
+            vllms = VLLM_SENTENCES.get(name, "")
             raise UnsupportedFeatureError(
-                f"{CONFIG}: {name}={_shown(value)} is not supported", parameter=PARAMETER
+                f"{vllms}{CONFIG}: {name}={_shown(value)} is not supported", parameter=PARAMETER
             )
     start = fields.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(CHANGES_BASE):
@@ -164,7 +177,10 @@ def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
 
 def _open_folder(path: Path, root: str | None) -> _Place:
     if root is None:
-        return _Place(_open(None, str(path), os.O_DIRECTORY), 0)
+        try:
+            return _Place(os.open(path, os.O_RDONLY | os.O_DIRECTORY), 0)
+        except OSError as error:
+            raise _no_adapter(path, error) from None
     parts = path.parts
     if path.is_absolute():
         base = Path(root).absolute().parts
@@ -174,25 +190,38 @@ def _open_folder(path: Path, root: str | None) -> _Place:
     if ".." in parts or not parts:
         raise _outside(path)
     flags = os.O_NOFOLLOW
-    folder = _open(None, root, os.O_DIRECTORY)
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     for part in parts:
         try:
-            inner = _open(folder, part, os.O_DIRECTORY | flags)
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | flags, dir_fd=folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a link, or no folder
+                raise _outside(path) from None
+            raise _no_adapter(path, error) from None
         finally:
             os.close(folder)
         folder = inner
     return _Place(folder, flags)
 
 
+def _no_adapter(path: Path, error: OSError) -> Exception:
+    rule = f"{PARAMETER}: No adapter found for {_shown(str(path))}: {error.strerror}"
+    return LoRAAdapterNotFoundError(rule, parameter=PARAMETER)
+
+
 def _outside(path: Path) -> Exception:
-    return invalid(PARAMETER, "is not a folder below the lora_root", str(path))
+    rule = f"{PARAMETER}: is not a folder below the lora_root"
+    return OutsideRootError(rule, parameter=PARAMETER, value=str(path))
 
 
-def _open(folder: int | None, name: str, flags: int) -> int:
+def _open(folder: int, name: str, flags: int) -> int:
     try:
         return os.open(name, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=folder)
     except OSError as error:
-        rule = f"{Path(name).name} cannot be opened: {error.strerror}"
+        if error.errno == errno.ELOOP:
+            rule = f"{PARAMETER}: {name} is a link, and none is followed below the lora_root"
+            raise OutsideRootError(rule, parameter=PARAMETER) from None
+        rule = f"{name} cannot be opened: {error.strerror}"
         raise invalid(PARAMETER, rule, name) from None
 
 

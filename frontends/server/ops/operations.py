@@ -2,7 +2,6 @@
 
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,7 +14,6 @@ from trouper.frontends.server.errors import HTTPError, unavailable
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.metrics import expose
 from trouper.frontends.server.service import Service
-from trouper.lora import LoRARequest
 
 REFRESH_S = 1.0  # for the latest statistics; an actor that is ending may hold them back for long
 MODELS = "/v1/models/"  # a name follows, which may hold slashes
@@ -42,19 +40,11 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": int(time.time()),
         "owned_by": "trouper",
-        "root": base if adapter is None else _shown_path(service, adapter),
+        "root": base if adapter is None else adapter.lora_path,
         "parent": None if adapter is None else base,
         "max_model_len": service.config.max_model_len,
         "permission": [],
     }
-
-
-def _shown_path(service: Service, adapter: LoRARequest) -> str:
-    """Return the path of an adapter as it was given; of one below --lora-root, the path from there."""
-    path, root = Path(adapter.lora_path), service.settings.lora_root
-    if root is None or not path.is_relative_to(root):
-        return adapter.lora_path
-    return str(path.relative_to(root))
 
 
 async def live(service: Service, context: RequestContext, _: None) -> None:
