@@ -85,6 +85,14 @@ async def test_reasoning_that_the_client_does_not_want_is_dropped(says):
     assert all("reasoning" not in each for each in found)
 
 
+async def test_a_stream_has_the_ids_of_the_marks_too(says, engine):
+    answer = await says(*PIECES).post(PATH, {**ASK, "stream": True, "return_token_ids": True})
+    choices = [choice for event in answer.events[:-1] for choice in event["choices"]]
+    found = [id for choice in choices for id in choice.get("token_ids") or ()]
+    encode = engine.tokenizer.encode
+    assert found == [id for piece in PIECES for id in encode(piece, add_special_tokens=False)]
+
+
 async def test_an_answer_begins_inside_where_the_prompt_has_opened_the_reasoning(says):
     found = await message(says("hm</think>yes", prompt="user: hi\nassistant: <think>\n"))
     assert (found["reasoning"], found["content"]) == ("hm", "yes")

@@ -76,6 +76,28 @@ async def test_the_prompt_and_the_answer_of_the_model_are_shown_where_they_are_a
     assert "input_messages" not in (await client.post(PATH, GREEDY)).json
 
 
+async def test_a_text_has_the_logprobs_of_its_tokens(client):
+    asked = {**GREEDY, "include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    reply = (await client.post(PATH, asked)).json
+    Response.model_validate(reply, strict=True)
+    part = reply["output"][0]["content"][0]
+    assert "".join(each["token"] for each in part["logprobs"]) == part["text"]
+    assert all(len(each["top_logprobs"]) == 3 and each["logprob"] <= 0 for each in part["logprobs"])
+    chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 6}
+    wanted = await client.post(
+        "/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 3}
+    )
+    assert part["logprobs"] == wanted.json["choices"][0]["logprobs"]["content"]
+    events = named_events((await client.post(PATH, {**asked, "stream": True})).body)
+    deltas = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
+    assert all(deltas)
+    (done,) = [e["logprobs"] for e in events if e["type"] == "response.output_text.done"]
+    assert [each for delta in deltas for each in delta] == part["logprobs"] == done
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == done
+    bare = (await client.post(PATH, GREEDY)).json["output"][0]["content"][0]
+    assert "logprobs" not in bare
+
+
 async def test_a_format_is_not_said_in_two_ways(client):
     text = {"format": {"type": "json_object"}}
     both = {**GREEDY, "text": text, "structured_outputs": {"regex": "a"}}
@@ -464,8 +486,8 @@ async def test_a_choice_without_tools_is_allowed(client, choice):
         ({"input": [{"type": "reasoning", "content": [{}]}]}, 400, "input[0].content"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, 400, "input"),
         ({"truncation": "auto"}, 400, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, 400, "include"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
+        ({"top_logprobs": 99, "include": ["message.output_text.logprobs"]}, 400, "top_logprobs"),
         ({"text": {"format": {}}}, 400, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, 400, "text.format"),
         ({"model": "x"}, 404, None),

@@ -17,6 +17,7 @@ from trouper.frontends.dialects.events import (
     ParserEvent,
     Reasoning,
 )
+from trouper.frontends.server.openai.responses_types import ChatToken
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -30,6 +31,7 @@ class AnswerBlock:
         self.name = name  # of the tool that is called
         self.call_id = call_id
         self._pieces: list[str] = []
+        self.tokens: list[ChatToken] = []  # with their logprobs, where the client wants those
 
     def __repr__(self) -> str:
         return f"<AnswerBlock {self.index}: {self.kind} {self.name}>"
@@ -54,6 +56,7 @@ class BlockGrown(NamedTuple):
 
     block: AnswerBlock
     text: str
+    tokens: Sequence[ChatToken] = ()  # of the text
 
 
 class BlockEnded(NamedTuple):
@@ -71,10 +74,16 @@ class AnswerBlocks:
 
     Args:
         call_id: gives the id of the call with that index and name.
+        tokens_of: gives the tokens of the next piece of the answer, to be shown with their logprobs.
     """
 
-    def __init__(self, call_id: Callable[[int, str], str]) -> None:
+    def __init__(
+        self,
+        call_id: Callable[[int, str], str],
+        tokens_of: Callable[[str], list[ChatToken]] = lambda piece: [],
+    ) -> None:
         self._call_id = call_id
+        self._tokens_of = tokens_of
         self.all: list[AnswerBlock] = []
         self._open: AnswerBlock | None = None
         self._blanks = ""  # of a text that may become a block
@@ -130,7 +139,9 @@ class AnswerBlocks:
             self._start(kind, events)
         block = self.all[-1]
         block.grow(text)
-        events.append(BlockGrown(block, text))
+        tokens = self._tokens_of(text)
+        block.tokens += tokens
+        events.append(BlockGrown(block, text, tokens))
 
     def _start(self, kind: Kind, events: list[BlockEvent], name: str = "") -> None:
         self._close(events)

@@ -172,7 +172,8 @@ class ChatAdapter:
         completion, text = update.completion, update.text
         calls = self._calls[update.index]
         tool_calls = calls.render(update.parts)
-        is_news = text or update.reasoning or tool_calls or completion.logprobs
+        shows_ids = self._request.return_token_ids and completion.token_ids
+        is_news = text or update.reasoning or tool_calls or completion.logprobs or shows_ids
         if not (is_news or completion.finish_reason):
             return []
         message = Message(content=text or UNSET, tool_calls=tool_calls or UNSET)

@@ -15,7 +15,9 @@ from trouper.frontends.server.openai.adapter import (
 )
 from trouper.frontends.server.openai.blocks import AnswerBlocks
 from trouper.frontends.server.openai.chat import ChatAdapter
+from trouper.frontends.server.openai.logprobs import chat_logprobs
 from trouper.frontends.server.responses.items import EventWriter, ItemForm
+from trouper.frontends.server.responses.logprobs import TokenSpans
 from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.usage import CachedTokens, ReasoningUsage, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
@@ -28,6 +30,7 @@ CLIENT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "structured_outputs": "text.format",
+    "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
 }
 
@@ -57,8 +60,15 @@ class ResponsesAdapter:
     def __init__(
         self, request: ResponsesTurn, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
     ) -> None:
-        self._blocks = AnswerBlocks(partial(call_ids(parsed, model, head).of, prefix="call"))
-        self._form = ItemForm(head.unique_id, request.tools, request.seals_reasoning)
+        self._spans = TokenSpans()
+        self._num_top = request.body.top_logprobs or 0
+        self._bytes_of = model.token_bytes
+        self._blocks = AnswerBlocks(
+            partial(call_ids(parsed, model, head).of, prefix="call"), self._spans.take
+        )
+        self._form = ItemForm(
+            head.unique_id, request.tools, request.seals_reasoning, request.shows_logprobs
+        )
         self._events = EventWriter(self._form)
         self._last: CompletionOutput | None = None
         self._is_created = False
@@ -101,7 +111,12 @@ class ResponsesAdapter:
         return self.response
 
     def _note(self, update: ChoiceUpdate) -> None:
-        self._last = update.completion
+        completion = self._last = update.completion
+        if completion.logprobs is not None:
+            found = chat_logprobs(
+                completion.token_ids, completion.logprobs, self._num_top, bytes_of=self._bytes_of
+            )
+            self._spans.add(found.content)
         if self._raw is not None:
             self._raw.add(update)
 
@@ -177,6 +192,7 @@ def _new_response(
         "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
         "tools": turn.tools.shown,
+        "top_logprobs": request.top_logprobs or 0,
         "top_p": parsed.params.top_p,
         "truncation": "disabled",
         "usage": None,

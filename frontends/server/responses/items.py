@@ -1,5 +1,6 @@
 """Blocks of an answer as output items, and as the events in which they come.  Pure."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from trouper.frontends.server.openai.adapter import StreamEvent
@@ -10,6 +11,7 @@ from trouper.frontends.server.openai.blocks import (
     BlockGrown,
     BlockStarted,
 )
+from trouper.frontends.server.openai.responses_types import ChatToken
 from trouper.frontends.server.responses.tools import ResponseTools, custom_input, shell_action
 from trouper.frontends.server.sealed import seal
 
@@ -33,11 +35,13 @@ class ItemForm(NamedTuple):
         id: the response's own part of the ids of its items.
         tools: the tools that may be called.
         seals_reasoning: items of reasoning have `encrypted_content`, too.
+        shows_logprobs: texts have the logprobs of their tokens.
     """
 
     id: str
     tools: ResponseTools
     seals_reasoning: bool = False
+    shows_logprobs: bool = False
 
     def item_id(self, block: AnswerBlock) -> str:
         """Return an id that no other block of any response has."""
@@ -49,13 +53,20 @@ class ItemForm(NamedTuple):
         head: JSONObject = {"id": self.item_id(block), "status": status}
         if block.kind == "call":
             return {**head, **self._call(block, status)}
-        content = [] if status == "in_progress" else [_part(block.kind, block.text)]
+        content = [] if status == "in_progress" else [self.part(block)]
         if block.kind == "text":
             return {**head, "type": "message", "role": "assistant", "content": content}
         item = {**head, "type": "reasoning", "summary": [], "content": content}
         if self.seals_reasoning and content:
             item["encrypted_content"] = seal("reasoning", block.text)
         return item
+
+    def part(self, block: AnswerBlock) -> JSONObject:
+        """Return what an item of reasoning or text holds."""
+        part = _part(block.kind, block.text)
+        if self.shows_logprobs and block.kind == "text":
+            part["logprobs"] = list(block.tokens)
+        return part
 
     def is_held_back(self, block: AnswerBlock) -> bool:
         """Tell whether a call is shown when it is whole, because its arguments have another form in its item."""
@@ -104,8 +115,8 @@ class EventWriter:
         match change:
             case BlockStarted():
                 return self._started(block)
-            case BlockGrown(_, text):
-                return [self._of_text("delta", block, delta=text)]
+            case BlockGrown(_, text, tokens):
+                return [self._of_text("delta", block, tokens, delta=text)]
             case BlockEnded(_, is_cut):
                 return self._ended(block, is_cut)
 
@@ -120,8 +131,8 @@ class EventWriter:
         item = self._form.item(block, "incomplete" if is_cut else "completed")
         if block.kind != "call":
             events = [
-                self._of_text("done", block, text=block.text),
-                self._in_part("content_part.done", block, part=_part(block.kind, block.text)),
+                self._of_text("done", block, block.tokens, text=block.text),
+                self._in_part("content_part.done", block, part=self._form.part(block)),
             ]
         elif item["type"] == "function_call":
             whole = {"name": item["name"], "arguments": block.text}
@@ -141,13 +152,17 @@ class EventWriter:
         return [*events, done]
 
     def _of_text(
-        self, moment: Literal["delta", "done"], block: AnswerBlock, **content: Any
+        self,
+        moment: Literal["delta", "done"],
+        block: AnswerBlock,
+        tokens: Sequence[ChatToken] = (),
+        **content: Any,
     ) -> StreamEvent:
         kind = f"{DELTAS[block.kind]}.{moment}"
         if block.kind == "call":
             item_id = self._form.item_id(block)
             return self.event(kind, item_id=item_id, output_index=block.index, **content)
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        more: dict[str, Any] = {"logprobs": list(tokens)} if block.kind == "text" else {}
         return self._in_part(kind.removeprefix("response."), block, **content, **more)
 
     def _in_part(self, kind: str, block: AnswerBlock, **content: Any) -> StreamEvent:

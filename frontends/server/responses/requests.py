@@ -33,6 +33,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     include_reasoning: bool | None = None
     chat_template_kwargs: JSONObject | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = None
     previous_response_id: str | None = None
     store: bool | None = None  # by default what this server can
     background: bool | None = None

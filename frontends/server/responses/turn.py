@@ -12,7 +12,6 @@ from trouper.frontends.server.response_store import StoredResponse
 from trouper.frontends.server.responses.conversation import add_items
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.tools import ResponseTools
-from trouper.frontends.server.unsupported import unsupported
 
 JSONObject = dict[str, Any]
 SAME_NAME = ("stop", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
@@ -65,10 +64,14 @@ class ResponsesTurn:
         """The client keeps the reasoning for the next turn as one string."""
         return ENCRYPTED in (self.body.include or ())
 
+    @property
+    def shows_logprobs(self) -> bool:
+        return LOGPROBS in (self.body.include or ())
+
     def as_chat(self) -> ChatRequest:
         body = self.body
-        if LOGPROBS in (body.include or ()):
-            raise unsupported("include", f"{LOGPROBS} is not; use logprobs of /v1/chat/completions")
+        if body.top_logprobs and not self.shows_logprobs:
+            raise invalid("top_logprobs", f"needs include: [{LOGPROBS!r}]", body.top_logprobs)
         fields = {name: getattr(body, name) for name in SAME_NAME}
         response_format = _response_format(body)
         if response_format is not None and body.structured_outputs is not None:
@@ -80,6 +83,8 @@ class ResponsesTurn:
             reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
             tools=self.tools.functions or None,
             tool_choice=self.tools.choice(body.tool_choice),
+            logprobs=self.shows_logprobs or None,
+            top_logprobs=body.top_logprobs if self.shows_logprobs else None,
             **fields,
             **body.shared(),
         )
