@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from trouper.actors.scheduling.step_time import StepTimes, StepWork
 
 LOSS = 0.08  # share of a step with prompts that its fixed part may be
-QUIET_LOSS = 0.01  # the same where nothing streams and no request has come for long
+# The same where nothing streams and no request has come for long.  A newcomer may meet one such step, so it is no longer than batch
+# work needs to keep .98 of its pace.
+QUIET_LOSS = 0.014
 QUIET_S = 45.0  # of steps without a new request
 ROWS_FACTOR = 4.0  # times what the rows of a step take: prompts get four fifths of it at least
 MIN_S = 0.02

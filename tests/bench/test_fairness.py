@@ -1,13 +1,23 @@
 """Fair steps in virtual time keep what the page on latency promises; a server is measured in a slow test."""
 
 import json
+import sys
 from functools import cache
 
 import pytest
 
+from trouper.actors.messages.results import StepDone
 from trouper.bench import fair_server
 from trouper.bench.fairness import ORDERS, WORKLOADS, measure
-from trouper.bench.virtual_time import MACHINES, Played, VirtualRun, policy_of, teach
+from trouper.bench.virtual_time import (
+    MACHINES,
+    Played,
+    VirtualClient,
+    VirtualRun,
+    admission,
+    policy_of,
+    teach,
+)
 from trouper.frontends.cli.main import run_line
 
 MACHINE = MACHINES["cpu-135m"]
@@ -56,6 +66,49 @@ def test_short_requests_alone_lose_nothing():
     first = [played("short-only", order)["kinds"]["short"]["first_token_s"] for order in ORDERS]
     arrival, _, fair = first
     assert fair["p99"] <= 1.05 * arrival["p99"]
+
+
+@pytest.mark.parametrize("workload", ["titles-1", "titles-3", "titles-10", "short-only"])
+def test_first_tokens_are_foretold(workload):
+    assert played(workload, "fair", 0.03)["kinds"]["short"]["foretold"] >= 0.9
+
+
+def instructions_a_step(order, num_steps=12):
+    """Count the instructions of the interpreter that 64 decoding rows cost the policy: the same on every machine."""
+    policy, num = policy_of(MACHINE, **ORDERS[order]), 0
+    if policy.turns is not None:
+        teach(policy.turns.times, MACHINE)
+    for i in range(64):
+        policy.admit(admission(i, VirtualClient(0.0, 20, 1000)))
+
+    def step():
+        plan = policy.plan()
+        tokens = tuple((7,) * wanted for wanted in plan.num_sampled_tokens)
+        policy.apply(StepDone(plan.step, tokens, seconds=0.03))
+        policy.take_outputs()
+
+    def trace(frame, event, arg):
+        nonlocal num
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        num += event == "opcode"
+        return trace
+
+    for _ in range(20):
+        step()
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for _ in range(num_steps):
+            step()
+    finally:
+        sys.settrace(before)
+    return num / num_steps
+
+
+def test_decoding_costs_the_policy_no_more():
+    arrival, _, fair = map(instructions_a_step, ORDERS)
+    assert arrival > 10_000
+    assert fair <= 1.02 * arrival
 
 
 def test_steps_are_foreseen():
