@@ -204,7 +204,9 @@ def record(engine):
         answer = await Client(app).post(path, fields, headers)
         lines = [f"POST {path} {json.dumps(fields)}"]
         for prompt, params, options in scripted.asked:
-            options = {name: value for name, value in options.items() if value not in (None, "", b"")}
+            options = {
+                name: value for name, value in options.items() if value not in (None, "", b"")
+            }
             asked = [prompt, chosen(params), options]
             lines.append(f"engine {json.dumps(asked, default=repr, sort_keys=True)}")
         lines.append(f"{answer.status} {answer.headers['content-type']}")

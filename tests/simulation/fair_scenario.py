@@ -191,15 +191,19 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     options = parser.parse_args()
-    began, num_broken = time.process_time(), 0
-    for seed in range(options.seed, options.seed + options.schedules):
-        try:
-            play_fairly(seed)
-        except Broken as error:
-            num_broken += 1
-            print(f"seed {seed}: {str(error)[:200]}", flush=True)
-    rate = options.schedules / (time.process_time() - began)
-    print(f"{options.schedules} schedules, {rate:.0f} a CPU second, {num_broken} broken")
+    began, num_broken, num_played = time.process_time(), 0, 0
+    try:
+        for seed in range(options.seed, options.seed + options.schedules):
+            try:
+                play_fairly(seed)
+            except Broken as error:
+                num_broken += 1
+                print(f"seed {seed}: {str(error)[:200]}", flush=True)
+            num_played += 1
+    except KeyboardInterrupt:
+        print("interrupted")
+    rate = num_played / (time.process_time() - began)
+    print(f"{num_played} schedules, {rate:.0f} a CPU second, {num_broken} broken")
 
 
 if __name__ == "__main__":

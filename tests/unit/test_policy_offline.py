@@ -75,25 +75,9 @@ class Reference:
         """Return (id, start, count, whether it samples) of each entry, or None."""
         if len(self.plans) >= self.num_plans:
             return None
-        most, num_competing = self.num_tokens, len(self.running) + len(self.waiting)
-        if self.rules["threshold"] and num_competing > 1:
-            most = self.rules["threshold"]
-            if self.rules["adaptive"]:
-                most = max(most, self.num_tokens // num_competing)
-        plan, num_before = {}, len(self.running)
-        num_evictions = sum(row.num_evictions for row in self.rows.values())
-        for row in list(self.running):
-            known, left = row.num_tokens + row.num_sampling, self.num_tokens - self.spent(plan)
-            if left <= 0:
-                break
-            if row not in self.running or known >= row.limit:
-                continue
-            count = min(known - row.num_computed, left, most)
-            if self.take_blocks(row, row.num_computed + count, plan):
-                plan[row.id] = (row.num_computed, count)
-            elif self.rules["policy"] == "fcfs":
-                break
-        if num_evictions == sum(row.num_evictions for row in self.rows.values()):
+        plan, most, num_evictions = {}, self.longest_part(), self.num_evictions
+        self.go_on(plan, most)
+        if num_evictions == self.num_evictions:
             self.start(plan, most)
         entries = []
         for id, (start, count) in plan.items():
@@ -105,6 +89,31 @@ class Reference:
             return None
         self.plans.append(entries)
         return entries
+
+    @property
+    def num_evictions(self):
+        return sum(row.num_evictions for row in self.rows.values())
+
+    def longest_part(self):
+        threshold, num_competing = self.rules["threshold"], len(self.running) + len(self.waiting)
+        if not threshold or num_competing <= 1:
+            return self.num_tokens
+        share = self.num_tokens // num_competing if self.rules["adaptive"] else 0
+        return max(threshold, share)
+
+    def go_on(self, plan, most):
+        """Plan for the rows that run."""
+        for row in list(self.running):
+            known, left = row.num_tokens + row.num_sampling, self.num_tokens - self.spent(plan)
+            if left <= 0:
+                break
+            if row not in self.running or known >= row.limit:
+                continue
+            count = min(known - row.num_computed, left, most)
+            if self.take_blocks(row, row.num_computed + count, plan):
+                plan[row.id] = (row.num_computed, count)
+            elif self.rules["policy"] == "fcfs":
+                break
 
     @staticmethod
     def spent(plan):
