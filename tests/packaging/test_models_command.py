@@ -36,7 +36,7 @@ def test_folders_are_listed_with_what_serves_them_or_why_not(capsys, tmp_path, e
         "odd": {"config.json": json.dumps({**LLAMA, "num_key_value_heads": 3}),
                 "model.safetensors": ""},
     }  # fmt: skip
-    for method in ("fp8", "bitsandbytes"):
+    for method in ("fp8", "aqlm"):
         config = {**LLAMA, "quantization_config": {"quant_method": method}}
         files[method] = {"config.json": json.dumps(config), "model.safetensors": ""}
     for name, contents in files.items():
@@ -55,8 +55,8 @@ def test_folders_are_listed_with_what_serves_them_or_why_not(capsys, tmp_path, e
     assert "config.json cannot be read" in reasons["broken"]
     assert "query heads" in reasons["odd"]
     assert found["fp8"]["served_by"] == "trouper"
-    assert "quant_method: not supported: 'bitsandbytes'" in reasons["bitsandbytes"]
-    assert "GGUF" in reasons["bitsandbytes"]
+    assert "quant_method: not supported: 'aqlm'" in reasons["aqlm"]
+    assert "GGUF" in reasons["aqlm"]
 
 
 def test_models_of_the_hub_have_their_ids(capsys, tmp_path):

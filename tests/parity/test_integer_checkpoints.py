@@ -229,17 +229,42 @@ def test_half_of_a_fused_matrix_may_be_plain(tmp_path):
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method"),
+        ({"quant_method": "aqlm"}, "quant_method"),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit"),
+        (
+            {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "bnb_4bit_quant_storage": "float16",
+            },
+            "bnb_4bit_quant_storage",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
+            "bnb_4bit_quant_type",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo"),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "group_size": 32}},
+            "group_size",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllamav2"},
+            "packing_format",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 2, "packing_format": "auto_round:auto_gptq"},
+            "bits",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
         ({**CONFIGS["gptq"], "bits": 3}, "bits"),
         ({**CONFIGS["gptq"], "group_size": 48}, "group_size"),
         ({**CONFIGS["gptq"], "checkpoint_format": "marlin"}, "checkpoint_format"),
-        ({**CONFIGS["gptq"], "dynamic": {"-:.*": {}}}, "dynamic"),
+        ({**CONFIGS["gptq"], "dynamic": {"+:.*": {"bits": 3}}}, "bits"),
         ({**CONFIGS["awq"], "version": "gemv"}, "version"),
         ({**CONFIGS["compressed"], "format": "marlin-24"}, "format"),
         ({**CONFIGS["compressed"], "sparsity_config": {"format": "sparse-bitmask"}}, "format"),
         ({**CONFIGS["compressed"], "transform_config": {"config_groups": {}}}, "transform_config"),
-        ({**CONFIGS["compressed"], "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({**CONFIGS["compressed"], "config_groups": {}}, "config_groups"),
         (compressed(WEIGHTS | {"num_bits": 3}), "num_bits"),
         (compressed(WEIGHTS | {"strategy": "block"}), "strategy"),

@@ -24,6 +24,7 @@ from .test_integer_checkpoints import FILE, eight_to_a_word, load, run
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 24]}
 FP8_TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
+BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 GPTQ8 = {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True}
 
 
@@ -114,6 +115,51 @@ def gptq8(weight, *, is_ordered=True):
     return parts, plain
 
 
+def nvfp4_of_modelopt(weight):
+    parts, plain = fp4(weight, has_global_scale=True)
+    inverse = 1 / parts["weight_global_scale"]
+    own = {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}
+    return {**own, "weight_scale_2": inverse[0], "input_scale": torch.tensor(0.01)}, plain
+
+
+def bnb8(weight):
+    """The bytes of LLM.int8(), with the largest number of each row."""
+    q, largest = torch.randint(-127, 128, weight.shape, dtype=torch.int8), torch.rand(len(weight))
+    parts = {"weight": q, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, q.float() * (largest / 127).unsqueeze(1)
+
+
+def bnb4(weight, *, kind="nf4", block=64, nested=None):
+    """Codes of four bits in row order, the first in the high half; absmax of blocks, coded in bytes where `nested` is a size."""
+    num_blocks, code = -(-weight.numel() // block), torch.randint(0, 16, (weight.numel(),))
+    table, absmax = torch.rand(16) * 2 - 1, torch.rand(num_blocks)
+    state = {
+        "quant_type": kind,
+        "blocksize": block,
+        "dtype": "bfloat16",
+        "shape": list(weight.shape),
+    }
+    parts = {
+        "weight": (code[::2] << 4 | code[1::2]).to(torch.uint8).unsqueeze(1),
+        "weight.absmax": absmax,
+        "weight.quant_map": table,
+    }
+    if nested is not None:
+        bytes_, other = torch.randint(0, 256, (num_blocks,)), torch.rand(256)
+        whole = torch.rand(-(-num_blocks // nested))
+        absmax = other[bytes_] * whole[torch.arange(num_blocks) // nested] + 0.25
+        parts |= {
+            "weight.absmax": bytes_.to(torch.uint8),
+            "weight.nested_absmax": whole,
+            "weight.nested_quant_map": other,
+        }
+        state |= {"nested_blocksize": nested, "nested_dtype": "float32", "nested_offset": 0.25}
+    written = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = written
+    of_block = torch.arange(weight.numel()) // block
+    return parts, (table[code] * absmax[of_block]).view(weight.shape)
+
+
 def packed8(weight):
     """Bytes of 1 … 256 less 128, in groups, four to an int32."""
     q, groups = torch.randint(0, 256, weight.shape), (len(weight), weight.shape[1] // 32)
@@ -169,6 +215,31 @@ KINDS = {
     "nvfp4": (
         compressed("nvfp4-pack-quantized", weights(4, "float", "tensor_group", group_size=16)),
         lambda weight: fp4(weight, has_global_scale=True),
+    ),
+    "modelopt_fp8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        fp8_by(lambda *_: ()),
+    ),
+    "modelopt_fp8_channels": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        fp8_by(lambda num_out, _: (num_out,)),
+    ),
+    "modelopt_nvfp4": (
+        {"quant_method": "modelopt_fp4", "quantization": {"quant_algo": "NVFP4", "group_size": 16}},
+        nvfp4_of_modelopt,
+    ),
+    "bnb_8_bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb8),
+    "bnb_nf4": (BNB4, bnb4),
+    "bnb_nf4_nested": (BNB4, lambda weight: bnb4(weight, nested=256)),
+    "bnb_fp4": (BNB4 | {"bnb_4bit_quant_type": "fp4"}, lambda w: bnb4(w, kind="fp4", block=128)),
+    "auto_round": (
+        {
+            "quant_method": "auto-round",
+            "bits": 8,
+            "group_size": 32,
+            "packing_format": "auto_round:auto_gptq",
+        },
+        lambda weight: gptq8(weight, is_ordered=False),
     ),
     "gptq_8_bits": (GPTQ8, lambda weight: gptq8(weight, is_ordered=False)),
     "gptq_act_order": (GPTQ8, gptq8),
@@ -258,6 +329,74 @@ def test_groups_of_modules_are_each_read_as_config_json_says(tmp_path):
     assert torch.equal(found, logprobs)
 
 
+def gptq_by(bits):
+    """Groups of 32 in order, of any of the two widths."""
+
+    def quantise(weight):
+        if bits == 8:
+            return gptq8(weight, is_ordered=False)
+        q, shape = torch.randint(0, 16, weight.shape), (len(weight), weight.shape[1] // 32)
+        zeros, scales = torch.randint(0, 16, shape), ((torch.rand(shape) + 0.5) / 64).half()
+        parts = {
+            "qweight": eight_to_a_word(q).T.contiguous(),
+            "qzeros": eight_to_a_word((zeros.T - 1) % 16),
+            "scales": scales.T.contiguous(),
+        }
+        wide = (x.repeat_interleave(32, 1) for x in (zeros, scales.float()))
+        return parts, (q - next(wide)) * next(wide)
+
+    return quantise
+
+
+EXCEPTIONS = {
+    "gptqmodel": {
+        **GPTQ8, "bits": 4,
+        "dynamic": {"-:.*0.*o_proj": {}, r"+:.*\.[qk]_proj": {"bits": 8}, r".*\.1\.mlp\.down.*": {"bits": 8}},
+    },
+    "auto-round": {
+        "quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq",
+        "extra_config": {
+            "model.layers.0.self_attn.o_proj": {"bits": 16, "data_type": "float"},
+            ".*[qk]_proj": {"bits": 8}, "model.layers.1.mlp.down_proj": {"bits": 8},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", EXCEPTIONS)
+def test_modules_may_be_excepted_by_name_or_pattern(tmp_path, method):
+    def kind_of(name):
+        if name == "model.layers.0.self_attn.o_proj.weight":
+            return None  # is left plain
+        is_wide = "q_proj" in name or "k_proj" in name or "1.mlp.down_proj" in name
+        return gptq_by(8 if is_wide else 4)
+
+    plain, narrow = write(tmp_path, EXCEPTIONS[method], kind_of)
+    assert torch.equal(run(narrow)[2], run(plain)[2])
+
+
+def test_modelopt_may_have_a_file_of_its_own(tmp_path):
+    config, quantise = KINDS["modelopt_nvfp4"]
+    plain, narrow = write(tmp_path, config, lambda _: quantise)
+    hf_config = json.loads((narrow / "config.json").read_text())
+    del hf_config["quantization_config"]
+    (narrow / "config.json").write_text(json.dumps(hf_config))
+    own = {"producer": {"name": "modelopt"}, "quantization": config["quantization"]}
+    (narrow / "hf_quant_config.json").write_text(json.dumps(own))
+    assert torch.equal(run(narrow)[2], run(plain)[2])
+
+
+@pytest.mark.parametrize("kind", ["bnb_nf4_nested", "bnb_8_bits", "modelopt_nvfp4"])
+def test_all_tensors_are_given_plain_to_the_library(tmp_path, kind):
+    config, quantise = KINDS[kind]
+    plain, narrow = write(tmp_path, config, lambda _: quantise)
+    scheme = read_scheme({"quantization_config": config})
+    found, expected = dict(Checkpoint(narrow, scheme=scheme).plain()), load_file(plain / FILE)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name].float(), weight.float(), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("kind", ["fp8_blocks", "gptq_act_order"])
 def test_experts_are_quantised_matrices_too(tmp_path, kind):
     config, quantise = KINDS[kind]
@@ -321,6 +460,14 @@ def spoil(part, value):
         ("fp8_channels", spoil("weight", math.nan), r"up_proj\.weight: weights that are not numbers"),
         ("mxfp4", spoil("weight_scale", 255), r"up_proj\.weight_scale: .*not finite"),
         ("packed_8_bits", spoil("weight_shape", 7), r"up_proj\.weight_shape: must be \[\d+, \d+\]"),
+        ("bnb_nf4", spoil("weight.absmax", math.nan), r"up_proj\.weight\.absmax: .*not finite"),
+        ("bnb_nf4", spoil("weight.quant_state.bitsandbytes__nf4", 7), r"up_proj\.weight\.quant_state: is not"),
+        ("bnb_nf4", lambda t: t.pop(UP + "weight.absmax"), r"lacks 1 .*up_proj\.weight\.absmax"),
+        ("bnb_nf4", lambda t: t.pop(UP + "weight.quant_state.bitsandbytes__nf4"), r"lacks 1 .*quant_state"),
+        ("bnb_nf4_nested", lambda t: t.pop(UP + "weight.nested_absmax"), r"bytes without weight\.nested_absmax"),
+        ("bnb_8_bits", spoil("SCB", math.inf), r"up_proj\.SCB: .*not finite"),
+        ("bnb_8_bits", spoil("weight_format", 1), r"up_proj\.weight_format: must be 0"),
+        ("modelopt_nvfp4", spoil("weight_scale_2", math.nan), r"up_proj\.weight_scale_2: .*not finite"),
         ("gptq_8_bits", spoil("g_idx", 1), r"up_proj\.g_idx: each group must have 32 inputs"),
         (
             "fp8_channels",
@@ -346,14 +493,18 @@ def test_a_malformed_tensor_is_named(tmp_path, kind, changes, message):
         load(narrow)
 
 
-def test_scales_of_a_kv_cache_are_refused(tmp_path):
+@pytest.mark.parametrize("kind", ["fp8_tensor", "nvfp4"])
+@pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.v_proj.v_scale"])
+def test_scales_of_a_kv_cache_are_left_out_with_a_line(tmp_path, caplog, kind, name):
     def add(stored):
-        stored["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)
+        stored[f"model.layers.0.{name}"] = torch.tensor(3.0)
 
-    config, quantise = KINDS["fp8_tensor"]
-    _, narrow = write(tmp_path, config, lambda _: quantise, add)
-    with pytest.raises(UnsupportedFeatureError, match=r"kv_cache_scheme: .*self_attn\.k_scale"):
-        load(narrow)
+    config, quantise = KINDS[kind]
+    config = {**config, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    plain, narrow = write(tmp_path, config, lambda _: quantise, add)
+    with caplog.at_level("INFO", logger="trouper"):
+        assert torch.equal(run(narrow)[2], run(plain)[2])
+    assert "of a KV cache, which are not used" in caplog.text
 
 
 def test_a_quantised_module_of_no_group_is_named(tmp_path):

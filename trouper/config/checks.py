@@ -32,7 +32,14 @@ AT_MOST = {
 }
 ROUNDED = ("int8", "int4")  # what plain weights are rounded to
 # Of a checkpoint that is quantised already, by the names that vLLM has for its kernels too.
-METHODS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "mxfp4", "gguf")
+METHODS = (
+    "awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "mxfp4", "gguf", "modelopt", "modelopt_fp4",
+    "auto-round", "inc", "bitsandbytes",
+)  # fmt: skip
+METHOD_ALIASES = {
+    "awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt", "modelopt_fp8": "modelopt", "inc": "auto-round",
+    "auto_round": "auto-round", "intel/auto-round": "auto-round",
+}  # fmt: skip
 ONE_OF = {
     "scheduling_policy": ("priority", "fcfs"),
     "device_worker": ("auto", "inline", "process"),

@@ -8,10 +8,10 @@ they are first used, so a large cache costs nothing at start.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from trouper.config.args import EngineArgs
-from trouper.config.checks import human_int
+from trouper.config.checks import METHOD_ALIASES, human_int
 from trouper.config.gguf import read_gguf
 from trouper.config.model import ITEM_BYTES, ModelConfig
 from trouper.errors import TrouperValidationError, invalid
@@ -142,9 +142,8 @@ def weight_bytes(args: EngineArgs, model: ModelConfig, dtype: str) -> int:
     if model.is_gguf:
         return _gguf_bytes(Path(model.path), dtype)
     stored = _file_bytes(Path(model.path)) if args.load_format != "dummy" else 0
-    is_rounded = bool(model.hf_config.get("quantization_config"))
-    if stored and is_rounded:
-        return stored
+    if stored and (scheme := model.hf_config.get("quantization_config")):
+        return int(stored * _growth(cast("dict[str, Any]", scheme), ITEM_BYTES[dtype]))
     size = stored * ITEM_BYTES[dtype] // ITEM_BYTES[model.dtype]
     tables = 2 * int(model.vocab_size) * model.hidden_size * ITEM_BYTES[dtype]
     if not stored:
@@ -155,6 +154,20 @@ def weight_bytes(args: EngineArgs, model: ModelConfig, dtype: str) -> int:
         args.quantization or "", COMPRESSED_SHARE if args.compress_weights else 1
     )
     return int(size * share)
+
+
+def _growth(scheme: dict[str, Any], item_bytes: int) -> float:
+    """Return how many bytes in memory each byte of a quantised checkpoint takes: some formats are read as wider ones."""
+    match METHOD_ALIASES.get(scheme.get("quant_method", ""), scheme.get("quant_method")):
+        case "fp8" | "fbgemm_fp8":
+            return item_bytes
+        case "bitsandbytes":
+            return 1 if scheme.get("load_in_8bit") else 2 * item_bytes
+        case "modelopt":
+            algorithm = (scheme.get("quantization") or scheme).get("quant_algo")
+            return 2 if algorithm == "NVFP4" else item_bytes
+        case _:
+            return 1
 
 
 def _file_bytes(folder: Path) -> int:

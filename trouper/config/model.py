@@ -77,6 +77,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raw = read_object(path / "config.json")
             if raw is None:
                 raise invalid("model", "no config.json in the model folder", str(path))
+            raw = with_modelopt(raw, path)
         else:
             raw = GEOMETRIES[str(path)]
         overrides = cast("dict[str, Any]", args.hf_overrides or {})
@@ -134,6 +135,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.is_gguf:
             raise UnsupportedFeatureError(GGUF_POOLS, parameter="model")
         return pooler_spec(wishes, folder, self.architecture, self.hf_config, convert)
+
+
+def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Add the quantization that modelopt wrote into a file of its own, hf_quant_config.json."""
+    if config.get("quantization_config"):
+        return config
+    own = read_object(folder / "hf_quant_config.json")
+    if own is None:
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **own}}
 
 
 def _first(*values: Any) -> Any:

@@ -12,7 +12,7 @@ import msgspec
 
 from trouper.config.adapters import LoRAConfig
 from trouper.config.args import EngineArgs
-from trouper.config.checks import ROUNDED, check_engine_args, log_idle_options
+from trouper.config.checks import METHOD_ALIASES, ROUNDED, check_engine_args, log_idle_options
 from trouper.config.context import (
     Context,
     Sizes,
@@ -403,7 +403,7 @@ def _rounding(args: EngineArgs, model: ModelConfig, pooler: PoolerSpec | None) -
         if scheme:
             raise invalid("quantization", "the checkpoint is quantised already", wanted)
         return cast("Quantization", wanted)
-    if wanted.removesuffix("_marlin") != own:
+    if METHOD_ALIASES.get(wanted, wanted) != METHOD_ALIASES.get(own, own):
         rule = (
             f"the checkpoint's weights are plain; {' or '.join(ROUNDED)} rounds them"
             if own is None

@@ -14,6 +14,7 @@ from torch import Tensor
 from trouper.actors.executor.models.parameters import Cut, Parameter
 from trouper.actors.executor.models.parts import part_of, part_of_integers
 from trouper.actors.executor.weights.layouts import (
+    BNB_STATES,
     OF_ACTIVATIONS,
     OF_KV_CACHE,
     StoredTensor,
@@ -21,7 +22,13 @@ from trouper.actors.executor.weights.layouts import (
     base_of,
     unsupported,
 )
-from trouper.actors.executor.weights.quantized import joined, matrix, of_expert, widened
+from trouper.actors.executor.weights.quantized import (
+    joined,
+    matrix,
+    of_expert,
+    shape_of_codes,
+    widened,
+)
 from trouper.actors.executor.weights.schemes import Scheme
 from trouper.actors.executor.weights.stacks import StackedPart, Views
 from trouper.actors.executor.weights.tensor_files import tensor_files
@@ -79,10 +86,9 @@ class Checkpoint:
         return {name: self._shape(name) for name in self._file_of}
 
     @property
-    def num_activation_scales(self) -> int:
-        """Count the scales of activations of a quantised checkpoint."""
-        lasts = (name.rpartition(".")[2] for name in self._file_of)
-        return sum(last in OF_ACTIVATIONS for last in lasts) if self._scheme else 0
+    def num_unused_scales(self) -> int:
+        """Count the scales of activations and of a KV cache of a quantised checkpoint."""
+        return sum(map(self._is_unused_scale, self._file_of))
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -102,7 +108,7 @@ class Checkpoint:
 
         Raises:
             TrouperValidationError: tensors are missing, unexpected or of another shape or dtype; it names them.
-            UnsupportedFeatureError: it has scales of a quantised KV cache.
+            UnsupportedFeatureError: a tensor is quantised in a way that cannot be read.
         """
         sources = (source for parameter in parameters for source in parameter.sources)
         wanted = {
@@ -110,12 +116,10 @@ class Checkpoint:
         }
         unexpected: list[str] = []
         for name in self._file_of:
-            last = name.rpartition(".")[2]
-            self._refuse_kv_scales(name)
             if (
                 name in wanted
                 or name in ignored
-                or (self._scheme is not None and last in OF_ACTIVATIONS)
+                or self._is_unused_scale(name)
                 or name.endswith("rotary_emb.inv_freq")
                 or self._is_idle_bias(name)
             ):
@@ -123,9 +127,10 @@ class Checkpoint:
             unexpected.append(name)
         self._compare(wanted, unexpected)
 
-    def _refuse_kv_scales(self, name: str) -> None:
-        if self._scheme is not None and name.rpartition(".")[2] in OF_KV_CACHE:
-            raise unsupported("kv_cache_scheme", f"scales of a KV cache, as {name}")
+    def _is_unused_scale(self, name: str) -> bool:
+        """Activations, keys and values stay in the model's dtype, so nothing reads their scales."""
+        last = name.rpartition(".")[2]
+        return self._scheme is not None and last in (*OF_ACTIVATIONS, *OF_KV_CACHE)
 
     def _compare(self, wanted: Mapping[str, StoredTensor], unexpected: Sequence[str] = ()) -> None:
         """Raise TrouperValidationError for tensors that are not as they should be."""
@@ -133,7 +138,7 @@ class Checkpoint:
         misshapen = [
             f"{name} {list(found)} instead of {list(part.shapes[0])}"
             for name, part in wanted.items()
-            if name in self and (found := self._shape(name)) not in part.shapes
+            if name in self and part.shapes and (found := self._shape(name)) not in part.shapes
         ]
         mistyped = [
             f"{name} {found} instead of {' or '.join(part.dtypes)}"
@@ -187,7 +192,7 @@ class Checkpoint:
         if (part := self._part(name, shape)) is not None:
             return self._expert(part, dtype)
         layout = self._layout(name)
-        if layout is None or len(shape) != 2:
+        if layout is None or layout.method == "bnb4" or len(shape) != 2:
             return None
         return matrix(layout, name, shape, self._read_parts(layout, name, shape), dtype)
 
@@ -209,14 +214,13 @@ class Checkpoint:
         for mark in self._file_of:
             name, layout = self._marked(mark)
             if layout is not None:
-                shape = layout.shape(name, self._shape)
+                shape = self._shape_of_matrix(layout, name)
                 parts = self._stored(layout, name, shape)
                 self._compare(parts)
                 read.update(parts)
                 yield name, widened(layout, name, shape, self._read_parts(layout, name, shape))
         for name in self._file_of:
-            self._refuse_kv_scales(name)
-            is_idle = name.rpartition(".")[2] in OF_ACTIVATIONS or self._is_idle_bias(name)
+            is_idle = self._is_unused_scale(name) or self._is_idle_bias(name)
             if name not in read and not is_idle:
                 yield name, self._tensor(name)
 
@@ -227,6 +231,15 @@ class Checkpoint:
                 name = mark.removesuffix(last) + whole
                 return name, self._layout(name)
         return mark, None
+
+    def _shape_of_matrix(self, layout: WeightLayout, name: str) -> tuple[int, ...]:
+        if layout.method != "bnb4":
+            return layout.shape(name, self._shape)
+        base = base_of(name)
+        for state in BNB_STATES.values():
+            if base + state in self:
+                return shape_of_codes(base, self._tensor(base + state))
+        raise invalid("model", f"the checkpoint lacks {base}{BNB_STATES['nf4']}")
 
     def _layout(self, name: str) -> WeightLayout | None:
         return None if self._scheme is None else self._scheme.layout(name, self)

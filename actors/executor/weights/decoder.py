@@ -58,9 +58,7 @@ from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.ops import SharedOps
 from trouper.kernels.select import make_experts, make_linear
 
-ACTIVATION_SCALES = (
-    "the checkpoint has %d scales of activations, which are not used: activations stay in %s"
-)
+ACTIVATION_SCALES = "the checkpoint has %d scales of activations or of a KV cache, which are not used: both stay in %s"
 BAR_DELAY_S = 1.0
 ROUTER = "router"
 ADAPTED = ("qkv", "o", "gate_up", "down")  # which all tokens use
@@ -206,8 +204,8 @@ def _open_source(
     ignored |= {name for name in checkpoint.shapes if name.endswith(names.masks)}
     parameters = _all(traits, has_head=has_head)
     checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
-    if checkpoint.num_activation_scales:
-        logger.info(ACTIVATION_SCALES, checkpoint.num_activation_scales, config.dtype)
+    if checkpoint.num_unused_scales:
+        logger.info(ACTIVATION_SCALES, checkpoint.num_unused_scales, config.dtype)
     return checkpoint, traits
 
 

@@ -7,6 +7,11 @@
     int8   X.weight [O, I] of bytes  X.weight_scale  X.weight_zero_point
     fp8    X.weight [O, I] of e4m3  X.weight_scale, or X.weight_scale_inv of blocks
     fp4    X.weight_packed [O, I / 2] of two e2m1 a byte  X.weight_scale [O, G]  X.weight_global_scale [1]
+    nvfp4  X.weight [O, I / 2] of two e2m1 a byte  X.weight_scale [O, G]  X.weight_scale_2 []
+    bnb8   X.weight [O, I] of bytes  X.SCB [O]  X.weight_format []
+    bnb4   X.weight [O · I / 2, 1] of two codes a byte, the high half first  X.weight.absmax [B], of blocks of codes in row order
+           X.weight.quant_map [16]  X.weight.quant_state.bitsandbytes__nf4 (or fp4), JSON in bytes; where absmax are
+           bytes themselves, X.weight.nested_absmax and X.weight.nested_quant_map [256]
     mxfp4  X_blocks [E, O, I / 32, 16]  X_scales [E, O, I / 32] for X [E, I, O], the experts of gpt-oss
 
 n integers of 4 or 8 bits are an int32, lowest bits first; G groups of inputs share a scale.
@@ -21,12 +26,14 @@ import msgspec
 
 from trouper.errors import UnsupportedFeatureError, invalid
 
-Method = Literal["gptq", "awq", "packed", "int8", "fp8", "fp4", "mxfp4"]
+Method = Literal["gptq", "awq", "packed", "int8", "fp8", "fp4", "nvfp4", "bnb4", "bnb8", "mxfp4"]
 Shape = tuple[int, ...]
 FLOATS = ("F32", "F16", "BF16")
 INTEGERS = ("I32", "I64")
 POWERS = ("U8", "F8_E8M0")  # scales that are exponents of two
 FP8 = "F8_E4M3"
+BNB_BLOCKS = tuple(2**n for n in range(5, 13))  # codes that share a number, by bitsandbytes
+BNB_STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
 # Scales of activations and their like: activations stay in the model's dtype, so nothing reads them.
 OF_ACTIVATIONS = (
     "input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale",
@@ -35,7 +42,7 @@ OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "output_scale")
 
 
 class StoredTensor(NamedTuple):
-    """One stored tensor: the shapes and dtypes, by their names in safetensors, that it may have."""
+    """One stored tensor: the shapes (none: any) and dtypes, by their names in safetensors, that it may have."""
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]
@@ -83,6 +90,8 @@ class WeightLayout(msgspec.Struct, frozen=True):
         parts = PARTS[self.method](self, num_out, num_in, num_in // size)
         if base + "weight_scale_inv" in stored and "weight_scale" in parts:
             parts["weight_scale_inv"] = parts.pop("weight_scale")
+        if self.method in ("bnb4", "bnb8"):
+            parts = {last: part for last, part in parts.items() if _is_needed(base, last, stored)}
         order = {"gptq": "g_idx", "packed": "weight_g_idx"}.get(self.method)
         if order is not None and base + order in stored:
             parts[order] = StoredTensor(((num_in,),), INTEGERS)
@@ -101,7 +110,14 @@ class WeightLayout(msgspec.Struct, frozen=True):
             case "packed" | "fp4":
                 num_out, columns = _two(base, "weight_packed", shape_of)
                 return num_out, columns * (2 if self.method == "fp4" else self.per_word)
-            case "int8" | "fp8":
+            case "nvfp4":
+                num_out, columns = _two(base, "weight", shape_of)
+                return num_out, columns * 2
+            case "bnb4":
+                raise unsupported(
+                    "quant_method", f"the shape of {name} is not in its tensors' shapes"
+                )
+            case "int8" | "fp8" | "bnb8":
                 return _two(base, "weight", shape_of)
             case "mxfp4":
                 blocks = shape_of(name + "_blocks")
@@ -195,6 +211,49 @@ def _fp4_parts(
     return parts
 
 
+def _nvfp4_parts(
+    _layout: WeightLayout, num_out: int, num_in: int, groups: int
+) -> dict[str, StoredTensor]:
+    return {
+        "weight": StoredTensor(((num_out, num_in // 2),), ("U8",)),
+        "weight_scale": StoredTensor(((num_out, groups),), (FP8,)),
+        "weight_scale_2": StoredTensor(((), (1,)), ("F32",)),
+    }
+
+
+def _bnb8_parts(
+    _layout: WeightLayout, num_out: int, num_in: int, _groups: int
+) -> dict[str, StoredTensor]:
+    return {
+        "weight": StoredTensor(((num_out, num_in),), ("I8",)),
+        "SCB": StoredTensor(((num_out,),), ("F32",)),
+        "weight_format": StoredTensor(((), (1,)), ("U8",)),
+    }
+
+
+def _bnb4_parts(
+    _layout: WeightLayout, num_out: int, num_in: int, _groups: int
+) -> dict[str, StoredTensor]:
+    size = num_out * num_in
+    blocks = tuple((-(-size // block),) for block in BNB_BLOCKS)
+    return {
+        "weight": StoredTensor(((-(-size // 2), 1),), ("U8",)),
+        "weight.absmax": StoredTensor(blocks, ("U8", *FLOATS)),
+        "weight.quant_map": StoredTensor(((16,),), ("F32",)),
+        "weight.nested_absmax": StoredTensor((), ("F32",)),
+        "weight.nested_quant_map": StoredTensor(((256,),), ("F32",)),
+        **{state: StoredTensor((), ("U8",)) for state in BNB_STATES.values()},
+    }
+
+
+def _is_needed(base: str, last: str, stored: StoredNames) -> bool:
+    """Decide whether a matrix of bitsandbytes must have this part: some exist only in some forms."""
+    is_of_some = last == "weight_format" or "nested" in last or last in BNB_STATES.values()
+    if last == BNB_STATES["nf4"]:
+        is_of_some = base + BNB_STATES["fp4"] in stored
+    return not is_of_some or base + last in stored
+
+
 PARTS: dict[str, Callable[[WeightLayout, int, int, int], dict[str, StoredTensor]]] = {
     "gptq": _gptq_parts,
     "awq": _gptq_parts,
@@ -202,6 +261,9 @@ PARTS: dict[str, Callable[[WeightLayout, int, int, int], dict[str, StoredTensor]
     "int8": _int8_parts,
     "fp8": _fp8_parts,
     "fp4": _fp4_parts,
+    "nvfp4": _nvfp4_parts,
+    "bnb4": _bnb4_parts,
+    "bnb8": _bnb8_parts,
 }
 
 

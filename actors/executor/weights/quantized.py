@@ -3,7 +3,8 @@
     w = s · (q - z)     q [O, I], s and z [O, G] or less
 
 `layouts.py` says in which tensors they are stored.  awq has the outputs 0 2 4 6 1 3 5 7 of each eight in this order;
-gptq stores z - 1, unless its format is gptq_v2.  e2m1 are looked up and doubled, with half the scale; with one for 16 inputs
+gptq stores z - 1, unless its format is gptq_v2.  The codes of bnb4 choose from a table of any 16 numbers, so no kernel multiplies
+with them: they are read as plain weights.  e2m1 are looked up and doubled, with half the scale; with one for 16 inputs
 they are bytes.
 
 Where inputs of one group do not lie side by side (`desc_act`), columns are sorted by group, and `order_I` tells which
@@ -13,13 +14,15 @@ input each of them multiplies.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves the types of view and some others open.
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.weights.layouts import WeightLayout, base_of
+from trouper.actors.executor.weights.layouts import BNB_BLOCKS, BNB_STATES, WeightLayout, base_of
 from trouper.actors.executor.weights.stacks import StackedPart
 from trouper.errors import invalid
 from trouper.kernels.cpu.linear.quantization import E2M1, IntegerWeight, dequantized
@@ -31,7 +34,10 @@ WORDS = ("gptq", "awq", "packed")
 Shape = tuple[int, ...]
 Parts = Mapping[str, Tensor]
 Read = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # q, scales, zeros, order of the inputs
-SCALES = ("scales", "weight_scale", "weight_scale_inv", "weight_global_scale")
+SCALES = (
+    "scales", "weight_scale", "weight_scale_inv", "weight_global_scale", "weight_scale_2", "SCB",
+)  # fmt: skip
+LARGEST_STATE = 2**16  # bytes of JSON; bitsandbytes writes some 200
 
 
 def matrix(
@@ -65,6 +71,8 @@ def _format(layout: WeightLayout) -> Format:
     match layout.method:
         case "fp8":
             return "fp8"
+        case "nvfp4":
+            return "int8"
         case "fp4":
             return "int8" if layout.has_global_scale else "fp4"
         case _:
@@ -114,6 +122,19 @@ def _fp4(_layout: WeightLayout, _base: str, _shape: Shape, parts: Parts) -> Read
     return _e2m1(parts["weight_packed"]), scales, None, None
 
 
+def _nvfp4(_layout: WeightLayout, _base: str, _shape: Shape, parts: Parts) -> Read:
+    scales = _floats(parts["weight_scale"]) / 2 * parts["weight_scale_2"]
+    return _e2m1(parts["weight"]), scales, None, None
+
+
+def _bnb8(_layout: WeightLayout, base: str, _shape: Shape, parts: Parts) -> Read:
+    if "weight_format" in parts and parts["weight_format"].any():
+        raise invalid(
+            "model", f"{base}weight_format: must be 0, in rows", parts["weight_format"].tolist()
+        )
+    return parts["weight"], parts["SCB"] / 127, None, None
+
+
 def _fp8(layout: WeightLayout, base: str, shape: Shape, parts: Parts) -> Read:
     num_out, num_in = shape
     weight = parts["weight"]
@@ -135,6 +156,8 @@ READERS: dict[str, Callable[[WeightLayout, str, Shape, Parts], Read]] = {
     "int8": _int8,
     "fp8": _fp8,
     "fp4": _fp4,
+    "nvfp4": _nvfp4,
+    "bnb8": _bnb8,
 }
 
 
@@ -194,7 +217,69 @@ def widened(layout: WeightLayout, name: str, shape: Shape, parts: Parts) -> Tens
     """Return a tensor in float32, exactly the numbers that its parts stand for."""
     if layout.method == "mxfp4":
         return experts(parts, name)
+    if layout.method == "bnb4":
+        return _from_table(base_of(name), shape, parts)
     return dequantized(matrix(layout, name, shape, parts, torch.float32))
+
+
+def shape_of_codes(base: str, state: Tensor) -> Shape:
+    """Return the shape [O, I] that the state of a matrix of bitsandbytes says.
+
+    Raises:
+        TrouperValidationError: the state is not JSON, or has no such shape.
+    """
+    return _bnb_state(base, state)[1]
+
+
+def _bnb_state(base: str, state: Tensor) -> tuple[dict[str, object], Shape]:
+    try:
+        if state.numel() > LARGEST_STATE:
+            raise ValueError(f"more than {LARGEST_STATE} bytes")
+        found = json.loads(bytes(state.flatten().tolist()))
+        shape, block = found["shape"], found["blocksize"]
+        nested = found.get("nested_blocksize", BNB_BLOCKS[0])
+        offset = float(found.get("nested_offset", 0.0))
+        sizes = [block, nested, *shape]
+        if len(shape) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError("shape and blocksize must be whole numbers above 0")
+        if block not in BNB_BLOCKS or not math.isfinite(offset):
+            raise ValueError("blocksize or nested_offset is out of range")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        rule = f"{base}weight.quant_state: is not the state of a matrix ({error})"
+        raise invalid("model", rule) from error
+    return found, tuple(shape)
+
+
+def _from_table(base: str, shape: Shape, parts: Parts) -> Tensor:
+    """Return the weights [O, I] of codes of four bits, each a place in a table, times the number of its block."""
+    state = next(parts[name] for name in BNB_STATES.values() if name in parts)
+    found, stored_shape = _bnb_state(base, state)
+    if stored_shape != shape:
+        raise invalid(
+            "model", f"{base}weight.quant_state: shape must be {list(shape)}", stored_shape
+        )
+    size, block = math.prod(shape), cast("int", found["blocksize"])
+    absmax = parts["weight.absmax"]
+    if len(absmax) != -(-size // block):
+        rule = f"{base}weight.absmax: must have {-(-size // block)} numbers for blocks of {block}"
+        raise invalid("model", rule, len(absmax))
+    if absmax.dtype == torch.uint8:
+        if not {"weight.nested_absmax", "weight.nested_quant_map"} <= parts.keys():
+            raise invalid("model", f"{base}weight.absmax: bytes without weight.nested_absmax")
+        of_block = parts["weight.nested_absmax"].flatten()
+        nested = cast("int", found.get("nested_blocksize", 256))
+        if len(of_block) != -(-len(absmax) // nested):
+            rule = f"{base}weight.nested_absmax: must have {-(-len(absmax) // nested)} numbers"
+            raise invalid("model", rule, len(of_block))
+        whole = of_block.repeat_interleave(nested)[: len(absmax)]
+        offset = torch.tensor(cast("float", found.get("nested_offset", 0.0)))
+        absmax = parts["weight.nested_quant_map"][absmax.int()] * whole + offset
+    absmax, table = absmax.float(), parts["weight.quant_map"]
+    if not (torch.isfinite(absmax).all() and torch.isfinite(table).all()):
+        raise invalid("model", f"{base}weight.absmax: scales that are not finite")
+    bytes_ = parts["weight"].flatten().int()
+    both = torch.stack((table[bytes_ >> 4], table[bytes_ & 15]), -1).flatten()[:size]
+    return (both * absmax.repeat_interleave(block)[:size]).view(shape)
 
 
 def _floats(scales: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ Nothing here imports torch: `trouper models` judges a checkpoint by it.
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from trouper.actors.executor.weights.layouts import (
     base_of,
     unsupported,
 )
+from trouper.config.checks import METHOD_ALIASES
 from trouper.errors import TrouperValidationError
 
 LONGEST_PATTERN = 512  # characters of a regular expression among the targets
@@ -39,7 +40,7 @@ class Scheme(msgspec.Struct, frozen=True):
             return first if name + "_blocks" in stored else None
         base = base_of(name)
         is_packed = base + "qweight" in stored or base + "weight_packed" in stored
-        if not is_packed and (name not in stored or stored.dtype(name) not in ("I8", FP8)):
+        if not is_packed and (name not in stored or stored.dtype(name) not in ("I8", "U8", FP8)):
             return None
         module = base.removesuffix(".")
         found = [(rank, layout) for names, layout in self.groups if (rank := _rank(module, names))]
@@ -59,6 +60,7 @@ def read_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
     if not config:
         return None
     method = config.get("quant_method")
+    method = METHOD_ALIASES.get(method, method) if isinstance(method, str) else method
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         rule = f"{method!r}; {', '.join(READERS)} are, and GGUF files, and plain weights that quantization='int4' rounds"
@@ -70,9 +72,71 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     _expect(config, "bits", 4, 8)
     _expect(config, "checkpoint_format", None, "gptq", "gptq_v2")
     _expect(config, "pack_dtype", None, "int32")
-    _expect(config, "dynamic", None, {})
     less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
-    return _one(WeightLayout("gptq", config["bits"], _group_size(config), zeros_less=less))
+
+    def layout(fields: Mapping[str, Any]) -> WeightLayout:
+        _expect(fields, "bits", 4, 8)
+        return WeightLayout("gptq", fields["bits"], _group_size(fields), zeros_less=less)
+
+    # GPTQModel's exceptions by pattern, the first that fits; "-:" leaves modules plain, as their tensors show.
+    named: Mapping[str, Mapping[str, Any]] = config.get("dynamic") or {}
+    exceptions = {
+        "re:" + pattern.removeprefix("+:"): layout({**config, **fields})
+        for pattern, fields in named.items()
+        if not pattern.startswith("-:")
+    }
+    return _with_exceptions(layout(config), exceptions)
+
+
+def _auto_round(config: Mapping[str, Any]) -> Scheme:
+    packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
+    kind: Literal["gptq", "awq"]
+    if "gptq" in str(packing):
+        kind = "gptq"
+    elif "awq" in str(packing):
+        kind = "awq"
+    else:
+        raise unsupported("packing_format", f"{packing!r}; auto_round:auto_gptq and auto_awq are")
+    _expect(config, "data_type", None, "int")
+
+    def layout(fields: Mapping[str, Any]) -> WeightLayout:
+        _expect(fields, "bits", *((4, 8) if kind == "gptq" else (4,)))
+        _expect(fields, "data_type", None, "int")
+        less = 1 if kind == "gptq" else 0
+        return WeightLayout(kind, fields["bits"], _group_size(fields), zeros_less=less)
+
+    named: Mapping[str, Mapping[str, Any]] = config.get("extra_config") or {}
+    exceptions = {
+        (name if name.replace(".", "").replace("_", "").isalnum() else "re:" + name): layout(
+            {**config, **fields}
+        )
+        for name, fields in named.items()
+        if fields.get("bits", config.get("bits")) not in (16, 32)  # stored plain
+    }
+    return _with_exceptions(layout(config), exceptions)
+
+
+def _modelopt(config: Mapping[str, Any]) -> Scheme:
+    config = config.get("quantization") or config  # as in hf_quant_config.json
+    match config.get("quant_algo"):
+        case "FP8" | "FP8_PER_CHANNEL_PER_TOKEN":
+            return _one(WeightLayout("fp8", 8))
+        case "NVFP4":
+            _expect(config, "group_size", None, 16)
+            return _one(WeightLayout("nvfp4", 4, 16))
+        case algorithm:
+            rule = f"{algorithm!r}; FP8, FP8_PER_CHANNEL_PER_TOKEN and NVFP4 are"
+            raise unsupported("quant_algo", rule)
+
+
+def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
+    if config.get("load_in_8bit") or config.get("_load_in_8bit"):
+        return _one(WeightLayout("bnb8", 8))
+    if not (config.get("load_in_4bit") or config.get("_load_in_4bit")):
+        raise unsupported("load_in_4bit", "neither this nor load_in_8bit is true")
+    _expect(config, "bnb_4bit_quant_type", None, "nf4", "fp4")
+    _expect(config, "bnb_4bit_quant_storage", None, "uint8")
+    return _one(WeightLayout("bnb4", 4))
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
@@ -93,7 +157,6 @@ def _mxfp4(_config: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed(config: Mapping[str, Any]) -> Scheme:
-    _expect(config, "kv_cache_scheme", None)
     _expect(config, "transform_config", None, {})
     sparsity: Mapping[str, Any] = config.get("sparsity_config") or {}
     _expect(sparsity, "format", None, "dense")
@@ -168,11 +231,22 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
+    "auto-round": _auto_round,
+    "bitsandbytes": _bitsandbytes,
 }
 
 
 def _one(layout: WeightLayout) -> Scheme:
     return Scheme((((), layout),))
+
+
+def _with_exceptions(layout: WeightLayout, exceptions: Mapping[str, WeightLayout]) -> Scheme:
+    """Make a scheme of one layout for all modules but those that a name or a pattern (`re:`) excepts."""
+    for name in exceptions:
+        _check_pattern(name)
+    groups = (((name,), other) for name, other in exceptions.items())
+    return Scheme((((), layout), *groups))
 
 
 def _expect(config: Mapping[str, Any], field: str, *allowed: object) -> None:
