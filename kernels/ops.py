@@ -35,6 +35,7 @@ class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
     swiglu_limit: float = 0.0
     scale: float
     softcap: float | None
+    is_norm_last: bool = False  # the norm of each head of q and k follows their rotation
 
 
 def q_and_k(qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,6 +112,7 @@ class Ops(SharedOps, Protocol):
         step: Any,
         rope: int | None,
         cache_2HSD: Tensor,
+        query_rope: int | None = None,
     ) -> None:
         """Normalise and rotate q and k in place, and write k and v to the cache.
 
@@ -118,6 +120,7 @@ class Ops(SharedOps, Protocol):
             head_norm: [N + H, D] weights of the norm of each head, or [N + H, 2, D] weights and biases; None = no norm.
             step: from `begin_step`.
             rope: which of the step's tables rotates; None = no rotation.
+            query_rope: the table of the queries, where it is not that of the keys; both rotate as many dimensions.
         """
         ...
 

@@ -149,7 +149,7 @@ def _part_of_adapter(adapter: LowRank, cut: Cut) -> LowRank:
     a_RI, b_OR = adapter
     return LowRank(
         part_of(a_RI, Cut(columns=cut.columns)).contiguous(),
-        part_of(b_OR, Cut(rows=cut.rows)).contiguous(),
+        part_of(b_OR, Cut(rows=cut.rows, heads=cut.heads)).contiguous(),
     )
 
 

@@ -63,7 +63,9 @@ class NativeOps:
         self._decode = compiled(decode.decode_attention, kind, unit)
         self._merge = compiled(decode.merge_partials, kind)
         self._fused_add_norm = compiled(fused_add_norm, kind, config.norm)
-        self._qk_norm_rope_kv_write = compiled(qk_norm_rope_kv_write, kind, config.norm)
+        self._qk_norm_rope_kv_write = compiled(
+            qk_norm_rope_kv_write, kind, config.norm, config.is_norm_last
+        )
         self._act_and_mul = compiled(act_and_mul, kind, config.activation)
         self._activate = compiled(activate, kind, config.activation)
         self._embed = compiled(embed, kind)
@@ -233,15 +235,18 @@ class NativeOps:
         step: tuple[Tensor, Tensor, list[Tensor]],
         rope: int | None,
         cache_2HSD: Tensor,
+        query_rope: int | None = None,
     ) -> None:
         config = self._config
         positions_T, slots_T, tables = step
+        query_rope = rope if query_rope is None else query_rope
         num_tokens, num_bytes = len(qkv_TND), 4 * config.head_dim + 64
         num_threads = num_threads_for(num_tokens)
         self._qk_norm_rope_kv_write(
             num_tokens,
             qkv_TND.data_ptr(),
             0 if head_norm is None else self._float32.of(head_norm).data_ptr(),
+            0 if query_rope is None else tables[query_rope].data_ptr(),
             0 if rope is None else tables[rope].data_ptr(),
             positions_T.data_ptr(),
             cache_2HSD.data_ptr(),

@@ -116,6 +116,7 @@ class TritonOps:
         step: DeviceStep,
         rope: int | None,
         cache_2HSD: Tensor,
+        query_rope: int | None = None,
     ) -> None:
         qk_norm_rope_kv_write_(
             qkv_TND,
@@ -124,7 +125,9 @@ class TritonOps:
             step.slots_T,
             norm_ND=head_norm,
             table_P2R=None if rope is None else step.rope_tables[rope],
+            query_table_P2R=None if query_rope is None else step.rope_tables[query_rope],
             eps=self._config.norm_eps,
+            is_norm_last=self._config.is_norm_last,
         )
 
     def attend(

@@ -2,11 +2,12 @@
 
     qkv    [T, N + 2 H, D]  tokens × (q heads, k heads, v heads) × head width, rows contiguous
     norm   [N + H, D]       weights of the norm of each q and k head, or None
-    table  [P, 2, R]        positions × (cos, signed sin) × rotated width, as `kernels/reference/rope.py`, or None
+    table  [P, 2, R]        positions × (cos, signed sin) × rotated width, as `kernels/reference/rope.py`, or None;
+                            the queries may have another one
     cache  [2, H, S, D]     one layer; a head's row of a slot contiguous
     slots  [T]              int32; a negative slot is a padding token, of which nothing is written
 
-Between the norm and the cache nothing is rounded.
+Between the norm and the cache nothing is rounded.  With NORM_LAST the norm follows the rotation.
 
 Roofline: bytes = 2 e T (N + 2 H) D, FLOPs ≈ 10 T (N + H) D.  Target 70 % from T = 512.
 """
@@ -35,6 +36,7 @@ def _qk_norm_rope_kv_write_kernel(
     qkv_ptr,
     norm_ptr,
     table_ptr,
+    query_table_ptr,
     cache_ptr,
     positions_ptr,
     slots_ptr,
@@ -50,6 +52,8 @@ def _qk_norm_rope_kv_write_kernel(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
+    HAS_QUERY_TABLE: tl.constexpr,
+    NORM_LAST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -62,7 +66,7 @@ def _qk_norm_rope_kv_write_kernel(
     row_ptr = qkv_ptr + (token * (N + 2 * H) + head)[:, None] * D
     raw = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
     x = raw.to(tl.float32)
-    if HAS_NORM:
+    if HAS_NORM and not NORM_LAST:
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         weight = tl.load(norm_ptr + head[:, None] * D + column[None, :], mask=is_qk, other=0.0)
         x = tl.where(is_qk, x * scale * weight.to(tl.float32), x)
@@ -70,14 +74,24 @@ def _qk_norm_rope_kv_write_kernel(
         is_turned = is_qk & (column < R)[None, :]
         partner = tl.where(column < R // 2, column + R // 2, column - R // 2)
         other = tl.load(row_ptr + partner[None, :], mask=is_turned, other=0.0).to(tl.float32)
-        if HAS_NORM:
+        if HAS_NORM and not NORM_LAST:
             weight_ptr = norm_ptr + head[:, None] * D + partner[None, :]
             other = other * scale * tl.load(weight_ptr, mask=is_turned, other=0.0).to(tl.float32)
-        angle_ptr = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * 2 * R + column
-        cos = tl.load(angle_ptr, mask=column < R, other=0.0).to(tl.float32)
-        sin = tl.load(angle_ptr + R, mask=column < R, other=0.0).to(tl.float32)
-        x = tl.where(is_turned, x * cos[None, :] + other * sin[None, :], x)
+        angles = (tl.load(positions_ptr + token).to(tl.int64) * 2 * R + column)[None, :]
+        is_rotated = (column < R)[None, :]
+        cos = tl.load(table_ptr + angles, mask=is_rotated, other=0.0).to(tl.float32)
+        sin = tl.load(table_ptr + angles + R, mask=is_rotated, other=0.0).to(tl.float32)
+        if HAS_QUERY_TABLE:
+            is_q = (head < N)[:, None]
+            q_cos = tl.load(query_table_ptr + angles, mask=is_rotated, other=0.0).to(tl.float32)
+            q_sin = tl.load(query_table_ptr + angles + R, mask=is_rotated, other=0.0).to(tl.float32)
+            cos, sin = tl.where(is_q, q_cos, cos), tl.where(is_q, q_sin, sin)
+        x = tl.where(is_turned, x * cos + other * sin, x)
         tl.debug_barrier()  # every partner is read before q is overwritten
+    if HAS_NORM and NORM_LAST:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        weight = tl.load(norm_ptr + head[:, None] * D + column[None, :], mask=is_qk, other=0.0)
+        x = tl.where(is_qk, x * scale * weight.to(tl.float32), x)
     y = x.to(raw.dtype)
     tl.store(row_ptr + column[None, :], y, mask=mask & (head < N)[:, None])
     kv = tl.maximum(head - N, 0).to(tl.int64)
@@ -95,6 +109,8 @@ def qk_norm_rope_kv_write_(
     norm_ND: Tensor | None,
     table_P2R: Tensor | None,
     eps: float,
+    query_table_P2R: Tensor | None = None,
+    is_norm_last: bool = False,
 ) -> None:
     """Change q in place and write k and v to their slots; the k and v parts of `qkv` stay as they were."""
     num_tokens, num_heads, width = qkv_TND.shape
@@ -111,6 +127,7 @@ def qk_norm_rope_kv_write_(
         qkv_TND,
         norm_ND,
         table_P2R,
+        query_table_P2R,
         cache_2HSD,
         positions_T,
         slots_T,
@@ -125,6 +142,8 @@ def qk_norm_rope_kv_write_(
         D_PAD=triton.next_power_of_2(width),
         HAS_NORM=norm_ND is not None,
         HAS_ROPE=table_P2R is not None,
+        HAS_QUERY_TABLE=query_table_P2R is not None,
+        NORM_LAST=is_norm_last,
         **config,
     )
 
@@ -138,19 +157,36 @@ def qk_norm_rope_kv_write_reference(
     norm_ND: Tensor | None,
     table_P2R: Tensor | None,
     eps: float,
+    query_table_P2R: Tensor | None = None,
+    is_norm_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (q [T, N, D], cache), out of place and in float64 up to the last rounding."""
     num_kv = cache_2HSD.shape[1]
     qk, v = qkv_TND[:, :-num_kv].double(), qkv_TND[:, -num_kv:]
-    if norm_ND is not None:
+
+    def normalised(qk: Tensor) -> Tensor:
+        if norm_ND is None:
+            return qk
         heads = [rms_norm_reference(qk[:, i], w, eps) for i, w in enumerate(norm_ND)]
-        qk = torch.stack(heads, dim=1)
+        return torch.stack(heads, dim=1)
+
+    if not is_norm_last:
+        qk = normalised(qk)
     if table_P2R is not None:
-        width = table_P2R.shape[2]
-        cos, sin = table_P2R[positions_T].double().unsqueeze(2).unbind(1)
-        turned = qk[..., :width] * cos + qk[..., :width].roll(width // 2, -1) * sin
-        qk = torch.cat((turned, qk[..., width:]), -1)
+        q, k = qk[:, :-num_kv], qk[:, -num_kv:]
+        q_table = table_P2R if query_table_P2R is None else query_table_P2R
+        turned = _turned(q, q_table, positions_T), _turned(k, table_P2R, positions_T)
+        qk = torch.cat(turned, dim=1)
+    if is_norm_last:
+        qk = normalised(qk)
     q, k = qk.to(qkv_TND.dtype).split((qk.shape[1] - num_kv, num_kv), dim=1)
     is_real = slots_T >= 0
     kv = torch.stack((k, v), dim=1)[is_real]
     return q, kv_write_reference(cache_2HSD, kv, slots_T[is_real])
+
+
+def _turned(x_TND: Tensor, table_P2R: Tensor, positions_T: Tensor) -> Tensor:
+    width = table_P2R.shape[2]
+    cos, sin = table_P2R[positions_T].double().unsqueeze(2).unbind(1)
+    turned = x_TND[..., :width] * cos + x_TND[..., :width].roll(width // 2, -1) * sin
+    return torch.cat((turned, x_TND[..., width:]), -1)

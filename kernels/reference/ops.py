@@ -102,14 +102,21 @@ class TorchOps:
         step: tuple[Tensor, list[Tensor]],
         rope: int | None,
         cache_2HSD: Tensor,
+        query_rope: int | None = None,
     ) -> None:
         num_q, num_kv = self._config.num_q_heads, self._config.num_kv_heads
         slots_T, rotations = step
         qk_TND = qkv_TND.narrow(1, 0, num_q + num_kv)
-        if head_norm is not None:
+        is_norm_last = self._config.is_norm_last
+        if head_norm is not None and not is_norm_last:
             self._norm_heads_(qk_TND, head_norm, self._config.norm_eps)
-        if rope is not None:
+        if rope is not None and query_rope is None:
             rope_(qk_TND, rotations[rope])
+        elif rope is not None and query_rope is not None:
+            rope_(qkv_TND.narrow(1, 0, num_q), rotations[query_rope])
+            rope_(qkv_TND.narrow(1, num_q, num_kv), rotations[rope])
+        if head_norm is not None and is_norm_last:
+            self._norm_heads_(qk_TND, head_norm, self._config.norm_eps)
         kv_T2HD = qkv_TND.narrow(1, num_q, 2 * num_kv).unflatten(1, (2, num_kv))
         kv_write_(cache_2HSD, kv_T2HD, slots_T)
 

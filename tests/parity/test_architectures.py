@@ -33,6 +33,7 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+GROWING = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
     "short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
@@ -73,6 +74,20 @@ CASES = {
         "sliding_window": 12, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
     "cwm": ("Cwm", {"sliding_window": 12, "num_hidden_layers": 5, "bos_token_id": 1, "eos_token_id": 2}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": GROWING}),
+    "ministral3-windowed": ("Ministral3", {
+        "head_dim": 32, "sliding_window": 12,
+        "rope_parameters": {**GROWING, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 2.0}}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
+    "hunyuan-stretched": ("HunYuanDenseV1", {
+        "head_dim": 32, "attention_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}}),
+    "ernie4-5": ("Ernie4_5", {"head_dim": 16}),
+    "ernie4-5-biased": ("Ernie4_5", {"head_dim": 32, "use_bias": True, "tie_word_embeddings": False}),
+    "glm": ("Glm", {"head_dim": 16}),
+    "glm-unbiased": ("Glm", {"head_dim": 32, "attention_bias": False, "tie_word_embeddings": True}),
+    "glm4": ("Glm4", {"head_dim": 32, "rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.25}}),
+    "helium": ("Helium", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
 }  # fmt: skip
 SPARSE = {
     "mixtral": ("Mixtral", {"num_local_experts": 6, "sliding_window": 20}),

@@ -38,6 +38,8 @@ class Rope(Struct):
     mscale: Number | None = None
     mscale_all_dim: Number | None = None
     truncate: bool | None = None
+    llama_4_scaling_beta: Number | None = None
+    alpha: Positive | None = None
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
 

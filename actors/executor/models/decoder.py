@@ -272,7 +272,12 @@ class Decoder(Generic[OpsT]):
         if layer.q_norm is not None and layer.k_norm is not None:
             self._shared.all_heads_norm_(qkv_TND, layer.q_norm, layer.k_norm)
         self.ops.qk_norm_rope_kv_write(
-            qkv_TND, layer.head_norm, step, layer.traits.rope, cache_2HSD
+            qkv_TND,
+            layer.head_norm,
+            step,
+            layer.traits.rope,
+            cache_2HSD,
+            layer.traits.query_rope,
         )
         return qkv_TND
 
@@ -309,6 +314,7 @@ def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> Op
         swiglu_limit=traits.mlp.swiglu_limit,
         scale=traits.attention_scale,
         softcap=traits.attention_softcap,
+        is_norm_last=traits.is_norm_last,
     )
 
 

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 Family = Literal[
     "llama", "phi3", "gpt2", "bigcode", "gpt_neo", "opt", "gpt_neox", "phi", "starcoder2", "stablelm", "falcon",
-    "falcon_two_norms", "persimmon",
+    "falcon_two_norms", "persimmon", "glm", "hunyuan",
 ]  # fmt: skip
 
 
@@ -19,6 +19,10 @@ class Names(NamedTuple):
     head: str = "lm_head"
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    # Of layers whose attention and MLP end with a norm, too.
+    attention_post_norm: str = "post_attention_layernorm"
+    inner_mlp_norm: str = "pre_feedforward_layernorm"
+    mlp_post_norm: str = "post_feedforward_layernorm"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     attention: str = "self_attn"
@@ -82,6 +86,13 @@ _PHI = Names(
 NAMES: dict[Family, Names] = {
     "llama": LLAMA,
     "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+    "glm": Names(
+        attention_post_norm="post_self_attn_layernorm",
+        inner_mlp_norm="post_attention_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+        gate_up=("gate_up_proj",),
+    ),
+    "hunyuan": Names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
     "gpt2": _GPT2._replace(is_transposed=True),
     "bigcode": _GPT2,
     "gpt_neo": _GPT2._replace(

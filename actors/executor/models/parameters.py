@@ -12,11 +12,23 @@ Shape = tuple[int, ...]
 Span = tuple[int, int]  # the first, and one past the last
 
 
+class HeadOrder(NamedTuple):
+    """Heads whose first `rotated` rows are stored in pairs that turn together; they are kept as two halves."""
+
+    width: int
+    rotated: int
+
+
 class Cut(msgspec.Struct, frozen=True):
-    """The part of a stored tensor that is kept: ranges of its rows, one below the other, and a range of its columns."""
+    """The part of a stored tensor that is kept: ranges of its rows, one below the other, and a range of its columns.
+
+    With `heads` the rows that are kept are whole heads, and those of each head are put into another order.  Whatever is
+    read by a cut gets that order: weights, biases, integers with their scales, and the outputs of adapters.
+    """
 
     rows: tuple[Span, ...] | None = None  # None = all
     columns: Span | None = None
+    heads: HeadOrder | None = None
 
     def shape_of(self, whole: Shape) -> Shape:
         """Return the shape of this part of a tensor of that shape."""
@@ -98,8 +110,23 @@ def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
                 sources = (
                     (f"{prefix}{module}{part}.{kind}", (size, *shape)) for part, size in parts
                 )
-                cuts = (grouped_heads(traits),) if name == "qkv" and traits.qkv_by_group else ()
+                cuts = _order_of_heads(traits) if name == "qkv" else ()
                 yield Parameter(f"{name}.{kind}", tuple(sources), cuts=cuts)
+
+
+def _order_of_heads(traits: DecoderTraits) -> tuple[Cut, ...]:
+    """Return the cuts of q, k and v, where their rows are stored in another order than they are kept."""
+    if traits.qkv_by_group:
+        return (grouped_heads(traits),)
+    if traits.is_interleaved:
+        turned = Cut(heads=pairs_of(traits))
+        return turned, turned, WHOLE
+    return ()
+
+
+def pairs_of(traits: DecoderTraits) -> HeadOrder:
+    """Return the order of a head's rows, of a model that is interleaved."""
+    return HeadOrder(traits.head_dim, traits.ropes[0].width)
 
 
 def grouped_heads(traits: DecoderTraits, q: Span | None = None, kv: Span | None = None) -> Cut:
@@ -138,10 +165,10 @@ def _norms(traits: DecoderTraits, names: Names) -> Iterator[tuple[str, str]]:
     if traits.norm_placement in ("pre", "parallel_apart"):
         yield "mlp_norm", names.mlp_norm
     elif traits.norm_placement in ("post", "sandwich"):
-        yield "attention_post_norm", "post_attention_layernorm"
-        yield "mlp_post_norm", "post_feedforward_layernorm"
+        yield "attention_post_norm", names.attention_post_norm
+        yield "mlp_post_norm", names.mlp_post_norm
     if traits.norm_placement == "sandwich":
-        yield "mlp_norm", "pre_feedforward_layernorm"
+        yield "mlp_norm", names.inner_mlp_norm
 
 
 def _qk_norms(traits: DecoderTraits, names: Names, prefix: str) -> Iterator[Parameter]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.parameters import WHOLE, Cut, Span
+from trouper.actors.executor.models.parameters import WHOLE, Cut, HeadOrder, Span
 from trouper.actors.executor.models.sharding import OPTION
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.cpu.linear.quantization import IntegerWeight
@@ -14,10 +14,18 @@ def part_of(x: Tensor, cut: Cut) -> Tensor:
     if cut.columns is not None:
         first, last = cut.columns
         x = x.narrow(1, first, last - first)
-    if cut.rows is None:
-        return x
-    parts = [x.narrow(0, first, last - first) for first, last in cut.rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if cut.rows is not None:
+        parts = [x.narrow(0, first, last - first) for first, last in cut.rows]
+        x = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return x if cut.heads is None else x[row_order(len(x), cut.heads)]
+
+
+def row_order(num_rows: int, heads: HeadOrder) -> Tensor:
+    """Return where each row of whole heads is stored, so that the pairs that turn together become two halves."""
+    width, rotated = heads
+    rows_HD = torch.arange(num_rows).view(-1, width)
+    pairs = rows_HD[:, :rotated].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    return torch.cat((pairs, rows_HD[:, rotated:]), dim=1).flatten()
 
 
 def part_of_integers(weight: IntegerWeight, cut: Cut, name: str) -> IntegerWeight:
@@ -32,7 +40,7 @@ def part_of_integers(weight: IntegerWeight, cut: Cut, name: str) -> IntegerWeigh
     """
     if cut == WHOLE:
         return weight
-    groups = Cut(cut.rows, _groups(weight, cut.columns, name))
+    groups = Cut(cut.rows, _groups(weight, cut.columns, name), cut.heads)
 
     def kept(x_OG: Tensor | None) -> Tensor | None:
         return None if x_OG is None else part_of(x_OG, groups).contiguous()

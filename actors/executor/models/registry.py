@@ -34,6 +34,10 @@ CWM_ROPE: HfConfig = {
     "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+MINISTRAL3_ROPE: HfConfig = {
+    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 GELU_TANH = "gelu_pytorch_tanh"
 SIBLING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "Model")
 
@@ -290,6 +294,92 @@ def _cwm(config: HfConfig) -> DecoderTraits:
     )
 
 
+def _ministral3(config: HfConfig) -> DecoderTraits:
+    """Queries grow with their positions: they are turned by a table of their own."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or MINISTRAL3_ROPE
+    rope = rope_traits(config, head_dim_of(config), parameters=parameters)
+    beta = parameters.get("llama_4_scaling_beta")
+    length = parameters.get("original_max_position_embeddings")
+    if beta is None or length is None:
+        rule = "rope_parameters need llama_4_scaling_beta and original_max_position_embeddings"
+        raise UnsupportedFeatureError(f"{rule} for Ministral 3", parameter="model")
+    grown = msgspec.structs.replace(rope, growth=float(beta), growth_length=int(length))
+    traits = common_traits(
+        config,
+        layers=layers_of(config, config.get("sliding_window")),
+        ropes=(rope, grown),
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+    )
+    layers = [msgspec.structs.replace(layer, query_rope=1) for layer in traits.layers]
+    return msgspec.structs.replace(traits, layers=tuple(layers))
+
+
+def _hunyuan(config: HfConfig) -> DecoderTraits:
+    bias, head_dim = bool(config.get("attention_bias", False)), head_dim_of(config)
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = parameters.get("rope_type") or parameters.get("type")
+    if kind == "dynamic" and parameters.get("alpha"):
+        # A fixed stretch of the base; nothing about it is dynamic.
+        theta = parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0
+        theta *= parameters["alpha"] ** (head_dim / (head_dim - 2))
+        parameters = {"rope_type": "default", "rope_theta": theta}
+    return common_traits(
+        config,
+        qk_norm="head",
+        is_norm_last=True,
+        names="hunyuan",
+        qkv_bias=bias,
+        o_bias=bias,
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        ropes=(rope_traits(config, head_dim, parameters=parameters),),
+    )
+
+
+def _ernie4_5(config: HfConfig) -> DecoderTraits:
+    bias = bool(config.get("use_bias", False))
+    config = {"head_dim": 128, "num_key_value_heads": 2, "tie_word_embeddings": True} | dict(config)
+    return common_traits(
+        config,
+        is_interleaved=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        ropes=(rope_traits(config, head_dim_of(config), default_theta=500_000.0),),
+    )
+
+
+def _glm(config: HfConfig, **own: Any) -> DecoderTraits:
+    config = {"head_dim": 128, "num_key_value_heads": 2, "partial_rotary_factor": 0.5} | dict(
+        config
+    )
+    return common_traits(
+        config,
+        is_interleaved=True,
+        names="glm",
+        qkv_bias=bool(config.get("attention_bias", True)),
+        norm_eps=config.get("rms_norm_eps", 1.5625e-7),
+        ropes=(rope_traits(config, head_dim_of(config), may_be_partial=True),),
+        **own,
+    )
+
+
+def _glm4(config: HfConfig) -> DecoderTraits:
+    return _glm(config, norm_placement="sandwich")
+
+
+def _helium(config: HfConfig) -> DecoderTraits:
+    config = {"head_dim": 128} | dict(config)
+    return common_traits(
+        config,
+        is_interleaved=True,
+        qkv_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        norm_eps=config.get("rms_norm_eps", 1e-8),
+        ropes=(rope_traits(config, head_dim_of(config), default_theta=100_000.0),),
+    )
+
+
 def _smollm3(config: HfConfig) -> DecoderTraits:
     bias = bool(config.get("attention_bias", False))
     num_layers = require(config, "num_hidden_layers")
@@ -333,6 +423,12 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "CwmForCausalLM": _cwm,
     "SmolLM3ForCausalLM": _smollm3,
     **LAYER_NORM_FAMILIES,
+    "Ministral3ForCausalLM": _ministral3,
+    "HunYuanDenseV1ForCausalLM": _hunyuan,
+    "Ernie4_5ForCausalLM": _ernie4_5,
+    "GlmForCausalLM": _glm,
+    "Glm4ForCausalLM": _glm4,
+    "HeliumForCausalLM": _helium,
     **MIXTURES,
 }
 
@@ -342,6 +438,7 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
 TEXT_MODELS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -19,9 +19,13 @@ def make_rope_table(rope: RopeTraits, num_positions: int, dtype: torch.dtype) ->
     Longrope uses its long factors when that exceeds the length before stretching, for all sequences:
     a choice by the length of each sequence would invalidate what is cached.
     """
-    return rope_table(
-        inverse_frequencies(rope, num_positions), num_positions, rope.attention_factor, dtype
-    )
+    frequencies = inverse_frequencies(rope, num_positions)
+    table = rope_table(frequencies, num_positions, rope.attention_factor, torch.float32)
+    if rope.growth:
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        growth = rope.growth * torch.log(1 + torch.floor(positions / rope.growth_length))
+        table *= (1 + growth).view(-1, 1, 1)
+    return table.to(dtype)
 
 
 def inverse_frequencies(rope: RopeTraits, num_positions: int) -> Tensor:

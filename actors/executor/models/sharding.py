@@ -190,14 +190,14 @@ def _rows(parameter: Parameter, blocks: Sequence[tuple[int, Span]]) -> tuple[Cut
     """
     left = list(blocks)
     cuts: list[Cut] = []
-    for _, shape in parameter.sources:
+    for _, shape, whole in parameter.parts:
         spans: list[Span] = []
         begin = 0
         while begin < shape[0]:
             size, (first, last) = left.pop(0)
             spans.append((begin + first, begin + last))
             begin += size
-        cuts.append(Cut(rows=tuple(spans)))
+        cuts.append(Cut(rows=tuple(spans), heads=whole.heads))
     return tuple(cuts)
 
 

@@ -45,6 +45,9 @@ class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     short_factors: tuple[float, ...] = ()  # longrope, [width / 2] each
     long_factors: tuple[float, ...] = ()
+    # A query at position p is multiplied by 1 + growth · ln(1 + ⌊p / growth_length⌋) (Ministral 3).
+    growth: float = 0.0
+    growth_length: int = 1
 
 
 class LayerTraits(msgspec.Struct, frozen=True):
@@ -53,6 +56,7 @@ class LayerTraits(msgspec.Struct, frozen=True):
     # A query sees this many keys, itself included, or without causality those at most this far away; None = all.
     window: int | None = None
     rope: int | None = 0  # index into `DecoderTraits.ropes`; None = no positions (NoPE)
+    query_rope: int | None = None  # of the queries, where it is not that of the keys
     is_sparse: bool = False  # its MLP is that of `DecoderTraits.experts`
 
 
@@ -104,6 +108,9 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     # Over each head with the same weights, over each head with its own, or over all heads together.
     qk_norm: Literal["head", "own_head", "projection"] | None = None
     qk_norm_has_bias: bool = False
+    is_norm_last: bool = False  # the norm of each head follows its rotation (Hunyuan)
+    # Neighbouring dimensions turn together in the checkpoint, and not those that are half a head apart.
+    is_interleaved: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     head_bias: bool = False

@@ -30,8 +30,9 @@ from trouper.actors.executor.models.parameters import (
     head_name,
     layer_parameters,
     outer_parameters,
+    pairs_of,
 )
-from trouper.actors.executor.models.parts import part_of
+from trouper.actors.executor.models.parts import part_of, row_order
 from trouper.actors.executor.models.registry import is_text_part
 from trouper.actors.executor.models.sharding import ALONE, Shard, shard_traits, sharded
 from trouper.actors.executor.models.traits import DecoderTraits
@@ -315,6 +316,10 @@ def _with_biases(
 
 def _of_heads(norm: Tensor, num_heads: int, traits: DecoderTraits) -> Tensor:
     """Return one row of weights for each head, or of layer norms one of weights and one of biases."""
+    if traits.is_interleaved:
+        # Weights go with the dimensions of q and k, which are put into this order too.
+        order = row_order(traits.head_dim, pairs_of(traits))
+        norm = norm.view(-1, traits.head_dim)[:, order]
     if traits.norm == "rms":
         return norm.view(-1, traits.head_dim).expand(num_heads, -1)
     return norm.view(2, -1, traits.head_dim).transpose(0, 1).expand(num_heads, -1, -1)

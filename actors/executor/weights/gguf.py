@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.models.parameters import WHOLE, Cut, Parameter, Span
-from trouper.actors.executor.models.parts import part_of, part_of_integers
+from trouper.actors.executor.models.parameters import WHOLE, Cut, HeadOrder, Parameter, Span
+from trouper.actors.executor.models.parts import part_of, part_of_integers, row_order
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.config.gguf import Gguf, GgufTensor, read_gguf
 from trouper.config.gguf_names import Place, family_of, hf_config, place_of
@@ -72,7 +72,7 @@ class GgufCheckpoint:
         tensor = self._tensor(name, shape)
         columns, filled = Cut(columns=cut.columns), 0
         for first, last in self._rows_of(cut, shape[0]):
-            order = self._row_order(name, shape[0], first, last)
+            order = self._row_order(name, shape[0], first, last, cut)
             step = FEW_ROWS if len(shape) == 2 and order is None else last - first
             for begin in range(first, last, step):
                 end = min(last, begin + step)
@@ -101,7 +101,7 @@ class GgufCheckpoint:
                 part = READERS[tensor.type.name](self._blocks(tensor, first, last))
                 if tensor.type.name in OF_FOUR_BITS and kinds <= OF_FOUR_BITS:
                     part = _centred(part)
-                order = self._row_order(name, shape[0], first, last)
+                order = self._row_order(name, shape[0], first, last, cut)
                 parts.append(part if order is None else _reordered(part, order))
         q_OI, scales_OG, minima_OG = stacked(parts)
         fmt = "int4" if kinds <= OF_FOUR_BITS else "int8"
@@ -140,14 +140,18 @@ class GgufCheckpoint:
         first = tensor.num_bytes // tensor.shape[0] * place.expert
         return tensor._replace(offset=tensor.offset + first, shape=shape)
 
-    def _row_order(self, name: str, num_rows: int, first: int, last: int) -> Tensor | None:
+    def _row_order(
+        self, name: str, num_rows: int, first: int, last: int, cut: Cut
+    ) -> Tensor | None:
         """Rows of whole heads from pairs side by side to halves, as `models/rotary.py` turns them."""
+        if cut.heads is not None:
+            return row_order(last - first, cut.heads)
         is_k = ".k_proj." in name
         if not self._family.is_permuted or not (is_k or ".q_proj." in name):
             return None
         num_heads = self._config["num_key_value_heads" if is_k else "num_attention_heads"]
         head_dim = num_rows // num_heads
-        return torch.arange(last - first).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
+        return row_order(last - first, HeadOrder(head_dim, head_dim))
 
     def _plain(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
         blocks = self._blocks(tensor, first, stop)

@@ -1,10 +1,12 @@
 """Norm, rotation and cache write between the QKV product and the attention, in one pass over each token.
 
     q, k  <- rotate(norm(q), p), rotate(norm(k), p);   cache[:, h, slot] <- k, v
+    q, k  <- norm(rotate(q, p)), norm(rotate(k, p))    with `is_norm_last`
 
     qkv       [T, N + 2 H, D]  q is finished in place, D a multiple of 16
     weight    [N + H, D]       float32, of the norm of each head, or [N + H, 2, D] of layer norms; or absent
-    table     [P, 2, R]        float32 (cos, signed sin), see `rope.py`; or R = 0
+    tables    [P, 2, R]        float32 (cos, signed sin), see `rope.py`; or R = 0.  The queries' table may be
+                               another one than the keys', because some models scale queries by their position
     cache     [2, H, S, D]
     positions, slots [T]       int64
 
@@ -22,29 +24,40 @@ from trouper.kernels.cpu.fused.row_norm import row_norm
 from trouper.kernels.formats import Norm
 
 
-def qk_norm_rope_kv_write(code: KernelBuilder, kind: Kind, norm: Norm) -> None:
-    """Write the kernel of the arguments qkv, weight or 0, table, positions, cache, slots, S, N, H, D, R, ε, scratch, scratch bytes.
+def qk_norm_rope_kv_write(
+    code: KernelBuilder, kind: Kind, norm: Norm, is_norm_last: bool = False
+) -> None:
+    """Write the kernel of the arguments qkv, weight or 0, table of q, of k, positions, cache, slots, S, N, H, D, R, ε, scratch, scratch bytes.
 
     A piece is a token.
     """
     (
-        qkv, weight, table, positions, cache, slots, num_slots, num_q, num_kv, width, rotated, eps,
+        qkv, weight, q_table, k_table, positions, cache, slots, num_slots, num_q, num_kv, width, rotated, eps,
         scratch, scratch_bytes,
-    ) = code.arguments(14)  # fmt: skip
+    ) = code.arguments(15)  # fmt: skip
     eps = code.f32_argument(eps)
     wide = code.pointer(scratch + code.thread() * scratch_bytes, "f32")
     for token in code.pieces():
         heads = code.pointer(qkv, kind) + token * (num_q + 2 * num_kv) * width
         slot = code.pointer(slots, "i64")[token]
         position = code.pointer(positions, "i64")[token]
-        angles = code.pointer(table, "f32") + position * 2 * rotated
         own = code.pointer(cache, kind) + slot * width
         for head in code.loop(0, 2 * num_kv):  # each in a page of its own: ask for them early
             for d in code.loop(0, width, 2 * LANES):
                 (own + head * num_slots * width).prefetch(d, level=1)
         for head in code.loop(0, num_q + num_kv):
-            _read(code, wide, heads + head * width, weight, head, width, eps, norm)
-            _rotate(code, wide, angles, rotated)
+            table = code.select(head < num_q, q_table, k_table)
+            angles = code.pointer(table, "f32") + position * 2 * rotated
+            x = heads + head * width
+            if is_norm_last:
+                _copy(code, wide, x, width)
+                _rotate(code, wide, angles, rotated)
+                _normalise(code, wide, wide, weight, head, width, eps, norm)
+            else:
+                with code.when(weight.equals(0)):
+                    _copy(code, wide, x, width)
+                _normalise(code, wide, x, weight, head, width, eps, norm)
+                _rotate(code, wide, angles, rotated)
             with code.when(head < num_q):
                 _copy(code, heads + head * width, wide, width)
             with code.when(head >= num_q):
@@ -54,7 +67,7 @@ def qk_norm_rope_kv_write(code: KernelBuilder, kind: Kind, norm: Norm) -> None:
             _copy(code, own + (num_kv + head) * num_slots * width, values, width)
 
 
-def _read(
+def _normalise(
     code: KernelBuilder,
     wide: Pointer,
     x: Pointer,
@@ -64,9 +77,7 @@ def _read(
     eps: Value,
     norm: Norm,
 ) -> None:
-    """Copy x to `wide`, normalised if there is a weight."""
-    with code.when(weight.equals(0)):
-        _copy(code, wide, x, width)
+    """Put the norm of x into `wide` if there is a weight."""
     with code.when(weight > 0):
         own = code.pointer(weight, "f32") + head * (width * (1 if norm == "rms" else 2))
         normed = row_norm(code, x.load, width, own, eps, norm)

@@ -258,22 +258,34 @@ def pairs(**changes):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 40])
 @pytest.mark.parametrize(("width", "rotated"), [(16, 16), (128, 128), (80, 20), (48, None)])
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_norm_rotation_and_write(dtype, num_tokens, width, rotated, has_norm):
+@pytest.mark.parametrize(
+    ("has_norm", "is_norm_last", "query_rope"),
+    [
+        (False, False, None),
+        (True, False, None),
+        (True, True, None),
+        (True, False, 1),
+        (False, False, 1),
+    ],
+)
+def test_norm_rotation_and_write(
+    dtype, num_tokens, width, rotated, has_norm, is_norm_last, query_rope
+):
     torch.manual_seed(0)
-    ops_pair = pairs(head_dim=width, dtype=dtype)
+    ops_pair = pairs(head_dim=width, dtype=dtype, is_norm_last=is_norm_last)
     qkv = torch.randn(num_tokens, 8, width).to(dtype)
     head_norm = torch.randn(6, width).to(dtype) if has_norm else None
     tables = []
     if rotated:
         inverse = 1e4 ** -(torch.arange(0, rotated, 2) / rotated)
-        tables.append(rope_table(inverse, 1000, 1.25, dtype))
+        tables += [rope_table(inverse, 1000, scale, dtype) for scale in (1.25, 0.5)]
     positions, slots = torch.randint(0, 1000, (num_tokens,)), torch.randperm(64)[:num_tokens]
     found = []
     for ops in ops_pair:
         mine, cache = qkv.clone(), torch.full((2, 2, 64, width), torch.nan, dtype=dtype)
         step = ops.begin(positions, slots, tables)
-        ops.qk_norm_rope_kv_write(mine, head_norm, step, 0 if rotated else None, cache)
+        ropes = (0, query_rope) if rotated else (None, None)
+        ops.qk_norm_rope_kv_write(mine, head_norm, step, ropes[0], cache, ropes[1])
         found.append((mine[:, :4], cache))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
     for a, b in zip(*found, strict=True):

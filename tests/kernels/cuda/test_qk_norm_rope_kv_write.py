@@ -34,11 +34,18 @@ def make(num_tokens, num_q, num_kv, width, rotated, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("more", [{}, {"is_norm_last": True}, {"query_scale": 0.5}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES + [pytest.param(s, marks=pytest.mark.gpu) for s in REAL])
-def test_it_equals_the_reference_and_padding_tokens_change_nothing(device, dtype, has_norm, shape):
+def test_it_equals_the_reference_and_padding_tokens_change_nothing(
+    device, dtype, has_norm, shape, more
+):
     qkv, cache, positions, slots, norm, table = make(*shape, dtype)
     slots[1::3] = -1
     options = {"norm_ND": norm if has_norm else None, "table_P2R": table, "eps": 1e-6}
+    if "query_scale" in more:
+        options["query_table_P2R"] = None if table is None else table * more["query_scale"]
+    else:
+        options |= more
     q, expected = qk_norm_rope_kv_write_reference(qkv, cache, positions, slots, **options)
     options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     found, found_cache = qkv.to(device, copy=True), cache.to(device)
