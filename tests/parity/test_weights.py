@@ -8,10 +8,11 @@ from safetensors.torch import load_file, save_file
 
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.weights import random as random_weights
+from trouper.actors.messages.plans import Sampling
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 from .driver import Driver, engine_config, random_prompts
-from .test_architectures import VOCAB, tiny_model
+from .test_architectures import LAYER_NORMED, VOCAB, check_against, tiny_model
 
 FILE = "model.safetensors"
 
@@ -63,6 +64,45 @@ def test_a_stored_copy_of_a_tied_head_and_old_rope_buffers_are_ignored(folder):
 
     rewrite(folder, add)
     load(folder)
+
+
+def test_names_and_masks_of_the_first_files_of_gpt2_are_read(tmp_path):
+    """They lack the prefix, and hold the mask of each layer."""
+    model = tiny_model("GPT2", {}, tmp_path)
+
+    def change(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        for layer in range(3):
+            tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 256, 256)
+
+    rewrite(tmp_path, change)
+    prompts = random_prompts((9,), VOCAB)
+    runner = CpuRunner(engine_config(tmp_path))
+    check_against(model, Driver(runner).run(prompts, 4, Sampling(temperature=0.0, logprobs=-1)))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("case", ["gpt2", "phi", "falcon-new"])
+def test_rounded_weights_of_layer_normed_models_stay_near(case, quantization, tmp_path):
+    model = tiny_model(*LAYER_NORMED[case], tmp_path)
+    prompts = random_prompts((30,), VOCAB)
+    runner = CpuRunner(engine_config(tmp_path, dtype="bfloat16", quantization=quantization))
+    (s,) = Driver(runner).run(prompts, 1, Sampling(temperature=0.0, logprobs=-1))
+    with torch.no_grad():
+        expected = model(torch.tensor(prompts)).logits[0, -1].log_softmax(-1)
+    found = torch.empty_like(expected)
+    found[list(s.logprobs[0].token_ids)] = torch.tensor(s.logprobs[0].logprobs)
+    assert torch.corrcoef(torch.stack((found, expected)))[0, 1] > 0.95
+
+
+def test_a_quantised_checkpoint_of_turned_matrices_is_refused(tmp_path):
+    tiny_model("GPT2", {}, tmp_path)
+    path = tmp_path / "config.json"
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    with pytest.raises(UnsupportedFeatureError, match="inputs by outputs"):
+        load(tmp_path)
 
 
 def test_a_folder_without_safetensors_is_refused(folder):

@@ -204,8 +204,6 @@ class Checkpoint:
         layout = self._layout(part.name)
         if layout is None:
             return None
-        if part.expert is None:
-            raise unsupported("quant_method", f"{part.name}, which is stored as inputs by outputs")
         return of_expert(part, self._read_parts(layout, part.name, part.shape), dtype)
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:

@@ -44,7 +44,7 @@ from trouper.actors.executor.weights.stacks import views_of
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.quantization import (
     GROUP,
@@ -191,6 +191,9 @@ def _open_source(
             value=load_format,
         )
     scheme = None if is_gguf(folder) else read_scheme(config.model.hf_config)
+    if scheme is not None and NAMES[traits.names].is_transposed:
+        rule = "quantised checkpoints of a family that stores matrices as inputs by outputs (GPT-2) are not supported"
+        raise UnsupportedFeatureError(f"quantization_config: {rule}", parameter="model")
     views, is_part = views_of(traits), is_text_part(config.model.architecture)
     checkpoint = Checkpoint(folder, scheme=scheme, is_part=is_part, views=views)
     names, embedding, head = NAMES[traits.names], embedding_name(traits), head_name(traits)

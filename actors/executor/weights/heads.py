@@ -15,7 +15,7 @@ from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.encoder import Tensors
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.pooler import LATE_INTERACTION, Dense, PoolerSpec, TokenClassifier
-from trouper.errors import invalid
+from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm
 from trouper.kernels.reference.activation import activate
 
@@ -80,6 +80,9 @@ def load_token_classifier(
         ids.append(found)
     head = f"{LLAMA.head}.weight"
     name = head if tensors.stores(head) else "embed_tokens.weight"
+    if tensors.stores(f"{LLAMA.head}.bias"):
+        rule = "classifier_from_token: a head with biases is not supported"
+        raise UnsupportedFeatureError(rule, parameter="hf_overrides")
     weight = tensors.rows(name, shape, ids)
     if classifier.is_difference:
         weight = weight[1:] - weight[:1]
