@@ -20,7 +20,6 @@ from trouper.actors.executor.weights.layouts import (
     StoredTensor,
     WeightLayout,
     base_of,
-    unsupported,
 )
 from trouper.actors.executor.weights.quantized import (
     joined,
