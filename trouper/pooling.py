@@ -167,7 +167,10 @@ def _check_task(task: Any) -> None:
     if task is None or task in TASKS:
         return
     if task in LATER_TASKS:
-        raise UnsupportedFeatureError(f"the pooling task {task!r} is not supported yet")
+        text = f"the pooling task {task!r} is not supported"
+        if task == "plugin":
+            text = f"No IOProcessor plugin installed. {text}"
+        raise UnsupportedFeatureError(text, parameter="task")
     removed = REMOVED.get(task) if isinstance(task, str) else None
     raise unsupported_task(task, removed or f"The tasks are {', '.join(TASKS)}.")
 

@@ -382,10 +382,9 @@ class Prompts:
         if not 1 <= truncate <= limit:
             rule = f"must be -1 or in [1, {limit}] (max_model_len)"
             if truncate > limit:
-                text = f"truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size. It {rule}"
-                raise TrouperValidationError(
-                    text, parameter="truncate_prompt_tokens", value=truncate
-                )
+                # vLLM's sentence and nothing else, since clients compare it as a whole.
+                text = "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size."
+                raise TrouperValidationError(text, parameter="truncate_prompt_tokens")
             raise invalid("truncate_prompt_tokens", rule, truncate)
         return truncate
 
@@ -410,7 +409,7 @@ def _check_embeds_request(message: Render) -> None:
     """Refuse parameters that need the prompt's tokens, which a prompt of embeddings does not have."""
     assert isinstance(message.params, SamplingParams)
     if message.params.prompt_logprobs is not None:
-        raise invalid("prompt_logprobs", "not with prompt_embeds")
+        raise invalid("prompt_logprobs", "is not compatible with prompt_embeds")
     if message.truncate_prompt_tokens is not None:
         raise invalid("truncate_prompt_tokens", "not with prompt_embeds")
 

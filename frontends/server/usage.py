@@ -8,6 +8,7 @@ from trouper.outputs import RequestOutput, RequestStateStats
 
 class CachedTokens(msgspec.Struct):
     cached_tokens: int
+    created_cache_tokens: int = 0  # that requests after this one will find in the cache
 
 
 class ReasoningUsage(msgspec.Struct):
@@ -65,9 +66,14 @@ def _ms(seconds: float | None) -> float | None:
 
 
 class UsageCounter:
-    """The tokens of one reply so far."""
+    """The tokens of one reply so far.
 
-    def __init__(self, num_prompts: int, *, shows_cached: bool) -> None:
+    Args:
+        cache_block_size: the tokens of a block, of which only whole ones are kept for other requests. 0: none is kept.
+    """
+
+    def __init__(self, num_prompts: int, *, shows_cached: bool, cache_block_size: int = 0) -> None:
+        self._block_size = cache_block_size
         self._num_prompt = [0] * num_prompts
         self._num_cached = [0] * num_prompts
         self._shows_cached = shows_cached
@@ -86,11 +92,18 @@ class UsageCounter:
             self._num_reasoning = (self._num_reasoning or 0) + num_tokens
 
     @property
+    def _num_created(self) -> int:
+        if not self._block_size:
+            return 0
+        pairs = zip(self._num_prompt, self._num_cached, strict=True)
+        return sum(max(0, num - num % self._block_size - cached) for num, cached in pairs)
+
+    @property
     def usage(self) -> Usage:
         num_prompt = sum(self._num_prompt)
         usage = Usage(num_prompt, self._num_completion, num_prompt + self._num_completion)
         if self._shows_cached:
-            usage.prompt_tokens_details = CachedTokens(sum(self._num_cached))
+            usage.prompt_tokens_details = CachedTokens(sum(self._num_cached), self._num_created)
         if self._num_reasoning is not None:
             usage.completion_tokens_details = ReasoningUsage(self._num_reasoning)
         return usage

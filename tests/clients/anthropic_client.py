@@ -15,7 +15,8 @@ def main(url, pooling_url):
     assert message.role == "assistant"
     counted = client.messages.count_tokens(model=model, messages=HI, system="Be brief.")
     usage = message.usage
-    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    cached = usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    assert counted.input_tokens == usage.input_tokens + cached
     with client.messages.stream(model=model, max_tokens=16, messages=HI) as stream:
         text = "".join(stream.text_stream)
         assert stream.get_final_text() == text

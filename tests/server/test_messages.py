@@ -39,6 +39,12 @@ def text(content):
     return {"type": "text", "text": content}
 
 
+def input_of(usage):
+    """All tokens of the prompt, which the API counts in three parts."""
+    cached = usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"]
+    return usage["input_tokens"] + cached
+
+
 def named_events(body):
     """The events of a stream, each of which the client's types hold."""
     frames = body.decode().split("\n\n")
@@ -81,7 +87,7 @@ class TestInMemory:
         assert reply["content"] == [text(wanted["choices"][0]["message"]["content"])]
         assert (reply["stop_reason"], reply["stop_sequence"]) == ("max_tokens", None)
         usage = reply["usage"]
-        num_input = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        num_input = input_of(usage)
         assert num_input == wanted["usage"]["prompt_tokens"]
         assert usage["output_tokens"] == 6
 
@@ -97,10 +103,24 @@ class TestInMemory:
         assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
         assert events[-2]["usage"]["output_tokens"] == 6
 
+    async def test_what_a_prompt_adds_to_the_cache_is_told(self, make_client):
+        client = make_client()
+        long = [{"role": "user", "content": "a long prompt of its own " * 40}]
+        asked = {**GREEDY, "messages": long, "stream": True}
+
+        async def usages():
+            events = named_events((await client.post(PATH, asked)).body)
+            return events[0]["message"]["usage"], events[-2]["usage"]
+
+        (begun, cold), (_, warm) = await usages(), await usages()
+        assert begun["input_tokens"] == input_of(cold) == input_of(warm)
+        assert cold["cache_read_input_tokens"] == warm["cache_creation_input_tokens"] == 0
+        assert cold["cache_creation_input_tokens"] >= warm["cache_read_input_tokens"] > 0
+
     async def test_counted_tokens_are_those_of_the_prompt(self, client):
         counted = (await client.post(COUNT, {"messages": HI, "system": [text("be brief")]})).json
         usage = (await client.post(PATH, {**GREEDY, "system": "be brief"})).json["usage"]
-        num_input = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        num_input = input_of(usage)
         assert counted == {"input_tokens": num_input}
 
     async def test_neighbours_of_one_role_are_one_message(self, asked):
@@ -300,7 +320,7 @@ class TestInMemory:
         fields = {"messages": HI, "tools": [TOOL]}
         counted = (await client.post(COUNT, fields)).json["input_tokens"]
         usage = (await client.post(PATH, {**GREEDY, **fields})).json["usage"]
-        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert counted == input_of(usage)
 
     async def test_an_answer_has_the_format_that_is_asked_for(self, client):
         schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
@@ -445,7 +465,7 @@ def test_the_plain_client(options):
         counted = client.messages.count_tokens(
             model="trouper-demo", messages=HI, system="be brief"
         ).input_tokens
-        assert counted == reply.usage.input_tokens + reply.usage.cache_read_input_tokens
+        assert counted == input_of(reply.usage.model_dump())
         kinds = [event.type for event in client.messages.create(**FIELDS, stream=True)]
         assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
 

@@ -123,7 +123,8 @@ class MessagesAdapter:
         self._last: CompletionOutput | None = None
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
-        counts = {**_usage(usage), "output_tokens": 0}  # the first token is in the next event
+        # As in vLLM, all of the prompt is input here, and the last event says what the cache had of it.
+        counts = _usage(usage and Usage(usage.prompt_tokens, 0, usage.prompt_tokens))
         return [_event("message_start", message=self._message(counts)), _event("ping")]
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
@@ -195,13 +196,14 @@ def _event(kind: str, **content: Any) -> StreamEvent:
 
 
 def _usage(usage: Usage | None) -> dict[str, int]:
-    """Return the counts; there, tokens that the cache held are not among the input tokens."""
+    """Return the counts. Tokens that the cache held, or holds now, are not among the input tokens of this API."""
     assert usage is not None  # `parse` asks for it with every update
     details = usage.prompt_tokens_details
-    num_cached = details.cached_tokens if isinstance(details, CachedTokens) else 0
+    cached = details if isinstance(details, CachedTokens) else CachedTokens(0)
+    num_read, num_created = cached.cached_tokens, cached.created_cache_tokens
     return {
-        "input_tokens": usage.prompt_tokens - num_cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": num_cached,
+        "input_tokens": usage.prompt_tokens - num_read - num_created,
+        "cache_creation_input_tokens": num_created,
+        "cache_read_input_tokens": num_read,
         "output_tokens": usage.completion_tokens,
     }

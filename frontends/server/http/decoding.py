@@ -185,6 +185,8 @@ def _sentence(text: str) -> str:
     """Return vLLM's sentence for an error of the schema, which clients may match, and then msgspec's."""
     expected = EXPECTED.search(text)
     first = "Field required" if MISSING.search(text) else None
+    if "Invalid enum value" in text:
+        first = "Input should be one of the values in the documentation (literal_error)"
     if expected:
         first = VLLM_SENTENCES.get(expected[1])
     said = WHERE.sub("", text).replace("`", "")

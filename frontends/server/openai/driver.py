@@ -91,7 +91,12 @@ class Driver(Generic[A]):
         self._service = service
         self._context = context
         self._parsed = parsed
-        self._counter = UsageCounter(len(parsed.prompts), shows_cached=parsed.shows_cached)
+        config = service.config
+        self._counter = UsageCounter(
+            len(parsed.prompts),
+            shows_cached=parsed.shows_cached,
+            cache_block_size=config.block_size if config.scheduler.enable_prefix_caching else 0,
+        )
         self._chains: dict[int, ParserChain] = {}  # of the choices that have begun
         self._has_begun = False  # to send outputs
 

@@ -309,7 +309,8 @@ def _most(request: ScoringFields, name: str) -> int | None:
     """Return how many tokens of each text are read; None: all."""
     num: int | None = getattr(request, name)
     if num is not None and num < 0:
-        raise invalid(name, "must be a non-negative integer; 0 is no limit", num)
+        text = f"{name} must be a non-negative integer; 0 is no limit"
+        raise TrouperValidationError(text, parameter=name, value=num)
     return num or None
 
 

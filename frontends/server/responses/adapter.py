@@ -202,11 +202,15 @@ def _new_response(
 
 def _counts(usage: Usage) -> JSONObject:
     cached, reasoning = usage.prompt_tokens_details, usage.completion_tokens_details
-    num_cached = cached.cached_tokens if isinstance(cached, CachedTokens) else 0
+    if not isinstance(cached, CachedTokens):
+        cached = CachedTokens(0)
     num_reasoning = reasoning.reasoning_tokens if isinstance(reasoning, ReasoningUsage) else 0
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": cached.cached_tokens,
+            "cache_write_tokens": cached.created_cache_tokens,
+        },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": usage.total_tokens,
