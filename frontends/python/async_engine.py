@@ -21,7 +21,7 @@ from trouper.actors.messages.sinks import MakeVisible
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.model import ModelConfig
-from trouper.config.model_view import ModelView
+from trouper.config.model_view import ConfigView, ModelView, vllm_config
 from trouper.config.output_rules import Marks
 from trouper.config.resolve import EngineConfig, resolve
 from trouper.config.sampling import Frontend
@@ -357,6 +357,11 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     def get_model_config(self) -> ModelView:
         """Return the model under vLLM's names, with the length and the dtype in force."""
         return ModelView(self.engine.config, self._args.served_model_name)
+
+    @property
+    def vllm_config(self) -> ConfigView:
+        """The configuration under vLLM's names, for scripts that read them."""
+        return vllm_config(self.engine.config, self._args.served_model_name)
 
     @property
     def is_running(self) -> bool:

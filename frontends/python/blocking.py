@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from trouper.config.model import ModelConfig
-from trouper.config.model_view import ModelView
+from trouper.config.model_view import ConfigView, ModelView
 from trouper.errors import TrouperValidationError
 from trouper.frontends.python.controls import AsyncControls
 from trouper.frontends.python.engine_thread import EngineThread
@@ -60,6 +60,11 @@ class BlockingControls:
     def get_model_config(self) -> ModelView:
         """Return the model under vLLM's names, with the length and the dtype in force."""
         return self.thread.engine.get_model_config()
+
+    @property
+    def vllm_config(self) -> ConfigView:
+        """The configuration under vLLM's names, for scripts that read them."""
+        return self.thread.engine.vllm_config
 
     def get_tokenizer(self) -> Any:
         """Return the model's transformers tokenizer; needs the extra `transformers`."""

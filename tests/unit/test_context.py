@@ -228,6 +228,13 @@ def test_the_model_has_vllms_names_and_the_length_in_force():
     options = {"block_size": 16, "max_num_seqs": 2, "served_model_name": "small"}
     with LLM("tiny", load_format="dummy", num_gpu_blocks_override=3, **options) as llm:
         model = llm.get_model_config()
+        config = llm.llm_engine.vllm_config
+        assert config.model_config.max_model_len == model.max_model_len
+        assert config.cache_config.block_size > 0
+        assert config.parallel_config.world_size == 1
+        assert config.scheduler_config.max_num_seqs > 0
+        with pytest.raises(AttributeError, match="VllmConfig has no 'kv_transfer_config'"):
+            config.kv_transfer_config  # noqa: B018
     assert (model.model, model.served_model_name, model.max_model_len) == ("tiny", "small", 48)
     assert (model.get_vocab_size(), model.get_hidden_size(), model.get_head_size()) == (
         4096,

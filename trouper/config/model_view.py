@@ -1,4 +1,4 @@
-"""A model under the names of vLLM's ModelConfig, from the resolved configuration; `get_model_config` returns it."""
+"""The resolved configuration under vLLM's names: `get_model_config` returns the model's, `vllm_config` has all parts."""
 
 from typing import Any
 
@@ -62,3 +62,54 @@ class ModelView:
     def get_diff_sampling_param(self) -> dict[str, Any]:
         """Return the sampling defaults that differ from those of `SamplingParams`."""
         return dict(self._model.default_sampling)
+
+
+class ConfigView:
+    """A part of the configuration; a name that it lacks is an error that says where to look."""
+
+    def __init__(self, kind: str, **fields: Any) -> None:
+        self.__dict__.update(fields)
+        self._kind = kind
+
+    def __repr__(self) -> str:
+        fields = {name: value for name, value in vars(self).items() if name != "_kind"}
+        return f"{self.__dict__.get('_kind')}({', '.join(f'{n}={v!r}' for n, v in fields.items())})"
+
+    def __getattr__(self, name: str) -> Any:
+        kind = self.__dict__.get("_kind")
+        known = ", ".join(each for each in vars(self) if each != "_kind")
+        raise AttributeError(
+            f"{kind} has no {name!r}: it has {known}. The engine's `config` has the whole resolved configuration"
+        )
+
+
+def vllm_config(config: EngineConfig, served_model_name: str | list[str] | None) -> ConfigView:
+    """Return the parts that scripts for vLLM read, from the resolved configuration."""
+    scheduler = config.scheduler
+    num_workers = config.tensor_parallel_size * scheduler.num_stages
+    return ConfigView(
+        "VllmConfig",
+        model_config=ModelView(config, served_model_name),
+        cache_config=ConfigView(
+            "CacheConfig",
+            block_size=config.block_size,
+            enable_prefix_caching=scheduler.enable_prefix_caching,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+        ),
+        parallel_config=ConfigView(
+            "ParallelConfig",
+            tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=scheduler.num_stages,
+            data_parallel_size=config.data_parallel_size,
+            world_size=num_workers,
+        ),
+        scheduler_config=ConfigView(
+            "SchedulerConfig",
+            max_model_len=config.max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
+            enable_chunked_prefill=scheduler.enable_chunked_prefill,
+            policy=scheduler.policy,
+        ),
+        device_config=ConfigView("DeviceConfig", device_type=config.device),
+    )
