@@ -44,7 +44,6 @@ from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.runtime.threads import Threads
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.config.adapters import AdapterFiles, read_adapter
-from trouper.config.model import GGUF_POOLS
 from trouper.config.output_rules import Marks
 from trouper.config.resolve import EngineConfig
 from trouper.errors import EngineDeadError, RetryableRequestError, TrouperValidationError
@@ -402,8 +401,6 @@ class Engine:
         if (kind is PoolingParams) != (self.config.pooler is not None):
             runner = "pooling" if kind is PoolingParams else "generate"
             rule = f"this needs an engine with runner={runner!r}"
-            if runner == "pooling" and self.config.model.is_gguf:
-                rule = GGUF_POOLS
             raise TrouperValidationError(rule, parameter="runner")
 
 

@@ -1,7 +1,7 @@
 """The tokenizer inside a GGUF file, as the `tokenizers` library runs it, with its special tokens and templates.
 
-Two models: `gpt2`, byte-level BPE whose splitting goes by a name (`tokenizer.ggml.pre`), and `llama`, sentencepiece
-with scores, from which the merges are found again.
+Four models: `gpt2`, byte-level BPE whose splitting goes by a name (`tokenizer.ggml.pre`); `llama`, sentencepiece
+with scores, from which the merges are found again; of encoders `bert`, WordPiece, and `t5`, sentencepiece's unigram.
 """
 
 from typing import Any, NamedTuple, cast
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram, WordPiece
 
 from trouper.config.gguf import Gguf
 from trouper.errors import UnsupportedFeatureError, invalid
@@ -80,6 +80,7 @@ class GgufTokenizer(NamedTuple):
     backend: Backend
     special_tokens: dict[str, str]
     chat_templates: dict[str, str]
+    gives_types: bool  # to the second text of a pair
 
 
 def read_tokenizer(header: Gguf) -> GgufTokenizer:
@@ -96,9 +97,14 @@ def read_tokenizer(header: Gguf) -> GgufTokenizer:
         backend, adds_bos = _byte_level(header, tokens)
     elif kind == "llama":
         backend, adds_bos = _sentencepiece(header, tokens), True
+    elif kind == "bert":
+        tokens = _word_pieces(tokens, kinds)
+        backend, adds_bos = _word_piece(header, tokens, kinds), True
+    elif kind == "t5":
+        backend, adds_bos = _unigram(header, tokens), False
     else:
         raise UnsupportedFeatureError(
-            f"{header.path.name}: {KEY}model: {kind[:40]!r} is not supported; gpt2 and llama are",
+            f"{header.path.name}: {KEY}model: {kind[:40]!r} is not supported; gpt2, llama, bert and t5 are",
             parameter="tokenizer",
         )
     added = [
@@ -112,8 +118,11 @@ def read_tokenizer(header: Gguf) -> GgufTokenizer:
         for name, key in SPECIAL_KEYS.items()
         if (i := header.get(KEY + key, int)) is not None and 0 <= i < len(tokens)
     }
-    _put_around(backend, header, named, adds_bos)
-    return GgufTokenizer(backend, named, _templates(header))
+    if kind == "bert":
+        _put_around_pieces(backend, header, named)
+    else:
+        _put_around(backend, header, named, adds_bos, doubles_end=kind == "t5")
+    return GgufTokenizer(backend, named, _templates(header), gives_types=kind == "bert")
 
 
 def _kinds(header: Gguf, count: int) -> np.ndarray[Any, Any]:
@@ -198,6 +207,80 @@ def _sentencepiece(header: Gguf, tokens: list[str]) -> Backend:
     return backend
 
 
+def _word_pieces(tokens: list[str], kinds: np.ndarray[Any, Any]) -> list[str]:
+    """Write the beginnings of words bare and their continuations with ##, where a file has them with ▁ and bare."""
+    pieces: list[str] = []
+    for token, kind in zip(tokens, kinds.tolist(), strict=True):
+        is_special = kind in (CONTROL, USER) or (token[:1] == "[" and token[-1:] == "]")
+        pieces.append(token if is_special else token[1:] if token[:1] == "▁" else f"##{token}")
+    return pieces
+
+
+def _word_piece(header: Gguf, tokens: list[str], kinds: np.ndarray[Any, Any]) -> Backend:
+    """Build BERT's tokenizer; a vocabulary without capitals is one of texts in lower case."""
+    vocabulary = _vocabulary(header, tokens)
+    unknown = _token_at(header, tokens, "unknown_token_id", "[UNK]")
+    backend = Backend(WordPiece(vocabulary, unk_token=unknown, max_input_chars_per_word=100))
+    is_cased = any(
+        token != token.lower()
+        for token, kind in zip(tokens, kinds.tolist(), strict=True)
+        if kind not in (CONTROL, USER) and token[:1] != "["
+    )
+    backend.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _put_around_pieces(backend: Backend, header: Gguf, named: dict[str, str]) -> None:
+    """Put [CLS] and [SEP] around a text, and another [SEP] behind the second of a pair."""
+    begin = named.get("cls_token") or named.get("bos_token") or "[CLS]"
+    end = named.get("sep_token") or named.get("eos_token") or "[SEP]"
+    for token, key in ((begin, "cls_token_id"), (end, "seperator_token_id")):
+        if backend.token_to_id(token) is None:
+            raise _wrong(header, key, f"lacks, and the vocabulary has no {token}")
+    backend.post_processor = processors.TemplateProcessing(
+        single=[begin, "$A", end],
+        pair=[begin, "$A", end, "$B:1", f"{end}:1"],
+        special_tokens=[(x, backend.token_to_id(x)) for x in dict.fromkeys((begin, end))],
+    )
+
+
+def _unigram(header: Gguf, tokens: list[str]) -> Backend:
+    """Build sentencepiece's unigram model, as XLM-RoBERTa has it."""
+    _vocabulary(header, tokens)
+    scores: Any = header.metadata.get(KEY + "scores")
+    if not _is_table(scores, len(tokens)):
+        raise _wrong(header, "scores", f"not {len(tokens)} numbers")
+    unknown = tokens.index(_token_at(header, tokens, "unknown_token_id", "<unk>"))
+    pairs = list(zip(tokens, map(float, scores), strict=True))
+    backend = Backend(Unigram(pairs, unk_id=unknown, byte_fallback=False))
+    steps: list[Any] = []
+    charsmap: Any = header.metadata.get(KEY + "precompiled_charsmap")
+    if charsmap is not None:
+        if not isinstance(charsmap, np.ndarray) or charsmap.dtype.itemsize != 1:
+            raise _wrong(header, "precompiled_charsmap", "not bytes")
+        steps.append(normalizers.Precompiled(cast("bytes", charsmap.tobytes())))
+    if header.get(KEY + "remove_extra_whitespaces", bool) is not False:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    backend.normalizer = normalizers.Sequence(steps)
+    has_space = header.get(KEY + "add_space_prefix", bool) is not False
+    scheme = "always" if has_space else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return backend
+
+
+def _token_at(header: Gguf, tokens: list[str], key: str, default: str) -> str:
+    """Return the token that a key names, or the one of this spelling where the file has no such key."""
+    index = header.get(KEY + key, int)
+    if index is None and default in tokens:
+        return default
+    if index is None or not 0 <= index < len(tokens):
+        raise _wrong(header, key, "beyond the tokens" if index is not None else "lacks")
+    return tokens[index]
+
+
 def _found_merges(vocabulary: dict[str, int], scores: np.ndarray) -> list[tuple[str, str]]:
     """List every way to put a token together from two, the best token first."""
     found: list[tuple[float, int, int, str, str]] = []
@@ -211,8 +294,19 @@ def _found_merges(vocabulary: dict[str, int], scores: np.ndarray) -> list[tuple[
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _put_around(backend: Backend, header: Gguf, named: dict[str, str], adds_bos: bool) -> None:
-    """Add BOS and EOS as the file says; a text without them needs no post-processor."""
+def _put_around(
+    backend: Backend,
+    header: Gguf,
+    named: dict[str, str],
+    adds_bos: bool,
+    *,
+    doubles_end: bool = False,
+) -> None:
+    """Add BOS and EOS as the file says; a text without them needs no post-processor.
+
+    Args:
+        doubles_end: whether EOS, not BOS, is in front of a pair's second text, as RoBERTa has it.
+    """
     bos = header.get(KEY + "add_bos_token", bool)
     begin = named.get("bos_token") if (adds_bos if bos is None else bos) else None
     end = named.get("eos_token") if header.get(KEY + "add_eos_token", bool) else None
@@ -225,7 +319,7 @@ def _put_around(backend: Backend, header: Gguf, named: dict[str, str], adds_bos:
             *before,
             "$A",
             *after,
-            *(f"{x}:1" for x in before),
+            *(f"{x}:1" for x in (after if doubles_end else before)),
             "$B:1",
             *(f"{x}:1" for x in after),
         ],

@@ -100,12 +100,18 @@ class Tokenizer:
     @classmethod
     def _load_gguf(cls, path: Path) -> Self:
         try:
-            backend, named, templates = read_tokenizer(read_gguf(path))
+            backend, named, templates, gives_types = read_tokenizer(read_gguf(path))
         except (TrouperValidationError, UnsupportedFeatureError):
             raise
         except Exception as error:  # the library raises bare Exception
             raise _unreadable(path, "the tokenizer", error) from error
-        return cls(backend, folder=str(path), special_tokens=named, chat_templates=templates)
+        return cls(
+            backend,
+            folder=str(path),
+            special_tokens=named,
+            chat_templates=templates,
+            gives_types=gives_types,
+        )
 
     @classmethod
     def _load_light(cls, path: Path) -> Self:

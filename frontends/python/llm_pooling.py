@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from trouper.config.model import GGUF_POOLS
 from trouper.errors import EnginePausedError, TrouperValidationError
 from trouper.frontends.python.blocking import BlockingControls
 from trouper.frontends.python.bulk import ProgressBar, as_list, progress_bar
@@ -144,8 +143,6 @@ class PoolingMethods(BlockingControls):
         config = self.thread.engine.config
         if config.pooler is None:
             rule = "this model generates; pooling needs an engine with runner='pooling'"
-            if config.model.is_gguf:
-                rule = GGUF_POOLS
             raise TrouperValidationError(rule, parameter="runner")
 
 

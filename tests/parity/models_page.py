@@ -8,6 +8,7 @@ from trouper.actors.executor.models.registry import READERS as DECODERS
 from trouper.actors.executor.models.registry import TEXT_MODELS
 from trouper.actors.executor.weights.schemes import READERS as QUANTIZED
 from trouper.config.checks import ROUNDED
+from trouper.config.gguf_names import ENCODER_NAMES
 from trouper.config.gguf_names import FAMILIES as GGUF
 
 from .hf_families import FAMILIES, NOT_CAUSAL, OWN_ATTENTION, REFUSED, architecture_of
@@ -29,7 +30,7 @@ def lists():
         "encoders": named(ENCODERS),
         "transformers": named(fallback),
         "refused": "\n".join(f"* {reason}: {named(names)}" for reason, names in refused().items()),
-        "gguf": named(GGUF),
+        "gguf": named([*GGUF, *ENCODER_NAMES]),
         "checkpoints": named(QUANTIZED),
         "rounding": named(ROUNDED),
     }

@@ -41,6 +41,7 @@ from trouper.kernels.cpu.linear.quantization import dequantized
 
 from .driver import Driver, engine_config, random_prompts
 from .test_architectures import LLAMA3, VOCAB, YARN, check_against, tiny_model
+from .test_encoders import run
 
 SMOLLM2 = os.environ.get("TROUPER_SMOLLM2")
 needs_smollm2 = pytest.mark.skipif(not SMOLLM2, reason="TROUPER_SMOLLM2 names no file")
@@ -631,9 +632,22 @@ def test_a_real_model_gives_the_logits_of_its_dequantised_weights(tmp_path):
     check_against(model.eval(), driver.run(prompts, 8, Sampling(temperature=0.0, logprobs=-1)))
 
 
-@pytest.mark.parametrize("wish", [{"runner": "pooling"}, {"convert": "embed"}], ids=str)
-def test_a_file_does_not_pool_and_says_so(tmp_path, wish):
+@pytest.mark.parametrize(("number", "name"), [(None, None), (3, "LAST"), (1, "MEAN")])
+def test_a_decoder_of_a_file_embeds_as_the_model_that_was_converted(tmp_path, number, name):
+    model = tiny_model("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-6}, tmp_path)
+    numbers = {"block_count": model.config.num_hidden_layers}
+    numbers |= {} if number is None else {"pooling_type": number}
+    path = converted(model, tmp_path / "m.gguf", "qwen3", numbers)
+    spec = resolve(EngineArgs(str(path), skip_tokenizer_init=True)).pooler
+    assert (spec and spec.seq_pooling_type) == name
+    ids = tuple(range(5, 30))
+    (mine,) = run(path, "token_embed", texts=[ids])
+    (wanted,) = run(tmp_path, "token_embed", texts=[ids], load_format="safetensors")
+    np.testing.assert_allclose(mine, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_decoder_that_ranks_is_refused(tmp_path):
     table = np.zeros((10, 64), np.float32)
-    path = write(tmp_path / "m.gguf", tensors=[("token_embd.weight", table, None)])
-    with pytest.raises(UnsupportedFeatureError, match="GGUF models do not pool"):
-        resolve(EngineArgs(str(path), **wish))
+    path = write(tmp_path / "m.gguf", "qwen3", [("token_embd.weight", table, None)], {"pooling_type": 4})  # fmt: skip
+    with pytest.raises(UnsupportedFeatureError, match="RANK"):
+        resolve(EngineArgs(str(path)))

@@ -15,6 +15,9 @@ from trouper.config.gguf_layer_norms import LAYER_NORM_FAMILIES
 from trouper.errors import UnsupportedFeatureError, invalid
 
 SCALE, LOCAL_BASE = "attention.scale", "rope.freq_base_swa"
+# By `pooling_type`; NONE leaves it to the caller.
+POOLINGS = {1: "MEAN", 2: "CLS", 3: "LAST", 4: "RANK"}
+ENCODER_NAMES = ("bert", "nomic-bert")  # of `gguf_encoders.py`
 METHOD = "gguf"  # of `quantization_config`, which marks a checkpoint as quantised
 # Tokens that end an answer where `eos_token_id` names another: as llama.cpp has them.
 END_TEXTS = frozenset(
@@ -55,7 +58,7 @@ def family_of(header: Gguf) -> Family:
     name = header.need("general.architecture", str)
     family = FAMILIES.get(name)
     if family is None:
-        known = ", ".join(FAMILIES)
+        known = ", ".join((*FAMILIES, *ENCODER_NAMES))
         raise UnsupportedFeatureError(
             f"{header.path.name}: architecture {name[:80]!r} is not supported; known are {known}",
             parameter="model",
@@ -79,7 +82,7 @@ def hf_config(header: Gguf) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        "dtype": _dtype(header),
+        "dtype": dtype_of(header),
         "vocab_size": table.shape[0],
         "hidden_size": header.need(at + "embedding_length", int),
         "intermediate_size": header.need(at + "feed_forward_length", int),
@@ -108,10 +111,12 @@ def hf_config(header: Gguf) -> dict[str, Any]:
     if rotated := header.get(at + "rope.dimension_count", int):
         # llama.cpp rotates this many dimensions of each head, and this is where Phi-3 says how many.
         config["partial_rotary_factor"] = rotated / max(1, _head_dim(config))
-    if scaling := _rope_scaling(header, at, config):
+    if scaling := rope_scaling(header, at, config):
         config["rope_scaling"] = scaling
-    if any(tensor.type.length > 1 for tensor in header.tensors.values()):
-        config["quantization_config"] = {"quant_method": METHOD}
+    config |= quantization_of(header) | pooling_of(header, at)
+    if config.get("gguf_pooling") == "RANK":
+        rule = f"{header.path.name}: {at}pooling_type=4 (RANK) is supported for bert only"
+        raise UnsupportedFeatureError(rule, parameter="model")
     return config | (family.own(header, at, config) if family.own else {})
 
 
@@ -133,11 +138,29 @@ def place_of(family: Family, name: str) -> Place:
     return Place(f"blk.{layer}.{modules[module]}.{kind}")
 
 
-def _dtype(header: Gguf) -> str:
-    """Name the dtype of the matrices: bfloat16 for integers, for which the kernels are made."""
-    kinds = {each.type.name for each in header.tensors.values() if len(each.shape) > 1}
+def dtype_of(header: Gguf) -> str:
+    """Name the dtype of the layers' matrices: bfloat16 for integers, for which the kernels are made."""
+    matrices = {name: each for name, each in header.tensors.items() if len(each.shape) > 1}
+    # Converters keep an encoder's small tables in F32.
+    layers = [each for name, each in matrices.items() if name.startswith("blk.")]
+    kinds = {each.type.name for each in layers or matrices.values()}
     names = {"F32": "float32", "F16": "float16"}
     return names.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def quantization_of(header: Gguf) -> dict[str, Any]:
+    """Mark a file that holds integers."""
+    is_packed = any(tensor.type.length > 1 for tensor in header.tensors.values())
+    return {"quantization_config": {"quant_method": METHOD}} if is_packed else {}
+
+
+def pooling_of(header: Gguf, at: str) -> dict[str, Any]:
+    """Read how the model pools; nothing where the file leaves it open."""
+    kind = header.get(at + "pooling_type", int) or 0
+    if kind and kind not in POOLINGS:
+        rule = f"{header.path.name}: {at}pooling_type={kind} is not supported"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    return {"gguf_pooling": POOLINGS[kind]} if kind else {}
 
 
 def _end_ids(header: Gguf) -> list[int]:
@@ -154,7 +177,7 @@ def _end_ids(header: Gguf) -> list[int]:
     return list(dict.fromkeys(i for i in found if i is not None))
 
 
-def _rope_scaling(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any] | None:
+def rope_scaling(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any] | None:
     """Read how the context was stretched; factors by frequency, as Llama 3 has them, are those of longrope."""
     original = header.get(at + "rope.scaling.original_context_length", int)
     length = original or config["max_position_embeddings"]

@@ -10,12 +10,12 @@ from trouper.config.args import EngineArgs
 from trouper.config.files import check_folder, checked, read_object
 from trouper.config.flattened import flattened, with_floats
 from trouper.config.gguf import is_gguf, read_gguf
-from trouper.config.gguf_names import hf_config
+from trouper.config.gguf_encoders import gguf_config
 from trouper.config.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
 from trouper.config.hub import download
 from trouper.config.model_path import DEMO_MODEL, model_path
 from trouper.config.overrides import WHOLE, overridden
-from trouper.config.pooler import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
+from trouper.config.pooler import PoolerConfig, PoolerSpec, TokenClassifier, is_pooling, pooler_spec
 from trouper.config.presets import GEOMETRIES
 from trouper.config.sampling import (
     GENERATION,
@@ -36,7 +36,6 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # They have no number of positions that a config could give.
 RECURRENT = ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlstm")
 RECURRENT_STATE = "it keeps a recurrent state, not keys and values alone"
-GGUF_POOLS = "GGUF models do not pool; a folder of safetensors does"
 # Their position table begins behind the padding token's index.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
@@ -71,7 +70,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         path = model_path(args)
         header = read_gguf(path) if is_gguf(path) else None
         if header is not None:
-            raw = hf_config(header)
+            raw = gguf_config(header)
         elif path.is_dir():
             check_folder(path)
             raw = read_object(path / "config.json")
@@ -130,10 +129,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Work out how the model pools; None when it generates."""
         folder = Path(self.path)
         wishes = PoolerConfig.of(wishes)
+        if runner == "auto" and convert != "none" and "gguf_pooling" in self.hf_config:
+            runner = "pooling"  # a GGUF file that says how it pools is a model of embeddings
         if not is_pooling(runner, convert, folder, self.architecture):
             return None
-        if self.is_gguf:
-            raise UnsupportedFeatureError(GGUF_POOLS, parameter="model")
+        if self.is_gguf and TokenClassifier.of(self.hf_config) is not None:
+            rule = "classifier_from_token needs a folder of safetensors, not a GGUF file"
+            raise UnsupportedFeatureError(rule, parameter="hf_overrides")
         return pooler_spec(wishes, folder, self.architecture, self.hf_config, convert)
 
 

@@ -234,7 +234,7 @@ def pooler_spec(
     by_default: SeqPooling = "LAST" if is_decoder else "CLS"
     if config.get("model_type") == "modernbert" and "classify" in tasks:
         by_default = "MEAN" if config.get("classifier_pooling") == "mean" else "CLS"
-    seq = wishes.seq or found.pooling or by_default
+    seq = wishes.seq or found.pooling or config.get("gguf_pooling") or by_default
     token_classifier = TokenClassifier.of(config) if "classify" in tasks else None
     labels = token_classifier.labels if token_classifier else _labels(config)
     embedding_size = _embedding_size(found, architecture, config)

@@ -1,4 +1,4 @@
-"""From a folder of safetensors to the tensors of an encoder and its heads.
+"""From a folder of safetensors or a GGUF file to the tensors of an encoder and its heads.
 
 Laws as in `weights.py`: shapes are checked against the traits, one matrix at a time is cast and packed,
 nothing is unpickled.  What a checkpoint holds beyond that (other heads, buffers) is left alone.
@@ -14,7 +14,9 @@ from trouper.actors.executor.models.encoder import Encoder, EncoderLayer
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.decoder import indices_shown
+from trouper.actors.executor.weights.gguf import GgufEncoder
 from trouper.actors.executor.weights.random import RandomWeights
+from trouper.config.gguf import is_gguf
 from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm
 from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
@@ -38,7 +40,8 @@ class Tensors:
         self._folder = folder
         self._dtype = dtype
         self._dummy = RandomWeights(seed, dtype) if load_format == "dummy" else None
-        self._checkpoint = None if self._dummy else Checkpoint(folder)
+        opened = GgufEncoder if is_gguf(folder) else Checkpoint
+        self._checkpoint = None if self._dummy else opened(folder)
         self._shapes = self._checkpoint.shapes if self._checkpoint else {}
         self._prefixes = ("", *prefixes)
 

@@ -18,6 +18,7 @@ from trouper.actors.executor.models.parameters import WHOLE, Cut, HeadOrder, Par
 from trouper.actors.executor.models.parts import part_of, part_of_integers, row_order
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.config.gguf import Gguf, GgufTensor, read_gguf
+from trouper.config.gguf_encoders import encoder_shapes
 from trouper.config.gguf_names import Place, family_of, hf_config, place_of
 from trouper.errors import invalid
 from trouper.kernels.cpu.linear.quantization import IntegerWeight
@@ -27,6 +28,30 @@ OF_FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0"}
 FEW_ROWS = 1024  # dequantised at once: the numbers in between take some ten bytes each, and stay in a cache
 
 
+class MappedFiles:
+    """The files of a model, mapped into memory when a tensor of theirs is read first."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, np.ndarray] = {}
+
+    def plain(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
+        blocks = self.blocks(tensor, first, stop)
+        if tensor.type.name in PLAIN:
+            return blocks.view(PLAIN[tensor.type.name]).view(stop - first, *tensor.shape[1:])
+        return dequantized_affine(READERS[tensor.type.name](blocks))
+
+    def blocks(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
+        """Return the bytes of rows in the file, [rows, blocks of a row, bytes of a block]: to be read, once."""
+        if tensor.file not in self._maps:
+            # "c": torch has no tensors of memory that cannot be written
+            self._maps[tensor.file] = np.memmap(tensor.file, dtype=np.uint8, mode="c")
+        row_bytes = tensor.num_bytes // tensor.shape[0]
+        begin, end = tensor.offset + first * row_bytes, tensor.offset + stop * row_bytes
+        return from_numpy(self._maps[tensor.file][begin:end]).view(
+            stop - first, -1, tensor.type.num_bytes
+        )
+
+
 class GgufCheckpoint:
     """A model's files, mapped into memory; tensors go by the names that a folder of safetensors has."""
 
@@ -34,7 +59,7 @@ class GgufCheckpoint:
         self._header: Gguf = read_gguf(path)
         self._family = family_of(self._header)
         self._config = hf_config(self._header)
-        self._maps: dict[Path, np.ndarray] = {}
+        self._files = MappedFiles()
 
     def check(self, parameters: Iterable[Parameter]) -> None:
         """Compare all names, shapes and types; tensors that no parameter wants are ignored, as in llama.cpp.
@@ -76,7 +101,7 @@ class GgufCheckpoint:
             step = FEW_ROWS if len(shape) == 2 and order is None else last - first
             for begin in range(first, last, step):
                 end = min(last, begin + step)
-                rows = self._plain(tensor, begin, end)
+                rows = self._files.plain(tensor, begin, end)
                 if self._family.norm_offset and name.endswith("norm.weight"):
                     rows = rows - self._family.norm_offset
                 rows = part_of(rows if order is None else rows[order], columns)
@@ -98,7 +123,7 @@ class GgufCheckpoint:
         parts: list[Affine] = []
         for (name, shape, cut), tensor in zip(parameter.parts, tensors, strict=True):
             for first, last in self._rows_of(cut, shape[0]):
-                part = READERS[tensor.type.name](self._blocks(tensor, first, last))
+                part = READERS[tensor.type.name](self._files.blocks(tensor, first, last))
                 if tensor.type.name in OF_FOUR_BITS and kinds <= OF_FOUR_BITS:
                     part = _centred(part)
                 order = self._row_order(name, shape[0], first, last, cut)
@@ -153,22 +178,31 @@ class GgufCheckpoint:
         head_dim = num_rows // num_heads
         return row_order(last - first, HeadOrder(head_dim, head_dim))
 
-    def _plain(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
-        blocks = self._blocks(tensor, first, stop)
-        if tensor.type.name in PLAIN:
-            return blocks.view(PLAIN[tensor.type.name]).view(stop - first, *tensor.shape[1:])
-        return dequantized_affine(READERS[tensor.type.name](blocks))
 
-    def _blocks(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
-        """Return the bytes of rows in the file, [rows, blocks of a row, bytes of a block]: to be read, once."""
-        if tensor.file not in self._maps:
-            # "c": torch has no tensors of memory that cannot be written
-            self._maps[tensor.file] = np.memmap(tensor.file, dtype=np.uint8, mode="c")
-        row_bytes = tensor.num_bytes // tensor.shape[0]
-        begin, end = tensor.offset + first * row_bytes, tensor.offset + stop * row_bytes
-        return from_numpy(self._maps[tensor.file][begin:end]).view(
-            stop - first, -1, tensor.type.num_bytes
-        )
+class GgufEncoder:
+    """The tensors of an encoder by the names and shapes that a folder of safetensors has; a decoder has none here."""
+
+    def __init__(self, path: Path) -> None:
+        self._header = read_gguf(path)
+        self._stored = encoder_shapes(self._header)
+        self._files = MappedFiles()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, (_, shape) in self._stored.items()}
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read a tensor of a known shape as plain numbers.
+
+        Raises:
+            TrouperValidationError: a vector is of a packed type.
+        """
+        stored = self._stored[name][0]
+        tensor = self._header.tensors[stored]._replace(shape=shape)
+        if tensor.type.length > 1 and len(shape) < 2:
+            rule = f"{self._header.path.name}: {stored} {list(shape)} may not be of type {tensor.type.name}"
+            raise invalid("model", f"{rule}, only {', '.join(PLAIN)}", str(self._header.path))
+        return self._files.plain(tensor, 0, shape[0])
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
