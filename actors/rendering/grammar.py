@@ -137,7 +137,7 @@ def _object(given: Any, kind: str, code: str, max_depth: int) -> dict[str, Any]:
         try:
             given = msgspec.json.decode(text)
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise refused(kind, f"no JSON: {error}", code) from None
+            raise refused(kind, f"not valid JSON: {error}", code) from None
     elif _depth(given, max_depth) > max_depth:
         raise refused(kind, f"nested deeper than {max_depth}", TOO_COMPLEX)
     if not isinstance(given, dict):
@@ -145,7 +145,7 @@ def _object(given: Any, kind: str, code: str, max_depth: int) -> dict[str, Any]:
     try:
         text = json.dumps(given)
     except (TypeError, ValueError) as error:
-        raise refused(kind, f"no JSON: {error}", code) from None
+        raise refused(kind, f"not valid JSON: {error}", code) from None
     _checked_size(text, kind)
     return cast("dict[str, Any]", given)
 

@@ -185,7 +185,7 @@ def _order(wanted: StructuredOutputsParams) -> bytes:
         return json.dumps(msgspec.structs.asdict(wanted)).encode()
     except (TypeError, ValueError) as error:
         code = INVALID_SCHEMA if wanted.kind in SCHEMA_KINDS else INVALID_GRAMMAR
-        raise refused(wanted.kind, f"no JSON: {error}", code) from None
+        raise refused(wanted.kind, f"not valid JSON: {error}", code) from None
 
 
 def _digest(order: bytes) -> bytes:

@@ -47,7 +47,7 @@ SCORE_COLUMNS: Columns = {
 }  # fmt: skip
 
 Truncate = Annotated[
-    int | None, typer.Option(help="Keep so many tokens of each text; -1 is all that fit.")
+    int | None, typer.Option(help="Keep this many tokens of each text; -1 is all that fit.")
 ]
 Stats = Annotated[
     bool | None,
@@ -67,7 +67,7 @@ def embed(
     task: Annotated[
         str, typer.Option(help="embed, classify, token_embed or token_classify.")
     ] = "embed",
-    dimensions: Annotated[int | None, typer.Option(help="Keep so many dimensions.")] = None,
+    dimensions: Annotated[int | None, typer.Option(help="Keep this many dimensions.")] = None,
     truncate_prompt_tokens: Truncate = None,
     output_file: OutputFileOption = None,
     stats: Stats = None,
@@ -77,7 +77,7 @@ def embed(
 ) -> None:
     """Embed one or more texts, or classify them (--task classify).
 
-    Without TEXT the whole of stdin is one text.  A text that fails has its error, and the others go on.
+    Without TEXT the whole of stdin is one text.  A failing text reports its error; the rest continue.
     A model that generates needs --runner pooling.
     """
     columns: Columns = {
@@ -114,7 +114,7 @@ def score(
 ) -> None:
     """Score how well each document fits the query.
 
-    Without DOCUMENT the whole of stdin is one document.  One that fails has its error, and the others go on.
+    Without DOCUMENT the whole of stdin is one document.  A failing document reports its error; the rest continue.
     """
     check_output(output_file, SCORE_COLUMNS, source.prompt_file)
     if not query.strip():

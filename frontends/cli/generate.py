@@ -69,7 +69,7 @@ def generate(
 ) -> None:
     """Complete one or more prompts.
 
-    Without PROMPT the whole of stdin is one prompt. A prompt that fails has its error, and the others go on.
+    Without PROMPT the whole of stdin is one prompt. A failing prompt reports its error; the rest continue.
     """
     check_output(output_file, COLUMNS, source.prompt_file)
     if sampling.seed is not None:

@@ -83,7 +83,7 @@ def launch(
         typer.Argument(metavar="[-- ARGUMENT]", help="Arguments for the agent itself."),
     ] = None,
     prints: Annotated[
-        bool, typer.Option("--print", help="Print the shell's lines that would start it, and end.")
+        bool, typer.Option("--print", help="Print the shell's lines that would start it, and exit.")
     ] = False,
     *,
     remote: RemoteOptions,

@@ -59,7 +59,7 @@ def root(
             "-v",
             callback=_print_version,
             is_eager=True,
-            help="Print the version, and end.",
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:

@@ -1,7 +1,7 @@
 """`trouper models`: the models on this machine, and whether each can be served."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,9 +45,14 @@ def models(
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    print(
-        "\n".join(_table(found)) if found else "no models: none in the hub's cache or the folders"
-    )
+    print("\n".join(_table(found)) if found else _nothing_found(download_dir, folders or ()))
+
+
+def _nothing_found(download_dir: Path | None, folders: Sequence[Path]) -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    searched = [f"the hub's cache {download_dir or HF_HUB_CACHE}", *map(str, folders)]
+    return f"no models in {', '.join(searched)}; name another folder: trouper models FOLDER"
 
 
 def _of_the_hub(download_dir: Path | None) -> Iterator[dict[str, Any]]:

@@ -93,8 +93,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_num_batched_tokens": "Largest number of tokens in one step.",
         "max_num_scheduled_tokens": "Token budget of a step; max-num-batched-tokens by default.",
         "max_num_active_seqs": "Limit on running sequences that does not change the size of buffers.",
-        "max_num_queued_reqs": "Number of open requests from which on new ones are refused.",
-        "max_num_queued_tokens": "Number of waiting prompt tokens from which on new requests are refused.",
+        "max_num_queued_reqs": "Refuse new requests once this many are open.",
+        "max_num_queued_tokens": "Refuse new requests once this many prompt tokens are waiting.",
         "enable_chunked_prefill": "Split long prompts over several steps; on by default.",
         "long_prefill_token_threshold": "Largest number of tokens of one long prompt in a step; 0 is off.",
         "long_prefill_token_threshold_adaptive": "Apply the threshold under load only.",
@@ -177,7 +177,7 @@ class SamplingOptions:
     ] = None
     json_object: Annotated[bool, _sampling("Make the text a JSON object.", "--json-object")] = False
     regex: Annotated[
-        str | None, _sampling("Make the text match this expression whole.", metavar="TEXT")
+        str | None, _sampling("Make the whole text match this regular expression.", metavar="TEXT")
     ] = None
     choice: Annotated[
         list[str] | None,

@@ -316,7 +316,7 @@ def _json_text(line: str, column: str | None) -> tuple[str | None, str | None]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return None, f"no JSON: {error}"
+        return None, f"not valid JSON: {error}"
     if isinstance(value, dict):
         fields = cast("dict[str, Any]", value)
         names = COLUMNS if column is None else (column,)

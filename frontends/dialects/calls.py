@@ -183,7 +183,7 @@ def _is_object(text: str) -> bool:
 
 
 def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not valid JSON")
 
 
 def spaced(numbers: str) -> str:

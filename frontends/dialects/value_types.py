@@ -113,7 +113,7 @@ def _parsed(text: str) -> _Parsed:
 
 
 def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not valid JSON")
 
 
 def _chosen(text: str, literal: str, value: _Parsed, choices: Iterable[Any]) -> str | None:

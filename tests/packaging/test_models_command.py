@@ -73,7 +73,7 @@ def test_models_of_the_hub_have_their_ids(capsys, tmp_path):
 
 def test_a_machine_without_models_says_so(capsys, empty_cache):
     assert run_line(["models", *empty_cache]) == 0
-    assert "no models" in capsys.readouterr().out
+    assert f"no models in the hub's cache {empty_cache[1]}" in capsys.readouterr().out
     assert run_line(["models", *empty_cache, "/no/such/folder"]) == 2
 
 

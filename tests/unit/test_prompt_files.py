@@ -56,10 +56,10 @@ JSON_LINES = [
     ('{"other": "x"}', "! the object has no field 'prompt'"),
     ('{"prompt": 5}', "! the field 'prompt' is no string"),
     ("5", "! the line is no string"),
-    ("{", "! no JSON"),
+    ("{", "! not valid JSON"),
     ('"\\ud800"', "! not text in UTF-8"),
     ('""', "! the prompt is empty"),
-    ("[" * 10**5, "! no JSON"),
+    ("[" * 10**5, "! not valid JSON"),
     ('"last"', "last"),
 ]
 

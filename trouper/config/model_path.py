@@ -74,7 +74,7 @@ def _file(path: Path) -> Path:
     if not path.is_file():
         raise invalid("model", "neither a folder nor a regular file", str(path))
     if not (path.suffix == ".gguf" or has_magic(path)):
-        raise invalid("model", "a file, but no GGUF file; other models are folders", str(path))
+        raise invalid("model", "not a GGUF file; for safetensors give the folder", str(path))
     return path
 
 

@@ -66,7 +66,7 @@ def sampling_source(
         return SamplingSource(named, GENERATION if named else "vLLM's")
     found = {} if header is None else gguf_sampling(header)
     if not found:
-        return SamplingSource(dict(COMMON_SAMPLING), "trouper's, for the model names none")
+        return SamplingSource(dict(COMMON_SAMPLING), "trouper's; the model sets none")
     return SamplingSource(COMMON_SAMPLING | found, _gguf_source(header))
 
 

@@ -30,7 +30,7 @@ def latency(
         bool, typer.Option("--disable-detokenize", help="Generate token ids without text.")
     ] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Trace one batch instead of timing, and end.")
+        bool, typer.Option("--profile", help="Trace one batch instead of timing, and exit.")
     ] = False,
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Show the parts of a decode step's time.")
