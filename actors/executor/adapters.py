@@ -7,6 +7,7 @@ Laws:
     their adapters.
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,15 +18,25 @@ from torch import Tensor
 
 from trouper.actors.executor.models.parameters import Cut, Parameter
 from trouper.actors.executor.models.parts import part_of
+from trouper.actors.executor.weights.text_names import text_names
 from trouper.config.adapters import WEIGHTS, AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.lora import LoRALinear, LoRAWeights, LowRank, RowSource
 from trouper.kernels.select import make_lora
 
+logger = logging.getLogger(__name__)
 KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_SHOWN = 4
+# Modules beside the text model of larger ones, as transformers names them.
+TOWER_NAMES = (
+    "visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector", "embed_vision",
+    "embed_audio",
+)  # fmt: skip
+TOWERS = (
+    "the adapter changes %d modules of vision or audio towers, which are not served: only text is"
+)
 Make = Callable[[Sequence[int], int, int, int, torch.dtype], LoRAWeights]
 """Makes the slots of a layer from its part sizes, its inputs, the number of slots, the largest rank and the dtype."""
 
@@ -93,25 +104,40 @@ class AdapterSlots:
 
     def _checked(self, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:
         """Return the matrices of each module, in the model's dtype and with the scale."""
-        sides: dict[str, dict[str, Tensor]] = {}
+        sides: dict[str, dict[str, Tensor]] = {}  # by the adapter's names of modules
         for key, tensor in tensors.items():
             matched = KEY.fullmatch(key)
             if matched is None:
                 raise _unexpected(key)
             sides.setdefault(matched["module"], {})[matched["side"]] = tensor
-        unknown = [module for module in sides if not self._takes(module)]
+        named = self._own_names(list(sides))
+        unknown = [given for given in sides if given not in named and not _is_of_tower(given)]
         if unknown:
             raise _bad(f"these modules are not the model's, or not adapted: {_listed(unknown)}")
-        if not sides:
+        if not named:
             raise _bad("it holds no matrix")
+        if num_unused := len(sides) - len(named):
+            logger.info(TOWERS, num_unused)
         return {
-            module: self._low_rank(module, config, pair) for module, pair in sorted(sides.items())
+            module: self._low_rank(given, self._parts[module], config, sides[given])
+            for given, module in sorted(named.items())
         }
 
-    def _low_rank(self, module: str, config: AdapterConfig, pair: dict[str, Tensor]) -> LowRank:
+    def _own_names(self, given: Sequence[str]) -> dict[str, str]:
+        """Map the adapter's names to the model's: those of a text model inside a larger one have other beginnings."""
+        named = {name: name for name in given if self._takes(name)}
+        if len(named) < len(given):
+            inner = {stored: plain for plain, stored in text_names(given).items()}
+            named |= {name: inner[name] for name in given if self._takes(inner.get(name, ""))}
+        return named
+
+    def _low_rank(
+        self, module: str, shape: tuple[int, int], config: AdapterConfig, pair: dict[str, Tensor]
+    ) -> LowRank:
+        """Check and scale the two matrices of a module, which has the adapter's own name here."""
         if len(pair) < 2:
-            raise _bad(f"{module} has lora_{min(pair)} alone")
-        (num_out, num_in), rank = self._parts[module], config.rank_of(module)
+            raise _bad(f"{module} has only lora_{min(pair)}")
+        (num_out, num_in), rank = shape, config.rank_of(module)
         if rank > self._config.max_rank:
             raise invalid(
                 "lora_path",
@@ -151,6 +177,11 @@ def _part_of_adapter(adapter: LowRank, cut: Cut) -> LowRank:
         part_of(a_RI, Cut(columns=cut.columns)).contiguous(),
         part_of(b_OR, Cut(rows=cut.rows, heads=cut.heads)).contiguous(),
     )
+
+
+def _is_of_tower(module: str) -> bool:
+    """Decide whether a module belongs to a vision or audio tower or a projector, which are not served."""
+    return any(name in module.split(".") for name in TOWER_NAMES)
 
 
 def _tensors(data: bytes) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trouper import LLM, BeamSearchParams, LoRARequest, SamplingParams
@@ -26,8 +27,12 @@ VARIANTS = {
     "rank-1": {"r": 1, "lora_alpha": 2, "target_modules": ["gate_proj", "o_proj"]},
     "mlp": {"r": 8, "lora_alpha": 8, "target_modules": ["up_proj", "down_proj"]},
     "wide": {"r": 20, "lora_alpha": 20, "target_modules": ALL},
+    "expressions": {
+        "r": 2, "lora_alpha": 4, "target_modules": ALL,
+        "rank_pattern": {r".*\.1\..*\.(q|down)_proj": 5, r"^model\.layers\.0\.self_attn.*": 3},
+        "alpha_pattern": {r"layers\.[01]\.mlp\.up_proj": 9, "(k|v)_proj": 7}},
 }  # fmt: skip
-QUICK = ("all", "rank-stabilised", "patterns")  # the others run with the slow tests
+QUICK = ("all", "rank-stabilised", "patterns", "expressions")  # the others run with the slow tests
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True, logprobs=-1)
 OPTIONS = {
     "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "block_size": 64, "max_logprobs": -1,
@@ -113,6 +118,35 @@ def test_an_adapter_gives_the_tokens_and_logprobs_of_peft(llm, model, adapters, 
     compare(run(llm, PROMPTS[:2], adapter), expected)
 
 
+@pytest.mark.parametrize("style", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("has_tower", [False, True])
+def test_an_adapter_of_a_larger_model_is_read_by_its_own_names(
+    model, tmp_path, caplog, style, has_tower
+):
+    """PEFT's names lead through `language_model` where the adapter was trained on a model that also sees."""
+    alone, inner = tmp_path / "alone", tmp_path / "inner"
+    save_adapter(model, alone, VARIANTS["expressions"])
+    inner.mkdir()
+    config = (alone / "adapter_config.json").read_text()
+    config = config.replace(r"^model\\.layers", "^" + style.replace(".", r"\\.") + "layers")
+    (inner / "adapter_config.json").write_text(config)
+    tensors = load_file(alone / "adapter_model.safetensors")
+    plain, own = "base_model.model.model.", f"base_model.model.{style}"
+    renamed = {own + name.removeprefix(plain): x for name, x in tensors.items()}
+    if has_tower:
+        for side in "AB":
+            tower = f"base_model.model.model.visual.blocks.0.attn.qkv.lora_{side}.weight"
+            renamed[tower] = torch.ones(2, 2)
+    save_file(renamed, inner / "adapter_model.safetensors")
+    with caplog.at_level("INFO", logger="trouper"), LLM(str(model), **OPTIONS) as llm:
+        found = [
+            values(run(llm, PROMPTS[:1], LoRARequest(str(number), number, str(folder))))
+            for number, folder in enumerate((alone, inner), 1)
+        ]
+    assert found[0] == found[1]
+    assert ("changes 1 modules of vision or audio towers" in caplog.text) == has_tower
+
+
 TURNED = {
     "gpt2": ("GPT2", {}, ["c_attn", "c_proj", "c_fc"]),
     "gpt-neox": ("GPTNeoX", {}, ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]),
@@ -145,7 +179,7 @@ def test_eight_adapters_in_a_batch_are_each_alone_bit_by_bit(llm, adapters):
     prompts = random_prompts((9, 33, 3, 20, 1, 14, 8, 26, 7), VOCAB, seed=5)
     params = GREEDY.clone()
     params.skip_reading_prefix_cache = True  # a prompt is computed in the same chunk both times
-    chosen = [*adapters[:4], None, *adapters[4:]]
+    chosen = [*adapters[:4], None, *adapters[4:8]]
     alone = [
         values(run(llm, [prompt], adapter, params))[0]
         for prompt, adapter in zip(prompts, chosen, strict=True)

@@ -12,6 +12,7 @@ Laws:
 import errno
 import math
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ MAX_CONFIG_BYTES = 2**20
 MAX_WEIGHTS_BYTES = 2**31  # rank 64 on all projections of a model of 70 B in bfloat16 is 1.7 GB
 MAX_HEADER_BYTES = 2**24  # some 100,000 tensors
 PARAMETER = "lora_path"
+REPEATS = ("*", "+", "?", "{")
+MAX_PATTERN, MAX_REPEATS = 512, 3  # of a name of 100 characters, some 10**6 steps
 Rank = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 # What a configuration may say at these values alone: anything else changes the model in another way.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -45,6 +48,7 @@ VLLM_SENTENCES = {
     "use_dora": "This server does not yet support DoRA. ",
     "modules_to_save": "Unsupported modules_to_save. ",
 }
+MERGE = "merge the adapter into its model (peft's merge_and_unload) and serve the merged folder"
 CHANGES_BASE = (
     "pissa",
     "olora",
@@ -140,7 +144,8 @@ def adapter_config(text: bytes) -> AdapterConfig:
         if value is not None and value not in plain:
             vllms = VLLM_SENTENCES.get(name, "")
             raise UnsupportedFeatureError(
-                f"{vllms}{CONFIG}: {name}={_shown(value)} is not supported", parameter=PARAMETER
+                f"{vllms}{CONFIG}: {name}={_shown(value)} is not supported; {MERGE}",
+                parameter=PARAMETER,
             )
     start = fields.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(CHANGES_BASE):
@@ -158,19 +163,59 @@ def adapter_config(text: bytes) -> AdapterConfig:
         if not math.isfinite(alpha):
             raise invalid(PARAMETER, f"{CONFIG}: lora_alpha: must be a finite number", alpha)
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
-        if set(pattern.removeprefix("^")) & set("*+?[](){}|\\^$"):
-            raise UnsupportedFeatureError(
-                f"{CONFIG}: {_shown(pattern)}: patterns are names or ends of names, not expressions",
-                parameter=PARAMETER,
-            )
+        _check_pattern(pattern)
     return config
 
 
+def _check_pattern(pattern: str) -> None:
+    """Refuse an expression that could take long: it comes with the adapter, and is matched with each module's name.
+
+    With `MAX_REPEATS` repetitions, none of which repeats a group with repetitions or choices, the steps of a match are bounded by
+    that power of the name's length.
+
+    Raises:
+        TrouperValidationError: it is no expression.
+        UnsupportedFeatureError: it could take too long.
+    """
+    if len(pattern) > MAX_PATTERN or _num_repeats(pattern) > MAX_REPEATS:
+        rule = f"{_shown(pattern)}: patterns may have {MAX_PATTERN} characters and {MAX_REPEATS} repetitions, none of a group with repetitions or choices"
+        raise UnsupportedFeatureError(f"{CONFIG}: {rule}", parameter=PARAMETER)
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise invalid(PARAMETER, f"{CONFIG}: {_shown(pattern)} is no pattern: {error}") from None
+
+
+def _num_repeats(pattern: str) -> float:
+    """Count the repetitions of an expression; infinite where a group that has repetitions or choices is repeated, and for rare forms (`(?=`, `\\1`)."""
+    text = re.sub(r"\\\D|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL).replace(
+        "(?:", "("
+    )
+    if "(?" in text or "\\" in text:
+        return math.inf
+    repeats, has_choice = [0.0], [False]  # of the open groups
+    for at, letter in enumerate(text):
+        if letter == "(":
+            repeats.append(0)
+            has_choice.append(False)
+        elif letter == ")" and len(repeats) > 1:
+            inner, is_open = repeats.pop(), has_choice.pop()
+            is_repeated = text[at + 1 : at + 2] in REPEATS
+            repeats[-1] += math.inf if is_repeated and (inner or is_open) else inner
+            has_choice[-1] |= is_open
+        elif letter == "|":
+            has_choice[-1] = True
+        elif letter in REPEATS:
+            repeats[-1] += 1
+    return sum(repeats)
+
+
 def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that names the module or the end of its name."""
+    """Return the value of the first pattern that fits the module's name, or the end of it from a dot on, as in peft."""
+    starts = [0, *(at + 1 for at, letter in enumerate(module) if letter == ".")]
     for pattern, value in patterns.items():
-        name = pattern.removeprefix("^")
-        if module == name or (module.endswith("." + name) and not pattern.startswith("^")):
+        # With a start other than 0, `^` still is the beginning of the whole name.
+        if any(re.compile(pattern).fullmatch(module, start) for start in starts):
             return value
     return default
 
