@@ -1,4 +1,4 @@
-"""Foretell when a request will have its first token, and keep record of how right that was.  Pure."""
+"""Predict the first token of a request, and record the errors of predictions.  Pure."""
 
 import math
 from collections import deque
@@ -9,22 +9,24 @@ from trouper.actors.scheduling.prompt_turns import PromptTurns
 from trouper.actors.scheduling.sequences import Sequence as Grown
 from trouper.actors.scheduling.step_budget import remaining_s
 
-LONG = 2048  # tokens to compute; later requests pass such a prompt, so what is foretold is a lower bound
-NUM_KEPT = 256  # comparisons
-NUM_NEEDED = 64  # of these, before the error is known
+# Later requests pass a prompt with more tokens to compute than this, so its prediction is a lower bound.
+LONG = 2048
+# Comparisons that are kept, and that are needed before an error is given.
+NUM_KEPT, NUM_NEEDED = 256, 64
 # Open prompts of a replica that a new request is compared with, at a microsecond each.  Behind more, replicas are chosen by tokens.
 MOST_COMPARED = 512
-RANK = 0.9  # of the error that a deadline is compared with
+# The quantile of the errors that deadlines allow for.
+RANK = 0.9
 
 
 def foretell(
     turns: PromptTurns, sequence: Grown, flights_s: Sequence[float], elapsed_s: float
 ) -> tuple[float, bool] | None:
-    """Return the seconds until the first token of a sequence, and whether it is a lower bound; None: nothing is known.
+    """Return the seconds until the first token of a sequence, and whether this is a lower bound.  Returns None before the first fit.
 
     Args:
         flights_s: estimates of the plans in flight, the eldest first.
-        elapsed_s: since the first of them became the eldest.
+        elapsed_s: seconds since the first of them became the eldest.
     """
     turns.refresh()
     times = turns.times
@@ -32,7 +34,7 @@ def foretell(
         return None
     left_s = remaining_s(flights_s, elapsed_s)
     job = turns.fluid.open.get(sequence.id)
-    if job is None:  # its end is in a plan in flight
+    if job is None:  # a plan in flight has the end of its prompt
         return left_s, False
     work_s = 0.0
     for other in turns.in_order():
@@ -62,31 +64,33 @@ def expect(
 
 
 class FirstTokens:
-    """Predictions of first tokens that have not come yet, and the errors of those that have."""
+    """Keep the open predictions of first tokens, and the errors of the past ones."""
 
     def __init__(self) -> None:
-        # By sequence: when it was foretold, and what.  Those that end without a token leave, too.
+        # By sequence: the time of the prediction, and the predicted seconds.  Each ends with its sequence.
         self._open: dict[int, tuple[float, float]] = {}
-        self._errors: deque[float] = deque(maxlen=NUM_KEPT)  # |foretold / true - 1|
-        self.ratios: list[float] = []  # foretold / true, until they are taken for the metrics
+        # |predicted / true - 1|
+        self._errors: deque[float] = deque(maxlen=NUM_KEPT)
+        # predicted / true, until `take_ratios`
+        self.ratios: list[float] = []
 
     def __len__(self) -> int:
         return len(self._open)
 
     @property
     def error(self) -> float | None:
-        """The relative error that nine of ten are within; None before enough have been compared."""
+        """The relative error of the worst in ten predictions.  None before enough have been compared."""
         if len(self._errors) < NUM_NEEDED:
             return None
         return sorted(self._errors)[int(RANK * len(self._errors))]
 
     def note(self, expected: Expected, now: float) -> None:
-        """Keep a prediction, to compare it; a lower bound is not compared."""
+        """Keep a prediction for comparison.  Lower bounds are not compared."""
         if not expected.is_least:
             self._open[expected.id] = now, expected.seconds
 
     def compare(self, ids: Iterable[tuple[int, bool]], now: float) -> None:
-        """Compare with what has come: sequences of an output, and whether it has a token."""
+        """Compare predictions with the sequences of an output, each with whether it has a token."""
         for id, has_token in ids:
             found = self._open.pop(id, None)
             if found is None or not has_token:
@@ -98,6 +102,6 @@ class FirstTokens:
                 self.ratios.append(seconds / true_s)
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of foretold to true since the last call."""
+        """Take the ratios of predicted to true seconds since the last call."""
         ratios, self.ratios = tuple(self.ratios), []
         return ratios

@@ -1,12 +1,11 @@
-"""The fluid order: whose prompt tokens are computed next.  Pure.
+"""The fluid order of prompts, which decides what is computed next.  Pure.
 
-Imagine a fluid in which every prompt token that is planned is shared equally among the keys that have prompts, and each
-key's part equally among its prompts.  The prompt that would be finished first there goes first here.  A short prompt passes long ones,
-because it would be done before them; a flood of short ones does not starve a long one; a key with a hundred prompts is one
-key.
+Imagine a fluid that computes all prompts at once: each planned prompt token is shared equally among the keys with prompts, and each
+key's part equally among its prompts.  The prompt that the fluid would finish first is computed first.  So short prompts pass long
+ones, a flood of short ones starves no long one, and a key with a hundred prompts gets the part of one key.
 
-Law: among requests of one priority, if none was refused room, preempted or ended early and all lengths were foreseen rightly, the last
-prompt token of each is planned at the latest in the plan with which the fluid finishes it.
+Law: among requests of one priority, of which none lacks blocks, is preempted or ends early, and whose lengths are known, the last
+prompt token of each is planned no later than in the plan with which the fluid finishes it.
 """
 
 from bisect import insort
@@ -18,27 +17,28 @@ import msgspec
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.scheduling.sequences import Order
 
-# Tokens that a prompt counts as at least.  Shorter ones are equals, so the first of them comes first: without it, newcomers
-# of 60 tokens would pass those of 240 under overload.
+# The least size of a prompt in tokens.  Shorter prompts are equals and keep their order of arrival: otherwise newcomers of 60 tokens
+# would pass prompts of 240 under overload.
 GRAIN = 256
-NOTHING = 2.0**-20  # tokens; less than this is what rounding leaves
+# Fewer tokens than this are a rounding error.
+NOTHING = 2.0**-20
 
 
 class Job(msgspec.Struct, eq=False):
-    """The prompt tokens of one sequence that were to be computed when it entered."""
+    """The prompt tokens that a sequence had to compute when it entered."""
 
     id: SequenceId
     key: str
     order: Order
-    num_tokens: int  # of them that are not planned yet
+    num_tokens: int  # not planned yet
     size: float  # tokens in the fluid
-    mark: float = 0.0  # reading of its key's meter at which the fluid has finished it
+    mark: float = 0.0  # its key's meter when the fluid finishes it
     num_planned: int = 0
     is_finished: bool = False  # in the fluid
 
 
 class _Key:
-    """The jobs of one key, and a meter: the tokens that each of them has got since the meter stood at zero."""
+    """The jobs of one key, and a meter: the tokens that each job has received since the meter was zero."""
 
     __slots__ = ("jobs", "meter")
 
@@ -48,11 +48,11 @@ class _Key:
 
     @property
     def until_next(self) -> float:
-        """Tokens of the key until the fluid has finished its next job."""
+        """Tokens that the key must compute until the fluid finishes its next job."""
         return (self.jobs[0].mark - self.meter) * len(self.jobs)
 
     def needs(self) -> Iterator[tuple[float, Order, Job]]:
-        """Give the jobs in order, each with the tokens that the key must compute until the fluid has finished it."""
+        """Yield the jobs in order, each with the tokens that the key must compute until the fluid finishes it."""
         before, num_jobs = 0.0, len(self.jobs)
         for i, job in enumerate(self.jobs):
             rest = job.mark - self.meter
@@ -67,7 +67,7 @@ class _Level:
 
     def __init__(self) -> None:
         self.keys: dict[str, _Key] = {}
-        # Jobs that the fluid has finished and the engine has not, in the order in which it did.  A dict, to remove from.
+        # Jobs that the fluid has finished and the engine has not, in the order of the fluid.  A dict allows removal in O(1).
         self.overdue: dict[SequenceId, Job] = {}
 
     def insert(self, job: Job) -> None:
@@ -76,14 +76,14 @@ class _Level:
         insort(key.jobs, job, key=_by_mark)
 
     def remove(self, job: Job) -> None:
-        """Take out a job that the fluid has not finished."""
+        """Remove a job that the fluid has not finished."""
         key = self.keys[job.key]
         key.jobs.remove(job)
         if not key.jobs:
             del self.keys[job.key]
 
     def resize(self, job: Job, size: float) -> None:
-        """Give a job another size; one that has got as much already is finished."""
+        """Change the size of a job, which is finished if it has already received this many tokens."""
         got = job.size - (job.mark - self.keys[job.key].meter)
         job.size = size
         self.remove(job)
@@ -95,7 +95,7 @@ class _Level:
             self._finish([job])
 
     def ahead_of(self, key: str, size: float) -> Iterator[Job]:
-        """Give the jobs that would be finished before a new one of this size, among those that are not finished."""
+        """Yield the unfinished jobs that the fluid would finish before a new one of this size."""
         mine = self.keys.get(key)
         rests = [] if mine is None else [job.mark - mine.meter for job in mine.jobs]
         need = size + sum(min(rest, size) for rest in rests)
@@ -107,7 +107,7 @@ class _Level:
                     yield job
 
     def advance(self, num_tokens: float) -> float:
-        """Compute as many tokens; return how many are left over, because there are no more jobs."""
+        """Compute this many tokens.  Returns the tokens left over when all jobs are finished."""
         keys = self.keys
         while num_tokens > NOTHING and keys:
             share = min(num_tokens / len(keys), min(key.until_next for key in keys.values()))
@@ -141,7 +141,7 @@ def _by_order(job: Job) -> Order:
 
 
 class Fluid:
-    """The prompts that are to be computed, and how far the fluid has come with them."""
+    """Keep the prompts to compute, and the progress of the fluid."""
 
     def __init__(self) -> None:
         self.open: dict[SequenceId, Job] = {}  # that the engine has not planned to their end
@@ -154,18 +154,18 @@ class Fluid:
 
     @property
     def num_overdue_tokens(self) -> int:
-        """Tokens of jobs that the fluid has finished and the engine has not: 0 by the law, unless room is missing."""
+        """Tokens of jobs that the fluid has finished and the engine has not: 0 by the law, unless blocks are missing."""
         overdue = (level.overdue.values() for level in self._levels.values())
         return sum(job.num_tokens for jobs in overdue for job in jobs)
 
     def enter(self, id: SequenceId, key: str, order: Order, num_tokens: int, size: int) -> None:
-        """Take in tokens to compute; a sequence that is in already begins anew with these."""
+        """Add the tokens that a sequence must compute.  Replaces its earlier job."""
         self.leave(id)
         job = self.open[id] = Job(id, key, order, num_tokens, float(size))
         self._levels.setdefault(order[0], _Level()).insert(job)
 
     def leave(self, id: SequenceId) -> None:
-        """Take out what is not planned of a sequence; what is planned stays, for it is computed."""
+        """Remove the unplanned tokens of a sequence.  Planned tokens stay, because they are computed."""
         job = self.open.pop(id, None)
         if job is None:
             return
@@ -177,7 +177,7 @@ class Fluid:
             level.resize(job, float(job.num_planned))
 
     def correct(self, id: SequenceId, num_tokens: int) -> None:
-        """Set right how many tokens a sequence has still to compute."""
+        """Correct the number of tokens that a sequence has still to compute."""
         job = self.open[id]
         if num_tokens == job.num_tokens:
             return
@@ -187,7 +187,7 @@ class Fluid:
             self._levels[job.order[0]].resize(job, size)
 
     def plan(self, counts: dict[SequenceId, int]) -> None:
-        """Note the tokens of open jobs that a plan computes, and let the fluid compute as many."""
+        """Note the tokens of open jobs in a plan, and advance the fluid by the same number."""
         for id, count in counts.items():
             job = self.open[id]
             job.num_planned += count
@@ -205,7 +205,7 @@ class Fluid:
             self._levels.clear()
 
     def ahead_of(self, key: str, order: Order, size: float) -> Iterator[Job]:
-        """Give the open jobs whose turn would come before that of a job that entered now, in any order."""
+        """Yield the open jobs that would precede a job that entered now, in any order."""
         for rank in sorted(self._levels):
             level = self._levels[rank]
             if rank > order[0]:
@@ -218,7 +218,7 @@ class Fluid:
                 yield from level.ahead_of(key, size)
 
     def order(self) -> Iterator[Job]:
-        """Give the open jobs, the one whose turn it is first.  It must not change meanwhile."""
+        """Yield the open jobs in order.  The fluid must not change during the iteration."""
         for rank in sorted(self._levels):
             level = self._levels[rank]
             yield from level.overdue.values()

@@ -48,8 +48,8 @@ class InFlightStep(msgspec.Struct, eq=False):
     # Drafts of each entry, of which the answer says how far they took it; empty: none.
     lookaheads: list[int]
     is_cancelled: bool = False  # an earlier step raised: this one never runs
-    work: StepWork | None = None  # None: the time of steps is not learnt
-    estimate_s: float = 0.0  # 0: not known yet
+    work: StepWork | None = None  # None without learnt step times
+    estimate_s: float = 0.0  # 0 before the first fit
 
 
 class InFlightSteps(InFlight[InFlightStep]):

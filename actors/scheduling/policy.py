@@ -72,7 +72,7 @@ class Policy:
         self.table = SequenceTable(config, blocks, shared)
         self.in_flight = InFlightSteps()
         self.pause = Pause.NONE
-        # Of a pipeline with one step in flight, one stage works at a time.
+        # With one step in flight, only one stage of a pipeline works at a time.
         self._num_stages = min(config.num_stages, config.max_steps_in_flight)
         self._max_num_running = min(config.max_num_seqs, config.max_num_active_seqs)
         self._bisection = FaultBisection()
@@ -82,7 +82,7 @@ class Policy:
         self._epoch = 0
         self._num_prompt_tokens = 0
         self._lookahead = Lookahead(config.num_speculative_tokens)
-        # None: prompts are computed in the order of their arrival, with no regard to time.
+        # Without turns prompts are computed in the order of arrival, in steps up to the token budget.
         self.turns: PromptTurns | None = None
         if config.max_step_ms != 0:
             self.turns = PromptTurns(config, self.table, self._max_num_running)
@@ -193,7 +193,7 @@ class Policy:
         return request.demand(self.blocks.block_size if self.config.enable_prefix_caching else 0)
 
     def enter(self, request: Request, replica: int = 0, num_expected: int = 0) -> None:
-        """Take a request in, with all that it has; what other replicas have computed is computed again."""
+        """Take in a request with its outputs.  Tokens that another replica has computed are computed again."""
         request.replica, request.num_expected = replica, num_expected
         if self.turns is not None:
             self.turns.budget.quiet_s = 0.0
@@ -208,10 +208,10 @@ class Policy:
         return self.table.take_out(self._quarantine.requests, only_fresh=only_fresh)
 
     def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
-        """Foretell the first token of a request that has none; None: nothing is known, or nothing is planned now.
+        """Predict the first token of a request without one.  Returns None before the first fit, and when nothing is planned now.
 
         Args:
-            elapsed_s: since the eldest plan in flight became the eldest.
+            elapsed_s: seconds since the eldest plan in flight became the eldest.
         """
         sequence = self.table.sequences.get(SequenceId(id))
         if self.turns is None or sequence is None or sequence.output:
@@ -223,11 +223,11 @@ class Policy:
         return None if found is None else Expected(sequence.id, *found)
 
     def expect(self, request: Request, num_cached: int, elapsed_s: float) -> float | None:
-        """Estimate the seconds until the first token of a request that entered now.  Returns None when nothing is known or planned.
+        """Estimate the seconds until the first token of a request that entered now.  Returns None before the first fit, and when nothing is planned now.
 
         Args:
-            num_cached: tokens of its prompt that the cache should have.
-            elapsed_s: since the eldest plan in flight became the eldest.
+            num_cached: tokens of its prompt that the prefix cache should have.
+            elapsed_s: seconds since the eldest plan in flight became the eldest.
         """
         turns, leader = self.turns, request.sequences[0]
         if turns is None or not self.is_available or self.pause is not Pause.NONE:
@@ -245,7 +245,7 @@ class Policy:
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored.
 
-        One that may have killed the device stays a suspect: its client hears of its end, and it is tried all the same.
+        A request that may have killed the device stays a suspect: it ends for its client, and is still tested.
         """
         self.table.abort(id, frozenset(self._quarantine.suspect_ids))
 
@@ -424,7 +424,7 @@ class Policy:
     # One scheduling pass
 
     def plan(self) -> StepPlan | None:
-        """Make the next plan, which is in flight from now on; None as law 6 says."""
+        """Make the next plan, which is in flight from now on.  Returns None under law 6."""
         self.table.end_ghosts(self._quarantine.suspect_ids)
         if self._must_wait():
             return None
@@ -473,7 +473,7 @@ class Policy:
         )
 
     def _waits_for_answer(self) -> bool:
-        """Whether a plan in flight is so long that the next is made when it is answered, with the requests that come meanwhile."""
+        """Whether a long plan is in flight.  The next one is made after its answer, with the requests that arrive until then."""
         if self.turns is None or self._num_stages > 1:
             return False
         for step in self.in_flight:  # noqa: SIM110  # in each turn: a generator takes a microsecond
@@ -482,7 +482,7 @@ class Policy:
         return False
 
     def _schedule(self, builder: StepBuilder) -> None:
-        """Plan for those that run, then for those that wait."""
+        """Plan for running sequences, then for waiting ones."""
         running, step, num_stages = self.table.running, self._step + 1, self._num_stages
         if self.turns is not None and self.turns.has_prompts:
             self._schedule_in_turns(builder, self.turns)
@@ -506,7 +506,7 @@ class Policy:
             )
 
     def _schedule_in_turns(self, builder: StepBuilder, turns: PromptTurns) -> None:
-        """Plan for the rows that decode, then for prompts that run or wait."""
+        """Plan for decoding rows, then for running and waiting prompts."""
         running, step, num_stages = self.table.running, self._step + 1, self._num_stages
         rows = turns.rows()
         if num_stages == 1:

@@ -237,7 +237,7 @@ class PoolingPolicy:
         return None
 
     def expect(self, request: QueuedText, num_cached: int, elapsed_s: float) -> float | None:
-        """Estimate the seconds until the result of a text that entered now.  Returns None when nothing is known or planned."""
+        """Estimate the seconds until the result of a text that entered now.  Returns None before the first fit, and when nothing is planned now."""
         fluid, time = self.fluid, self.time
         is_open = self.is_available and self._pause is Pause.NONE
         if fluid is None or time is None or not is_open or len(fluid.open) > WINDOW:
@@ -443,7 +443,7 @@ class PoolingPolicy:
             self.outputs.append(PooledRequest(request.admit, error=error))
 
     def _take(self, id: RequestId) -> QueuedText | None:
-        """Take a request out of those that are unfinished; None: it is not among them."""
+        """Remove an unfinished request.  Returns None for any other."""
         request = self.unfinished.pop(id, None)
         if request is not None:
             self._num_open_tokens -= _length(request.admit)

@@ -11,8 +11,8 @@ from trouper.actors.scheduling.step_time import ROUNDING, StepTimes, StepWork
 
 # Tokens of the steps before the first estimates, by turns.  The second size has at least two texts.
 FIRST_TOKENS = 128, 512
-# One of this many full steps may take twice the budget, or twice its first text.  Texts of one length would otherwise give steps of one size, and a fit could not tell
-# fixed costs from costs per token: it would find no fixed cost, and steps would shrink to one text.
+# One of this many full steps may take twice the budget, or twice its first text.  Otherwise texts of one length would give steps of
+# one size.  A fit could not separate fixed costs from costs per token, would find none, and steps would shrink to one text.
 EXPLORE = 8
 NO_ROWS = StepWork(0, 0, 0, 0.0, 0)
 

@@ -1,14 +1,14 @@
-"""Choose the prompts that a step goes on with, and the number of tokens of each.  Pure.
+"""Choose the prompts of a step, and the number of tokens of each.  Pure.
 
-Rows that decode are in every step, first; they never wait for prompts.  Then come prompts, those that run and those that
-wait (not for a grammar), in the order of the `Fluid` (under fcfs of arrival), as far as the seconds of the `StepBudget` go.
+A long prompt must not delay short ones, and must not starve.  Decoding rows are in every step and never wait for prompts.
+Running and waiting prompts follow in the order of the `Fluid` (with fcfs, in the order of arrival) until the seconds of the `StepBudget`
+are spent.  A prompt whose grammar is not compiled is skipped.
 
 Laws:
-1. A step that computes the end of a prompt is not filled up with a part of another: no first token waits for that.
-2. A prompt that comes first in the order and does not fit is not passed for lack of time.  For lack of room, or of a place for its
-   adapter, it is passed by others: at most MAX_PASSES times, then none starts before it; and none of a lower priority takes
-   the room that it waits for.
-3. A step advances the fluid by the prompt tokens that it computes, whatever it was made for.
+1. A step that computes the end of a prompt takes no part of another one, so no first token is delayed by it.
+2. Lack of time never lets others pass the first prompt in the order.  Lack of KV blocks or of adapter slots does, at most
+   MAX_PASSES times; then no other prompt starts before it.  A lower priority never takes the blocks that it waits for.
+3. A step advances the fluid by its prompt tokens, whatever the reason for the step.
 """
 
 import math
@@ -29,17 +29,22 @@ from trouper.actors.scheduling.step_time import NUM_KEPT, StepTimes, StepWork
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import RequestOutputKind
 
-MAX_WAITING = 64  # that are looked at for one step
-CHUNK_GRAIN = 16  # tokens; a part of a prompt is a multiple of it
-MIN_CHUNK = 32  # tokens of a part that is not the first of its step
-# Tokens of a chunk until steps are known, in turn: two sizes, so that what is fixed shows.
+# Waiting prompts that one step considers.
+MAX_WAITING = 64
+# A chunk that does not end its prompt is a multiple of this many tokens.
+CHUNK_GRAIN = 16
+# The least tokens of a chunk that is not the first of its step.
+MIN_CHUNK = 32
+# Tokens of a chunk before the first fit, by turns.  Two sizes let a fit separate fixed costs from costs per token.
 FIRST_CHUNKS = 64, 256
-NUM_LOOKED_UP = 4  # prompts whose turn is next, whose prefix may have been computed meanwhile
-DRAFTS_SHARE = 0.5  # of a step's rows, that drafts may add to it while prompts wait
+# The next prompts in the order, whose prefixes are looked up again because another prompt may have computed them.
+NUM_LOOKED_UP = 4
+# While prompts wait, drafts may add this share to the time of the decoding rows.
+DRAFTS_SHARE = 0.5
 
 
 class PromptTurns:
-    """The turns of one policy.  Owns the fluid, the step times and the budget."""
+    """Own the fluid order, the step times and the budget of one policy, which is the only writer."""
 
     def __init__(self, config: SchedulerConfig, table: SequenceTable, max_num_running: int) -> None:
         self.fluid = table.fluid = Fluid()
@@ -50,12 +55,15 @@ class PromptTurns:
         self.max_num_running = max_num_running
         self._is_fcfs = config.policy == "fcfs"
         self._arrivals = table.waiting.keep_arrivals()
-        self.num_passed = 0  # starts before one that came first in the order
-        self.num_first_tokens = self.num_other_tokens = 0  # of the first in the order of a step
-        # Of steps that had rows only: what the last has taken, and those that are not learnt from yet.
+        # Starts of prompts before the first in the order.
+        self.num_passed = 0
+        # Tokens of the first prompt in the order of each step, and of all others.
+        self.num_first_tokens = self.num_other_tokens = 0
+        # Decode-only steps: the seconds of the last one, and those not learnt from yet.
         self._rows_s = 0.0
         self._steps_of_rows: deque[tuple[StepWork, float]] = deque(maxlen=NUM_KEPT)
-        self._ratios: list[float] = []  # estimated to measured, until they are taken
+        # Ratios of estimated to measured seconds, until `take_ratios`.
+        self._ratios: list[float] = []
 
     def __repr__(self) -> str:
         return f"<PromptTurns {self.fluid!r}, {self.times!r}>"
@@ -66,7 +74,7 @@ class PromptTurns:
         return bool(self._arrivals or self.fluid.open)
 
     def statistics(self) -> dict[str, Any]:
-        """Describe the state in numbers, by the names of `SchedulerStats`."""
+        """Describe the state in the fields of `SchedulerStats`."""
         return {
             "step_prompt_budget_s": self.budget.last_s,
             "num_overdue_tokens": self.fluid.num_overdue_tokens,
@@ -84,11 +92,11 @@ class PromptTurns:
         return ratios
 
     def note_undone(self, sequence: Sequence) -> None:
-        """A running sequence goes back to what is computed: it has these tokens to compute again."""
+        """Note that a failed step took a running sequence back: it computes these tokens again."""
         self._arrivals.append(sequence)
 
     def settle(self) -> None:
-        """Let those that have come since the last plan enter the fluid."""
+        """Let the sequences that arrived since the last plan enter the fluid."""
         arrivals, table = self._arrivals, self.table
         for sequence in arrivals:
             if sequence.state is State.FINISHED or sequence.id not in table.sequences:
@@ -99,7 +107,7 @@ class PromptTurns:
             num_tokens = self._rest(sequence)
             if sequence.request_slot >= 0 and num_tokens <= 1:
                 continue  # it decodes
-            # A sibling has its last prompt token to compute, for the others are its leader's.
+            # A sibling computes only the last prompt token: its leader computes the others.
             size = 1 if sequence.index and num_tokens == 1 else max(num_tokens, GRAIN)
             key = sequence.request.admit.key
             self.fluid.enter(sequence.id, key, sequence.order, num_tokens, size)
@@ -108,7 +116,7 @@ class PromptTurns:
             self._look_up_again()
 
     def _rest(self, sequence: Sequence) -> int:
-        """Count the tokens that are known and not computed, nor expected in the cache."""
+        """Count the known tokens that are neither computed nor expected in the prefix cache."""
         if sequence.request_slot >= 0:
             return _known(sequence) - sequence.num_computed
         return sequence.num_tokens - self.table.running.expected_start(sequence)
@@ -120,7 +128,7 @@ class PromptTurns:
         return [sequence for sequence in running if sequence.id not in prompts]
 
     def limit_drafts(self, builder: StepBuilder, num_rows: int) -> None:
-        """Have drafts add no more than half to the rows of a step while prompts wait for its end."""
+        """Limit the drafts of a step while prompts wait for its end: they add at most half to the time of its rows."""
         _, _, _, row_s, _, _ = self.times.coefficients
         if builder.max_lookahead and self.times.is_known and row_s > 0 and num_rows:
             alone_s = self.times.seconds(StepWork(0, 0, num_rows, 0.0, 0))
@@ -150,7 +158,7 @@ class PromptTurns:
             else:
                 starting.start(sequence)
             builder.max_count = before
-            # It may have taken the place of a victim, so the number of entries does not tell whether it is in.
+            # Not the number of entries: the sequence may have replaced a preempted row.
             if builder.sequences and builder.sequences[-1] is sequence:
                 if filling.has_any:
                     self.num_other_tokens += builder.counts[-1]
@@ -159,9 +167,9 @@ class PromptTurns:
                 filling.note(sequence, builder.counts[-1])
 
     def note_plan(self, builder: StepBuilder) -> bool:
-        """Let the fluid compute as many prompt tokens as a plan that is to be committed; return whether it has any."""
+        """Advance the fluid by the prompt tokens of a plan before its commit.  Returns whether it has any."""
         jobs = self.fluid.open
-        if not jobs:  # most often: all rows decode
+        if not jobs:  # most steps only decode
             return False
         counts: dict[SequenceId, int] = {}
         for sequence, count in zip(builder.sequences, builder.counts, strict=True):
@@ -173,10 +181,10 @@ class PromptTurns:
         return bool(counts)
 
     def estimate(self, plan: StepPlan, record: InFlightStep, *, has_prompts: bool) -> None:
-        """Note in the record of a plan what it computes, and how long that should take.
+        """Record the work of a plan and its estimated seconds.
 
-        A step of rows is taken to be as long as the one before it, and is learnt from where an estimate is wanted: these are
-        most steps, and none may take a fiftieth longer to plan.
+        A decode-only step is estimated by the one before it, and learnt from when a prompt needs an estimate.  Most steps
+        only decode, and planning them may take at most 2 % longer than without estimates.
         """
         num_drafts = sum(plan.num_lookahead_tokens)
         if not has_prompts:
@@ -194,7 +202,7 @@ class PromptTurns:
         return _known(self.table.sequences[job.id]) - job.num_tokens
 
     def ahead_of(self, sequence: Sequence, num_tokens: int) -> Iterator[Job]:
-        """Give the prompts that would come before a sequence that entered now with this many tokens to compute."""
+        """Yield the prompts that would precede a sequence that entered now with this many tokens to compute."""
         if self._is_fcfs:
             return iter(self.fluid.open.values())
         size = max(num_tokens, GRAIN)
@@ -209,7 +217,7 @@ class PromptTurns:
         return self.budget.seconds_until(work_s, work, has_streams=has_streams)
 
     def note_step(self, record: InFlightStep, seconds: float) -> None:
-        """Take what a step has taken; 0: the device does not say."""
+        """Learn from a step.  A device that measures no time gives 0 seconds."""
         work = record.work
         if seconds <= 0 or work is None:
             return
@@ -223,7 +231,7 @@ class PromptTurns:
             self._ratios.append(record.estimate_s / seconds)
 
     def refresh(self) -> None:
-        """Learn from the steps since the last time, where an estimate is wanted."""
+        """Learn from the steps since the last call.  Called before estimates."""
         for work, seconds in self._steps_of_rows:
             self.times.note(work, seconds)
         self._steps_of_rows.clear()
@@ -238,7 +246,7 @@ class PromptTurns:
         return self.budget.prompt_s(rows, has_streams=has_streams)
 
     def _candidates(self, starting: "_Starting") -> Iterator[tuple[Sequence, int]]:
-        """Give the prompts that may be planned, the one whose turn it is first, and what each has to compute."""
+        """Yield the prompts that may be planned, in order, each with its number of tokens to compute."""
         sequences, num_waiting = self.table.sequences, 0
         for job in self.in_order():
             sequence = sequences[job.id]
@@ -246,11 +254,11 @@ class PromptTurns:
                 if num_waiting >= MAX_WAITING or not starting.may_start(sequence):
                     continue
                 num_waiting += 1
-            # Not what the job says: its prefix may have left the cache.
+            # Not `job.num_tokens`: its prefix may have left the cache.
             yield sequence, self._rest(sequence)
 
     def in_order(self) -> Iterator[Job]:
-        """Give the open prompts, the one whose turn it is first."""
+        """Yield the open prompts in order."""
         if not self._is_fcfs:
             return self.fluid.order()
         jobs, table = self.fluid.open, self.table
@@ -258,7 +266,7 @@ class PromptTurns:
         return (jobs[id] for id in ids if id in jobs)
 
     def _look_up_again(self) -> None:
-        """Make a prompt short whose beginning another has computed since it came."""
+        """Shorten the next prompts by the prefixes that other prompts have computed since."""
         sequences, running = self.table.sequences, self.table.running
         first = [job for job, _ in zip(self.fluid.order(), range(NUM_LOOKED_UP), strict=False)]
         for job in first:
@@ -270,7 +278,7 @@ class PromptTurns:
 
 
 class _Filling:
-    """The seconds of one step that prompts may take, and what has been taken."""
+    """Count the seconds of one step that its prompts have taken and have left."""
 
     def __init__(self, turns: PromptTurns, builder: StepBuilder, prompt_s: float | None) -> None:
         self._times = turns.times
@@ -282,11 +290,11 @@ class _Filling:
         self.is_over = False
 
     def count(self, start: int, num_left: int) -> int:
-        """Return the tokens that a prompt may have of this step; 0: none, and no other after it."""
+        """Return the tokens that a prompt may take.  Returns 0 when the step has no time for it or any later prompt."""
         builder = self._builder
         most = self._most or self._times.tokens_in(self._left_s, start)
         self._is_short = num_left > most
-        if not self._cuts:  # the first goes in any case, for a whole prompt has no smaller part
+        if not self._cuts:  # the first goes in any case: a whole prompt has no smaller part
             fits = num_left <= builder.budget or num_left > builder.capacity
             return num_left if fits and not (self._is_short and self.has_any) else 0
         most = min(most, builder.budget, builder.max_count)
@@ -307,7 +315,7 @@ class _Filling:
 
 
 class _Starting:
-    """The waiting sequences that start with one step."""
+    """Start waiting sequences in one step, and count those that are passed."""
 
     def __init__(self, turns: PromptTurns, builder: StepBuilder, *, only_returning: bool) -> None:
         self._turns = turns
@@ -316,10 +324,11 @@ class _Starting:
         self._only_returning = only_returning
         self._passed: list[Sequence] = []
         self._is_over = False
-        self._blocked_rank: int | None = None  # of those that found no room
+        # The priority rank of a sequence that found no blocks: lower priorities must not start.
+        self._blocked_rank: int | None = None
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Whether it waits, and may be tried."""
+        """Whether this sequence waits and may try to start."""
         table = self._table
         if self._is_over or self._builder.has_preempted:
             return False
@@ -333,7 +342,7 @@ class _Starting:
         return is_fresh or sequence.id in table.waiting.returning
 
     def start(self, sequence: Sequence) -> None:
-        """Start it, or set it aside for others to pass."""
+        """Start this sequence, or set it aside so that others may pass."""
         table = self._table
         has_place = table.running.has_adapter_room(sequence)
         if not has_place or not table.running.start(sequence, self._builder):

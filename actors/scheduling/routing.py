@@ -5,9 +5,9 @@ Laws:
 2. A request that names a replica gets it while that one is available; then it counts as one that names none.
 3. A session stays with one replica, as long as that one is available and not overloaded; when a replica goes, only
    its own sessions change their place (rendezvous hash).
-4. Any other request goes where its first token is expected first.  A long prompt ahead does not delay a short one, which
-   passes it, so tokens ahead are no measure of that.  Replicas within NEAR of the earliest count as equal.
-5. Among equals, and where no replica can expect anything, it goes where least work is ahead of it: tokens that are not computed yet,
+4. Any other request goes to the replica with the earliest expected first token.  Short prompts pass long ones, so the tokens ahead do
+   not measure that wait.  Replicas within NEAR of the earliest count as equal.
+5. Among equals, and when a replica cannot estimate, the least work ahead decides: tokens not computed yet,
    less those of its own prompt that are cached there.  Ties go to the fewest rows, then in turn.
 
 Tokens are counted, not requests: a prompt of 8,192 tokens is the work of a hundred short ones.
@@ -20,7 +20,8 @@ from collections.abc import Sequence
 import msgspec
 
 ROW_TOKENS = 4  # work of a row that decodes, in tokens of a prompt: it is in every step
-NEAR = 1.25  # times the earliest first token; nine of ten predictions are better than that
+# A multiple of the earliest first token.  Nine of ten predictions are more accurate.
+NEAR = 1.25
 OVERLOAD = 1.5  # times the least work, and a step's budget on top: here a session gives way to load
 MAX_PREFIXES = 2**16  # blocks remembered, of some 100 bytes each
 
@@ -32,7 +33,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     num_rows: int  # unfinished sequences
     is_available: bool = True
     has_failed: bool = False  # it will never be available
-    expected_s: float | None = None  # until the first token of the request; None: unknown
+    expected_s: float | None = None  # seconds until the first token of the request
 
     @property
     def num_ahead(self) -> int:
@@ -147,7 +148,7 @@ class Router:
 
 
 def _earliest(candidates: Sequence[int], loads: Sequence[ReplicaLoad]) -> Sequence[int]:
-    """Keep the candidates whose first token is expected about as early as any; all of them, where one expects nothing."""
+    """Keep the candidates whose first token is expected about first.  Keeps all when one of them cannot estimate."""
     expected = {i: loads[i].expected_s for i in candidates}
     known = {i: seconds for i, seconds in expected.items() if seconds is not None}
     if len(known) < len(expected):

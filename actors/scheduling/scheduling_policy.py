@@ -52,10 +52,10 @@ class SchedulingPolicy(Protocol[OutputsT]):
         """Queue a new request."""
 
     def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
-        """Foretell the first token of a request that has none; None: nothing is known, or nothing is planned now.
+        """Predict the first token of a request without one.  Returns None before the first fit, and when nothing is planned now.
 
         Args:
-            elapsed_s: since the eldest plan in flight became the eldest.
+            elapsed_s: seconds since the eldest plan in flight became the eldest.
         """
         ...
 
@@ -104,11 +104,11 @@ class SchedulingPolicy(Protocol[OutputsT]):
         ...
 
     def next_grammar(self) -> PrepareGrammar | None:
-        """Return a grammar that the device shall prepare beside its steps; None: none now."""
+        """Return a grammar for the device to prepare during its steps.  Returns None without one."""
         ...
 
     def note_grammar(self, ready: GrammarReady) -> None:
-        """Take the device's answer to that."""
+        """Take the device's answer to `next_grammar`."""
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> OutputsT | None:
         """Take the outputs since the last call, with `answers`; None if there are neither."""
@@ -162,11 +162,11 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
         ...
 
     def expect(self, request: RequestT, num_cached: int, elapsed_s: float) -> float | None:
-        """Estimate the seconds until the first token of a request that entered now.  Returns None when nothing is known or planned.
+        """Estimate the seconds until the first token of a request that entered now.  Returns None before the first fit, and when nothing is planned now.
 
         Args:
-            num_cached: tokens of its prompt that the cache should have.
-            elapsed_s: since the eldest plan in flight became the eldest.
+            num_cached: tokens of its prompt that the prefix cache should have.
+            elapsed_s: seconds since the eldest plan in flight became the eldest.
         """
         ...
 

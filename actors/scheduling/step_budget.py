@@ -1,17 +1,25 @@
-"""The seconds of prompt work that a step may have: as long as it takes for its fixed part to be a small loss, and no longer.  Pure."""
+"""Bound the prompt work of a step in seconds.  Pure.
+
+A number of tokens takes 20 ms on one machine and seconds on another.  So a step gets just enough seconds of prompt work to make the loss to
+its fixed costs small.
+"""
 
 from collections.abc import Sequence
 
 from trouper.actors.scheduling.step_time import StepTimes, StepWork
 
-LOSS = 0.08  # share of a step with prompts that its fixed part may be
-# The same where nothing streams and no request has come for long.  A newcomer may meet one such step, so it is no longer than batch
-# work needs to keep .98 of its pace.
-QUIET_LOSS = 0.014
-QUIET_S = 45.0  # of steps without a new request
-ROWS_FACTOR = 4.0  # times what the rows of a step take: prompts get four fifths of it at least
+# The share of fixed costs in a step with prompts.
+LOSS = 0.08
+# The same when nothing streams and no request came recently.  A newcomer may wait for one such step, so it is only as long as batch
+# work needs to keep 98 % of its pace.
+QUIET_LOSS = 0.012
+# Seconds of steps without a new request after which `QUIET_LOSS` applies.
+QUIET_S = 45.0
+# Beside streams prompts get at least this multiple of the time of the rows: four fifths of the step.
+ROWS_FACTOR = 4.0
 MIN_S = 0.02
-LONG_S = 0.05  # a plan that takes as long is not followed by another before its answer
+# No plan is made behind a plan of this estimate until its answer.
+LONG_S = 0.05
 
 
 def remaining_s(flights_s: Sequence[float], elapsed_s: float) -> float:
@@ -22,23 +30,23 @@ def remaining_s(flights_s: Sequence[float], elapsed_s: float) -> float:
 
 
 class StepBudget:
-    """The budget of one device.
+    """Compute the budget of one device from its learnt step times.
 
     Args:
-        max_step_ms: what a step may take, in place of what is learnt; None: learnt.
+        max_step_ms: limit of a whole step in milliseconds.  None means that the budget follows from the step times.
     """
 
     def __init__(self, times: StepTimes, max_step_ms: int | None) -> None:
-        self.last_s = 0.0  # the last one, for people
+        self.last_s = 0.0  # for metrics
         self._times = times
         self._max_step_s = None if max_step_ms is None else max_step_ms / 1000
-        self.quiet_s = 0.0  # of steps since the last request has come
+        self.quiet_s = 0.0  # seconds of steps since the last new request
 
     def prompt_s(self, rows: StepWork, *, has_streams: bool) -> float | None:
-        """Return the seconds of prompt work beside these rows; None: nothing is known yet.
+        """Return the seconds of prompt work beside these rows.  Returns None before the first fit.
 
         Args:
-            has_streams: whether a client reads the tokens of one of the rows as they come.
+            has_streams: whether any of the rows is streamed to its client.
         """
         times = self._times
         if not times.is_known:

@@ -1,9 +1,9 @@
-"""How long a step takes, learnt from the steps before.  Pure: the seconds come with the device's answers.
+"""Estimate the seconds of a step, learnt from earlier steps.  Pure: the measured seconds come with the device's answers.
 
     seconds = base + chunk · [has a chunk] + token · P + row · D + pair · A + context · C
 
-P tokens of chunks, D rows that decode (a draft counts as one), A pairs of a chunk's token and a position that it attends to, and
-C positions that the rows read.  A drift is one factor on all of it: a machine that has other work is slower in every part.
+P is the number of chunk tokens, D of decoding rows (a draft counts as a row), A of pairs of a chunk token and a position that it attends
+to, and C of positions that the rows read.  A drift multiplies the whole: other work on the machine slows every part.
 """
 
 import math
@@ -15,20 +15,28 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-NUM_KEPT = 192  # steps of each kind, with and without a chunk, that a fit reads
-REFIT = 16  # steps between two fits
-FIRST_FITS = frozenset((4, 6, 8, 12))  # steps with a chunk after which the first fits come
+# Steps of each kind, with and without a chunk, that a fit reads.
+NUM_KEPT = 192
+# Steps between two fits.
+REFIT = 16
+# Counts of steps with a chunk after which the first fits come.
+FIRST_FITS = frozenset((4, 6, 8, 12))
 RIDGE = 1e-6
-NOTHING = 1e-12  # what is divided by, where all are 0
+# The divisor of a column of zeros.
+NOTHING = 1e-12
 ROUNDING = 1e-9
-# Sizes that are always equal cannot show what is fixed and what is per token: it goes to the tokens, for a step that seems to
-# have a large fixed part would be given a large budget.
+# Steps of equal size cannot separate fixed costs from costs per token.  Then the costs go to the tokens, because large fixed costs
+# would give a large budget.
 DAMPING = 1.003
-DRIFT_STEP = 0.125  # exponent of one step's ratio
+# The exponent of one step's ratio in the drift.
+DRIFT_STEP = 0.125
 DRIFT_BOUNDS = 0.125, 8.0
-DRIFT_REFIT = 2 / 3, 3 / 2  # outside of it the coefficients are looked at again
-NUM_RECENT = 8  # steps whose median ratio is the drift after a fit
-LEAST_S, MOST_S = 1e-6, 1e4  # what is outside is no measurement of a step
+# A drift outside these bounds asks for a new fit.
+DRIFT_REFIT = 2 / 3, 3 / 2
+# Steps whose median ratio is the drift after a fit.
+NUM_RECENT = 8
+# Seconds outside these bounds are no measurement of a step.
+LEAST_S, MOST_S = 1e-6, 1e4
 MOST_TOKENS = 1 << 30
 FloatArray = npt.NDArray[np.float64]
 
@@ -44,7 +52,7 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, counts: Sequence[int], starts: Sequence[int], num_drafts: int = 0) -> "StepWork":
-        """Describe a plan by the tokens and the first position of each entry; one token is a row."""
+        """Describe a plan by the tokens and the first position of each entry.  An entry of one token is a row."""
         if not counts or max(counts) == 1:
             return cls(0, 0, len(counts) + num_drafts, 0.0, sum(starts))
         num_tokens = num_context = 0
@@ -60,12 +68,12 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of_texts(cls, lengths: Sequence[int]) -> "StepWork":
-        """Describe whole texts, which are computed without a cache."""
+        """Describe whole texts, which pooling computes without a KV cache."""
         return cls(1, sum(lengths), 0, sum(length * length / 2 for length in lengths), 0)
 
 
 class StepTimes:
-    """The coefficients of one device, and the steps that they are learnt from."""
+    """Keep the measured steps of one device, and the coefficients fitted to them."""
 
     def __init__(self) -> None:
         self.coefficients: tuple[float, ...] = (0.0,) * 6
@@ -95,24 +103,24 @@ class StepTimes:
         return self.drift * seconds
 
     def cost(self, start: int, count: int) -> float:
-        """Estimate what `count` prompt tokens behind position `start` add to a step that has a chunk anyway."""
+        """Estimate the seconds that `count` prompt tokens from position `start` add to a step with a chunk."""
         _, _, token, _, pair, _ = self.coefficients
         return self.drift * count * (token + pair * (start + count / 2))
 
     def tokens_in(self, seconds: float, start: int) -> int:
-        """Count the prompt tokens behind position `start` whose cost is at most `seconds`."""
+        """Count the prompt tokens from position `start` with a cost of at most `seconds`."""
         _, _, token, _, pair, _ = self.coefficients
         square, linear = self.drift * pair / 2, self.drift * (token + pair * start)
         if seconds <= 0:
             return 0
-        # The root of square · n² + linear · n = seconds, in the form that loses no digits.
+        # The root of square · n² + linear · n = seconds, in the form without cancellation.
         root = linear + math.sqrt(linear * linear + 4 * square * seconds)
         return min(MOST_TOKENS, int(2 * seconds / root + 1e-9)) if root > 0 else MOST_TOKENS
 
     def note(self, work: StepWork, seconds: float) -> None:
-        """Take what a step has taken.
+        """Learn the seconds of a step.
 
-        The first of a shape is left out: it may have compiled, captured or recorded something.
+        The first step of a shape is ignored: it may include a compilation or a capture.
         """
         shape = (work.num_tokens.bit_length(), 0 if work.has_chunk else work.num_rows)
         if shape not in self._shapes:
@@ -131,7 +139,7 @@ class StepTimes:
         self._num_new += 1
 
     def refresh(self) -> None:
-        """Fit again if there is reason to.  Called where an estimate of prompts is wanted: a step that decodes needs none."""
+        """Fit again if enough steps have been noted.  Called before estimates of prompts: decode-only steps need none."""
         is_off = self._num_new >= NUM_RECENT and not DRIFT_REFIT[0] < self.drift < DRIFT_REFIT[1]
         first = max((n for n in FIRST_FITS if n <= self.num_chunks), default=0)
         if self.num_chunks and (first > self._fitted_at or self._num_new >= REFIT or is_off):

@@ -19,7 +19,7 @@ class Queue:
     def __init__(self) -> None:
         self._heap: list[tuple[Order, Sequence]] = []
         self._live: set[SequenceId] = set()
-        # The sequences that were pushed, for the owner of the list; None: they are not kept.
+        # If there is a list, it gets each pushed sequence, and its owner empties it.
         self.arrivals: list[Sequence] | None = None
 
     def __len__(self) -> int:
