@@ -122,9 +122,12 @@ class _BatchRun:
         from trouper.frontends.server.settings import ServerSettings
 
         await load_adapters(engine, self.adapters)
-        # A batch is answered as a whole, so its requests have no limit on their number and no deadline.
+        # A batch is answered as a whole, so its requests have no limit on their number or tokens, and no deadline.
         settings = ServerSettings(
-            served_model_names=self.names, max_requests=sys.maxsize, request_timeout_s=math.inf
+            served_model_names=self.names,
+            max_requests=sys.maxsize,
+            max_waiting_tokens=sys.maxsize,
+            request_timeout_s=math.inf,
         )
         app = create_app(engine, settings)
         with output.progress(_num_lines(self.source), "requests") as bar:

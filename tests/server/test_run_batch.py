@@ -115,6 +115,15 @@ def test_limits_of_the_queue_are_not_the_batchs(files, capsys):
     assert err.endswith("3 requests, 1 of them failed\n")
 
 
+def test_a_batch_of_more_tokens_than_the_kv_cache_holds_is_refused_nowhere(tmp_path, capsys):
+    source, sink = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    source.write_text(
+        requests(*map(str, range(70)), prompt="x y z " * 60, max_tokens=200, stop=[" "])
+    )
+    assert run_batch(source, sink, "--max-num-seqs", "2", "--num-gpu-blocks-override", "16") == 0
+    assert capsys.readouterr().err.endswith("\n70 requests, 0 of them failed\n")
+
+
 def process(*arguments, **streams):
     command = [sys.executable, "-m", "trouper", "run-batch", *arguments, *ENGINE]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
