@@ -24,6 +24,7 @@ from trouper.frontends.cli.results import (
     results_file,
 )
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
+from trouper.frontends.cli.terminal import note
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
@@ -92,7 +93,7 @@ def generate(
                 file = stack.enter_context(results_file(output_file, COLUMNS))
                 printer = _RecordPrinter(file)
             else:
-                printer = _TextPrinter(echo)
+                printer = _TextPrinter(echo, params)
             completing = _Completing(given, params, adapter, printer, outcomes, figures)
             run_engine(engine_args, completing.run_all)
     if stats or (stats is None and (given.is_from_file or output.is_terminal(sys.stderr))):
@@ -157,8 +158,9 @@ class _Completing:
 class _TextPrinter:
     """Printer of prompts and texts, with a blank line between two results."""
 
-    def __init__(self, echo: bool) -> None:
+    def __init__(self, echo: bool, params: SamplingParams) -> None:
         self._echo = echo
+        self._params = params
         self._begun: Prompt | None = None
 
     def show(self, prompt: Prompt, result: RequestOutput) -> None:
@@ -170,7 +172,13 @@ class _TextPrinter:
                 self._begin(prompt)
             print(completion.text, end="", flush=True)
         if result.finished and result.error is None:
-            print()
+            print(flush=True)
+            # Most plain texts end at max_tokens, and half a JSON object is of no use.
+            is_cut = any(completion.finish_reason == "length" for completion in result.outputs)
+            if is_cut and self._params.structured_outputs is not None:
+                note(
+                    f"[cut at {self._params.max_tokens} tokens, before the end of the structure; see --max-tokens]"
+                )
 
     def show_error(self, prompt: Prompt, message: str) -> None:
         """End the line of a text that broke off; the error itself is on stderr."""

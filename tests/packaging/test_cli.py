@@ -593,6 +593,12 @@ def test_generate_makes_texts_that_match(capsys, tmp_path, options, pattern):
     assert all(re.fullmatch(pattern, text) for text in texts)
 
 
+@pytest.mark.parametrize(("options", "is_noted"), [(("--regex", "[0-9]{9}"), True), ((), False)])
+def test_a_structure_that_is_cut_is_noted(capsys, options, is_noted):
+    assert run_line(["generate", "x", "--max-tokens", "2", *options]) == 0
+    assert ("[cut at 2 tokens" in capsys.readouterr().err) == is_noted
+
+
 def test_a_schema_that_cannot_be_read_is_a_wrong_option(capsys):
     assert run_line(["generate", "x", "--json-schema", "/nowhere.json"]) == 2
     assert "nowhere.json" in capsys.readouterr().err
