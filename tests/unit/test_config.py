@@ -303,6 +303,21 @@ def test_yarn_stretches_the_longest_sequence(folder):
         resolve(EngineArgs(path, max_model_len=131_072))
 
 
+@pytest.mark.parametrize(
+    ("kind", "model_type", "length"),
+    [("linear", "llama", 4096), ("linear", "gemma3_text", 1024), ("dynamic", "llama", 1024)],
+)
+def test_linear_scaling_stretches_the_longest_sequence_and_dynamic_does_not(
+    folder, kind, model_type, length
+):
+    own = {"model_type": model_type, "max_position_embeddings": 1024}
+    for rope in ({"rope_type": kind, "factor": 4.0}, {"type": kind, "factor": 4.0}):
+        path = folder({**CONFIG, **own, "rope_scaling": rope})
+        assert ModelConfig.load(EngineArgs(path)).max_position_embeddings == length
+    with pytest.raises(TrouperValidationError, match=rf"\[1, {length}\]"):
+        resolve(EngineArgs(path, max_model_len=length + 1))
+
+
 def test_generation_config_gives_eos_and_sampling_defaults(folder):
     generation = {
         "eos_token_id": [5, 6],

@@ -36,6 +36,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # They have no number of positions that a config could give.
 RECURRENT = ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlstm")
 RECURRENT_STATE = "it keeps a recurrent state, not keys and values alone"
+_STRETCHED = ("gemma3", "gemma3_text")
 # Their position table begins behind the padding token's index.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
@@ -176,10 +177,16 @@ def _num_positions(fields: HfFields, path: Path) -> int:
 
 
 def _stretched(fields: HfFields) -> int:
-    """Return the length to which YaRN stretches the model's original one; 0 where it does not."""
+    """Return the length to which YaRN or linear scaling stretches the model's original one, as vLLM does; 0 where nothing does.
+
+    Dynamic scaling stretches nothing: its frequencies depend on each sequence's length, which keys in a cache cannot follow.
+    """
     found = fields.rope_parameters or fields.rope_scaling or {}
     rope = checked(found.get(WHOLE) or found, Rope, "config.json: rope_parameters")
-    if "yarn" not in (rope.rope_type, rope.type) or not rope.factor:
+    kind = rope.rope_type or rope.type
+    # The positions that Gemma 3's config gives are the stretched ones.
+    is_stretched = kind == "yarn" or (kind == "linear" and fields.model_type not in _STRETCHED)
+    if not is_stretched or not rope.factor:
         return 0
     original = rope.original_max_position_embeddings or fields.original_max_position_embeddings
     return int(min((original or fields.max_position_embeddings or 0) * rope.factor, MOST_POSITIONS))
