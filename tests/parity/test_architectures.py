@@ -126,12 +126,16 @@ LAYER_NORMED = {
     "falcon-in-turn": ("Falcon", {"parallel_attn": False, "multi_query": False, "bias": True, "ffn_hidden_size": 96}),
     "falcon-new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-new-one-norm": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    "cohere": ("Cohere", {}),
+    "cohere-normed": ("Cohere", {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.5}),
+    "cohere2": ("Cohere2", {"sliding_window": 12, "num_hidden_layers": 4}),
+    "gptj": ("GPTJ", {"rotary_dim": 8}),
     "nemotron": ("Nemotron", {"rope_parameters": PARTIAL, "head_dim": 16}),
     "olmo": ("Olmo", {}),
     "persimmon": ("Persimmon", {"rope_parameters": PARTIAL, "num_key_value_heads": 4}),
 }  # fmt: skip
 CPU_ONLY = SPARSE | LAYER_NORMED
-QUICK = ("gpt2", "phi-normed", "falcon-new")
+QUICK = ("gpt2", "phi-normed", "falcon-new", "cohere-normed")
 
 
 def each_case():

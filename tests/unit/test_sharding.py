@@ -21,7 +21,7 @@ BASE = {
     "attention_bias": True, "mlp_bias": True, "hidden_act": "silu", "num_experts": 3,
     "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 256, "decoder_sparse_step": 2, "tie_word_embeddings": False,
-    "attention_types": [[["global", "local"], 1]],
+    "attention_types": [[["global", "local"], 1]], "rotary_dim": 8,
 }  # fmt: skip
 WHOLE = ("embedding", "norm", "router.weight", "router.bias", "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "positions", "norm_bias", "attention_norm_bias", "mlp_norm_bias")  # fmt: skip
 

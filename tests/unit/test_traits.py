@@ -32,8 +32,8 @@ EXPERTS = {
 
 @pytest.mark.parametrize("architecture", READERS)
 def test_every_architecture_reads_the_common_numbers_alone(architecture):
-    groups = {"attention_types": [[["global", "local"], 2]]}
-    traits = decoder_traits(BASE | EXPERTS | groups, architecture)
+    own = {"attention_types": [[["global", "local"], 2]], "rotary_dim": 8}
+    traits = decoder_traits(BASE | EXPERTS | own, architecture)
     assert traits.vocab_size == 100
     assert len(traits.layers) == 4
     assert traits.q_size == 4 * traits.head_dim

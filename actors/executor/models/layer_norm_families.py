@@ -6,13 +6,22 @@ What they do not read themselves has the defaults of transformers' configs.
 from collections.abc import Callable
 from typing import Any
 
+from trouper.actors.executor.models.layer_norm_traits import (
+    even_head_dim,
+    layer_normed,
+    part_rope,
+    refuse,
+    renamed,
+)
 from trouper.actors.executor.models.traits import (
     DecoderTraits,
     HfConfig,
     LayerTraits,
+    RopeTraits,
     common_traits,
     head_dim_of,
     known_activation,
+    layers_of,
     require,
     rope_traits,
 )
@@ -20,7 +29,7 @@ from trouper.errors import UnsupportedFeatureError, invalid
 
 
 def _gpt2(config: HfConfig) -> DecoderTraits:
-    _refuse(config, scale_attn_by_inverse_layer_idx=True)
+    refuse(config, scale_attn_by_inverse_layer_idx=True)
     return _of_openai(config, names="gpt2")
 
 
@@ -36,10 +45,10 @@ def _bigcode(config: HfConfig) -> DecoderTraits:
 
 
 def _of_openai(config: HfConfig, *, activation: str = "gelu_new", **own: Any) -> DecoderTraits:
-    _refuse(config, add_cross_attention=True)
+    refuse(config, add_cross_attention=True)
     is_scaled = config.get("scale_attn_weights", True)
-    return _layer_normed(
-        _renamed(config, intermediate_size="n_inner"),
+    return layer_normed(
+        renamed(config, intermediate_size="n_inner"),
         eps="layer_norm_epsilon",
         activation=config.get("activation_function", activation),
         has_bias=True,
@@ -47,7 +56,7 @@ def _of_openai(config: HfConfig, *, activation: str = "gelu_new", **own: Any) ->
         ropes=(),
         layers=(LayerTraits(rope=None),) * require(config, "num_hidden_layers"),
         first_position=0,
-        attention_scale=_even_head_dim(config) ** -0.5 if is_scaled else 1.0,
+        attention_scale=even_head_dim(config) ** -0.5 if is_scaled else 1.0,
         **own,
     )
 
@@ -66,7 +75,7 @@ def _gpt_neo(config: HfConfig) -> DecoderTraits:
     if not window and "local" in kinds:
         rule = "window_size=0 would hide every token from every other"
         raise UnsupportedFeatureError(rule, parameter="window_size")
-    return _layer_normed(
+    return layer_normed(
         config,
         names="gpt_neo",
         eps="layer_norm_epsilon",
@@ -82,14 +91,14 @@ def _gpt_neo(config: HfConfig) -> DecoderTraits:
 
 
 def _opt(config: HfConfig) -> DecoderTraits:
-    _refuse(config, do_layer_norm_before=False, _remove_final_layer_norm=True)
+    refuse(config, do_layer_norm_before=False, _remove_final_layer_norm=True)
     width = config.get("word_embed_proj_dim")
     if width is not None and width != require(config, "hidden_size"):
         rule = f"word_embed_proj_dim={width} is not supported: embeddings of another width than hidden_size"
         raise UnsupportedFeatureError(rule, parameter="word_embed_proj_dim")
     has_bias = bool(config.get("enable_bias", True))
     has_weights = bool(config.get("layer_norm_elementwise_affine", True))
-    return _layer_normed(
+    return layer_normed(
         {**config, "intermediate_size": config.get("ffn_dim", 4096)},
         names="opt",
         eps=None,
@@ -106,13 +115,13 @@ def _opt(config: HfConfig) -> DecoderTraits:
 
 def _gpt_neox(config: HfConfig) -> DecoderTraits:
     is_parallel = config.get("use_parallel_residual", True)
-    rope = _rope(
+    rope = part_rope(
         config,
-        _even_head_dim(config),
+        even_head_dim(config),
         rope_theta=config.get("rotary_emb_base", 10_000.0),
         partial_rotary_factor=config.get("rotary_pct", 0.25),
     )
-    return _layer_normed(
+    return layer_normed(
         config,
         names="gpt_neox",
         eps="layer_norm_eps",
@@ -128,9 +137,9 @@ def _gpt_neox(config: HfConfig) -> DecoderTraits:
 def _phi(config: HfConfig) -> DecoderTraits:
     head_dim = head_dim_of(config)
     has_qk_norm = bool(config.get("qk_layernorm", False))
-    if has_qk_norm and head_dim != _even_head_dim(config):
+    if has_qk_norm and head_dim != even_head_dim(config):
         raise invalid("head_dim", "qk_layernorm needs heads that share hidden_size", head_dim)
-    return _layer_normed(
+    return layer_normed(
         config,
         names="phi",
         eps="layer_norm_eps",
@@ -142,7 +151,7 @@ def _phi(config: HfConfig) -> DecoderTraits:
         qk_norm_has_bias=has_qk_norm,
         head_dim=head_dim,
         num_kv_heads=config.get("num_key_value_heads") or require(config, "num_attention_heads"),
-        ropes=(_rope(config, head_dim, partial_rotary_factor=0.5),),
+        ropes=(part_rope(config, head_dim, partial_rotary_factor=0.5),),
     )
 
 
@@ -152,7 +161,7 @@ def _starcoder2(config: HfConfig) -> DecoderTraits:
     if window == 0:
         rule = "sliding_window=0 would hide every token from every other; use null for no window"
         raise UnsupportedFeatureError(rule, parameter="sliding_window")
-    return _layer_normed(
+    return layer_normed(
         config,
         names="starcoder2",
         eps="norm_epsilon",
@@ -167,9 +176,9 @@ def _starcoder2(config: HfConfig) -> DecoderTraits:
 
 
 def _stablelm(config: HfConfig) -> DecoderTraits:
-    head_dim = _even_head_dim(config)
+    head_dim = even_head_dim(config)
     has_qk_norm = bool(config.get("qk_layernorm", False))
-    return _layer_normed(
+    return layer_normed(
         config,
         names="stablelm",
         eps="layer_norm_eps",
@@ -179,12 +188,12 @@ def _stablelm(config: HfConfig) -> DecoderTraits:
         norm_placement="parallel" if config.get("use_parallel_residual", False) else "pre",
         qk_norm="own_head" if has_qk_norm else None,
         num_kv_heads=config.get("num_key_value_heads", 32),
-        ropes=(_rope(config, head_dim, partial_rotary_factor=0.25),),
+        ropes=(part_rope(config, head_dim, partial_rotary_factor=0.25),),
     )
 
 
 def _falcon(config: HfConfig) -> DecoderTraits:
-    _refuse(config, alibi=True)
+    refuse(config, alibi=True)
     is_new = bool(config.get("new_decoder_architecture", False))
     is_multi_query = bool(config.get("multi_query", True))
     is_parallel = bool(config.get("parallel_attn", True))
@@ -206,8 +215,8 @@ def _falcon(config: HfConfig) -> DecoderTraits:
     if not is_new and num_kv_heads not in (1, num_heads):
         rule = "without new_decoder_architecture each head has a key of its own, or all share one"
         raise invalid("num_kv_heads", rule, num_kv_heads)
-    return _layer_normed(
-        _renamed(config, intermediate_size="ffn_hidden_size"),
+    return layer_normed(
+        renamed(config, intermediate_size="ffn_hidden_size"),
         names="falcon_two_norms" if has_two else "falcon",
         eps="layer_norm_epsilon",
         activation=config.get("activation", "gelu"),
@@ -216,13 +225,70 @@ def _falcon(config: HfConfig) -> DecoderTraits:
         norm_placement=placement,
         num_kv_heads=num_kv_heads,
         qkv_by_group=True,
-        ropes=(rope_traits(config, _even_head_dim(config)),),
+        ropes=(rope_traits(config, even_head_dim(config)),),
+    )
+
+
+def _gptj(config: HfConfig) -> DecoderTraits:
+    head_dim, rotated = even_head_dim(config), config.get("rotary_dim", 64)
+    if not isinstance(rotated, int) or not 2 <= rotated <= head_dim or rotated % 2:
+        rule = f"must be an even number of at most {head_dim}, the width of a head"
+        raise invalid("rotary_dim", rule, rotated)
+    return layer_normed(
+        renamed(config, intermediate_size="n_inner"),
+        names="gptj",
+        eps="layer_norm_epsilon",
+        activation=config.get("activation_function", "gelu_new"),
+        mlp_bias=True,
+        head_bias=True,
+        norm_placement="parallel",
+        is_interleaved=True,
+        ropes=(RopeTraits(width=rotated),),
+    )
+
+
+def _cohere(config: HfConfig) -> DecoderTraits:
+    has_qk_norm = bool(config.get("use_qk_norm", False))
+    return _of_cohere(config, theta=500_000.0, qk_norm="own_head" if has_qk_norm else None)
+
+
+def _cohere2(config: HfConfig) -> DecoderTraits:
+    """Layers with a window have positions, and those that see all have none."""
+    pattern = config.get("sliding_window_pattern", 4)
+    layers = layers_of(config, config.get("sliding_window", 4096), pattern=pattern)
+    return _of_cohere(
+        config,
+        theta=10_000.0,
+        layers=tuple(
+            LayerTraits(layer.window, None if layer.window is None else 0) for layer in layers
+        ),
+    )
+
+
+def _of_cohere(config: HfConfig, *, theta: float, **own: Any) -> DecoderTraits:
+    head_dim = head_dim_of(config)
+    return layer_normed(
+        config,
+        eps="layer_norm_eps",
+        activation=config.get("hidden_act", "silu"),
+        is_gated=True,
+        is_tied=True,
+        qkv_bias=bool(config.get("attention_bias", False)),
+        o_bias=bool(config.get("attention_bias", False)),
+        norm_has_bias=False,
+        norm_placement="parallel",
+        is_interleaved=True,
+        logits_scale=float(config.get("logit_scale", 0.0625)),
+        head_dim=head_dim,
+        num_kv_heads=config.get("num_key_value_heads") or require(config, "num_attention_heads"),
+        ropes=(rope_traits(config, head_dim, default_theta=theta),),
+        **own,
     )
 
 
 def _nemotron(config: HfConfig) -> DecoderTraits:
     head_dim = head_dim_of(config)
-    return _layer_normed(
+    return layer_normed(
         config,
         eps="norm_eps",
         activation=config.get("hidden_act", "relu2"),
@@ -231,7 +297,7 @@ def _nemotron(config: HfConfig) -> DecoderTraits:
         norm_offset=1.0,
         head_dim=head_dim,
         num_kv_heads=config.get("num_key_value_heads") or require(config, "num_attention_heads"),
-        ropes=(_rope(config, head_dim, partial_rotary_factor=0.5),),
+        ropes=(part_rope(config, head_dim, partial_rotary_factor=0.5),),
     )
 
 
@@ -240,7 +306,7 @@ def _olmo(config: HfConfig) -> DecoderTraits:
         raise UnsupportedFeatureError("clip_qkv is not supported", parameter="clip_qkv")
     head_dim = head_dim_of(config)
     has_bias = bool(config.get("attention_bias", False))
-    return _layer_normed(
+    return layer_normed(
         config,
         eps=None,
         activation=config.get("hidden_act", "silu"),
@@ -256,9 +322,9 @@ def _olmo(config: HfConfig) -> DecoderTraits:
 
 
 def _persimmon(config: HfConfig) -> DecoderTraits:
-    head_dim = _even_head_dim(config)
+    head_dim = even_head_dim(config)
     has_qk_norm = bool(config.get("qk_layernorm", True))
-    return _layer_normed(
+    return layer_normed(
         config,
         names="persimmon",
         eps="layer_norm_eps",
@@ -267,7 +333,7 @@ def _persimmon(config: HfConfig) -> DecoderTraits:
         qk_norm="head" if has_qk_norm else None,
         qk_norm_has_bias=has_qk_norm,
         qkv_by_group=True,
-        ropes=(_rope(config, head_dim, partial_rotary_factor=0.5),),
+        ropes=(part_rope(config, head_dim, partial_rotary_factor=0.5),),
     )
 
 
@@ -287,9 +353,12 @@ def _arcee(config: HfConfig) -> DecoderTraits:
 
 LAYER_NORM_FAMILIES: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "ArceeForCausalLM": _arcee,
+    "Cohere2ForCausalLM": _cohere2,
+    "CohereForCausalLM": _cohere,
     "FalconForCausalLM": _falcon,
     "GPT2LMHeadModel": _gpt2,
     "GPTBigCodeForCausalLM": _bigcode,
+    "GPTJForCausalLM": _gptj,
     "GPTNeoForCausalLM": _gpt_neo,
     "GPTNeoXForCausalLM": _gpt_neox,
     "NemotronForCausalLM": _nemotron,
@@ -300,80 +369,3 @@ LAYER_NORM_FAMILIES: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "StableLmForCausalLM": _stablelm,
     "Starcoder2ForCausalLM": _starcoder2,
 }
-
-
-def _layer_normed(
-    config: HfConfig,
-    *,
-    eps: str | None,
-    activation: str,
-    has_bias: bool = False,
-    is_gated: bool = False,
-    is_tied: bool = False,
-    mlp_bias: bool | None = None,
-    **own: Any,
-) -> DecoderTraits:
-    """Read what all of these families have.
-
-    Args:
-        eps: the config's name for the number in the roots of the norms; None = 1e-5 always.
-        has_bias: of all products of the layers, as far as nothing else is said.
-        is_tied: whether the head is the embedding where the config does not say it.
-        mlp_bias: None = as has_bias.
-        own: fields that the family adds.
-    """
-    hidden = require(config, "hidden_size")
-    if config.get("intermediate_size") is None:
-        config = {**config, "intermediate_size": 4 * hidden}
-    fields: dict[str, Any] = {
-        "head_dim": own["head_dim"] if "head_dim" in own else _even_head_dim(config),
-        "num_kv_heads": require(config, "num_attention_heads"),
-        "norm": "layer",
-        "norm_eps": 1e-5 if eps is None else config.get(eps, 1e-5),
-        "norm_has_bias": True,
-        "qkv_bias": has_bias,
-        "o_bias": has_bias,
-        "tied_embeddings": bool(config.get("tie_word_embeddings", is_tied)),
-        **own,
-    }
-    fields.setdefault("attention_scale", fields["head_dim"] ** -0.5)
-    return common_traits(
-        config,
-        activation=known_activation(activation),
-        is_gated=is_gated,
-        mlp_bias=has_bias if mlp_bias is None else mlp_bias,
-        **fields,
-    )
-
-
-def _rope(config: HfConfig, head_dim: int, **defaults: float) -> Any:
-    """Read the rotation of a part of each head; `defaults` count where the config says nothing."""
-    found: HfConfig = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    said = {name: config[name] for name in defaults if config.get(name) is not None}
-    parameters = {**defaults, **said, **found}
-    return rope_traits(config, head_dim, parameters=parameters, may_be_partial=True)
-
-
-def _even_head_dim(config: HfConfig) -> int:
-    """Return the hidden state's equal share of a head.
-
-    Raises:
-        TrouperValidationError: the heads do not divide it.
-    """
-    hidden, num_heads = require(config, "hidden_size"), require(config, "num_attention_heads")
-    if hidden % num_heads:
-        raise invalid("num_attention_heads", f"must divide hidden_size {hidden}", num_heads)
-    return hidden // num_heads
-
-
-def _renamed(config: HfConfig, **names: str) -> HfConfig:
-    """Return the config with our names for fields that the family calls in its own way, and so ignores under ours."""
-    return {**config, **{ours: config.get(own) for ours, own in names.items()}}
-
-
-def _refuse(config: HfConfig, **values: bool) -> None:
-    """Raise UnsupportedFeatureError if a flag of the config has the value that is not computed."""
-    for name, refused in values.items():
-        value = config.get(name)
-        if value is not None and bool(value) is refused:
-            raise UnsupportedFeatureError(f"{name}={value} is not supported", parameter=name)

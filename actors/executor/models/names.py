@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 Family = Literal[
     "llama", "phi3", "gpt2", "bigcode", "gpt_neo", "opt", "gpt_neox", "phi", "starcoder2", "stablelm", "falcon",
-    "falcon_two_norms", "persimmon", "glm", "hunyuan",
+    "falcon_two_norms", "persimmon", "gptj", "glm", "hunyuan",
 ]  # fmt: skip
 
 
@@ -100,6 +100,9 @@ NAMES: dict[Family, Names] = {
         masks=_NEOX.masks,
         qkv=("q_proj", "k_proj", "v_proj"),
         o="out_proj",
+    ),
+    "gptj": _GPT2._replace(
+        qkv=("q_proj", "k_proj", "v_proj"), o="out_proj", gate_up=("fc_in",), down="fc_out"
     ),
     "opt": Names(
         base="model.decoder.",
