@@ -73,6 +73,15 @@ def test_first_tokens_are_foretold(workload):
     assert played(workload, "fair", 0.03)["kinds"]["short"]["foretold"] >= 0.9
 
 
+def test_in_order_of_arrival_the_long_prompt_ahead_is_foretold():
+    policy = policy_of(MACHINE, policy="fcfs")
+    teach(policy.turns.times, MACHINE)
+    clients = [VirtualClient(0.0, 8000, 4), VirtualClient(0.5, 300, 4)]
+    short = VirtualRun(clients, MACHINE, policy, noise=0.0).finish().clients[1]
+    assert short.first_token_s > 5
+    assert short.expected_s == pytest.approx(short.first_token_s, rel=0.2)
+
+
 def instructions_a_step(order, num_steps=12):
     """Count the instructions of the interpreter that 64 decoding rows cost the policy: the same on every machine."""
     policy, num = policy_of(MACHINE, **ORDERS[order]), 0
