@@ -4,10 +4,12 @@ The compiler spells fixed text by the tokenizer's own rules.  With them a consta
 ends the answer, and `<think>` one that no text may hold.  Here added tokens have names that no text has, and keep their ids.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, cast
+
+from msgspec import Raw
+from msgspec.json import decode, encode
 
 NAME = "<\U0010ffff{}>"  # with a code point of no character
 _LARK = re.compile(
@@ -20,29 +22,32 @@ def compiler_rules(tokenizer_json: str) -> str:
 
     Those that are no special tokens and in the model's own vocabulary, such as runs of blanks, are text and stay so.
     """
-    rules: dict[str, Any] = json.loads(tokenizer_json)
-    vocabulary: Any = rules.get("model", {}).get("vocab", {})
-    known: set[str]
-    if isinstance(vocabulary, dict):
-        known = set(cast("dict[str, int]", vocabulary))
-    else:
-        known = {piece for piece, *_ in vocabulary}
+    # Only what changes is parsed: the merges are the greater part, and each call of the parser holds the interpreter.
+    rules = decode(tokenizer_json, type=dict[str, Raw])
+    model = decode(rules.get("model", b"{}"), type=dict[str, Raw])
+    vocabulary: Any = decode(model.get("vocab", b"{}"))
+    known = (
+        set(cast("dict[str, int]", vocabulary))
+        if isinstance(vocabulary, dict)
+        else {piece for piece, *_ in vocabulary}
+    )
     names: dict[str, str] = {}
     kept: list[Any] = []
-    for token in rules.get("added_tokens", ()):
+    for token in decode(rules.get("added_tokens", b"[]")):
         if token["special"] or token["content"] not in known:
             names[token["content"]] = NAME.format(token["id"])
             kept.append({**token, "content": names[token["content"]], "special": True})
-    rules["added_tokens"] = kept
+    changed: dict[str, Any] = {}
     if isinstance(vocabulary, dict):
         plain = cast("dict[str, int]", vocabulary)
-        rules["model"]["vocab"] = {names.get(text, text): index for text, index in plain.items()}
-    elif "model" in rules:
-        rules["model"]["vocab"] = [[names.get(text, text), *rest] for text, *rest in vocabulary]
-    if rules.get("model", {}).get("unk_token") in names:
-        rules["model"]["unk_token"] = names[rules["model"]["unk_token"]]
-    rules["post_processor"] = None  # it names tokens, and concerns whole prompts only
-    return json.dumps(rules)
+        changed["vocab"] = {names.get(text, text): index for text, index in plain.items()}
+    else:
+        changed["vocab"] = [[names.get(text, text), *rest] for text, *rest in vocabulary]
+    if "unk_token" in model and (unknown := decode(model["unk_token"])) in names:
+        changed["unk_token"] = names[unknown]
+    own = {"model": {**model, **changed}} if "model" in rules else {}
+    # The post-processor names tokens, and concerns whole prompts only.
+    return encode({**rules, **own, "added_tokens": kept, "post_processor": None}).decode()
 
 
 def with_token_ids(lark: str, token_ids: Mapping[str, int]) -> str:
