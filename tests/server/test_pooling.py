@@ -98,6 +98,10 @@ async def test_a_padding_that_changes_nothing_is_taken(pooling, padding):
         ("/pooling", {"input": "a", "task": "nonsense"}, "Unsupported task: 'nonsense'"),
         ("/v2/embed", {"texts": ["a"], "input_type": "x"}, "Unsupported input_type 'x'"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 99999}, "truncate_prompt_tokens value is greater than max_model_len."),
+        ("/pooling", {"input": "a", "task": "plugin"}, "No IOProcessor plugin installed."),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "x"}, "literal_error"),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "x"}, "literal_error"),
+        ("/score", {"text_1": "a", "text_2": "b", "max_tokens_per_doc": -1}, "max_tokens_per_doc must be a non-negative integer"),
     ],
 )  # fmt: skip
 async def test_clients_of_vllm_find_its_sentences_in_errors(pooling, path, fields, sentence):
@@ -364,3 +368,10 @@ async def test_a_batch_file_may_embed_and_rerank(pooling_engine):
     floats = answers[0]["body"]["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(answers[2]["body"]), "<f4") == pytest.approx(floats)
     assert len(answers[1]["body"]["results"]) == 2
+
+
+async def test_the_sentence_about_too_much_truncation_is_vllms_to_the_letter(pooling):
+    answer = await pooling.post("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 10**6})
+    assert answer.error["message"] == (
+        "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size."
+    )

@@ -1,5 +1,7 @@
 """Routes and fields that vLLM has beside OpenAI's."""
 
+import json
+
 import pytest
 
 from .client import Client  # noqa: F401  # the fixtures' type
@@ -117,6 +119,22 @@ async def test_times_of_a_request_come_with_its_one_choice(client, make_client, 
         assert all(value > 0 for value in metrics.values()), metrics
     several = (await client.post(path, {**fields, "n": 2, "temperature": 1})).json
     assert several["metrics"] is None
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": "def f("}), (CHAT, {"messages": HI})])  # fmt: skip
+async def test_a_balancer_reads_the_load_in_a_header(client, path, prompt):
+    async def report(*headers):
+        answer = await client.post(path, {**GREEDY, **prompt}, list(headers))
+        assert answer.status == 200
+        return answer.headers.get("endpoint-load-metrics")
+
+    name = "endpoint-load-metrics-format"
+    kind, text = (await report((name, "JSON"))).split(" ", 1)
+    named = json.loads(text)["named_metrics"]
+    assert (kind, named.keys()) == ("JSON", {"kv_cache_usage_perc", "num_requests_waiting"})
+    text = await report((name, "text"))
+    assert text.startswith("TEXT named_metrics.kv_cache_usage_perc=")
+    assert await report((name, "xml")) is await report() is None
 
 
 LONG = {"prompt": [1] * 600}

@@ -27,6 +27,7 @@ from trouper.frontends.server.openai.adapter import (
     StreamEvent,
 )
 from trouper.frontends.server.openai.beams import Make, beam_outputs
+from trouper.frontends.server.openai.load_report import REQUEST_HEADER, load_report
 from trouper.frontends.server.openai.placement import read_placement
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.streams import each_output, final_outputs
@@ -108,6 +109,10 @@ class Driver(Generic[A]):
             reply = await self.complete()
             if on_complete is not None:
                 on_complete()
+            form = self._context.header(REQUEST_HEADER)
+            if form is not None:
+                stats = self._service.core.statistics().scheduler
+                self._context.own_headers += load_report(form, stats)
             await self._context.send_json(reply)
 
     async def complete(self) -> object:
