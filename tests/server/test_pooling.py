@@ -99,8 +99,8 @@ async def test_a_padding_that_changes_nothing_is_taken(pooling, padding):
         ("/v2/embed", {"texts": ["a"], "input_type": "x"}, "Unsupported input_type 'x'"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 99999}, "truncate_prompt_tokens value is greater than max_model_len."),
         ("/pooling", {"input": "a", "task": "plugin"}, "No IOProcessor plugin installed."),
-        ("/v1/embeddings", {"input": "a", "encoding_format": "x"}, "literal_error"),
-        ("/v1/embeddings", {"input": "a", "embed_dtype": "x"}, "literal_error"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "x"}, "encoding_format: Input should be 'float', 'base64', 'bytes', 'bytes_only' (literal_error)."),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "x"}, "embed_dtype: Input should be 'float32', 'float16', "),
         ("/score", {"text_1": "a", "text_2": "b", "max_tokens_per_doc": -1}, "max_tokens_per_doc must be a non-negative integer"),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ not have.  The texts of errors are ours or msgspec's; those of the interpreter t
 
 import json
 import re
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import anyio
 import anyio.to_thread
@@ -175,18 +175,26 @@ def _bad_schema(error: msgspec.ValidationError, body: bytes, kind: type[Any]) ->
     if missing := MISSING.search(text):
         path += f".{missing.group(1)}"
     message = _sentence(text)
+    if "Invalid enum value" in text:
+        message = f"Input should be {_choices(kind, path)} (literal_error). {message}"
     param = path.removeprefix("$").removeprefix(".") or None
     if param is not None:
         message = f"{param}: {message}"
     return HTTPError(400, "invalid_schema", clean(message, MAX_ECHO), param=param)
 
 
+def _choices(kind: type[Any], path: str) -> str:
+    """Return the values that a field of the body may have, as pydantic lists them."""
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    members = get_args(fields.get(path.removeprefix("$.")))
+    values = [value for member in members for value in get_args(member)]
+    return ", ".join(map(repr, values)) or "one of the known values"
+
+
 def _sentence(text: str) -> str:
     """Return vLLM's sentence for an error of the schema, which clients may match, and then msgspec's."""
     expected = EXPECTED.search(text)
     first = "Field required" if MISSING.search(text) else None
-    if "Invalid enum value" in text:
-        first = "Input should be one of the values in the documentation (literal_error)"
     if expected:
         first = VLLM_SENTENCES.get(expected[1])
     said = WHERE.sub("", text).replace("`", "")
