@@ -85,6 +85,26 @@ MODELS = {
     "nemotron": ("Nemotron", {"rope_parameters": HALF_ROPE, "head_dim": 16}, {"rope.dimension_count": 8}),
     "arcee": ("Arcee", {"mlp_bias": True}, {}),
     "olmo": ("Olmo", {}, {}),
+    "mistral3": (
+        "Ministral3",
+        {"head_dim": 16, "rope_parameters": {
+            **YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3,
+            "original_max_position_embeddings": 16}},
+        {"attention.temperature_scale": 0.3, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+         "rope.scaling.original_context_length": 16, "rope.scaling.yarn_log_multiplier": 0.5}),
+    "glm4": ("Glm4", {"head_dim": 16, "rope_parameters": HALF_ROPE}, {"rope.dimension_count": 8}),
+    "chatglm": ("Glm", {"head_dim": 16, "rope_parameters": HALF_ROPE}, {"rope.dimension_count": 8}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}, {"rope.freq_base": 500_000.0}),
+    "hunyuan-dense": ("HunYuanDenseV1", {"head_dim": 16}, {"rope.scaling.type": "none"}),
+    "qwen2vl": ("Qwen2", {}, {"rope.dimension_sections": [2, 3, 3, 0]}),
+    "qwen3vl": ("Qwen3", {"head_dim": 16}, {"rope.dimension_sections": [3, 3, 2, 0]}),
+    "exaone": ("Llama", {}, {}),
+    "internlm2": ("Llama", {}, {}),
+    "minicpm": (
+        "Granite",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 0.7, "attention_multiplier": 0.25, "logits_scaling": 2.0},
+        {"embedding_scale": 12.0, "residual_scale": 0.7, "logit_scale": 2.0}),
+    "xverse": ("Llama", {"num_key_value_heads": 4}, MANY_KEYS),
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 EXPERT_NUMBERS = {"expert_count": 6, "expert_used_count": 3}
@@ -119,6 +139,7 @@ def write(path, arch="llama", tensors=(), numbers=None):
     for key, value in (SIZES | (numbers or {})).items():
         kinds = {
             float: writer.add_float32, str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool,
+            list: writer.add_array,
         }  # fmt: skip
         add = kinds[type(value)]
         add(f"{arch}.{key}", value)
@@ -275,6 +296,15 @@ KEYED = {
     "yarn's betas": ("llama", {"rope_parameters": {**YARN, "beta_fast": 4.0, "beta_slow": 2.0}},
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
          "rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 2.0}),
+    "mistral3 of before Ministral": ("mistral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.0}},
+        {"attention.temperature_scale": 0.0, "rope.scaling.original_context_length": 64,
+         "rope.scaling.yarn_log_multiplier": 0.0}),
+    "growth without a stretch": ("mistral3",
+        {"rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.3,
+            "original_max_position_embeddings": 16}},
+        {"rope.scaling.type": "none", "rope.scaling.yarn_log_multiplier": 0.0}),
     "no window at all": ("exaone4",
         {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 4},
         {"attention.sliding_window": 0}),
@@ -330,6 +360,32 @@ def test_keys_that_are_not_read_are_refused_by_name(key, value, tmp_path):
     path = converted(model, tmp_path / "m.gguf", "llama", {key: value})
     word = "partial_rotary_factor" if key == "rope.dimension_count" else key
     with pytest.raises(UnsupportedFeatureError, match=word):
+        CpuRunner(engine_config(path)).load()
+
+
+@pytest.mark.parametrize(
+    ("arch", "numbers", "word"),
+    [
+        ("glm4", {"rope.dimension_sections": [2, 3, 3, 0]}, "rope.dimension_sections"),
+        ("mistral3", {"rope.scaling.type": "none"}, "yarn_log_multiplier without yarn"),
+        ("xverse", {"attention.head_count_kv": 2}, "head_count_kv"),
+    ],
+)
+def test_what_a_converter_stores_in_another_way_is_refused(arch, numbers, word, tmp_path):
+    name, changes, own = MODELS[arch]
+    model = tiny_model(name, {"num_hidden_layers": 4, **changes}, tmp_path)
+    path = converted(model, tmp_path / "m.gguf", arch, own | numbers)
+    with pytest.raises(UnsupportedFeatureError, match=word):
+        CpuRunner(engine_config(path)).load()
+
+
+@pytest.mark.parametrize("key", ["embedding_scale", "residual_scale", "logit_scale"])
+def test_a_file_of_minicpm_must_have_its_scales(key, tmp_path):
+    name, changes, numbers = MODELS["minicpm"]
+    model = tiny_model(name, {"num_hidden_layers": 4, **changes}, tmp_path)
+    kept = {k: v for k, v in numbers.items() if k != key}
+    path = converted(model, tmp_path / "m.gguf", "minicpm", kept)
+    with pytest.raises(TrouperValidationError, match=key):
         CpuRunner(engine_config(path)).load()
 
 

@@ -12,6 +12,7 @@ from trouper.config.gguf import Gguf, GgufStrings
 from trouper.config.gguf_family import Family
 from trouper.config.gguf_keys import WINDOW, check_keys, layer_types
 from trouper.config.gguf_layer_norms import LAYER_NORM_FAMILIES
+from trouper.config.gguf_siblings import SIBLINGS
 from trouper.errors import UnsupportedFeatureError, invalid
 
 SCALE, LOCAL_BASE = "attention.scale", "rope.freq_base_swa"
@@ -341,41 +342,49 @@ def _expert_width(header: Gguf, at: str, config: dict[str, Any]) -> int:
     return header.get(at + "expert_feed_forward_length", int) or config["intermediate_size"]
 
 
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama", is_permuted=True, own=_llama),
-    "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
-    "phi3": Family("Phi3ForCausalLM", "phi3", reads=WINDOW),
-    "gemma": Family("GemmaForCausalLM", "gemma", norm_offset=1.0),
-    "exaone4": Family("Exaone4ForCausalLM", "exaone4", OTHER_NORMS, own=_exaone4, reads=WINDOW),
-    "seed_oss": Family(
-        "SeedOssForCausalLM", "seed_oss", {"post_attention_layernorm": "post_attention_norm"}
-    ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM", "gemma2", OTHER_NORMS, norm_offset=1.0, own=_gemma2, reads=WINDOW
-    ),
-    "gemma3": Family(
-        "Gemma3ForCausalLM",
-        "gemma3",
-        OTHER_NORMS,
-        norm_offset=1.0,
-        own=_gemma3,
-        reads=WINDOW | {LOCAL_BASE},
-    ),
-    "granite": Family(
-        "GraniteForCausalLM", "granite", is_permuted=True, own=_granite, reads=frozenset({SCALE})
-    ),
-    "olmo2": Family("Olmo2ForCausalLM", "olmo2", OTHER_NORMS, own=_olmo, reads=WINDOW),
-    "smollm3": Family("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
-    "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", own=_qwen_moe),
-    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", own=_qwen_moe),
-    "olmoe": Family("OlmoeForCausalLM", "olmoe", own=_olmoe),
-    "granitemoe": Family(
-        "GraniteMoeForCausalLM",
-        "granitemoe",
-        is_permuted=True,
-        own=_granite_moe,
-        reads=frozenset({SCALE}),
-    ),
-    "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", OTHER_NORMS, own=_gpt_oss, reads=WINDOW),
-} | LAYER_NORM_FAMILIES
+FAMILIES = (
+    {
+        "llama": Family("LlamaForCausalLM", "llama", is_permuted=True, own=_llama),
+        "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
+        "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+        "phi3": Family("Phi3ForCausalLM", "phi3", reads=WINDOW),
+        "gemma": Family("GemmaForCausalLM", "gemma", norm_offset=1.0),
+        "exaone4": Family("Exaone4ForCausalLM", "exaone4", OTHER_NORMS, own=_exaone4, reads=WINDOW),
+        "seed_oss": Family(
+            "SeedOssForCausalLM", "seed_oss", {"post_attention_layernorm": "post_attention_norm"}
+        ),
+        "gemma2": Family(
+            "Gemma2ForCausalLM", "gemma2", OTHER_NORMS, norm_offset=1.0, own=_gemma2, reads=WINDOW
+        ),
+        "gemma3": Family(
+            "Gemma3ForCausalLM",
+            "gemma3",
+            OTHER_NORMS,
+            norm_offset=1.0,
+            own=_gemma3,
+            reads=WINDOW | {LOCAL_BASE},
+        ),
+        "granite": Family(
+            "GraniteForCausalLM",
+            "granite",
+            is_permuted=True,
+            own=_granite,
+            reads=frozenset({SCALE}),
+        ),
+        "olmo2": Family("Olmo2ForCausalLM", "olmo2", OTHER_NORMS, own=_olmo, reads=WINDOW),
+        "smollm3": Family("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
+        "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", own=_qwen_moe),
+        "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", own=_qwen_moe),
+        "olmoe": Family("OlmoeForCausalLM", "olmoe", own=_olmoe),
+        "granitemoe": Family(
+            "GraniteMoeForCausalLM",
+            "granitemoe",
+            is_permuted=True,
+            own=_granite_moe,
+            reads=frozenset({SCALE}),
+        ),
+        "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", OTHER_NORMS, own=_gpt_oss, reads=WINDOW),
+    }
+    | LAYER_NORM_FAMILIES
+    | SIBLINGS
+)
