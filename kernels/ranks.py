@@ -26,11 +26,11 @@ class RankShare(NamedTuple):
 
     vocab_size: int  # of all ranks
     norm_eps: float
-    norm: Norm = "rms"
     residual_scale: float = 1.0
     first_logit: int = 0  # column of this rank's head
     num_logits: int = 0  # columns of a rank's head, of which the last has no more
     num_kv_copies: int = 1  # ranks that have the same heads of keys, one after the other
+    norm: Norm = "rms"
 
 
 class RankGroup(SharedOps, Protocol):

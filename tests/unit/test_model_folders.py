@@ -58,7 +58,7 @@ def refused(path, **options):
         ("num_hidden_layers", 10**9), ("num_hidden_layers", 0), ("num_hidden_layers", True),
         ("hidden_size", "64"), ("hidden_size", 64.0), ("hidden_size", 10**12), ("vocab_size", -1),
         ("num_attention_heads", [4]), ("head_dim", 0), ("max_position_embeddings", 10**18),
-        ("rope_theta", 0), ("rope_theta", float("nan")), ("rms_norm_eps", "1e-6"),
+        ("rope_theta", 0), ("rope_theta", float("nan")), ("rms_norm_eps", "1e-6"), ("use_parallel_residual", "yes"), ("alibi", 1),
         ("rope_scaling", "yarn"), ("rope_parameters", [1]), ("layer_types", "full_attention"),
         ("architectures", "LlamaForCausalLM"), ("torch_dtype", 16), ("eos_token_id", "2"),
         ("tie_word_embeddings", "yes"), ("id2label", ["a"]), ("id2label", {"a": "b"}),

@@ -73,6 +73,12 @@ class HfFields(Struct):
     max_window_layers: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     layer_types: list[str] | None = None
     attention_bias: bool | None = None
+    use_qkv_bias: bool | None = None
+    use_qk_norm: bool | None = None
+    qk_layernorm: bool | None = None
+    multi_query: bool | None = None
+    alibi: bool | None = None
+    scale_attn_weights: bool | None = None
     query_pre_attn_scalar: Positive | None = None
     attention_multiplier: Number | None = None
     attn_logit_softcapping: Positive | None = None
@@ -104,6 +110,14 @@ class HfFields(Struct):
     norm_eps: Positive | None = None
     layer_norm_eps: Positive | None = None
     layer_norm_epsilon: Positive | None = None
+    norm_epsilon: Positive | None = None
+    layer_norm_elementwise_affine: bool | None = None
+    do_layer_norm_before: bool | None = None
+    use_parallel_residual: bool | None = None
+    parallel_attn: bool | None = None
+    new_decoder_architecture: bool | None = None
+    enable_bias: bool | None = None
+    use_bias: bool | None = None
     tie_word_embeddings: bool | None = None
     embedding_multiplier: Number | None = None
     residual_multiplier: Number | None = None
