@@ -44,11 +44,11 @@ def figures(num_replicas, load, by_tokens):
     return quantiles(first), played.total_s
 
 
-@pytest.mark.parametrize(("num_replicas", "load"), [(2, 0.7), (4, 0.7)])
+@pytest.mark.parametrize(("num_replicas", "load"), [(2, 0.7), (4, 0.85)])
 def test_first_tokens_come_earlier_than_by_tokens(num_replicas, load):
     by_tokens, expected = (figures(num_replicas, load, each)[0] for each in (True, False))
     assert expected["p50"] <= 1.05 * by_tokens["p50"]
-    assert expected["p95"] <= 0.7 * by_tokens["p95"]
+    assert expected["p95"] <= 0.75 * by_tokens["p95"]
     assert expected["p95"] <= 3.5
 
 
