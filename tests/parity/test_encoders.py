@@ -52,6 +52,11 @@ ENCODERS = {
     "xlm-roberta": ("XLMRoberta", {"type_vocab_size": 1}),
     "distilbert": ("DistilBert", DISTIL),
     "mpnet": ("MPNet", {}),
+    "deberta-v3": ("DebertaV2", {
+        "relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True,
+        "pos_att_type": "p2c|c2p", "position_biased_input": False, "type_vocab_size": 0}),
+    "deberta-v2": ("DebertaV2", {
+        "relative_attention": True, "pos_att_type": ["c2p"], "max_relative_positions": 12, "type_vocab_size": 2}),
     "modernbert": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4}),
     "nomic": ("NomicBert", {}),
     "gte": ("Gte", {}),

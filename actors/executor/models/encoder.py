@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trouper.actors.executor.models.disentangled import disentangled_attention
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.kernels.cpu.attention.varlen import (
@@ -33,7 +34,10 @@ MAX_DISTANCE = 128  # of MPNet's buckets
 
 
 class EncoderLayer:
-    """The weights of one layer; `attention_norm` is None where ModernBERT's first layer has none."""
+    """The weights of one layer; `attention_norm` is None where ModernBERT's first layer has none.
+
+    `distances` are the keys and the queries of DeBERTa's distances, [2 · span, N, D] each.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,9 @@ class EncoderLayer:
         down: LinearMethod,
         attention_norm: LayerNorm | None,
         mlp_norm: LayerNorm,
+        distances: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
+        self.distances = distances
         self.qkv, self.o, self.up, self.down = qkv, o, up, down
         self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
 
@@ -68,7 +74,7 @@ class Encoder:
         self._embedding, self._norm = embedding, norm
         self._layers, self._final_norm = layers, final_norm
         self._bias = None if relative_bias is None else spread_bias(relative_bias, max_model_len)
-        self.is_native = is_native(self.dtype, traits.head_dim)
+        self.is_native = traits.distances is None and is_native(self.dtype, traits.head_dim)
         self._rope_tables = [
             make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
         ]
@@ -154,6 +160,8 @@ class Encoder:
     ) -> Tensor:
         traits = self.traits
         qkv_T3ND = layer.qkv.apply(x_TE).view(-1, 3, traits.num_heads, traits.head_dim)
+        if traits.distances is not None:
+            return disentangled_attention(qkv_T3ND, groups, traits.distances, *layer.distances)
         if rotation is not None:
             rope_(qkv_T3ND.flatten(1, 2).narrow(1, 0, 2 * traits.num_heads), rotation)
         return varlen_attention(

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from trouper.actors.executor.models.disentangled import DistanceTraits
 from trouper.actors.executor.models.traits import (
     HfConfig,
     RopeTraits,
@@ -36,6 +37,9 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     norm: str = "embeddings.LayerNorm"
     final_norm: str = ""
     relative_bias: str = ""
+    distances: str = ""  # a table, whose norm is `distance_norm`
+    distance_norm: str = ""
+    distance_projections: tuple[str, str] = ("", "")  # of a layer: to keys, to queries
     layer: str = "encoder.layer.{}."  # the rest is below it
     qkv: tuple[str, ...]
     o: str
@@ -77,6 +81,7 @@ class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     is_gated: bool = False
     is_gate_second: bool = False  # stored so
     relative_buckets: int = 0
+    distances: DistanceTraits | None = None  # of DeBERTa's attention
     windows: tuple[int | None, ...] = ()  # by layer: how far a token sees; empty = all see all
     ropes: tuple[RopeTraits, ...] = ()
     layer_ropes: tuple[int, ...] = ()  # by layer: index into `ropes`
@@ -211,6 +216,62 @@ def _mpnet(config: HfConfig) -> EncoderTraits:
     )
 
 
+def _deberta_v2(config: HfConfig) -> EncoderTraits:
+    """DeBERTa v2 and v3."""
+    for field, plain in (("relative_attention", True), ("conv_kernel_size", 0)):
+        if config.get(field, plain) not in (plain, None):
+            raise UnsupportedFeatureError(f"{field}={config[field]!r} is not supported for DeBERTa")
+    for field in ("embedding_size", "pooler_hidden_size"):
+        if config.get(field) not in (None, config.get("hidden_size")):
+            raise UnsupportedFeatureError(f"{field}: another than hidden_size is not supported")
+    if config.get("relative_attention") is None:
+        raise UnsupportedFeatureError("relative_attention=false is not supported for DeBERTa")
+    most = config.get("max_relative_positions") or -1
+    most = require(config, "max_position_embeddings") if most < 1 else int(most)
+    num_buckets = max(0, int(config.get("position_buckets") or -1))
+    kinds = config.get("pos_att_type") or ()
+    norms_table = "layer_norm" in str(config.get("norm_rel_ebd") or "none").lower()
+    shares = bool(config.get("share_att_key"))
+    act = config.get("pooler_hidden_act") or "gelu"
+    if act not in (*ACTS, "tanh"):
+        raise UnsupportedFeatureError(f"pooler_hidden_act={act!r} is not supported")
+    return _common(
+        config,
+        names=Names(
+            positions="embeddings.position_embeddings"
+            if config.get("position_biased_input", True)
+            else "",
+            types="embeddings.token_type_embeddings",
+            distances="encoder.rel_embeddings",
+            distance_norm="encoder.LayerNorm" if norms_table else "",
+            distance_projections=("attention.self.key_proj", "attention.self.query_proj")
+            if shares
+            else ("attention.self.pos_key_proj", "attention.self.pos_query_proj"),
+            qkv=(
+                "attention.self.query_proj",
+                "attention.self.key_proj",
+                "attention.self.value_proj",
+            ),
+            o="attention.output.dense",
+            attention_norm="attention.output.LayerNorm",
+            up=("intermediate.dense",),
+            down="output.dense",
+            mlp_norm="output.LayerNorm",
+        ),
+        head=Head(dense="pooler.dense", act=ACTS.get(act, "tanh")),
+        prefixes=("deberta.",),
+        norm_eps=config.get("layer_norm_eps") or 1e-7,
+        distances=DistanceTraits(
+            span=num_buckets or most,
+            num_buckets=num_buckets,
+            max_distance=most,
+            has_content_to_position="c2p" in kinds,
+            has_position_to_content="p2c" in kinds,
+            norms_table=norms_table,
+        ),
+    )
+
+
 def _modernbert(config: HfConfig) -> EncoderTraits:
     num_layers = require(config, "num_hidden_layers")
     every = config.get("global_attn_every_n_layers") or 3
@@ -324,6 +385,7 @@ READERS: dict[str, Callable[[HfConfig], EncoderTraits]] = {
     "Camembert": _roberta,
     "DistilBert": _distilbert,
     "MPNet": _mpnet,
+    "DebertaV2": _deberta_v2,
     "ModernBert": _modernbert,
     "NomicBert": _nomic,
     "Gte": _gte,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.actors.executor.models.encoder import Encoder, EncoderLayer
@@ -132,11 +133,12 @@ def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) ->
         rule = f"config.json says type_vocab_size=0, but the checkpoint has {names.types}.weight"
         raise TrouperValidationError(rule, parameter="model")
     assert words is not None
+    distances = _distance_table(tensors, traits)
     return Encoder(
         traits,
         embedding=TokenEmbedding(words, table(names.types, traits.num_types), positions),
         norm=tensors.norm(names.norm, hidden, traits.norm_eps),
-        layers=[_layer(tensors, traits, i) for i in indices_shown(traits.num_layers)],
+        layers=[_layer(tensors, traits, i, distances) for i in indices_shown(traits.num_layers)],
         final_norm=tensors.norm(names.final_norm, hidden, traits.norm_eps)
         if names.final_norm
         else None,
@@ -149,7 +151,45 @@ def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) ->
     )
 
 
-def _layer(tensors: Tensors, traits: EncoderTraits, index: int) -> EncoderLayer:
+def _distance_table(tensors: Tensors, traits: EncoderTraits) -> Tensor | None:
+    """Read DeBERTa's table of distances [2 · span, E], in float32."""
+    names, hidden = traits.names, traits.hidden_size
+    if traits.distances is None:
+        return None
+    table = tensors.read(f"{names.distances}.weight", (2 * traits.distances.span, hidden)).float()
+    if not names.distance_norm:
+        return table
+    weight, bias = (
+        tensors.read(f"{names.distance_norm}.{kind}", (hidden,)).float()
+        for kind in ("weight", "bias")
+    )
+    return F.layer_norm(table, (hidden,), weight, bias, traits.norm_eps)
+
+
+def _distances(
+    tensors: Tensors, traits: EncoderTraits, at: str, table: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Project the table of distances to a layer's keys and queries, as far as the model has them."""
+    hidden, distances = traits.hidden_size, traits.distances
+    if table is None or distances is None:
+        return None, None
+
+    def projected(name: str) -> Tensor:
+        weight = tensors.read(f"{at}{name}.weight", (hidden, hidden))
+        bias = tensors.read(f"{at}{name}.bias", (hidden,))
+        rows = F.linear(table, weight.float(), bias.float()).to(weight.dtype)
+        return rows.view(-1, traits.num_heads, traits.head_dim)
+
+    keys, queries = traits.names.distance_projections
+    return (
+        projected(keys) if distances.has_content_to_position else None,
+        projected(queries) if distances.has_position_to_content else None,
+    )
+
+
+def _layer(
+    tensors: Tensors, traits: EncoderTraits, index: int, distances: Tensor | None
+) -> EncoderLayer:
     names, hidden, wide = traits.names, traits.hidden_size, traits.intermediate_size
     at = names.layer.format(index)
 
@@ -169,4 +209,5 @@ def _layer(tensors: Tensors, traits: EncoderTraits, index: int) -> EncoderLayer:
         down=tensors.linear((at + names.down,), hidden, wide),
         attention_norm=norm(names.attention_norm) if has_norm or not traits.norm_first else None,
         mlp_norm=norm(names.mlp_norm),
+        distances=_distances(tensors, traits, at, distances),
     )

@@ -1,0 +1,84 @@
+"""DeBERTa's attention: a token attends by its content, and by how far away the other one is.
+
+    score(q, k) = (Q_q · K_k + Q_q · PK_d + K_k · PQ_d) / sqrt(D · number of terms),    d = bucket(q - k)
+
+P. He et al., *DeBERTa* (2021).  PK and PQ are the same for every text, so they are computed once, at load.
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from trouper.kernels.cpu.attention.varlen import Group
+
+
+class DistanceTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """How distances between tokens enter the scores."""
+
+    span: int  # rows of the table: 2 × span
+    num_buckets: int = (
+        0  # from half of it on, distances share buckets by their logarithm; 0: none share
+    )
+    max_distance: int  # the largest that has a bucket of its own
+    has_content_to_position: bool
+    has_position_to_content: bool
+    norms_table: bool
+
+    @property
+    def num_terms(self) -> int:
+        return 1 + self.has_content_to_position + self.has_position_to_content
+
+
+def buckets(traits: DistanceTraits, length: int) -> Tensor:
+    """Return [L, L] int64: for each query and key the row of the distance table."""
+    at = torch.arange(length)
+    distance = at[:, None] - at
+    if traits.num_buckets > 0:
+        middle = traits.num_buckets // 2
+        away = torch.where(distance.abs() < middle, middle - 1, distance.abs()).float()
+        # In float32 throughout, as the models were trained: a double would put some distances into the next bucket.
+        steps = torch.log(away / middle) / torch.log(
+            torch.tensor((traits.max_distance - 1) / middle)
+        )
+        shared = (torch.ceil(steps * (middle - 1)) + middle) * distance.sign()
+        distance = torch.where(away <= middle, distance.float(), shared).long()
+    return (distance + traits.span).clamp(0, 2 * traits.span - 1)
+
+
+def disentangled_attention(
+    qkv_T3ND: Tensor,
+    groups: Sequence[Group],
+    traits: DistanceTraits,
+    keys_PND: Tensor | None,
+    queries_PND: Tensor | None,
+) -> Tensor:
+    """Return [T, N · D].
+
+    Args:
+        keys_PND: the distance table as keys; None without content to position.
+        queries_PND: the table as queries; None without position to content.
+    """
+    num_tokens, _, num_heads, width = qkv_T3ND.shape
+    out_TND = qkv_T3ND.new_zeros((num_tokens, num_heads, width))
+    scale = 1 / math.sqrt(width * traits.num_terms)
+    for group in groups:
+        first, num, length, _ = group
+        rows_LL = buckets(traits, length)
+        target = out_TND.narrow(0, first, num * length).view(num, length, num_heads, width)
+        part = qkv_T3ND.narrow(0, first, num * length).view(num, length, 3, num_heads, width)
+        # One text at a time, so that its bits do not depend on its neighbours, and [N, L, L] is all that is held.
+        for text, out in zip(part, target, strict=True):
+            q, k, v = text.permute(1, 2, 0, 3)  # [N, L, D] each
+            scores = q @ k.transpose(1, 2)
+            shape = scores.shape
+            if keys_PND is not None:
+                scores += (q @ keys_PND.permute(1, 2, 0)).gather(2, rows_LL.expand(shape))
+            if queries_PND is not None:
+                by_key = k @ queries_PND.permute(1, 2, 0)
+                scores += by_key.gather(2, rows_LL.T.expand(shape)).transpose(1, 2)
+            scores = (scores.float() * scale)[..., : group.keys].softmax(-1).to(v.dtype)
+            out.copy_((scores @ v[:, : group.keys]).transpose(0, 1))
+    return out_TND.flatten(1)
