@@ -2,7 +2,7 @@
 
     score(q, k) = (Q_q · K_k + Q_q · PK_d + K_k · PQ_d) / sqrt(D · number of terms),    d = bucket(q - k)
 
-P. He et al., *DeBERTa* (2021).  PK and PQ are the same for every text, so they are computed once, at load.
+(*DeBERTa: Decoding-enhanced BERT with Disentangled Attention*, ICLR 2021.)  PK and PQ are the same for every text, so they are computed once, at load.
 """
 
 import math
