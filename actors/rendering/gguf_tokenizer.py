@@ -42,6 +42,14 @@ DEEPSEEK_V3 = (
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
 
 
+SEED_CODER = (_WORDS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)
+FALCON = (
+    r"[\p{P}\$\+<=>\^~\|`]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"[0-9][0-9][0-9]",
+)
+
+
 class Pre(NamedTuple):
     """How texts are split before merging."""
 
@@ -56,6 +64,9 @@ PRES = {
     "default": Pre(),
     "gpt-2": Pre(),
     "olmo": Pre(),
+    "phi-2": Pre(),
+    "exaone4": Pre(),
+    "exaone": Pre(splits_digits=True),
     "smollm": Pre(splits_digits=True),
     "starcoder": Pre(splits_digits=True),
     "refact": Pre(splits_digits=True),
@@ -65,8 +76,16 @@ PRES = {
     "llama-v3": Pre(LLAMA3, ignores_merges=True, adds_bos=True),
     "dbrx": Pre(LLAMA3),
     "smaug-bpe": Pre(LLAMA3),
+    "chatglm-bpe": Pre(LLAMA3),
+    "glm4": Pre(LLAMA3),
     "qwen2": Pre(QWEN2, is_composed=True),
     "deepseek-r1-qwen": Pre(QWEN2, is_composed=True),
+    "hunyuan": Pre(QWEN2),
+    "hunyuan-dense": Pre(DEEPSEEK_V3),
+    "megrez": Pre(QWEN2),
+    "stablelm2": Pre(QWEN2),
+    "seed-coder": Pre(SEED_CODER),
+    "falcon": Pre(FALCON),
     "tekken": Pre(TEKKEN, ignores_merges=True, adds_bos=True),
     "gpt-4o": Pre(GPT_4O),
     "deepseek-v3": Pre(DEEPSEEK_V3),

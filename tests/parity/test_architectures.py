@@ -38,6 +38,11 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
     "short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
 }  # fmt: skip
+GRANITE_4 = {
+    "layer_types": ["full_attention"] * 3, "num_local_experts": 0, "num_experts_per_tok": 0,
+    "shared_intermediate_size": 96, "position_embedding_type": "rope", "attention_multiplier": 0.2,
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "logits_scaling": 3.0, "mamba_n_heads": 4,
+}  # fmt: skip
 CASES = {
     "llama": ("Llama", {}),
     "llama-biased-llama3": (
@@ -87,6 +92,8 @@ CASES = {
     "glm": ("Glm", {"head_dim": 16}),
     "glm-unbiased": ("Glm", {"head_dim": 32, "attention_bias": False, "tie_word_embeddings": True}),
     "glm4": ("Glm4", {"head_dim": 32, "rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.25}}),
+    "granite-4-micro": ("GraniteMoeHybrid", GRANITE_4),
+    "granite-4-without-positions": ("GraniteMoeHybrid", GRANITE_4 | {"position_embedding_type": None}),
     "helium": ("Helium", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
 }  # fmt: skip
 SPARSE = {

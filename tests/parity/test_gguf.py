@@ -27,6 +27,7 @@ from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.weights.gguf import OF_FOUR_BITS, GgufCheckpoint, stacked
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.actors.messages.plans import Sampling
+from trouper.actors.rendering.gguf_tokenizer import read_tokenizer
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.bench.edits import write_folder
 from trouper.config.args import EngineArgs
@@ -133,7 +134,7 @@ MIXED = {
 }  # fmt: skip
 
 
-def write(path, arch="llama", tensors=(), numbers=None):
+def write(path, arch="llama", tensors=(), numbers=None, pre="smollm"):
     """A small file; `numbers` adds to the sizes."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in (SIZES | (numbers or {})).items():
@@ -144,7 +145,7 @@ def write(path, arch="llama", tensors=(), numbers=None):
         add = kinds[type(value)]
         add(f"{arch}.{key}", value)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
     writer.add_token_types([2, 3, 3] + [1] * (len(TOKENS) - 3))
     writer.add_token_merges(["a b", "ab c", "Ġ a"])
@@ -492,6 +493,25 @@ def test_the_tokenizer_and_the_template_come_from_the_file(tmp_path):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
     assert tokenizer.chat_templates == {"default": "{{ messages[0]['content'] }}"}
     assert ModelConfig.load(EngineArgs(model=str(path))).eos_token_ids == (2,)
+
+
+PIECES = {
+    "exaone": ["it", "'s", "Ġ", "1", "2", "3", "4", "Ġup", "!", "\u010a"],
+    "exaone4": ["it", "'s", "Ġ1234", "Ġup", "!", "\u010a"],
+    "glm4": ["it", "'s", "Ġ", "123", "4", "Ġup", "!\u010a"],
+    "hunyuan": ["it", "'s", "Ġ", "1", "2", "3", "4", "Ġup", "!\u010a"],
+    "hunyuan-dense": ["it", "'s", "Ġ", "123", "4", "Ġup", "!\u010a"],
+    "seed-coder": ["it", "'s", "Ġ", "1", "2", "3", "4", "Ġup", "!", "\u010a"],
+    "falcon": ["it", "'", "s", "Ġ", "123", "4", "Ġup", "!", "\u010a"],
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_texts_are_split_as_the_name_says(name, tmp_path):
+    table = np.zeros((10, 64), np.float32)
+    path = write(tmp_path / "m.gguf", tensors=[("token_embd.weight", table, None)], pre=name)
+    splitter = read_tokenizer(read_gguf(path)).backend.pre_tokenizer
+    assert [piece for piece, _ in splitter.pre_tokenize_str("it's 1234 up!\n")] == PIECES[name]
 
 
 def test_a_folder_with_one_file_and_a_quantization_name_it(tmp_path):

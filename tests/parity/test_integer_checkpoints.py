@@ -104,11 +104,11 @@ def parts_of(kind, q, zeros, scales):
     return parts
 
 
-def write(tmp_path, kind, *, is_symmetric=False, changes=None, **model):
+def write(tmp_path, kind, *, is_symmetric=False, changes=None, family="Qwen3", **model):
     """A plain folder and one of integers, of the same weights; `model` are changes to the tiny one."""
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     own = {"num_hidden_layers": 2, "tie_word_embeddings": True, **model}
-    tiny_model("Qwen3", own, plain)
+    tiny_model(family, own, plain)
     torch.manual_seed(1)
     tensors, stored = load_file(plain / FILE), {}
     for name, weight in tensors.items():  # the projections among them become others
@@ -162,6 +162,17 @@ def load(folder, **changes):
 )
 def test_the_answers_are_those_of_the_plain_weights(tmp_path, kind, is_symmetric):
     plain, packed = write(tmp_path, kind, is_symmetric=is_symmetric)
+    (_, ids, logprobs), (_, found_ids, found) = run(plain), run(packed)
+    assert found_ids == ids
+    assert torch.equal(found, logprobs)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "compressed"])
+def test_integers_follow_the_order_of_their_rows(tmp_path, kind):
+    """Rows of q and k are put into halves where they are stored in pairs, and their scales and zeros with them."""
+    plain, packed = write(
+        tmp_path, kind, is_symmetric=kind == "compressed", family="Ernie4_5", head_dim=16
+    )
     (_, ids, logprobs), (_, found_ids, found) = run(plain), run(packed)
     assert found_ids == ids
     assert torch.equal(found, logprobs)

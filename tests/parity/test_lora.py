@@ -9,7 +9,7 @@ from trouper import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from trouper.inputs import TokensPrompt
 
 from .driver import random_prompts
-from .test_architectures import VOCAB, tiny_model
+from .test_architectures import CASES, VOCAB, tiny_model
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft
@@ -162,6 +162,18 @@ def test_adapters_of_turned_and_grouped_matrices_equal_peft(case, tmp_path):
     save_adapter(folder, adapter, options | {"fan_in_fan_out": name == "GPT2"})
     expected = greedy_of_peft(folder, adapter, PROMPTS[:1])
     with LLM(str(folder), **OPTIONS) as llm:
+        compare(run(llm, PROMPTS[:1], LoRARequest("one", 1, str(adapter))), expected)
+
+
+@pytest.mark.parametrize("case", ["glm4", "ernie4-5-biased", "hunyuan", "ministral3"])
+def test_an_adapter_follows_the_order_of_the_rows_that_it_changes(case, tmp_path):
+    """Rows of q and k are put into halves where they are stored in pairs."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tiny_model(*CASES[case], base)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+    save_adapter(base, adapter, {"r": 8, "lora_alpha": 16, "target_modules": names})
+    expected = greedy_of_peft(base, adapter, PROMPTS[:1])
+    with LLM(str(base), max_loras=1, **OPTIONS) as llm:
         compare(run(llm, PROMPTS[:1], LoRARequest("one", 1, str(adapter))), expected)
 
 

@@ -124,7 +124,7 @@ def test_ranks_of_dummy_weights_give_the_tokens_of_one(tmp_path):
         compare(outputs(runner), expected)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3-tied"])
+@pytest.mark.parametrize("case", ["llama", "qwen3-tied", "ernie4-5"])
 def test_each_rank_takes_its_part_of_an_adapter_and_refuses_a_bad_one_whole(tmp_path, case):
     make_model(case, tmp_path)
     config = msgspec.structs.replace(engine_config(tmp_path), lora=LoRAConfig(num_slots=1))

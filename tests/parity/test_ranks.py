@@ -91,6 +91,21 @@ def test_beside_bfloat16_ranks_are_as_near_as_its_rounding(tmp_path, options):
     assert (found - expected).abs().mean() < 0.03
 
 
+@needs_native
+@pytest.mark.parametrize("quantization", [None, "int4", "int8"])
+def test_rounded_ranks_follow_the_order_of_their_rows(quantization, tmp_path):
+    """Rows of q and k are put into halves where they are stored in pairs."""
+    make_model("ernie4-5-biased", tmp_path, intermediate_size=256)
+    config = engine_config(tmp_path, dtype="bfloat16", quantization=quantization)
+    wish = Sampling(temperature=0.0, prompt_logprobs=0)
+    exact = prompt_logprobs(CpuRunner(engine_config(tmp_path)), wish)
+    expected = prompt_logprobs(CpuRunner(config), wish)
+    with ranks_in_threads(config, 2) as runner:
+        found = prompt_logprobs(runner, wish)
+    assert (found - expected).abs().mean() < 0.03
+    assert (expected - exact).abs().mean() < {None: 0.03, "int8": 0.06, "int4": 0.4}[quantization]
+
+
 def prompt_logprobs(runner, wish):
     sequences = outputs(runner, wish, 2)
     return torch.tensor([x.logprobs[0] for s in sequences for x in s.prompt_logprobs])

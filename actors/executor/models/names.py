@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 Family = Literal[
     "llama", "phi3", "gpt2", "bigcode", "gpt_neo", "opt", "gpt_neox", "phi", "starcoder2", "stablelm", "falcon",
-    "falcon_two_norms", "persimmon", "gptj", "glm", "hunyuan",
+    "falcon_two_norms", "persimmon", "gptj", "glm", "hunyuan", "granite_hybrid",
 ]  # fmt: skip
 
 
@@ -92,6 +92,7 @@ NAMES: dict[Family, Names] = {
         mlp_post_norm="post_mlp_layernorm",
         gate_up=("gate_up_proj",),
     ),
+    "granite_hybrid": Names(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear"),
     "hunyuan": Names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
     "gpt2": _GPT2._replace(is_transposed=True),
     "bigcode": _GPT2,

@@ -23,7 +23,7 @@ from trouper.actors.executor.models.traits import (
     require,
     rope_traits,
 )
-from trouper.errors import UnsupportedFeatureError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 SEES_AHEAD = (
     "its tokens attend to later ones (is_causal or use_bidirectional_attention), so it cannot generate; "
@@ -222,6 +222,29 @@ def _granite(config: HfConfig) -> DecoderTraits:
     return granite_traits(config, mlp_bias=bool(config.get("mlp_bias", False)))
 
 
+def _granite_hybrid(config: HfConfig) -> DecoderTraits:
+    """Read Granite 4 without recurrent layers and experts: its shared MLP is the only one."""
+    num_layers = require(config, "num_hidden_layers")
+    kinds: list[str] = config.get("layer_types") or config.get("layers_block_type") or []
+    others = set(kinds or ["mamba"]) - {"attention", "full_attention"}
+    if others:
+        rule = f"layer_types has {sorted(others)}; only layers of attention are supported"
+        raise UnsupportedFeatureError(rule, parameter="layer_types")
+    if config.get("num_local_experts", 8):
+        rule = "num_local_experts must be 0: experts beside a shared MLP are not supported"
+        raise UnsupportedFeatureError(rule, parameter="num_local_experts")
+    if len(kinds) != num_layers:
+        rule = f"config.json describes {len(kinds)} layers, not {num_layers}"
+        raise TrouperValidationError(rule, parameter="layer_types")
+    rope = 0 if config.get("position_embedding_type") == "rope" else None
+    width = config.get("shared_intermediate_size", 1024)
+    return granite_traits(
+        {**config, "intermediate_size": width},
+        names="granite_hybrid",
+        layers=(LayerTraits(rope=rope),) * num_layers,
+    )
+
+
 def _olmo2(config: HfConfig) -> DecoderTraits:
     bias = bool(config.get("attention_bias", False))
     return common_traits(
@@ -415,6 +438,7 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3TextForCausalLM": _gemma3,
     "GraniteForCausalLM": _granite,
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
     "Exaone4ForCausalLM": _exaone4,
