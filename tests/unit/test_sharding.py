@@ -26,8 +26,18 @@ BASE = {
 WHOLE = ("embedding", "norm", "router.weight", "router.bias", "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "positions", "norm_bias", "attention_norm_bias", "mlp_norm_bias")  # fmt: skip
 
 
+# Without these its layers would be recurrent.
+OWN = {
+    "GraniteMoeHybridForCausalLM": {
+        "layer_types": ["attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 256,
+    }
+}
+
+
 def traits_of(architecture, **changes):
-    return decoder_traits({**BASE, **changes}, architecture)
+    return decoder_traits({**BASE, **OWN.get(architecture, {}), **changes}, architecture)
 
 
 def parameters_of(traits):

@@ -30,10 +30,29 @@ EXPERTS = {
 }
 
 
+# Without these its layers would be recurrent.
+OWN = {"GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4, "num_local_experts": 0}}
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"layer_types": None}, "mamba"),
+        ({"layer_types": ["attention", "mamba"] * 2}, "mamba"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"layer_types": ["attention"] * 3}, "3 layers, not 4"),
+    ],
+)
+def test_granite_4_is_read_without_recurrent_layers_and_experts(change, word):
+    name = "GraniteMoeHybridForCausalLM"
+    with pytest.raises((UnsupportedFeatureError, TrouperValidationError), match=word):
+        decoder_traits(BASE | OWN[name] | change, name)
+
+
 @pytest.mark.parametrize("architecture", READERS)
 def test_every_architecture_reads_the_common_numbers_alone(architecture):
     own = {"attention_types": [[["global", "local"], 2]], "rotary_dim": 8}
-    traits = decoder_traits(BASE | EXPERTS | own, architecture)
+    traits = decoder_traits(BASE | EXPERTS | own | OWN.get(architecture, {}), architecture)
     assert traits.vocab_size == 100
     assert len(traits.layers) == 4
     assert traits.q_size == 4 * traits.head_dim
