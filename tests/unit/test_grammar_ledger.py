@@ -172,6 +172,17 @@ def test_a_sequence_starts_when_its_grammar_is_ready_and_others_pass_it():
     assert plan.new_sequences[0].grammar.rules.source == "a"
 
 
+def test_no_step_waits_for_a_grammar_that_is_being_prepared():
+    desk = Class()
+    desk.ask(0, None, max_tokens=50)
+    desk.ask(1, "dear")
+    assert desk.policy.next_grammar().grammar.rules.source == "dear"
+    for _ in range(50):
+        assert desk.owners(desk.plan()) == [0]
+        desk.land()
+    assert desk.policy.statistics().num_waiting == 1
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_more_wait_for_their_grammars_than_a_step_looks_at_and_none_holds_up_those_behind(policy):
     desk = Class(policy=policy)
