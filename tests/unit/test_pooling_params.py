@@ -179,6 +179,20 @@ def test_a_tokenizer_that_names_no_length_limits_nothing(length, tmp_path):
     assert spec("BertModel", tmp_path).max_length is None
 
 
+def test_a_default_prompt_is_refused_unless_it_is_empty(tmp_path):
+    name, prompts = "config_sentence_transformers.json", {"query": "query: ", "document": ""}
+    write(tmp_path, name, default_prompt_name="document", prompts=prompts)
+    assert "embed" in spec("BertModel", tmp_path).tasks
+    write(tmp_path, name, default_prompt_name=None, prompts=prompts)
+    assert "embed" in spec("BertModel", tmp_path).tasks
+    write(tmp_path, name, default_prompt_name="query", prompts=prompts)
+    with pytest.raises(UnsupportedFeatureError, match=r"default_prompt_name='query'.*'query: '"):
+        spec("BertModel", tmp_path)
+    write(tmp_path, name, default_prompt_name="title", prompts=prompts)
+    with pytest.raises(TrouperValidationError, match="default_prompt_name is not in its prompts"):
+        spec("BertModel", tmp_path)
+
+
 def test_the_folder_says_how_queries_and_documents_are_read(tmp_path):
     assert spec("HF_ColBERT", tmp_path).late is None
     write(tmp_path, "artifact.metadata", query_token_id="[unused7]", doc_maxlen=99, dim=128)

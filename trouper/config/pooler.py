@@ -227,6 +227,7 @@ def pooler_spec(
     is_decoder = _is_decoder(architecture)
     found = _Modules(folder)
     saved = read_object(folder / "config_sentence_transformers.json") or {}
+    _refuse_default_prompt(saved)
     tasks = _tasks(architecture, found, convert)
     task = wishes.task or next(task for task in MODEL_ORDER if task in tasks)
     if task not in tasks:
@@ -273,10 +274,27 @@ def pooler_spec(
     return spec
 
 
+def _refuse_default_prompt(saved: dict[str, Any]) -> None:
+    """Refuse a prompt that sentence-transformers would put before every text; an empty one changes nothing."""
+    name = saved.get("default_prompt_name")
+    if name is None:
+        return
+    prompts: Any = saved.get("prompts") or {}
+    if not isinstance(prompts, dict) or name not in prompts:
+        rule = "config_sentence_transformers.json: default_prompt_name is not in its prompts"
+        raise invalid("model", rule, name)
+    if prompts[name]:
+        rule = (
+            f"config_sentence_transformers.json: default_prompt_name={name!r} is not supported; set it to"
+            f" null there, and put {prompts[name]!r} before the texts that need it"
+        )
+        raise UnsupportedFeatureError(rule, parameter="model")
+
+
 def _is_decoder(architecture: str) -> bool:
     """Tell a decoder by its name: encoders are named after BERT, but for a few families."""
     return "bert" not in architecture.lower() and not architecture.startswith(
-        ("MPNet", "Gte", "New", "XLM")
+        ("MPNet", "Gte", "New", "XLM", "Electra", "Data2VecText")
     )
 
 
