@@ -60,6 +60,12 @@ ENCODERS = {
     "modernbert": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4}),
     "nomic": ("NomicBert", {}),
     "gte": ("Gte", {}),
+    "xlm-roberta-xl": ("XLMRobertaXL", {"type_vocab_size": 1}),
+    "data2vec": ("Data2VecText", {"type_vocab_size": 1}),
+    "megatron-bert": ("MegatronBert", {}),
+    "electra": ("Electra", {"embedding_size": 32}),
+    "electra-unprojected": ("Electra", {"embedding_size": 48}),
+    "albert": ("Albert", {"embedding_size": 32}),
 }  # fmt: skip
 DECODERS = {
     "llama": ("Llama", {"num_key_value_heads": 2}),

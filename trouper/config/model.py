@@ -38,7 +38,9 @@ RECURRENT = ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlst
 RECURRENT_STATE = "it keeps a recurrent state, not keys and values alone"
 _STRETCHED = ("gemma3", "gemma3_text")
 # Their position table begins behind the padding token's index.
-_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
+_OFFSET_POSITIONS = (
+    "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet",
+)  # fmt: skip
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

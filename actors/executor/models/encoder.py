@@ -63,7 +63,8 @@ class Encoder:
         traits: EncoderTraits,
         *,
         embedding: TokenEmbedding,  # whose first position is that of the first token
-        norm: LayerNorm,
+        norm: LayerNorm | None,
+        projection: LinearMethod | None,
         layers: Sequence[EncoderLayer],
         final_norm: LayerNorm | None,
         relative_bias: Tensor | None,  # [buckets, N]
@@ -71,7 +72,7 @@ class Encoder:
     ) -> None:
         self.traits = traits
         self.dtype = embedding.dtype
-        self._embedding, self._norm = embedding, norm
+        self._embedding, self._norm, self._projection = embedding, norm, projection
         self._layers, self._final_norm = layers, final_norm
         self._bias = None if relative_bias is None else spread_bias(relative_bias, max_model_len)
         self.is_native = traits.distances is None and is_native(self.dtype, traits.head_dim)
@@ -133,7 +134,9 @@ class Encoder:
         Args:
             tiles: of the groups; they live as long as this is recorded.
         """
-        x_TE = self._norm(self._embedding(token_ids_T, type_ids_T, positions_T))
+        x_TE = self._embedding(token_ids_T, type_ids_T, positions_T)
+        x_TE = x_TE if self._norm is None else self._norm(x_TE)
+        x_TE = x_TE if self._projection is None else self._projection.apply(x_TE)
         rotations = [rotation_of(table, positions_T) for table in self._rope_tables]
         for i, layer in enumerate(self._layers):
             rotation = rotations[self.traits.layer_ropes[i]] if rotations else None

@@ -35,6 +35,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     positions: str = ""
     types: str = ""
     norm: str = "embeddings.LayerNorm"
+    projection: str = ""  # from the width of the embedding to that of the layers
     final_norm: str = ""
     relative_bias: str = ""
     distances: str = ""  # a table, whose norm is `distance_norm`
@@ -67,6 +68,7 @@ class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     prefixes: tuple[str, ...]  # before all names but the head's; which one, the checkpoint says
     vocab_size: int
     hidden_size: int
+    embedding_size: int | None = None  # None: hidden_size, without a projection
     num_heads: int
     num_layers: int
     intermediate_size: int
@@ -160,6 +162,9 @@ BERT_NAMES = Names(
 )
 
 
+ROBERTA_HEAD = Head(dense="classifier.dense", act="tanh", out="classifier.out_proj")
+
+
 def _bert(config: HfConfig) -> EncoderTraits:
     head = Head(dense="pooler.dense", act="tanh")
     return _common(config, names=BERT_NAMES, head=head, prefixes=("bert.",))
@@ -169,10 +174,83 @@ def _roberta(config: HfConfig) -> EncoderTraits:
     return _common(
         config,
         names=BERT_NAMES,
-        head=Head(dense="classifier.dense", act="tanh", out="classifier.out_proj"),
+        head=ROBERTA_HEAD,
+        prefixes=("roberta.", "data2vec_text."),
+        position_offset=padding_id(config) + 1,
+        padding_id=padding_id(config),
+    )
+
+
+def _xlm_roberta_xl(config: HfConfig) -> EncoderTraits:
+    return _common(
+        config,
+        names=msgspec.structs.replace(
+            BERT_NAMES,
+            norm="",
+            final_norm="encoder.LayerNorm",
+            attention_norm="attention.self_attn_layer_norm",
+            mlp_norm="LayerNorm",
+        ),
+        head=ROBERTA_HEAD,
         prefixes=("roberta.",),
         position_offset=padding_id(config) + 1,
         padding_id=padding_id(config),
+        norm_first=True,
+    )
+
+
+def _megatron_bert(config: HfConfig) -> EncoderTraits:
+    return _common(
+        config,
+        names=msgspec.structs.replace(
+            BERT_NAMES,
+            norm="",
+            final_norm="encoder.ln",
+            attention_norm="attention.ln",
+            mlp_norm="ln",
+        ),
+        head=Head(dense="pooler.dense", act="tanh"),
+        prefixes=("bert.",),
+        norm_first=True,
+    )
+
+
+def _electra(config: HfConfig) -> EncoderTraits:
+    width = config.get("embedding_size") or 128
+    is_projected = width != require(config, "hidden_size")
+    return _common(
+        config,
+        names=msgspec.structs.replace(
+            BERT_NAMES, projection="embeddings_project" if is_projected else ""
+        ),
+        head=Head(dense="classifier.dense", act="gelu", out="classifier.out_proj"),
+        prefixes=("electra.",),
+        embedding_size=width if is_projected else None,
+    )
+
+
+def _albert(config: HfConfig) -> EncoderTraits:
+    for field in ("num_hidden_groups", "inner_group_num"):
+        if config.get(field) not in (None, 1):
+            raise UnsupportedFeatureError(f"{field}={config[field]} is not supported, only 1 is")
+    return _common(
+        config,
+        names=Names(
+            positions="embeddings.position_embeddings",
+            types="embeddings.token_type_embeddings",
+            projection="encoder.embedding_hidden_mapping_in",
+            # Every layer reads the same tensors.
+            layer="encoder.albert_layer_groups.0.albert_layers.0.",
+            qkv=("attention.query", "attention.key", "attention.value"),
+            o="attention.dense",
+            attention_norm="attention.LayerNorm",
+            up=("ffn",),
+            down="ffn_output",
+            mlp_norm="full_layer_layer_norm",
+        ),
+        head=Head(dense="pooler", act="tanh"),
+        prefixes=("albert.",),
+        embedding_size=config.get("embedding_size") or 128,
     )
 
 
@@ -381,7 +459,13 @@ def _one_rope(config: HfConfig, theta: str, share: float = 1.0) -> dict[str, obj
 READERS: dict[str, Callable[[HfConfig], EncoderTraits]] = {
     "Bert": _bert,
     "Roberta": _roberta,
+    # The first prefix that fits counts.
+    "XLMRobertaXL": _xlm_roberta_xl,
     "XLMRoberta": _roberta,
+    "Data2VecText": _roberta,
+    "MegatronBert": _megatron_bert,
+    "Electra": _electra,
+    "Albert": _albert,
     "Camembert": _roberta,
     "DistilBert": _distilbert,
     "MPNet": _mpnet,

@@ -109,11 +109,12 @@ class Tensors:
 
 def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) -> Encoder:
     names, hidden = traits.names, traits.hidden_size
+    width = traits.embedding_size or hidden
 
     def table(name: str, num_rows: int) -> Tensor | None:
         if not name or num_rows == 0:
             return None
-        return tensors.read(f"{name}.weight", (num_rows, hidden))
+        return tensors.read(f"{name}.weight", (num_rows, width))
 
     words = table(names.words, traits.vocab_size)
     rows = positions = table(names.positions, traits.num_positions)
@@ -134,11 +135,16 @@ def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) ->
         raise TrouperValidationError(rule, parameter="model")
     assert words is not None
     distances = _distance_table(tensors, traits)
+    layers: dict[str, EncoderLayer] = {}  # by name: ALBERT's layers are one
+    for i in indices_shown(traits.num_layers):
+        at = names.layer.format(i)
+        layers[at] = layers.get(at) or _layer(tensors, traits, at, distances)
     return Encoder(
         traits,
         embedding=TokenEmbedding(words, table(names.types, traits.num_types), positions),
-        norm=tensors.norm(names.norm, hidden, traits.norm_eps),
-        layers=[_layer(tensors, traits, i, distances) for i in indices_shown(traits.num_layers)],
+        norm=tensors.norm(names.norm, width, traits.norm_eps) if names.norm else None,
+        projection=tensors.linear((names.projection,), hidden, width) if names.projection else None,
+        layers=[layers[names.layer.format(i)] for i in range(traits.num_layers)],
         final_norm=tensors.norm(names.final_norm, hidden, traits.norm_eps)
         if names.final_norm
         else None,
@@ -188,10 +194,9 @@ def _distances(
 
 
 def _layer(
-    tensors: Tensors, traits: EncoderTraits, index: int, distances: Tensor | None
+    tensors: Tensors, traits: EncoderTraits, at: str, distances: Tensor | None
 ) -> EncoderLayer:
     names, hidden, wide = traits.names, traits.hidden_size, traits.intermediate_size
-    at = names.layer.format(index)
 
     def norm(name: str) -> LayerNorm:
         return tensors.norm(at + name, hidden, traits.norm_eps)
