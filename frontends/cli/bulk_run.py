@@ -40,9 +40,11 @@ class Outcomes:
     `fail` is called for each prompt that failed, also to put the error into its place among the results.
     """
 
-    def __init__(self, what: str, *, is_single: bool) -> None:
+    def __init__(self, what: str, *, is_single: bool, too_long: str = "") -> None:
+        """Make the counts; `too_long` is the advice for a text that the model cannot read whole."""
         self._what = what  # "texts"
         self._is_single = is_single
+        self._too_long = too_long
         self._is_engines_fault = False
         self.num_prompts = 0
         self.num_failed = 0
@@ -67,6 +69,8 @@ class Outcomes:
         self.num_failed += 1
         self._is_engines_fault |= not isinstance(error, TrouperClientError)
         message = output.explain(error)[1]
+        if self._too_long and "(max_model_len)" in message:
+            message = f"{message} {self._too_long}"
         if self._is_single:
             output.complain(message)
         elif self.num_failed <= MAX_SHOWN:

@@ -1,6 +1,7 @@
 """`trouper chat`: a conversation in the terminal, with an engine in this process or with a server."""
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ from trouper.errors import TrouperClientError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import LoraOption, chosen_adapter
 from trouper.frontends.cli.conversation import ContextFullError, Conversation
+from trouper.frontends.cli.mix_ups import check_generates
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine, run_open
@@ -105,6 +107,9 @@ def _take_model(name: str | None, remote: RemoteOptions, engine_args: EngineArgs
     """Let the argument name the model, of the engine here or of the server."""
     if name is None:
         return
+    if " " in name and not Path(name).exists():
+        rule = f'no model has such a name; give a message with -q: trouper chat -q "{name}"'
+        raise typer.BadParameter(rule, param_hint="MODEL")
     is_remote = remote.url is not None
     if (remote.model_name if is_remote else engine_args.model) is not None:
         option = "--model-name" if is_remote else "--model"
@@ -147,7 +152,9 @@ def _with_engine(
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
     adapter = chosen_adapter(lora, engine_args)
-    model = resolve_offline(engine_args).model
+    config = resolve_offline(engine_args)
+    check_generates(config)
+    model = config.model
     defaults = {"max_tokens": None, **model.default_sampling}  # None: up to the model's length
     params = sampling.params(defaults)  # a wrong option is named before the weights are loaded
     output.tell_sampling(model, asdict(params))
@@ -186,6 +193,6 @@ async def _ask_engine(
                     raise result.error.to_exception()
     except TrouperClientError as error:
         if "(max_model_len)" in str(error):
-            raise ContextFullError(str(error)) from error
+            raise ContextFullError(output.explain(error)[1]) from error
         raise
     return AnswerEnd(usage, reason)

@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import re
 import shlex
-from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from trouper.errors import TrouperValidationError
@@ -22,7 +21,10 @@ COMMANDS = {
     "help": ("", "list the commands"),
     "reset": ("", "forget the conversation; the system message stays"),
     "system": ("[TEXT]", "set the system message; without TEXT show it"),
-    "set": ("parameter NAME VALUE", "set a sampling parameter; without VALUE show it"),
+    "set": (
+        "parameter [NAME [VALUE]]",
+        "set a sampling parameter; without VALUE show it, without NAME all",
+    ),
     "show": ("[info|system|parameters]", "show the model, the context, the settings"),
     "save": ("FILE", "save the conversation as JSON"),
     "load": ("FILE", "continue a saved conversation"),
@@ -112,7 +114,7 @@ def parameter_kinds() -> dict[str, Any]:
     for field in dataclasses.fields(SamplingOptions):
         declared: Any = get_args(field.type)[0]
         kind = next((k for k in get_args(declared) if k is not type(None)), declared)
-        if kind is not Path and field.name not in MATCHED:
+        if field.name not in (*MATCHED, "json_schema"):
             kinds[field.name] = kind
     return kinds
 
@@ -137,7 +139,7 @@ def with_values(options: SamplingOptions, values: dict[str, Any]) -> SamplingOpt
 def with_format(options: SamplingOptions, text: str) -> SamplingOptions:
     """Return the options for answers in a format: `json`, or an empty text for any.  Raises TrouperValidationError."""
     if text not in ("", "json"):
-        rule = "must be json; for a schema give --json-schema FILE at start"
+        rule = "must be json; for a schema give --json-schema FILE or JSON at start"
         raise TrouperValidationError(rule, parameter="format", value=text)
     return _changed(options, {"json_object": bool(text)})
 
@@ -149,6 +151,12 @@ def _changed(options: SamplingOptions, values: dict[str, Any]) -> SamplingOption
     except TypeError as error:
         raise TrouperValidationError(f"cannot be used: {error}", parameter="parameters") from None
     return changed
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a word is the name of a sampling parameter, or Ollama's name of one."""
+    name = name.replace("-", "_").lower()
+    return PARAMETER_ALIASES.get(name, name) in (*parameter_kinds(), *LENGTHS)
 
 
 def parameter_name(name: str) -> str:

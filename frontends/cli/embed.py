@@ -18,6 +18,7 @@ from trouper.frontends.cli.bulk_run import (
     note_summary,
     show_tokens,
 )
+from trouper.frontends.cli.mix_ups import check_pools, check_texts
 from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.prompts import Prompt, PromptFileOptions, PromptSource
 from trouper.frontends.cli.results import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 KINDS = {
     "embed": "vector", "classify": "vector", "token_embed": "matrix", "token_classify": "matrix",
 }  # fmt: skip
+TOO_LONG = "--truncate-prompt-tokens -1 keeps what fits"
 AT_ONCE = 256  # documents that are scored together
 SCORE_COLUMNS: Columns = {
     "line": "int", "query": "text", "document": "text", "score": "score", "num_prompt_tokens": "int", "error": "text",
@@ -83,11 +85,12 @@ def embed(
     columns: Columns = {
         "line": "int", "text": "text", task: KINDS.get(task, "vector"), "num_prompt_tokens": "int", "error": "text",
     }  # fmt: skip
+    check_texts(texts, engine_args.model, "embed", "TEXT")
     check_output(output_file, columns, source.prompt_file)
     params = PoolingParams(task=task, dimensions=dimensions)
     with PromptSource(texts, source, "TEXT") as given:
-        outcomes = Outcomes("texts", is_single=given.is_single)
-        resolve_offline(engine_args)
+        outcomes = Outcomes("texts", is_single=given.is_single, too_long=TOO_LONG)
+        check_pools(resolve_offline(engine_args))
         with results_file(output_file, columns) as file:
             embedding = _Embedding(given, params, _options(truncate_prompt_tokens), file, outcomes)
             run_engine(engine_args, embedding.run_all)
@@ -116,12 +119,13 @@ def score(
 
     Without DOCUMENT the whole of stdin is one document.  A failing document reports its error; the rest continue.
     """
+    check_texts([query, *(documents or ())], engine_args.model, "score", "QUERY and DOCUMENT")
     check_output(output_file, SCORE_COLUMNS, source.prompt_file)
     if not query.strip():
         raise TrouperValidationError("must not be empty", parameter="query")
     with PromptSource(documents, source, "DOCUMENT") as given:
-        outcomes = Outcomes("documents", is_single=given.is_single)
-        resolve_offline(engine_args)
+        outcomes = Outcomes("documents", is_single=given.is_single, too_long=TOO_LONG)
+        check_pools(resolve_offline(engine_args))
         with results_file(output_file, SCORE_COLUMNS) as file:
             scoring = _Scoring(query, given, _options(truncate_prompt_tokens), file, outcomes)
             run_engine(engine_args, scoring.run_all)

@@ -1,10 +1,11 @@
 """Reading command lines that were written for vLLM, llama.cpp or Ollama.
 
 An option of vLLM that trouper has no use for is accepted at the value that changes nothing, and refused at others; an option of
-another program is refused with what to use instead.  Pure.
+another program is refused with what to use instead.  A line of log names what has no effect, and what an abbreviation means.
 """
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from trouper.config.vllm_options import NOT_IMPLEMENTED
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli.foreign_options import ANY, OTHERS, SWITCHES, VLLM_SERVER, VLLM_SHORT
+
+logger = logging.getLogger(__name__)
 
 FOR_ENGINE = "trouper.foreign"  # where the context of a command keeps vLLM's engine options
 
@@ -35,7 +38,10 @@ def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], 
         if argument == "--":
             return [*kept, argument, *rest], given
         name, equals, text = _parts(argument, own, has_server)
-        name = _unabbreviated(name, own)
+        whole = _unabbreviated(name, own)
+        if whole != name:
+            logger.warning("%s is read as %s", name, whole)
+        name = whole
         dest, is_on = _destination(name)
         if name in own:
             kept.append(name + equals + text)
@@ -50,7 +56,7 @@ def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], 
                 value = _value(text if equals else next(rest, None), name)
             take(given, dest, value, name)
         else:
-            _refuse_others(name)
+            refuse_others(name)
             kept.append(argument)
     return kept, given
 
@@ -61,7 +67,9 @@ def take(given: dict[str, Any], dest: str, value: Any, name: str) -> None:
         given[dest] = value
         return
     accepted, hint = VLLM_SERVER[dest]
-    if accepted is not ANY and value is not None and value != accepted:
+    if accepted is ANY:
+        logger.warning("%s has no effect here", name)
+    elif value is not None and value != accepted:
         raise UnsupportedFeatureError(f"{name} {value} is not supported: {hint}")
 
 
@@ -113,7 +121,8 @@ def _value(text: str | None, name: str) -> Any:
         return None if text == "None" else text
 
 
-def _refuse_others(name: str) -> None:
+def refuse_others(name: str) -> None:
+    """Refuse an option of another program.  Raises UnsupportedFeatureError."""
     if name in OTHERS:
         program, hint = OTHERS[name]
         raise UnsupportedFeatureError(f"{name} is an option of {program}: {hint}")

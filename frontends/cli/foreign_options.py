@@ -140,7 +140,7 @@ _LLAMA: tuple[tuple[str, str], ...] = (
      "--dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent", _NO_SAMPLER),
     ("-l --logit-bias", f"{_REQUEST} logit_bias"),
     ("--grammar --grammar-file", "use --json-schema, --regex or --choice, or a request's structured_outputs.grammar"),
-    ("-j -jf --json-schema-file", "use --json-schema FILE"),
+    ("-j -jf --json-schema-file", "use --json-schema FILE, or --json-schema '{…}'"),
     ("-p --prompt", "give the prompt as an argument of `trouper generate`, or `trouper chat -q`"),
     ("-f --file", "use --prompt-file, or give the file as stdin"),
     ("-sys -sysf --system-prompt-file", "use --system-prompt"),
@@ -168,7 +168,7 @@ _LLAMA: tuple[tuple[str, str], ...] = (
 _OLLAMA: tuple[tuple[str, str], ...] = (
     ("--keepalive", "a server keeps its model until it ends"),
     ("--nowordwrap --insecure --experimental", _AS_IT_IS),
-    ("--format", "use --json-object, or --json-schema FILE"),
+    ("--format", "use --json-object, or --json-schema FILE, or --json-schema '{…}'"),
     ("--think --hidethinking", "use --default-chat-template-kwargs with the variable that the template knows; trouper chat has --think"),
     ("--modelfile --file", "a Modelfile is not read: give its parameters as options"),
     ("--truncate --dimensions", f"{_REQUEST} of that name"),

@@ -14,6 +14,7 @@ from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import LoraOption, chosen_adapter
 from trouper.frontends.cli.bulk_run import BulkRun, Outcomes
+from trouper.frontends.cli.mix_ups import check_generates, check_texts
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.prompts import Prompt, PromptFileOptions, PromptSource
 from trouper.frontends.cli.results import (
@@ -72,6 +73,7 @@ def generate(
 
     Without PROMPT the whole of stdin is one prompt. A failing prompt reports its error; the rest continue.
     """
+    check_texts(prompts, engine_args.model, "generate", "PROMPT")
     check_output(output_file, COLUMNS, source.prompt_file)
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
@@ -83,7 +85,9 @@ def generate(
             rule = "needs n = 1, no --json and no --output-file"
             raise typer.BadParameter(rule, param_hint="--stream")
         adapter = chosen_adapter(lora, engine_args)
-        model = resolve_offline(engine_args).model
+        config = resolve_offline(engine_args)
+        check_generates(config)
+        model = config.model
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         params = sampling.params(model.default_sampling, n=n, output_kind=kind)
         output.tell_sampling(model, asdict(params))

@@ -8,6 +8,7 @@ from typer.core import TyperCommand, TyperGroup
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli.foreign import FOR_ENGINE, settle
 from trouper.frontends.cli.foreign_options import COMMANDS
+from trouper.frontends.cli.mix_ups import check_command_first, check_no_text
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"  # panels of parameters that name none
 Row = tuple[str, str]
@@ -34,8 +35,24 @@ class PanelCommand(TyperCommand):
                 formatter.write_dl(panels[panel])
 
 
+class TextCommand(PanelCommand):
+    """A command that takes its text by `-q`, and says so where the text follows the arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        check_no_text(ctx)
+        return rest
+
+
 class WholeSentenceGroup(TyperGroup):
     """A group of commands whose help shows the first paragraph of each, whole."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Ollama's commands have hints of their own.
+        if ctx.parent is None and args[:1] and args[0] not in COMMANDS:
+            check_command_first(ctx, args, self.commands)
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]

@@ -15,7 +15,7 @@ from trouper.frontends.cli.collect_env import collect_env
 from trouper.frontends.cli.complete import complete
 from trouper.frontends.cli.embed import embed, score
 from trouper.frontends.cli.generate import generate
-from trouper.frontends.cli.help import PanelCommand, WholeSentenceGroup
+from trouper.frontends.cli.help import PanelCommand, TextCommand, WholeSentenceGroup
 from trouper.frontends.cli.launch import launch
 from trouper.frontends.cli.models import models
 from trouper.frontends.cli.run_batch import run_batch
@@ -31,8 +31,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH},
 )
 app.command(cls=PanelCommand)(generate)
-app.command(cls=PanelCommand)(chat)
-app.command(cls=PanelCommand)(complete)
+app.command(cls=TextCommand)(chat)
+app.command(cls=TextCommand)(complete)
 app.command(cls=PanelCommand)(embed)
 app.command(cls=PanelCommand)(score)
 app.command(cls=PanelCommand)(serve)

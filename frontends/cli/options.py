@@ -172,8 +172,11 @@ class SamplingOptions:
         bool, _sampling("Continue after an end-of-text token.", "--ignore-eos")
     ] = False
     json_schema: Annotated[
-        Path | None,
-        _sampling("Make the text JSON that the schema in this file allows.", metavar="FILE"),
+        str | None,
+        _sampling(
+            "Make the text JSON that the schema allows: a file, or the schema itself if it begins with {.",
+            metavar="FILE|JSON",
+        ),
     ] = None
     json_object: Annotated[bool, _sampling("Make the text a JSON object.", "--json-object")] = False
     regex: Annotated[
@@ -196,9 +199,9 @@ class SamplingOptions:
             if value is not None and value is not False
         }
         matched = {name: fields.pop(name) for name in MATCHED if name in fields}
-        path = fields.pop("json_schema", None)
-        if path is not None:
-            matched["json"] = _schema_text(path)
+        schema = fields.pop("json_schema", None)
+        if schema is not None:
+            matched["json"] = _schema_text(schema)
         return {**fields, "structured_outputs": matched} if matched else fields
 
     def params(self, model_defaults: dict[str, Any], **more: Any) -> SamplingParams:
@@ -215,11 +218,13 @@ class SamplingOptions:
         return SamplingParams(**{**values, **given, **more})
 
 
-def _schema_text(path: Path) -> str:
+def _schema_text(given: str) -> str:
+    if given.lstrip().startswith("{"):
+        return given
     try:
-        return path.read_text("utf-8")
+        return Path(given).read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{path}: {error}", param_hint="--json-schema") from None
+        raise typer.BadParameter(f"{given}: {error}", param_hint="--json-schema") from None
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:

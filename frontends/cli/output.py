@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Generator, Mapping
@@ -10,7 +11,12 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, runtime_checkable
 
 from trouper.config.sampling import describe_sampling
-from trouper.errors import RemoteError, TrouperClientError, UnsupportedFeatureError
+from trouper.errors import (
+    RemoteError,
+    TrouperClientError,
+    TrouperValidationError,
+    UnsupportedFeatureError,
+)
 from trouper.frontends.cli.stderr import drop_what_stderr_does_not_take, open_standard_files
 
 if TYPE_CHECKING:
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
 
     from trouper.config.model import ModelConfig
 
+MAX_VALUE = 200  # characters of a wrong value that an error shows
 EXIT_CRASH = 1
 EXIT_USAGE = 2
 EXIT_SIGNALLED = 128  # plus the number of the signal, as in a shell
@@ -53,12 +60,29 @@ def explain(error: BaseException) -> tuple[int, str]:
             return error.exit_code, str(error)
         case KeyboardInterrupt():
             return EXIT_CTRL_C, "interrupted"
+        case TrouperValidationError():
+            return EXIT_USAGE, _sentence(error)
         case TrouperClientError() | UnsupportedFeatureError():
             return EXIT_USAGE, str(error)
         case RemoteError():
             return EXIT_CRASH, str(error)
         case _:
             return EXIT_CRASH, f"{type(error).__name__}: {error}{_cause(error)}{HINT}"
+
+
+def _sentence(error: TrouperValidationError) -> str:
+    """Return the message, with the parameter and the value that it does not name itself."""
+    text = error.message
+    if error.parameter is not None and not _names(text, error.parameter):
+        text = f"{error.parameter}: {text}"
+    if error.value is None or _names(text, str(error.value)):
+        return text
+    value = repr(error.value)
+    return f"{text} (given: {value if len(value) <= MAX_VALUE else value[:MAX_VALUE] + '…'})"
+
+
+def _names(text: str, name: str) -> bool:
+    return bool(name) and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
 
 
 def _first(error: BaseException) -> BaseException:

@@ -43,6 +43,8 @@ OutputFileOption = Annotated[
 class ResultWriter(Protocol):
     """Takes the records of all prompts, in order."""
 
+    num_records: int
+
     def write(self, record: Record) -> None: ...
 
     def finish(self) -> None:
@@ -113,7 +115,7 @@ def _keep_part(writer: ResultWriter, file: BinaryIO, part: str) -> None:
         writer.finish()
     with contextlib.suppress(OSError):
         file.flush()
-    if os.path.getsize(part):
+    if writer.num_records and os.path.getsize(part):
         output.complain(f"the results so far are in {part}")
     else:
         os.unlink(part)
@@ -139,8 +141,10 @@ class JsonLines:
 
     def __init__(self, file: BinaryIO | None) -> None:
         self._file = file  # None is stdout
+        self.num_records = 0
 
     def write(self, record: Record) -> None:
+        self.num_records += 1
         line = json.dumps(record, ensure_ascii=False, default=_as_list)
         if self._file is None:
             print(line, flush=True)
@@ -163,7 +167,7 @@ class NpyFile:
     def __init__(self, file: BinaryIO, column: str) -> None:
         self._file = file
         self._column = column
-        self._num_rows = 0
+        self.num_records = 0
         self._shape: tuple[int, ...] | None = None  # of a row; the first that did not fail has it
 
     def write(self, record: Record) -> None:
@@ -177,12 +181,12 @@ class NpyFile:
             self._file.write(row.tobytes())
         elif self._shape is not None:
             self._write_nan(1)
-        self._num_rows += 1
+        self.num_records += 1
 
     def finish(self) -> None:
         if self._shape is None:
             self._begin((0,))
-        shape = (self._num_rows, *(self._shape or ()))
+        shape = (self.num_records, *(self._shape or ()))
         fields = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape!r}, }}"
         text = fields.ljust(NPY_HEADER - 11) + "\n"
         header = b"\x93NUMPY\x01\x00" + (NPY_HEADER - 10).to_bytes(2, "little") + text.encode()
@@ -193,7 +197,7 @@ class NpyFile:
     def _begin(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
         self._file.write(bytes(NPY_HEADER))
-        self._write_nan(self._num_rows)
+        self._write_nan(self.num_records)
 
     def _write_nan(self, num_rows: int) -> None:
         import numpy as np
@@ -213,8 +217,10 @@ class ParquetFile:
         )
         self._writer: Any = pq.ParquetWriter(file, self._schema)
         self._rows: list[Record] = []
+        self.num_records = 0
 
     def write(self, record: Record) -> None:
+        self.num_records += 1
         self._rows.append({name: _parquet_value(record.get(name)) for name in self._schema.names})
         if len(self._rows) == ROWS_PER_GROUP:
             self._flush()

@@ -75,7 +75,7 @@ def run_batch(
 
     For example: trouper run-batch -i requests.jsonl -o answers.jsonl
 
-    Run again, the same command goes on where it was interrupted, and sends failed requests once more.
+    Run the same command again, and it resumes where it stopped and sends failed requests once more.
 
     A line: {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f("}}
     """

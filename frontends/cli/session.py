@@ -16,6 +16,7 @@ from trouper.frontends.cli.chat_input import (
     Command,
     Unknown,
     help_lines,
+    is_parameter,
     parameter_kinds,
     parameter_name,
     parse,
@@ -41,6 +42,8 @@ Show = Callable[[str], None]
 # Called with the prompt, and whether counts of tokens are wanted.
 Continue = Callable[[str, SamplingOptions, bool, Show], Awaitable[AnswerEnd]]
 CUT = "[cut at max_tokens]"
+EXAMPLE = "/set parameter temperature 0.2"
+DEFAULT = "the model's default"
 WELCOME = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the session"
 GENERAL = frozenset({"help", "set", "show", "bye"})
 OF_CHATS = GENERAL | {"reset", "system", "save", "load"}
@@ -86,8 +89,8 @@ class CompletionSubject:
             return await self._ask(prompt, self.sampling, self.shows_stats, hear)
 
         # Most completions end so; in a pipe it would be a line for each of them.
-        says_cut = is_interactive()
-        await _answered(ask, interrupts, shows_stats=self.shows_stats, says_cut=says_cut)
+        cut = _cut_at_max_tokens if is_interactive() else None
+        await _answered(ask, interrupts, shows_stats=self.shows_stats, cut=cut)
 
     def obey(self, command: Command) -> None:
         """Run a command that only this kind of session has."""
@@ -167,7 +170,20 @@ class ChatSubject:
 
         # It is said with the first text: before, the model may refuse these messages, too.
         first = self._full_line(num_dropped) if num_dropped else None
-        return await _answered(ask, interrupts, shows_stats=self.shows_stats, first_line=first)
+        return await _answered(
+            ask, interrupts, shows_stats=self.shows_stats, first_line=first, cut=self._cut
+        )
+
+    def _cut(self, end: AnswerEnd) -> str:
+        """Say what cut an answer: its own limit, or the end of the context."""
+        if self.sampling.max_tokens is not None or self._limit is None:
+            return CUT
+        total = end.usage and end.usage.prompt_tokens + end.usage.completion_tokens
+        if total and total < self._limit:
+            return CUT
+        # Without counts a server's own limit on answers cannot be told from the end of the context.
+        also = "" if total else ", or the server limits answers"
+        return f"[cut: context full{also}; {LONGER}]"
 
     def _full_line(self, num: int) -> str:
         of = "" if self._limit is None else f" of {self._limit:,} tokens"
@@ -235,6 +251,10 @@ class ChatSubject:
         note(f"loaded {_turns(conversation)} from {name}")
 
 
+def _cut_at_max_tokens(_: AnswerEnd) -> str:
+    return CUT
+
+
 def _turns(conversation: Conversation) -> str:
     num = len(conversation.turns)
     return "1 turn" if num == 1 else f"{num} turns"
@@ -267,9 +287,9 @@ async def _answered(
     *,
     shows_stats: bool,
     first_line: str | None = None,
-    says_cut: bool = True,
+    cut: Callable[[AnswerEnd], str] | None,
 ) -> _ShownAnswer:
-    """Print an answer, and a sign if it was cut."""
+    """Print an answer, and the line of `cut` if its length ended it."""
     pieces: list[str] = []
     ends: list[AnswerEnd] = []
     watch = Stopwatch(show)
@@ -289,8 +309,8 @@ async def _answered(
         raise
     print(flush=True)
     end = ends[0] if ends else None
-    if says_cut and end is not None and end.finish_reason == "length":
-        note(CUT)
+    if cut is not None and end is not None and end.finish_reason == "length":
+        note(cut(end))
     if shows_stats:
         watch.report(end and end.usage)
     return _ShownAnswer("".join(pieces), end)
@@ -356,12 +376,8 @@ class Session:
         subject = self._subject
         what, rest = _first_word(argument)
         match what:
-            case "parameter" if rest:
-                name, value = _first_word(rest)
-                if value:
-                    subject.sampling = with_parameter(subject.sampling, name, value)
-                else:
-                    note(self._parameters().get(parameter_name(name), "the model's default"))
+            case "parameter":
+                self._set_parameter(*_first_word(rest))
             case "system" if "system" in subject.commands:
                 subject.obey(Command("system", unquoted(rest).strip()))
             case "format" if rest:
@@ -380,7 +396,18 @@ class Session:
                 known = (
                     f"parameter NAME VALUE, format json, noformat, {of_chats}{', '.join(SWITCHES)}"
                 )
-                raise TrouperValidationError(f"/set takes {known}, not {argument!r}")
+                meant = f"/set parameter {argument}" if is_parameter(what) else EXAMPLE
+                raise TrouperValidationError(f"did you mean {meant}? /set takes {known}")
+
+    def _set_parameter(self, name: str, value: str) -> None:
+        """Set a sampling parameter; without a value show it, and without a name all.  Raises TrouperValidationError."""
+        subject, given = self._subject, self._parameters()
+        if value:
+            subject.sampling = with_parameter(subject.sampling, name, value)
+        elif name:
+            note(given.get(parameter_name(name), DEFAULT))
+        else:
+            note("\n".join(f"{each:<20} {given.get(each, DEFAULT)}" for each in parameter_kinds()))
 
     def _show(self, argument: str) -> None:
         """Obey `/show`.  Raises TrouperValidationError."""

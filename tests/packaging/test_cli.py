@@ -154,7 +154,7 @@ def test_control_routes_without_a_key_are_for_this_machine_alone(monkeypatch, gi
 
 
 MISTAKES = [
-    ("serve --pooler-config.task", 2, "parameter=--pooler-config.task"),
+    ("serve --pooler-config.task", 2, "--pooler-config.task: needs a value"),
     ("generate x --temprature 1", 2, "--temperature"),
     ("generat x", 2, "No such command 'generat'"),
     ("generate x --max-tokens many", 2, "Invalid value for '--max-tokens'"),
@@ -173,8 +173,8 @@ MISTAKES = [
     ("generate x --quantization int5", 2, "must be None or int8 or int4"),
     ("generate x --kv-cache-dtype fp8", 2, "kv_cache_dtype='fp8' is not supported yet"),
     ("generate x --max-num-seqs 8 --max-num-batched-tokens 4", 2, "(4) must be at least"),
-    ("generate x --dtype int3", 2, "parameter=dtype"),
-    ("generate x --max-model-len 9M", 2, "parameter=max_model_len"),
+    ("generate x --dtype int3", 2, "dtype must be auto"),
+    ("generate x --max-model-len 9M", 2, "max_model_len"),
     ("generate x --override-generation-config {", 2, "not JSON"),
     ("generate x --cudagraph-capture-sizes 1,b", 2, "not a list of integers"),
     ("generate", 2, "the prompt is empty"),
@@ -188,7 +188,7 @@ MISTAKES = [
     ("generate --prompt-file texts.json", 2, "cannot read .json files"),
     ("generate --prompt-file x --input-format json", 2, "--input-format"),
     ("embed x --task token_embed -o vectors.npy", 2, "no array of numbers"),
-    ("embed x -o /no/such/folder/x.npy", 2, "cannot be written"),
+    ("embed x --runner pooling -o /no/such/folder/x.npy", 2, "cannot be written"),
     ("score query", 2, "the prompt is empty"),
     ("score query --prompt-file /dev/null", 2, "no prompt in /dev/null"),
     ("chat -q hello -m /no/such/folder", 2, "no such model folder"),
@@ -198,11 +198,11 @@ MISTAKES = [
     ("chat one two", 2, "two"),
     ("chat a --url http://host --model-name b -q hello", 2, "give it once"),
     ("chat -q hello --url ftp://host", 2, "must be http://"),
-    ("chat -q hello --url http://host:port", 2, "parameter=url"),
+    ("chat -q hello --url http://host:port", 2, "url"),
     ("chat -q hello --url nonsense", 2, "must be http://"),
     ("chat -q hello --url http://host -m folder", 2, "takes no options of an engine"),
     ("chat -q hello --model-name x", 2, "needs --url"),
-    ("complete -q hello --url http://host --api-key ключ", 2, "parameter=api_key"),
+    ("complete -q hello --url http://host --api-key ключ", 2, "api_key"),
     ("complete -q hello --max-tokens many", 2, "--max-tokens"),
     ("complete -m folder", 2, "-m"),
     ("run-batch", 2, "--input-file"),
@@ -213,6 +213,31 @@ MISTAKES = [
     ("run-batch -i /dev/null -o - --max-inflight 0", 2, "--max-inflight"),
     ("run-batch -i /dev/null -o - -m /no/such/folder", 2, "no such model folder"),
     ("collect-env surplus", 2, "surplus"),
+    ("generate ../typo.gguf", 2, "trouper generate -m ../typo.gguf"),
+    ("generate trouper/demo", 2, "trouper generate -m trouper/demo"),
+    ("embed typo.gguf", 2, "trouper embed -m typo.gguf"),
+    ("score typo.gguf x", 2, "trouper score -m typo.gguf"),
+    ("complete typo.gguf", 2, "trouper generate -m typo.gguf"),
+    ("complete hello", 2, 'trouper complete -q "hello"'),
+    ("chat folder hello there", 2, 'trouper chat MODEL -q "hello there"'),
+    ("--model folder", 2, "trouper chat --model folder"),
+    ("-m folder serve", 2, "trouper serve -m folder"),
+    ("-ngl 99", 2, "-ngl is an option of llama.cpp"),
+    ("typo.gguf", 2, "trouper chat -m typo.gguf"),
+    ("chat hf.co/org/name:Q4_K_M -q hello", 2, "ORG/NAME:QUANT"),
+    ("embed hello", 2, "generates text; use trouper generate"),
+    ("score hello world", 2, "generates text; use trouper generate"),
+    (
+        "generate x --runner pooling",
+        2,
+        "makes embeddings and does not generate text; use trouper embed",
+    ),
+    (
+        "chat -q hello --runner pooling",
+        2,
+        "makes embeddings and does not generate text; use trouper embed",
+    ),
+    ("generate x --json-schema {", 2, "not valid JSON"),
 ]
 
 
@@ -252,7 +277,7 @@ def test_a_conversation_has_an_adapter(capsys, tmp_path):
 
 def test_an_empty_prompt_is_a_mistake(capsys):
     assert run_line(["generate", "x", ""]) == 2
-    assert capsys.readouterr().err == "trouper: the prompt is empty (parameter=prompt)\n"
+    assert capsys.readouterr().err == "trouper: the prompt is empty\n"
 
 
 def test_no_prompt_on_a_terminal_is_a_mistake(capsys, monkeypatch):
@@ -272,7 +297,18 @@ def test_debug_shows_the_traceback(monkeypatch):
     [
         (ZeroDivisionError("a\nb"), 1, f"ZeroDivisionError: a\nb{output.HINT}"),
         (ValueError("a defect"), 1, f"ValueError: a defect{output.HINT}"),
-        (TrouperValidationError("first", parameter="n"), 2, "first (parameter=n)"),
+        (TrouperValidationError("first", parameter="n"), 2, "n: first"),
+        (
+            TrouperValidationError("n: must be 1", parameter="n", value=2),
+            2,
+            "n: must be 1 (given: 2)",
+        ),
+        (TrouperValidationError("no file x", parameter="file", value="x"), 2, "no file x"),
+        (
+            TrouperValidationError("model: empty", parameter="model", value=""),
+            2,
+            "model: empty (given: '')",
+        ),
         (UnsupportedFeatureError("not yet"), 2, "not yet"),
         (ExceptionGroup("two", [TrouperValidationError("first"), KeyError("second")]), 2, "first"),
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -414,6 +450,29 @@ def test_results_go_to_a_file(capsys, tmp_path, texts):
     assert out == ""
     assert "3 of 5 texts failed" in err
     assert np.isnan(np.load(sink)).all(axis=1).tolist() == [False, True, True, True, False]
+
+
+def test_a_text_that_is_too_long_names_the_option_that_cuts_it(capsys):
+    assert run_line(["embed", "y " * 100, *POOLING]) == 2
+    assert "--truncate-prompt-tokens -1" in capsys.readouterr().err
+
+
+def test_a_path_or_a_hub_name_as_text_is_a_warning(capsys):
+    texts = ["README.md", "org/name"]
+    assert run_line(["generate", *texts, "--max-tokens", "1"]) == 0
+    err = capsys.readouterr().err
+    assert all(f"trouper generate -m {text}" in err for text in texts)
+    assert run_line(["generate", "plain text", "1/2 cup", "--max-tokens", "1"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "npy", "parquet"])
+def test_a_run_without_results_leaves_no_file(capsys, tmp_path, suffix):
+    sink = tmp_path / f"x.{suffix}"
+    line = ["embed", "x", *POOLING, "--dimensions", "7", "-o", str(sink)]
+    assert run_line(line) == 2
+    assert ".part" not in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_about_an_option_ends_the_run(capsys, tmp_path, texts):
@@ -582,6 +641,7 @@ def test_nobody_reading_on_is_no_error():
         (("--regex", "[0-9]{4}"), "[0-9]{4}"),
         (("--choice", "red", "--choice", "blue"), "red|blue"),
         (("--json-schema", "SCHEMA"), "true|false"),
+        (("--json-schema", ' {"type": "boolean"}'), "true|false"),
     ],
 )
 def test_generate_makes_texts_that_match(capsys, tmp_path, options, pattern):

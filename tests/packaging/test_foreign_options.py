@@ -107,6 +107,21 @@ def test_a_choice_among_equals_is_one_line_of_log(served, caplog, words):
     assert "has no effect" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--swap-space 4", "--swap-space has no effect here"),
+        ("--disable-log-requests", "--disable-log-requests has no effect here"),
+        ("--max-num-seq 4", "--max-num-seq is read as --max-num-seqs"),
+    ],
+)
+def test_what_changes_nothing_and_what_is_abbreviated_is_one_line_of_log(
+    served, caplog, words, line
+):
+    assert run_line(["serve", *words.split()]) == 0
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
 def test_it_is_so_in_python_too(caplog):
     EngineArgs(attention_backend="FLASHINFER", compilation_config={"mode": 3})
     assert len(caplog.records) == 2

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import stat
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from trouper.frontends.cli.chat_input import (
     Unknown,
     continued,
     help_lines,
+    parameter_kinds,
     parse,
     unquoted,
     with_format,
@@ -32,7 +34,9 @@ from trouper.frontends.cli.line_editor import (
     history_path,
 )
 from trouper.frontends.cli.options import SamplingOptions
-from trouper.frontends.cli.session import GENERAL, OF_CHATS
+from trouper.frontends.cli.running import Interrupts
+from trouper.frontends.cli.session import CUT, GENERAL, OF_CHATS, ChatSubject, Session
+from trouper.frontends.cli.stats import AnswerEnd, AnswerUsage
 from trouper.frontends.cli.terminal import PipeReader
 
 
@@ -161,6 +165,49 @@ def test_the_format_of_answers_is_json_or_any():
 def test_a_wrong_parameter_is_named(name, text, message):
     with pytest.raises(TrouperValidationError, match=message):
         with_parameter(SamplingOptions(), name, text)
+
+
+def session(*, limit=None, **sampling):
+    subject = ChatSubject(
+        Conversation(), SamplingOptions(**sampling), shows_stats=False, ask=None, facts={}, limit=limit
+    )  # fmt: skip
+    return subject, Session(subject, Interrupts())
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("", "/set parameter temperature 0.2"),
+        ("temperature 0.2", "/set parameter temperature 0.2"),
+        ("num_predict 7", "/set parameter num_predict 7"),
+        ("top-k", "/set parameter top-k"),
+    ],
+)
+def test_set_without_the_word_parameter_has_a_hint(argument, meant):
+    with pytest.raises(TrouperValidationError, match=re.escape(f"did you mean {meant}?")):
+        session()[1]._set(argument)
+
+
+def test_set_parameter_shows_all_parameters(capsys):
+    session(top_k=7)[1]._set("parameter")
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().err.splitlines())
+    assert shown.keys() == parameter_kinds().keys()
+    assert (shown["top_k"], shown["seed"]) == ("7", "the model's default")
+
+
+@pytest.mark.parametrize(
+    ("limit", "max_tokens", "usage", "line"),
+    [
+        (64, None, AnswerUsage(60, 4), "[cut: context full; --max-model-len at start"),
+        (64, None, AnswerUsage(50, 4), CUT),
+        (64, None, None, "[cut: context full, or the server limits answers; "),
+        (64, 4, AnswerUsage(60, 4), CUT),
+        (None, None, None, CUT),
+    ],
+)
+def test_a_cut_answer_names_what_cut_it(limit, max_tokens, usage, line):
+    subject, _ = session(limit=limit, max_tokens=max_tokens)
+    assert subject._cut(AnswerEnd(usage, "length")).startswith(line)
 
 
 @pytest.mark.parametrize(

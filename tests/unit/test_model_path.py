@@ -176,13 +176,24 @@ def test_an_id_without_a_slash_is_one_of_the_hub(hub):
     assert place("gpt2:Q8_0") == hub.folder / "x-Q8_0.gguf"
 
 
+def test_an_unknown_short_name_is_shown_whole_and_explained(hub):
+    hub(*PLAIN, "x-Q8_0.gguf")
+    with pytest.raises(TrouperValidationError, match=r"ORG/NAME:QUANT.*'qwen2\.5:0\.5b'"):
+        place("qwen2.5:0.5b")
+    with pytest.raises(TrouperValidationError, match="'org/x:Q2_K'") as caught:
+        place("org/x:Q2_K")
+    assert "Ollama" not in str(caught.value)
+    with pytest.raises(TrouperValidationError, match="without the address: ORG/NAME"):
+        place("hf.co/org/x:Q8_0")
+
+
 def test_a_file_of_another_name_is_known_by_its_first_bytes(tmp_path):
     blob = tmp_path / "sha256-0"
     blob.write_bytes(b"GGUF")
     assert place(str(blob)) == blob
     assert is_gguf(blob)
     blob.write_bytes(b"GGML")
-    with pytest.raises(TrouperValidationError, match="no GGUF file"):
+    with pytest.raises(TrouperValidationError, match="not a GGUF file"):
         place(str(blob))
 
 

@@ -3,6 +3,8 @@
 import difflib
 import glob
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trouper.config.args import EngineArgs
@@ -14,6 +16,11 @@ from trouper.errors import TrouperValidationError, invalid
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_ADDRESSES = ("hf.co/", "huggingface.co/", "https://hf.co/", "https://huggingface.co/")
+SHORT_NAME = (
+    "; Ollama's short names do not exist here: give the name on the hub, ORG/NAME:QUANT, "
+    "such as Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M"
+)
 MAX_NAMED = 3  # files in an error
 QUANTIZATION = re.compile(r"\w[\w.-]*(/[\w.-]+)*")
 
@@ -36,7 +43,8 @@ def model_path(args: EngineArgs) -> Path:
         if (folder := Path(place).expanduser()).is_dir():
             return _named(find_gguf(folder, quantization, place), place)
         if HUB_ID.fullmatch(place):
-            return _named(_gguf_of_hub(args, place, quantization), place)
+            with _as_given(name):
+                return _named(_gguf_of_hub(args, place, quantization), place)
     if is_gguf(path) and (not HUB_ID.fullmatch(name) or path.parent.is_dir()):
         raise invalid("model", f"no such file{_others(path)}", name)
     is_dummy, is_geometry = args.load_format == "dummy", name in GEOMETRIES
@@ -44,13 +52,31 @@ def model_path(args: EngineArgs) -> Path:
         return path
     is_preset = is_geometry or (is_dummy and "/" not in name)
     if is_preset or not HUB_ID.fullmatch(name):
-        hint = f"; load_format='dummy' knows {', '.join(GEOMETRIES)}"
-        raise TrouperValidationError(
-            "no such model folder" + hint * (is_dummy or is_geometry),
-            parameter="model",
-            value=name,
-        )
-    return _of_hub(args, name)
+        raise _no_folder(name, knows_presets=is_dummy or is_geometry)
+    with _as_given(name):
+        return _of_hub(args, name)
+
+
+def _no_folder(name: str, *, knows_presets: bool) -> TrouperValidationError:
+    rule = "no such model folder"
+    if name.startswith(HUB_ADDRESSES):
+        rule = "a model of the hub is named without the address: ORG/NAME or ORG/NAME:QUANT"
+    elif knows_presets:
+        rule += f"; load_format='dummy' knows {', '.join(GEOMETRIES)}"
+    return TrouperValidationError(rule, parameter="model", value=name)
+
+
+@contextmanager
+def _as_given(name: str) -> Generator[None]:
+    """Let errors of the hub show the whole name, and explain what names are where it may be one of Ollama's."""
+    try:
+        yield
+    except TrouperValidationError as error:
+        if error.parameter != "model":
+            raise
+        hint = "" if "/" in name else SHORT_NAME
+        message = error.message.removesuffix(".") + hint
+        raise TrouperValidationError(message, parameter="model", value=name) from error
 
 
 def _others(path: Path) -> str:
