@@ -137,6 +137,6 @@ def test_a_bare_value_becomes_json_of_its_type(text, kind, expected):
 
 
 def test_the_page_names_every_dialect_as_the_option_takes_it():
-    (listed,) = re.findall(r"parser names as aliases: ([^.]*)\. A new one", PAGE.read_text())
+    (listed,) = re.findall(r"parser names as aliases: ([^.]*)\. To add a dialect", PAGE.read_text())
     names = re.sub(r"\([^)]*\)", "", listed).replace("\n", " ").split(",")
     assert sorted(name.strip() for name in names) == sorted(d.name for d in DIALECTS)
