@@ -254,7 +254,7 @@ def test_answers_to_something_else_are_left_alone(half, whole, capsys, change, a
     source.write_text(change(source.read_text()))
     assert run_batch(source, sink, *arguments) == 2
     err = capsys.readouterr().err
-    assert err.startswith("trouper: line ")
+    assert err.startswith("trouper: output_file: line ")
     assert err.count("\n") == 1
     assert message in err
     assert "--restart" in err
