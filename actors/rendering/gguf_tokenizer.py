@@ -277,9 +277,12 @@ def _unigram(header: Gguf, tokens: list[str]) -> Backend:
     steps: list[Any] = []
     charsmap: Any = header.metadata.get(KEY + "precompiled_charsmap")
     if charsmap is not None:
-        if not isinstance(charsmap, np.ndarray) or charsmap.dtype.itemsize != 1:
+        if not isinstance(charsmap, np.ndarray):
             raise _wrong(header, "precompiled_charsmap", "not bytes")
-        steps.append(normalizers.Precompiled(cast("bytes", charsmap.tobytes())))
+        numbers = cast("np.ndarray[Any, np.dtype[Any]]", charsmap)
+        if numbers.dtype.itemsize != 1:
+            raise _wrong(header, "precompiled_charsmap", "not bytes")
+        steps.append(normalizers.Precompiled(numbers.tobytes()))
     if header.get(KEY + "remove_extra_whitespaces", bool) is not False:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     backend.normalizer = normalizers.Sequence(steps)

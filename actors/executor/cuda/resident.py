@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trouper.actors.executor.cuda.inputs import pack
 from trouper.actors.executor.cuda.machine import Machine
-from trouper.actors.executor.cuda.tables import Layout, Views, views
+from trouper.actors.executor.cuda.tables import Layout, TableViews, views
 from trouper.actors.executor.kv_memory import KVCache, KVCacheSpec
 from trouper.actors.messages.plans import NewSequence
 
@@ -19,7 +19,7 @@ class Resident(msgspec.Struct, frozen=True):
 
     kv: KVCache
     arena: Tensor  # [words] int32
-    views: Views
+    views: TableViews
     inputs: Tensor  # [6, M + 1] int32, see inputs.py
 
     @classmethod

@@ -61,7 +61,7 @@ class Layout:
             self.num_words += num_slots * words
 
 
-class Views(NamedTuple):
+class TableViews(NamedTuple):
     """The tables as the kernels take them."""
 
     tokens: Tensor  # [M, L + 1] int32
@@ -69,11 +69,11 @@ class Views(NamedTuple):
     sampling: SamplingRows
 
 
-def views(layout: Layout, arena: Tensor, history: Tensor) -> Views:
+def views(layout: Layout, arena: Tensor, history: Tensor) -> TableViews:
     """Cut the arena into its tables."""
     found = {name: field.view(arena) for name, field in layout.fields.items()}
     tokens, blocks = found.pop("tokens"), found.pop("blocks")
-    return Views(tokens, blocks, SamplingRows(**found, history=history))
+    return TableViews(tokens, blocks, SamplingRows(**found, history=history))
 
 
 class Changes:

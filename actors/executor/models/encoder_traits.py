@@ -28,7 +28,7 @@ ACTS: dict[str, Act] = {
 GATED_ACTS: tuple[Act, ...] = ("gelu", "gelu_tanh", "silu")
 
 
-class Names(msgspec.Struct, frozen=True, kw_only=True):
+class EncoderNames(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint's modules.  Several parts are stacked, one below the other; "" = there is none."""
 
     words: str = "embeddings.word_embeddings"
@@ -62,7 +62,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     """One architecture with the sizes of one model."""
 
-    names: Names
+    names: EncoderNames
     head: Head
     token_head: Head = Head()
     prefixes: tuple[str, ...]  # before all names but the head's; which one, the checkpoint says
@@ -150,7 +150,7 @@ def _common(config: HfConfig, **own: object) -> EncoderTraits:
     return traits
 
 
-BERT_NAMES = Names(
+BERT_NAMES = EncoderNames(
     positions="embeddings.position_embeddings",
     types="embeddings.token_type_embeddings",
     qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
@@ -235,7 +235,7 @@ def _albert(config: HfConfig) -> EncoderTraits:
             raise UnsupportedFeatureError(f"{field}={config[field]} is not supported, only 1 is")
     return _common(
         config,
-        names=Names(
+        names=EncoderNames(
             positions="embeddings.position_embeddings",
             types="embeddings.token_type_embeddings",
             projection="encoder.embedding_hidden_mapping_in",
@@ -257,7 +257,7 @@ def _albert(config: HfConfig) -> EncoderTraits:
 def _distilbert(config: HfConfig) -> EncoderTraits:
     return _common(
         config,
-        names=Names(
+        names=EncoderNames(
             positions="embeddings.position_embeddings",
             layer="transformer.layer.{}.",
             qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
@@ -275,7 +275,7 @@ def _distilbert(config: HfConfig) -> EncoderTraits:
 def _mpnet(config: HfConfig) -> EncoderTraits:
     return _common(
         config,
-        names=Names(
+        names=EncoderNames(
             positions="embeddings.position_embeddings",
             relative_bias="encoder.relative_attention_bias",
             qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
@@ -315,7 +315,7 @@ def _deberta_v2(config: HfConfig) -> EncoderTraits:
         raise UnsupportedFeatureError(f"pooler_hidden_act={act!r} is not supported")
     return _common(
         config,
-        names=Names(
+        names=EncoderNames(
             positions="embeddings.position_embeddings"
             if config.get("position_biased_input", True)
             else "",
@@ -372,7 +372,7 @@ def _modernbert(config: HfConfig) -> EncoderTraits:
     )
     return _common(
         config,
-        names=Names(
+        names=EncoderNames(
             words="embeddings.tok_embeddings",
             norm="embeddings.norm",
             final_norm="final_norm",
@@ -409,7 +409,7 @@ def _nomic(config: HfConfig) -> EncoderTraits:
     is_gated = "glu" in str(config.get("activation_function") or "swiglu")
     return _common(
         config,
-        names=Names(
+        names=EncoderNames(
             types="embeddings.token_type_embeddings",
             norm="emb_ln",
             layer="encoder.layers.{}.",
@@ -431,7 +431,7 @@ def _nomic(config: HfConfig) -> EncoderTraits:
 def _gte(config: HfConfig) -> EncoderTraits:
     return _common(
         config,
-        names=Names(
+        names=EncoderNames(
             types="embeddings.token_type_embeddings",
             qkv=("attention.qkv_proj",),
             o="attention.o_proj",

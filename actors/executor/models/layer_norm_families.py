@@ -66,8 +66,8 @@ def _gpt_neo(config: HfConfig) -> DecoderTraits:
     for ours, own in (("num_attention_heads", "num_heads"), ("num_hidden_layers", "num_layers")):
         config = {**config, ours: config.get(own) or config.get(ours)}
     window = config.get("window_size", 256)
-    groups = config.get("attention_types")
-    groups = [[["global", "local"], 12]] if groups is None else groups
+    given: Any = config.get("attention_types")
+    groups: list[tuple[list[str], int]] = [(["global", "local"], 12)] if given is None else given
     kinds = [kind for group, count in groups for _ in range(count) for kind in group]
     if unknown := set(kinds) - {"global", "local"}:
         rule = f"attention_types: {sorted(unknown)} are not supported; global and local are"

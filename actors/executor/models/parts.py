@@ -24,7 +24,7 @@ def row_order(num_rows: int, heads: HeadOrder) -> Tensor:
     """Return where each row of whole heads is stored, so that the pairs that turn together become two halves."""
     width, rotated = heads
     rows_HD = torch.arange(num_rows).view(-1, width)
-    pairs = rows_HD[:, :rotated].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    pairs: Tensor = rows_HD[:, :rotated].reshape(len(rows_HD), -1, 2).transpose(1, 2).flatten(1)
     return torch.cat((pairs, rows_HD[:, rotated:]), dim=1).flatten()
 
 

@@ -12,7 +12,7 @@ grids are constants of the format, of 29 KB in all; they come from the package `
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -192,7 +192,7 @@ def _grid(name: str, unit: float = 1) -> Tensor:
     """Load the values that the codes of a type stand for, in `unit`: [codes, 4 or 8] int8."""
     from gguf import quants  # the extra `gguf`; `config/gguf.py` has looked for it
 
-    quant = cast("Any", getattr(quants, name))
+    quant: Any = getattr(quants, name)
     quant.init_grid()
     return torch.from_numpy(np.array(quant.grid[0, 0] / unit, np.int8))
 

@@ -42,7 +42,7 @@ def relax(value: Any, wanted: Any) -> Any:
                 name: relax(item, kinds[name]) if name in kinds else item
                 for name, item in given.items()
             }
-    return value
+    return cast("Any", value)
 
 
 def _fits(value: Any, wanted: Any) -> bool:

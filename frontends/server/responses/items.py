@@ -139,7 +139,7 @@ class EventWriter:
             events: list[StreamEvent] = []
             if self._form.is_held_back(block):
                 events.append(self._of_text("delta", block, delta=block.text))
-            events.append(self._of_text("done", block, **whole))
+            events.append(self._of_text("done", block, (), **whole))
         elif item["type"] == "custom_tool_call":
             place = {"item_id": item["id"], "output_index": block.index}
             events = [

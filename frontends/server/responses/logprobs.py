@@ -6,7 +6,7 @@ from typing import NamedTuple
 from trouper.frontends.server.openai.responses_types import ChatToken
 
 
-class _Span(NamedTuple):
+class _TextSpan(NamedTuple):
     start: int  # in the text of all tokens
     end: int
     token: ChatToken
@@ -22,7 +22,7 @@ class TokenSpans:
     """
 
     def __init__(self) -> None:
-        self._spans: deque[_Span] = deque()
+        self._spans: deque[_TextSpan] = deque()
         self._text = ""  # of the tokens, from `_start` on
         self._start = 0
         self._end = 0
@@ -30,7 +30,7 @@ class TokenSpans:
     def add(self, tokens: list[ChatToken]) -> None:
         for token in tokens:
             start, self._end = self._end, self._end + len(token.token)
-            self._spans.append(_Span(start, self._end, token))
+            self._spans.append(_TextSpan(start, self._end, token))
         self._text += "".join([token.token for token in tokens])
 
     def take(self, piece: str) -> list[ChatToken]:
