@@ -396,7 +396,7 @@ MISTAKES = [
     ("latency --batch-size x", "not a list of integers"),
     ("latency --input-len 4000", "exceed the model's"),
     ("latency --num-iters 0", "'--num-iters'"),
-    ("latency --plot /no/such/folder/x.png", "parameter=plot"),
+    ("latency --plot /no/such/folder/x.png", "plot: cannot be written"),
     ("loop-gap --interval-ms 0", "'--interval-ms'"),
     ("structured --rate 0", "'--rate'"),
     ("kernels --op sort", "must be one of: linear"),
