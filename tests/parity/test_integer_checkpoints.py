@@ -272,6 +272,7 @@ def test_half_of_a_fused_matrix_may_be_plain(tmp_path):
         ({**CONFIGS["gptq"], "group_size": 48}, "group_size"),
         ({**CONFIGS["gptq"], "checkpoint_format": "marlin"}, "checkpoint_format"),
         ({**CONFIGS["gptq"], "dynamic": {"+:.*": {"bits": 3}}}, "bits"),
+        ({**CONFIGS["gptq"], "is_marlin_format": True}, "is_marlin_format"),
         ({**CONFIGS["awq"], "version": "gemv"}, "version"),
         ({**CONFIGS["compressed"], "format": "marlin-24"}, "format"),
         ({**CONFIGS["compressed"], "sparsity_config": {"format": "sparse-bitmask"}}, "format"),

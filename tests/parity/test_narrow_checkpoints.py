@@ -375,6 +375,18 @@ def test_modules_may_be_excepted_by_name_or_pattern(tmp_path, method):
     assert torch.equal(run(narrow)[2], run(plain)[2])
 
 
+def test_names_in_a_larger_model_count_too():
+    """A composite checkpoint's config names modules as its file does, `model.language_model.…`."""
+    scheme = read_scheme({"quantization_config": EXCEPTIONS["gptqmodel"] | {
+        "dynamic": {r"+:^model\.language_model\.layers\.0\..*": {"bits": 8}}}})  # fmt: skip
+    assert scheme is not None
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored = {name.replace("weight", "qweight"): None}
+    inner = name.replace("model.", "model.language_model.")
+    assert scheme.layout(name, stored).bits == 4
+    assert scheme.layout(name, stored, inner).bits == 8
+
+
 def test_modelopt_may_have_a_file_of_its_own(tmp_path):
     config, quantise = KINDS["modelopt_nvfp4"]
     plain, narrow = write(tmp_path, config, lambda _: quantise)

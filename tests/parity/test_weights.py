@@ -177,3 +177,21 @@ def test_an_unknown_architecture_is_an_unsupported_feature(folder):
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Mamba"]}))
     with pytest.raises(UnsupportedFeatureError, match="Mamba"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtp.fc.weight",
+        "model.mtp.layers.0.x",
+        "model.layers.2.mlp.up_proj.weight",
+        "v_head.summary.weight",
+        "score.weight",
+    ],
+)
+def test_tensors_of_other_uses_are_left_out_with_a_line(folder, caplog, name):
+    """Layers that predict ahead, and heads that value or score."""
+    rewrite(folder, lambda t: t.update({name: torch.zeros(3)}))
+    with caplog.at_level("INFO", logger="trouper"):
+        load(folder)
+    assert f"1 tensors that its model does not use, such as {name}" in caplog.text

@@ -239,7 +239,19 @@ class Checkpoint:
         raise invalid("model", f"the checkpoint lacks {base}{BNB_STATES['nf4']}")
 
     def _layout(self, name: str) -> WeightLayout | None:
-        return None if self._scheme is None else self._scheme.layout(name, self)
+        if self._scheme is None:
+            return None
+        return self._scheme.layout(name, self, self._name_in_file(name))
+
+    def _name_in_file(self, name: str) -> str | None:
+        """Return the name of a matrix in the file, where one of its parts has another one there; else None."""
+        base = base_of(name)
+        for last in MARKS:
+            found = self._stored_name.get(base + last)
+            if found is not None:
+                whole = found.removesuffix(last) + "weight"
+                return whole if whole != name else None
+        return None
 
     def _parts(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
         """List the stored tensors that make up a tensor: itself, or its quantised parts, or those of all experts."""

@@ -41,6 +41,7 @@ from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.executor.weights.stacks import views_of
+from trouper.actors.executor.weights.text_names import is_of_other_uses
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage
@@ -59,6 +60,7 @@ from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.ops import SharedOps
 from trouper.kernels.select import make_experts, make_linear
 
+UNUSED_TENSORS = "the checkpoint has %d tensors that its model does not use, such as %s"
 ACTIVATION_SCALES = "the checkpoint has %d scales of activations or of a KV cache, which are not used: both stay in %s"
 BAR_DELAY_S = 1.0
 ROUTER = "router"
@@ -206,6 +208,10 @@ def _open_source(
         traits = msgspec.structs.replace(traits, tied_embeddings=False)
     ignored = frozenset({head} if traits.tied_embeddings else ())
     ignored |= {name for name in checkpoint.shapes if name.endswith(names.masks)}
+    unused = {x for x in checkpoint.shapes if is_of_other_uses(x, len(traits.layers))} - {head}
+    if unused and has_head:
+        logger.info(UNUSED_TENSORS, len(unused), ", ".join(sorted(unused)[:4]))
+    ignored |= unused
     parameters = _all(traits, has_head=has_head)
     checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
     if checkpoint.num_unused_scales:

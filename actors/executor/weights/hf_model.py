@@ -8,6 +8,7 @@ Laws:
   * What is not admitted is refused with the reason before the engine is ready.
 """
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +27,7 @@ from trouper.actors.executor.models.registry import (
     is_text_part,
 )
 from trouper.actors.executor.weights.checkpoint import Checkpoint
-from trouper.actors.executor.weights.decoder import Wrap
+from trouper.actors.executor.weights.decoder import UNUSED_TENSORS, Wrap
 from trouper.actors.executor.weights.hf_check import (
     ROW_COUNTS,
     TRIAL_TOKENS,
@@ -37,13 +38,14 @@ from trouper.actors.executor.weights.hf_code import own_code
 from trouper.actors.executor.weights.hf_linears import exchange, linear_layers, observed
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
-from trouper.actors.executor.weights.text_names import key_mapping, text_names
+from trouper.actors.executor.weights.text_names import is_of_other_uses, key_mapping, text_names
 from trouper.config.model import RECURRENT_STATE, ModelConfig
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
 from trouper.kernels.linear import LinearMethod
 
+logger = logging.getLogger(__name__)
 KNOWN_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention"}
     | {"dense", "sparse", "moe"}  # kinds of MLP
@@ -281,6 +283,12 @@ def _with_weights(cls: Any, hf_config: Any, config: EngineConfig, dtype: torch.d
         names = sorted(map(str, info.get(key) or ()))
         if is_part:  # the rest of a larger model is not read
             names = sorted(text_names(names) if key == "unexpected_keys" else names)
+        if key == "unexpected_keys":
+            num_layers = int(getattr(model.config, "num_hidden_layers", 1 << 30))
+            unused = [name for name in names if is_of_other_uses(name, num_layers)]
+            if unused:
+                logger.info(UNUSED_TENSORS, len(unused), ", ".join(unused[:4]))
+            names = [name for name in names if name not in unused]
         if names:
             shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
             raise TrouperValidationError(

@@ -29,8 +29,13 @@ class Scheme(msgspec.Struct, frozen=True):
 
     groups: tuple[tuple[tuple[str, ...], WeightLayout], ...]
 
-    def layout(self, name: str, stored: StoredNames) -> WeightLayout | None:
+    def layout(
+        self, name: str, stored: StoredNames, stored_name: str | None = None
+    ) -> WeightLayout | None:
         """Find how the tensor `name` is stored; None: as it is.
+
+        Args:
+            stored_name: its name in a larger model, which config.json may use as well.
 
         Raises:
             UnsupportedFeatureError: it is quantised, and belongs to no group of config.json.
@@ -43,7 +48,15 @@ class Scheme(msgspec.Struct, frozen=True):
         if not is_packed and (name not in stored or stored.dtype(name) not in ("I8", "U8", FP8)):
             return None
         module = base.removesuffix(".")
-        found = [(rank, layout) for names, layout in self.groups if (rank := _rank(module, names))]
+        modules = (
+            [module] if stored_name is None else [module, base_of(stored_name).removesuffix(".")]
+        )
+        found = [
+            (rank, layout)
+            for names, layout in self.groups
+            for each in modules
+            if (rank := _rank(each, names))
+        ]
         if not found:
             raise unsupported("config_groups", f"{name}, which is quantised and in no group")
         return min(found, key=lambda each: each[0])[1]
@@ -71,6 +84,7 @@ def read_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
 def _gptq(config: Mapping[str, Any]) -> Scheme:
     _expect(config, "bits", 4, 8)
     _expect(config, "checkpoint_format", None, "gptq", "gptq_v2")
+    _expect(config, "is_marlin_format", None, False)
     _expect(config, "pack_dtype", None, "int32")
     less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 

@@ -12,6 +12,18 @@ STYLES = (
 )  # fmt: skip
 
 
+# Parts of a checkpoint that its model does not use to generate: layers that predict several tokens ahead, heads that value or score.
+OF_OTHER_USES = re.compile(r"(?:model\.)?(?:mtp|v_head|value_head|score)\.")
+LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+def is_of_other_uses(name: str, num_layers: int) -> bool:
+    """Decide whether a tensor may be left out: it belongs to a layer behind the last one, or to a head for another use."""
+    found = LAYER_NUMBER.search(name)
+    is_behind = found is not None and int(found[1]) >= num_layers
+    return is_behind or OF_OTHER_USES.match(name) is not None
+
+
 def text_names(stored: Iterable[str]) -> dict[str, str]:
     """Map the names of the text model alone to those that are stored; the rest of the checkpoint is left out."""
     names = list(stored)
