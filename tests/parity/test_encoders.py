@@ -30,6 +30,7 @@ from trouper.actors.executor.cpu.pooling_runner import (
 from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.devices import model_host
 from trouper.actors.executor.models.encoder import Encoder, rounded
+from trouper.actors.executor.models.encoder_traits import encoder_traits
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
@@ -512,3 +513,9 @@ def test_modules_in_front_of_the_pooling_are_refused(kinds, word, tmp_path):
     (tmp_path / "modules.json").write_text(json.dumps(listed))
     with pytest.raises(UnsupportedFeatureError, match=f"{word}.*before Pooling"):
         run(tmp_path, "embed")
+
+
+@pytest.mark.parametrize("name", ["XLMRobertaLoRA", "BertGenerationEncoder"])
+def test_names_that_only_begin_alike_are_refused(name):
+    with pytest.raises(UnsupportedFeatureError, match=f"{name}: "):
+        encoder_traits(SMALL, name)

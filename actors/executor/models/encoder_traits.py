@@ -100,6 +100,9 @@ def encoder_traits(config: HfConfig, architecture: str) -> EncoderTraits | None:
         UnsupportedFeatureError: a trait of this model is not known.
         TrouperValidationError: the config lacks a number or contradicts itself.
     """
+    for prefix, reason in REFUSED.items():
+        if architecture.startswith(prefix):
+            raise UnsupportedFeatureError(f"{architecture}: {reason}", parameter="model")
     for prefix, reader in READERS.items():
         if architecture.startswith(prefix):
             return read_traits(reader, config, architecture)
@@ -456,6 +459,11 @@ def _one_rope(config: HfConfig, theta: str, share: float = 1.0) -> dict[str, obj
     return {"ropes": (rope,), "layer_ropes": (0,) * require(config, "num_hidden_layers")}
 
 
+# Names that begin like those of a reader, and are of other models.
+REFUSED = {
+    "XLMRobertaLoRA": "rotary XLM-RoBERTa with an adapter for each task (jina-embeddings-v3) is not supported",
+    "BertGeneration": "is not supported; a BERT that embeds is a BertModel",
+}
 READERS: dict[str, Callable[[HfConfig], EncoderTraits]] = {
     "Bert": _bert,
     "Roberta": _roberta,
