@@ -37,7 +37,8 @@ def test_the_old_name_of_a_scaling_stretches_a_config_with_the_new_one(runner, w
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **plain).eval()
     overrides = {"rope_scaling": {k: v for k, v in wish.items() if k != "rope_theta"}}
     resolved = engine_config(tmp_path, hf_overrides=overrides)
-    assert resolved.max_model_len == 256
+    # As in vLLM, linear scaling multiplies the length, and YaRN's original length is the shorter one.
+    assert resolved.max_model_len == 256 * (int(wish["factor"]) if wish is LINEAR else 1)
     driver = Driver(runner(resolved))
     (s,) = driver.run(random_prompts((100,), VOCAB), 6, Sampling(temperature=0.0, logprobs=-1))
     check_against(model, [s], atol=1e-5, rtol=1e-5)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.adapters import random_tensors, write_adapter
 from trouper import LLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
-from trouper.errors import AdaptersInUseError, TrouperValidationError
+from trouper.errors import AdaptersInUseError, TrouperClientError
 
 OPTIONS = {
     "max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 64, "dtype": "float32",
@@ -65,7 +65,7 @@ def test_a_bad_prompt_or_adapter_behind_those_that_wait_ends_them_all(llm, adapt
         ([PROMPT] * 5, nowhere),
         ([*[PROMPT] * 4, "x" * 4096], adapters[4]),
     ):
-        with pytest.raises(TrouperValidationError):
+        with pytest.raises(TrouperClientError):
             generate(llm, prompts, [*adapters[:4], last])
         assert llm.llm_engine.statistics().num_open_requests == 0
     assert len(generate(llm, [PROMPT] * 5, adapters)) == 5

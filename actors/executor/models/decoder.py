@@ -107,7 +107,6 @@ class Decoder(Generic[OpsT]):
         self._shared: SharedOps = ops if shared is None else shared
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         self._positions = positions
-        self._add = self._add_in_parallel if traits.is_parallel else self._add_in_turn
         # transformers rounds the scale to the model's dtype before it multiplies
         self._embedding_scale = float(torch.tensor(traits.embedding_scale, dtype=self.dtype))
         self._rope_tables: list[Tensor] = [
@@ -140,6 +139,8 @@ class Decoder(Generic[OpsT]):
             the states of padding tokens are arbitrary.
         """
         ops = self.ops
+        # Chosen here: a bound method among the attributes would be a cycle that keeps the weights after a sleep.
+        add = self._add_in_parallel if self.traits.is_parallel else self._add_in_turn
         x_TE, step = self._begin_step(tokens, embeds, hidden_TE)
         first_norm = self._layers[0].attention_norm
         y_TE = x_TE if first_norm is None else ops.norm(x_TE, first_norm)
@@ -156,7 +157,7 @@ class Decoder(Generic[OpsT]):
                     return x_TE
             plan = plans[layer.traits.window]
             attended_TE = layer.o.apply(ops.attend(qkv_TND, cache, plan, layer.sinks))
-            y_TE = self._add(layer, x_TE, y_TE, attended_TE, next_norm)
+            y_TE = add(layer, x_TE, y_TE, attended_TE, next_norm)
         return y_TE
 
     def _add_in_turn(
