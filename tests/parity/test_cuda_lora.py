@@ -105,7 +105,7 @@ def test_no_prefix_crosses_adapters(folder, adapters):
 @pytest.mark.usefixtures("ordered_dots")
 def test_eight_adapters_in_a_batch_are_each_alone_bit_by_bit(folder, tmp_path):
     """With the products whose rows do not depend on their number."""
-    names = [*VARIANTS]
+    names = [*VARIANTS][:8]
     chosen = []
     for number, name in enumerate(names, 1):
         save_adapter(folder, tmp_path / name, VARIANTS[name], seed=number)

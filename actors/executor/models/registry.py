@@ -149,12 +149,13 @@ def _phi3(config: HfConfig) -> DecoderTraits:
 
 
 def _gemma1(config: HfConfig) -> DecoderTraits:
-    head_dim = config.get("head_dim", 256)
+    head_dim, act = config.get("head_dim", 256), config.get("hidden_act")
     return _gemma(
         config,
         norm_placement="pre",
         attention_scale=head_dim**-0.5,
-        activation=activation_of({"hidden_act": config.get("hidden_act") or GELU_TANH}),
+        # The first releases say "gelu" and mean its approximation.
+        activation=activation_of({"hidden_act": GELU_TANH if act in (None, "gelu") else act}),
     )
 
 
