@@ -21,7 +21,7 @@ import anyio.lowlevel
 import pytest
 import pytest_timeout
 
-GRACE = 5.0
+GRACE = 10.0
 MESSAGE = "Timeout: the test ran past its time limit"
 
 

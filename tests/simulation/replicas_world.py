@@ -135,6 +135,8 @@ class ReplicasWorld:
         self._given_up: set[int] = set()  # in question when they failed
         self.pause = Pause.NONE
         self.num_losses = self.num_moves = 0
+        # One loss of every second schedule has no cause that can be seen: the requests in its step are suspects, and innocent.
+        self._may_be_unexplained = seed % 2 == 1
 
     @property
     def policies(self) -> tuple[Any, ...]:
@@ -297,7 +299,11 @@ class ReplicasWorld:
         is_due = self._dice.random() < self._scenario.kill_share and self.num_losses < MAX_LOSSES
         if is_due and not self.policies[replica].is_device_lost:
             step = self._plans[replica][0].step if self._plans[replica] else None
-            self._lose(replica, DeviceLost("from outside", step, is_from_outside=True))
+            # A second one, or one beside a search, could condemn a request by bad luck.
+            is_unexplained = self._may_be_unexplained and not any(map(self.suspects, self.policies))
+            self._may_be_unexplained &= not is_unexplained
+            is_from_outside = not is_unexplained
+            self._lose(replica, DeviceLost("killed", step, is_from_outside=is_from_outside))
             return True
         return False
 
