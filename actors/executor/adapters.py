@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_SHOWN = 4
-# Modules beside the text model of larger ones, as transformers names them.
+# Transformers' names for the parts of a multimodal model other than its text model.
 TOWER_NAMES = (
     "visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector", "embed_vision",
     "embed_audio",

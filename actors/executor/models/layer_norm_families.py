@@ -338,7 +338,7 @@ def _persimmon(config: HfConfig) -> DecoderTraits:
 
 
 def _arcee(config: HfConfig) -> DecoderTraits:
-    """Llama with an MLP that has no gate."""
+    """Read Arcee: a Llama with an ungated MLP."""
     bias = bool(config.get("attention_bias", False))
     return common_traits(
         config,

@@ -83,7 +83,7 @@ def renamed(config: HfConfig, **names: str) -> HfConfig:
 
 
 def refuse(config: HfConfig, **values: bool) -> None:
-    """Raise UnsupportedFeatureError if a flag of the config has the value that is not computed."""
+    """Raise UnsupportedFeatureError if a flag of the config has an unsupported value."""
     for name, refused in values.items():
         value = config.get(name)
         if value is not None and bool(value) is refused:

@@ -125,7 +125,7 @@ def _order_of_heads(traits: DecoderTraits) -> tuple[Cut, ...]:
 
 
 def pairs_of(traits: DecoderTraits) -> HeadOrder:
-    """Return the order of a head's rows, of a model that is interleaved."""
+    """Return the row order of a head in a model with interleaved rotation."""
     return HeadOrder(traits.head_dim, traits.ropes[0].width)
 
 
