@@ -31,6 +31,14 @@ def chunk(text=None, finish_reason=None):
     return json.dumps({"choices": [{"text": text, "finish_reason": finish_reason}]})
 
 
+def is_complete(answer):
+    """Return whether a client can see where this answer ends, so that it may use the connection again."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if b"transfer-encoding: chunked" in head:
+        return body.endswith(b"0\r\n\r\n")
+    return f"content-length: {len(body)}\r\n".encode() in head + b"\r\n"
+
+
 class Handler(socketserver.StreamRequestHandler):
     def handle(self):
         try:
@@ -53,7 +61,7 @@ class Handler(socketserver.StreamRequestHandler):
                 self.wfile.write(self.server.answer)
                 if self.server.hold:
                     self.rfile.read()  # until the client leaves
-                if not self.server.answer.endswith(b"0\r\n\r\n"):
+                if not is_complete(self.server.answer):
                     return  # the connection ends with it
 
 
