@@ -6,13 +6,6 @@ import os
 import hypothesis
 import pytest
 
-from tests.time_limit import (  # noqa: F401  these are hooks
-    pytest_handlecrashitem,
-    pytest_runtest_call,
-    pytest_runtest_setup,
-    pytest_runtest_teardown,
-    pytest_timeout_set_timer,
-)
 from trouper.config.devices import cuda_problem
 
 # The models are tiny: a second thread has nothing to do, and on a busy machine each barrier with it
@@ -68,3 +61,28 @@ def ordered_dots(monkeypatch):
         return TensorHandle(total, d.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(scope="session")
+def make_folder(tmp_path_factory):
+    """Write a tokenizer folder: `make_folder("bytes", chat_template=…)`."""
+    # Imported here, since most test files need no tokenizer and should start quickly.
+    from tests.support.tokenizers import write_folder
+
+    return lambda kind="bytes", **config: write_folder(
+        tmp_path_factory.mktemp("tokenizer"), kind, config
+    )
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(make_folder):
+    from trouper.actors.rendering.tokenizer import Tokenizer
+
+    return Tokenizer.load(make_folder("bytes"))
+
+
+@pytest.fixture(scope="session")
+def metaspace_tokenizer(make_folder):
+    from trouper.actors.rendering.tokenizer import Tokenizer
+
+    return Tokenizer.load(make_folder("metaspace"))

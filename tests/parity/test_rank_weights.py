@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.adapters import random_tensors, write_adapter
+from tests.support.adapters import random_tensors, write_adapter
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.models.parameters import layer_parameters
 from trouper.actors.executor.models.parts import part_of

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.adapters import random_tensors, write_adapter
+from tests.support.adapters import random_tensors, write_adapter
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.cpu.stage_runner import StageRunner

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tests.adapters import CONFIG, DEMO, random_tensors, shapes_of, write_adapter
+from tests.support.adapters import CONFIG, DEMO, random_tensors, shapes_of, write_adapter
 from trouper.actors.executor.adapters import AdapterSlots
 from trouper.actors.executor.models.parameters import Parameter
 from trouper.config.adapters import LoRAConfig, read_adapter

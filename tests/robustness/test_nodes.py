@@ -13,8 +13,8 @@ from functools import partial
 
 import pytest
 
-from tests.unit.accepting import accept
-from tests.unit.test_model_files import change
+from tests.support.accepting import accept
+from tests.workers.test_model_files import change
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.nodes.launch_nodes import open_nodes
 from trouper.actors.executor.devices.process import ProcessDevice

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from tests.adapters import random_tensors, write_adapter
+from tests.support.adapters import random_tensors, write_adapter
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.launch_local import MODULE
 from trouper.actors.executor.devices.process import ProcessDevice

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.unit.embeds_payloads import BAD, DTYPES, GOOD, MAX_ROWS, WIDTH
+from tests.support.embeds_payloads import BAD, DTYPES, GOOD, MAX_ROWS, WIDTH
 
 from .process import started, stop
 

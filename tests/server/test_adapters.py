@@ -6,7 +6,7 @@ import shutil
 import anyio
 import pytest
 
-from tests.adapters import random_tensors, write_adapter
+from tests.support.adapters import random_tensors, write_adapter
 from trouper import AsyncLLMEngine, EngineArgs, LoRARequest, SamplingParams
 from trouper.errors import LoRAAdapterNotFoundError, TrouperValidationError
 from trouper.frontends.server.app import create_app

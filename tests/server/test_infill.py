@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.infill import MARKS, save_demo
+from tests.support.infill import MARKS, save_demo
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.frontends.server.app import create_app
 

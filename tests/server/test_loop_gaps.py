@@ -10,7 +10,7 @@ import pybase64
 import pytest
 import trio
 
-from tests.heartbeat import BEATS, Heartbeat, Pace
+from tests.support.heartbeat import BEATS, Heartbeat, Pace
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.actors.engine.generation import Generation
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.adapters import random_tensors, write_adapter
+from tests.support.adapters import random_tensors, write_adapter
 from trouper.frontends.cli.main import run_line
 
 ENGINE = ["--max-model-len", "512", "--num-gpu-blocks-override", "64", "--dtype", "float32"]

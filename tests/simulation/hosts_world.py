@@ -18,7 +18,7 @@ from unittest.mock import patch
 import msgspec
 import trio
 
-from tests.unit.engines import InlineThreads, engine_config
+from tests.support.engines import InlineThreads, engine_config
 from trouper.actors.engine.wiring import Engine, open_engine
 from trouper.actors.executor.devices.nodes import (
     channel,

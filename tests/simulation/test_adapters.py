@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.unit.engines import STEP_S, VOCAB_SIZE, engine_config, simulated_engine
+from tests.support.engines import STEP_S, VOCAB_SIZE, engine_config, simulated_engine
 from trouper.actors.executor.devices.simulated import Conditions, simulated_tokens
 from trouper.actors.messages.plans import Sampling
 from trouper.config.adapters import AdapterConfig, AdapterFiles, LoRAConfig

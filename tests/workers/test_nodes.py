@@ -1,0 +1,453 @@
+"""Several machines on the loopback: the proof, the messages, the front and its hosts, with workers that only listen."""
+
+import random
+import socket
+import threading
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from tests.support.accepting import accept
+from trouper.actors.executor.devices.launch_local import CLOSED
+from trouper.actors.executor.devices.nodes import channel as messages
+from trouper.actors.executor.devices.nodes import proof
+from trouper.actors.executor.devices.nodes.channel import Channel, ChannelError, HostHello, Start
+from trouper.actors.executor.devices.nodes.front import Front
+from trouper.actors.executor.devices.nodes.host import Host, Orders
+from trouper.actors.executor.devices.nodes.launch_nodes import (
+    HostGroup,
+    NodesCrew,
+    listen,
+    open_nodes,
+)
+from trouper.actors.executor.devices.nodes.remote_peer import RemotePeer
+from trouper.actors.executor.devices.place import PlaceFacts
+from trouper.actors.executor.devices.wire import MAX_FRAME, Close, FrameReader, encode
+from trouper.actors.executor.devices.worker_process import Exit
+from trouper.actors.executor.parallel.ranks import CrewSizes
+from trouper.config.args import EngineArgs
+from trouper.config.nodes import CLUSTER_KEY, NodesConfig
+from trouper.config.resolve import resolve
+from trouper.errors import DeviceStartError, TrouperValidationError
+
+from .test_wire import a_plan
+
+KEY = b"a key of these machines"
+IDLE = "tests.robustness.idle_worker"
+
+
+@pytest.fixture(params=["trio"])
+def anyio_backend(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def workers_find_the_tests(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+@pytest.fixture
+def key(monkeypatch):
+    monkeypatch.setenv(CLUSTER_KEY, KEY.decode())
+
+
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+# The proof
+
+
+def prove(dialler_key, listener_key):
+    """What a dialler raises, and what its listener finds."""
+    found = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            with listener.accept()[0] as connection:
+                found.append(accept(connection, listener_key))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            proof.dial(listener.getsockname(), dialler_key).close()
+            found.append(None)
+        except proof.WrongKeyError as error:
+            found.append(error)
+        thread.join()
+    return found
+
+
+def test_both_sides_prove_the_same_key():
+    assert set(prove(KEY, KEY)) == {True, None}
+
+
+def test_a_wrong_key_is_told_to_the_dialler():
+    found = prove(b"another key", KEY)
+    assert False in found
+    assert any("has another key" in str(x) for x in found)
+
+
+def test_no_proof_of_one_side_is_one_of_the_other_nor_of_another_time():
+    one, two = proof.Listening(KEY), proof.Listening(KEY)
+    sent, wanted = proof.answer(KEY, one.greeting)
+    assert one.judge(sent) == (True, wanted)
+    assert two.judge(sent) == (False, bytes(33))
+    theirs = sent[: proof.CHALLENGE_BYTES]
+    assert one.judge(theirs + wanted[1:])[0] is False
+    assert one.judge(bytes(proof.ANSWER_BYTES))[0] is False
+
+
+def test_what_listens_but_is_not_trouper_is_named():
+    with pytest.raises(ConnectionError, match="not trouper"):
+        proof.answer(KEY, b"HTTP/1.1".ljust(proof.GREETING_BYTES))
+
+
+# Messages
+
+
+@pytest.mark.anyio
+async def test_messages_are_whole_however_their_bytes_come():
+    near, far = tcp_pair()
+    far.setblocking(False)
+    wanted = [
+        HostHello("digest", 1, 2),
+        Start(3, (0, 1), 4, CrewSizes(4, 1, 64, 8, ()), {"hidden 1": ("10.0.0.1", 77)}),
+        messages.Ended(3, 1, Exit(-9, stderr=("last", "words"))),
+        messages.Failed(3, "no memory"),
+    ]
+    data, dice = b"".join(map(messages.encode, wanted)), random.Random(5)
+    channel, found = Channel(far), []
+
+    async def read():
+        while (message := await channel.receive()) is not None:
+            found.append(message)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        while data:
+            size = dice.randrange(1, 20)
+            near.sendall(data[:size])
+            data = data[size:]
+            await anyio.wait_all_tasks_blocked()
+        near.close()
+    assert found == wanted
+    channel.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (messages.LENGTH.pack(messages.MAX_MESSAGE + 1), "at most 65536"),
+        (messages.LENGTH.pack(3) + b"\xc1\xc1\xc1", "not a message"),
+    ],
+)
+async def test_what_is_no_message_is_an_error(data, words):
+    near, far = tcp_pair()
+    far.setblocking(False)
+    near.sendall(data)
+    channel = Channel(far)
+    with pytest.raises(ChannelError, match=words):
+        await channel.receive()
+    channel.close()
+    near.close()
+
+
+def test_last_words_fit_into_a_message():
+    ended = messages.shorten(Exit(1, stderr=("é" * 10_000,) * 64))
+    assert len(messages.encode(messages.Ended(2**31, 64, ended))) < messages.MAX_MESSAGE
+    assert len(ended.stderr) == messages.LAST_LINES
+
+
+# The connection to a worker
+
+
+@pytest.mark.anyio
+async def test_frames_wait_for_room_and_go_whole_and_in_order():
+    near, far = tcp_pair()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
+
+    async def end(grace_s):
+        return Exit(0)
+
+    peer = RemotePeer(near, end, "worker 1")
+    far.setblocking(False)
+    plans = [a_plan(num_embeds_bytes=2**20) for _ in range(8)]
+    for plan in plans:
+        peer.send(*encode(plan))
+    reader, found = FrameReader(max_inline=MAX_FRAME), []
+
+    async def read():
+        while len(found) < len(plans):
+            await anyio.wait_readable(far)
+            reader.feed(far.recv(2**16), [])
+            while (frame := reader.take()) is not None:
+                found.append(frame.step)
+        far.sendall(b"done")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        assert await peer.receive() == (b"done", [])
+    assert found == [plan.step for plan in plans]
+    far.close()
+    assert await peer.receive() == CLOSED
+    assert await peer.end(0.0) == await peer.end(0.0) == Exit(0)
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_does_not_read_is_cut_off():
+    near, far = tcp_pair()
+
+    async def end(grace_s):
+        return Exit(-9)
+
+    peer = RemotePeer(near, end, "worker 1")
+    large = encode(a_plan(num_embeds_bytes=2**22), is_inline=True)
+    with pytest.raises(BlockingIOError):
+        for _ in range(200):
+            peer.send(*large)
+    assert await peer.receive() == CLOSED
+    await peer.end(0.0)
+    far.close()
+
+
+# The front and its hosts
+
+
+def a_config(**options):
+    return resolve(EngineArgs(**options))
+
+
+def a_host(address, rank=1, num_nodes=2, key=KEY, num_workers=1):
+    nodes = NodesConfig("mp", num_nodes, rank, *address)
+    return Host(nodes, key, PlaceFacts(num_workers), IDLE)
+
+
+@asynccontextmanager
+async def a_front(num_nodes=2):
+    listener = socket.create_server(("127.0.0.1", 0))
+    front = Front(listener, KEY, num_nodes)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(front.listen)
+        yield front, listener.getsockname()
+        tasks.cancel_scope.cancel()
+
+
+def crew_on_host(front):
+    """A launcher of one worker, which runs on node 1."""
+
+    async def make_group(node, order):
+        return HostGroup(front, await front.host(1), order)
+
+    config = a_config()
+    return NodesCrew(config, {1: (0,)}, 0, front, make_group)
+
+
+@asynccontextmanager
+async def running(host):
+    """A host that serves its front while the block runs."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(host.serve)  # noqa: ASYNC113  # it may come at any moment
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def started(front):
+    """The peer of a worker, however long its host takes to come."""
+    (peer,) = await crew_on_host(front)()
+    return peer
+
+
+@pytest.mark.anyio
+async def test_a_worker_ends_with_its_host_and_the_next_host_starts_another():
+    async with a_front() as (front, address):
+        for _ in range(2):
+            async with running(a_host(address)):
+                peer = await started(front)
+                assert "worker 0 on node 1" in repr(peer)
+            assert await peer.receive() == CLOSED
+            ended = await peer.end(1.0)
+            assert (ended.status, ended.was_machine_lost) == (None, True)
+            assert ended.stderr == ("node 1 at 127.0.0.1 is gone",)
+
+
+@pytest.mark.anyio
+async def test_how_a_worker_has_ended_is_told_by_its_host():
+    async with a_front() as (front, address), running(a_host(address)):
+        told, killed = await started(front), await started(front)
+        told.send(*encode(Close()))
+        assert await told.receive() == CLOSED
+        assert await told.end(5.0) == Exit(3, stderr=("idle, 0 links",))
+        assert (await killed.end(0.0)).status == -9
+
+
+@pytest.mark.anyio
+async def test_a_host_serves_the_next_front_when_one_is_gone(monkeypatch):
+    monkeypatch.setattr("trouper.actors.executor.devices.nodes.host.DIAL_AGAIN_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    async with running(a_host(address)):
+        for _ in range(2):
+            async with anyio.create_task_group() as tasks:
+                front = Front(listen(NodesConfig("mp", 2, 0, *address)), KEY, 2)
+                await tasks.start(front.listen)
+                peer = await started(front)
+                tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await peer.end(0.0)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("host", "parameter", "words"),
+    [
+        ({"key": b"another key of others"}, CLUSTER_KEY, "has another key"),
+        ({"num_nodes": 3}, "node_rank", "node 1 of 3, and the front has 2"),
+        ({"rank": 2}, "node_rank", "node 2 of 2"),
+        (
+            {"num_workers": 3},
+            "node_rank",
+            "3 workers on node 1 by its -pp, -tp and -dp, and 1 by the front's",
+        ),
+    ],
+)
+async def test_a_host_that_does_not_belong_is_refused_and_ends(host, parameter, words):
+    async with a_front() as (front, address):
+        with pytest.raises(TrouperValidationError, match=words) as caught:
+            await a_host(address, **host).serve()
+        assert caught.value.parameter == parameter
+        assert "0 hosts" in repr(front)
+
+
+@pytest.mark.anyio
+async def test_both_sides_log_each_state_of_a_second_host_of_a_number_once(monkeypatch, caplog):
+    monkeypatch.setattr("trouper.actors.executor.devices.nodes.host.DIAL_AGAIN_S", 0.001)
+    refused, accepted = anyio.Semaphore(0), anyio.Semaphore(0)
+    note, follow = Host._note_refusal, Orders.follow
+
+    def note_refusal(host, *refusal):
+        note(host, *refusal)
+        refused.release()
+
+    async def follow_orders(orders):
+        accepted.release()
+        await follow(orders)
+
+    monkeypatch.setattr(Host, "_note_refusal", note_refusal)
+    monkeypatch.setattr(Orders, "follow", follow_orders)
+
+    def lines():
+        found = [r.getMessage() for r in caplog.records]
+        caplog.clear()
+        return found
+
+    async with a_front() as (_, address):
+        async with anyio.create_task_group() as second:
+            async with running(a_host(address)):
+                await accepted.acquire()
+                lines()
+                second.start_soon(a_host(address).serve)
+                for _ in range(5):
+                    await refused.acquire()
+                where = f"{address[0]}:{address[1]}"
+                told = ["node 1 waits for the front at " + where,
+                        "127.0.0.1: node 1 is there already",
+                        "the front refuses this node for now: node 1 is there already"]  # fmt: skip
+                assert sorted(lines()) == sorted(told)
+            await accepted.acquire()
+            assert lines() == [
+                "node 1 of 2 is gone",
+                "node 1 of 2 is there, at 127.0.0.1",
+                "node 1 of 2 serves the front",
+            ]
+            second.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_strangers_neither_hold_up_the_front_nor_end_it(monkeypatch, caplog):
+    """As many silent ones as there are places keep no host out: the eldest makes room."""
+    monkeypatch.setattr("trouper.actors.executor.devices.nodes.front.MAX_UNPROVEN", 3)
+    async with a_front() as (front, address):
+        strangers = [socket.create_connection(address) for _ in range(3)]
+        for stranger in strangers:
+            stranger.setblocking(False)
+            await anyio.wait_readable(stranger)
+            assert stranger.recv(1000).startswith(proof.MAGIC)
+        with socket.create_connection(address) as one_more:
+            one_more.setblocking(False)
+            await anyio.wait_readable(one_more)
+            assert one_more.recv(1000).startswith(proof.MAGIC)
+            await anyio.wait_readable(strangers[0])
+            assert strangers[0].recv(1000) == b""
+            strangers[1].sendall(b"GET / HTTP/1.1\r\n" * 10)
+            strangers[2].sendall(b"short")
+            strangers[2].close()
+            silent = [socket.create_connection(address) for _ in range(3)]
+            async with running(a_host(address)):
+                peer = await started(front)
+                await peer.end(0.0)
+        for stranger in (*strangers, *silent):
+            stranger.close()
+    assert sum("a connection of 127.0.0.1" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.anyio
+async def test_an_error_beside_the_front_is_raised_as_it_is(key):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = a_config(nnodes=2, pipeline_parallel_size=2, master_port=port)
+    with pytest.raises(DeviceStartError, match="as it is"):
+        async with open_nodes(config, config.nodes):
+            raise DeviceStartError("as it is")
+
+
+@pytest.mark.anyio
+async def test_a_key_holder_that_says_nonsense_is_left_alone():
+    async with a_front() as (front, address):
+        for data in (
+            b"\xff" * 50,
+            messages.encode(messages.WorkerHello(9, 9)),
+            messages.encode(messages.Started(1)),
+        ):
+            connection = await anyio.to_thread.run_sync(proof.dial, address, KEY)
+            connection.sendall(data)
+            connection.setblocking(False)
+            await anyio.wait_readable(connection)
+            try:
+                assert connection.recv(10) == b""
+            except ConnectionResetError:
+                pass
+            connection.close()
+        assert repr(front) == "<Front: 0 hosts, 0 workers expected>"
+
+
+@pytest.mark.anyio
+async def test_an_address_that_cannot_be_had_is_named(key):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = {"nnodes": 2, "pipeline_parallel_size": 2}
+        for more, parameter in (
+            ({"master_port": port}, "master_port"),
+            ({"master_addr": "192.0.2.1", "master_port": port}, "master_addr"),
+            ({"master_addr": "no such name", "master_port": port}, "master_addr"),
+        ):
+            config = a_config(**options, **more)
+            with pytest.raises(TrouperValidationError, match=r"cannot|no address") as caught:
+                async with open_nodes(config, config.nodes):
+                    pass
+            assert caught.value.parameter == parameter
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_does_not_connect_is_an_error(monkeypatch):
+    monkeypatch.setattr("trouper.actors.executor.devices.nodes.front.CONNECT_S", 0.01)
+    async with a_front() as (front, _):
+        front.expect(1, 0)
+        with pytest.raises(DeviceStartError, match="worker 3 of a test has not connected"):
+            await front.worker(1, 0, "worker 3 of a test")

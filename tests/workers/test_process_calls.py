@@ -1,0 +1,185 @@
+"""Calls to workers that have no step: one that does not answer is killed after the patience that a step has."""
+
+import pytest
+import trio
+import trio.testing
+
+from trouper.actors.executor.devices.process import CLOSE_S, ProcessDevice
+from trouper.actors.executor.devices.supervision import (
+    CALL_FACTOR,
+    FIRST_STEP_S,
+    MIN_STEP_S,
+    call_deadline_s,
+)
+from trouper.actors.executor.devices.wire import Call, Returned
+from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.errors import DeviceStartError, RetryableRequestError
+from trouper.frontends.server.server import GRACE_S, GUARD_S
+
+from .test_process_ranks import FakeLauncher, FakePeer, make_device, plan, run
+
+
+class AwayCrew:
+    """A worker on a machine that is away for an hour before each start."""
+
+    def __init__(self):
+        self.peers, self.num_releases = [], 0
+
+    async def __call__(self):
+        await trio.sleep(3600.0)
+        self.peers.append(FakePeer(0, ()))
+        return self.peers[-1:]
+
+    async def release(self):
+        self.num_releases += 1
+
+
+def number_of(peer, method):
+    return next(f.number for f in peer.taken if isinstance(f, Call) and f.method == method)
+
+
+@pytest.mark.parametrize(("method", "args"), [("sleep", (1,)), ("wake", (("weights",),)), ("probe", ())])  # fmt: skip
+@pytest.mark.parametrize("num_answers", [0, 1])
+def test_workers_that_hang_in_a_call_are_killed_and_the_call_fails(method, args, num_answers):
+    async def act():
+        device = make_device(launcher := FakeLauncher(), num_stages=2)
+        await device.load()
+        await trio.sleep(1000.0)  # idle, which is no fault
+        failed = []
+
+        async def ask():
+            with pytest.raises(RetryableRequestError, match="device_restarting"):
+                await device.call(method, *args)
+            failed.append(trio.current_time())
+
+        async def answer():
+            for peer in launcher.peers[:num_answers]:
+                await trio.sleep(2.0)
+                peer.write(Returned(number_of(peer, method)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            nursery.start_soon(answer)
+            lost = await device.receive()
+        assert isinstance(lost, DeviceLost)
+        assert (lost.cause, lost.step) == ("hang", None)
+        assert "without an answer" in lost.message
+        assert failed == [1000.0 + num_answers * 2.0 + FIRST_STEP_S]
+        assert [peer.ended_after for peer in launcher.peers] == [0.0, 0.0]
+        assert isinstance(await device.receive(), DeviceBack)
+
+    run(act)
+
+
+def test_a_call_that_is_answered_or_left_or_writes_a_trace_costs_no_worker():
+    async def act():
+        device = make_device(launcher := FakeLauncher(), num_stages=2)
+        await device.load()
+        events = []
+
+        async def receive():
+            events.append(await device.receive())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(receive)
+            with trio.move_on_after(FIRST_STEP_S / 2):
+                await device.call("probe")
+            nursery.start_soon(device.call, "stop_profile")
+            await trio.sleep(3 * FIRST_STEP_S)
+            for peer in launcher.peers:
+                peer.write(Returned(number_of(peer, "stop_profile")))
+            nursery.start_soon(device.call, "sleep", 1)
+            await trio.sleep(FIRST_STEP_S - 1)
+            for peer in launcher.peers:
+                peer.write(Returned(number_of(peer, "sleep")))
+            await trio.sleep(3 * FIRST_STEP_S)
+            assert events == []
+            nursery.cancel_scope.cancel()
+        assert [peer.ended_after for peer in launcher.peers] == [None, None]
+
+    run(act)
+
+
+def test_a_plan_behind_a_call_has_its_whole_time_from_the_answer_on():
+    async def act():
+        device = make_device(launcher := FakeLauncher(), num_stages=2, step_timeout=MIN_STEP_S)
+        await device.load()
+
+        async def finish():
+            await trio.sleep(MIN_STEP_S - 1)
+            for peer in launcher.peers:
+                peer.write(Returned(number_of(peer, "probe")))
+            await trio.sleep(MIN_STEP_S - 1)
+            launcher.peers[-1].write(StepDone(1, ((5,),)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(device.call, "probe")
+            await trio.testing.wait_all_tasks_blocked()
+            device.submit(plan(1))
+            nursery.start_soon(finish)
+            assert isinstance(await device.receive(), StepDone)
+
+    run(act)
+
+
+def test_the_wait_for_a_machine_is_no_part_of_the_load():
+    async def act():
+        device = ProcessDevice(resolve(EngineArgs()), crew=AwayCrew())
+        await device.load()
+        asked_s = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fail_in_a_call, device)
+            assert (await device.receive()).cause == "hang"
+        assert trio.current_time() == asked_s + FIRST_STEP_S
+
+    run(act)
+
+
+class StandingPeer(FakePeer):
+    """A worker that has to be killed."""
+
+    async def end(self, grace_s):
+        await trio.sleep(grace_s)
+        return await super().end(grace_s)
+
+
+def test_workers_that_stand_still_have_one_time_to_close_together():
+    async def act():
+        device = make_device(launcher := FakeLauncher(StandingPeer), num_stages=3)
+        await device.load()
+        await device.aclose()
+        assert trio.current_time() == CLOSE_S
+        assert [peer.ended_after for peer in launcher.peers] == [CLOSE_S, 0.0, 0.0]
+
+    run(act)
+
+
+def test_the_guard_of_a_server_leaves_its_workers_their_time():
+    assert GUARD_S > GRACE_S + CLOSE_S
+
+
+async def fail_in_a_call(device):
+    with pytest.raises(RetryableRequestError, match="device_restarting"):
+        await device.call("probe")
+
+
+def test_a_crew_gives_back_what_it_holds_when_there_will_be_no_other():
+    async def act():
+        crew = AwayCrew()
+        device = ProcessDevice(resolve(EngineArgs(max_worker_restarts=0)), crew=crew)
+        await device.load()
+        crew.peers[0].hang_up()
+        assert isinstance(await device.receive(), DeviceLost)
+        assert crew.num_releases == 0
+        with pytest.raises(DeviceStartError, match="are spent"):
+            await device.receive()
+        assert crew.num_releases == 1
+
+    run(act)
+
+
+def test_the_patience_grows_with_what_the_load_has_taken():
+    assert call_deadline_s(0.0) == FIRST_STEP_S
+    assert call_deadline_s(FIRST_STEP_S) == CALL_FACTOR * FIRST_STEP_S
