@@ -9,7 +9,7 @@ import torch
 from trouper.bench import roofs
 from trouper.bench.roofs import Roofs
 
-NUM_SAMPLES = 30
+NUM_CUDA_SAMPLES = 30
 NUM_WARM_UPS = 3  # the first call may compile
 # Several times the L2; and while it is written, the launches that follow are queued.
 FLUSH_BYTES = 2**29
@@ -28,7 +28,8 @@ class DeviceClock:
         for _ in range(NUM_WARM_UPS):
             call()
         events = [
-            [torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(NUM_SAMPLES)
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            for _ in range(NUM_CUDA_SAMPLES)
         ]
         for begin, end in events:
             self._flushed.zero_()
@@ -39,7 +40,9 @@ class DeviceClock:
         return [begin.elapsed_time(end) / 1000 for begin, end in events]
 
 
-def measure_roofs(clock: DeviceClock, dtype: torch.dtype, *, copy_bytes: int, gemm: int) -> Roofs:
+def measure_cuda_roofs(
+    clock: DeviceClock, dtype: torch.dtype, *, copy_bytes: int, gemm: int
+) -> Roofs:
     """The best of several copies, of bytes read and written, and products of square random matrices."""
     source = torch.empty(copy_bytes, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
@@ -57,7 +60,9 @@ def clock_and_roofs(
     if device == "cuda":
         clock = DeviceClock()
         num_bytes = (roof_mib or 4096) * 2**20
-        return clock, measure_roofs(clock, number, copy_bytes=num_bytes, gemm=roof_gemm or 8192)
+        return clock, measure_cuda_roofs(
+            clock, number, copy_bytes=num_bytes, gemm=roof_gemm or 8192
+        )
     found = roofs.measure_roofs(
         number, read_bytes=(roof_mib or 512) * 2**20, gemm=roof_gemm or 2048
     )

@@ -14,9 +14,9 @@ from trouper.frontends.cli.adapters import LoraOption, chosen_adapter
 from trouper.frontends.cli.conversation import ContextFullError, Conversation
 from trouper.frontends.cli.mix_ups import check_generates
 from trouper.frontends.cli.options import SamplingOptions, expand_options
-from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer
+from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer, Show
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine, run_open
-from trouper.frontends.cli.session import Ask, ChatSubject, Question, Session, Show
+from trouper.frontends.cli.session import Ask, ChatSubject, Question, Session
 from trouper.frontends.cli.stats import ASKED, AnswerEnd, AnswerUsage, StatsOption
 from trouper.frontends.cli.terminal import backend, quick_message, terminal_kept
 from trouper.inputs import ChatPrompt

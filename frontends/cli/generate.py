@@ -25,7 +25,6 @@ from trouper.frontends.cli.results import (
     results_file,
 )
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
-from trouper.frontends.cli.terminal import note
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
@@ -180,7 +179,7 @@ class _TextPrinter:
             # Most plain texts end at max_tokens, and half a JSON object is of no use.
             is_cut = any(completion.finish_reason == "length" for completion in result.outputs)
             if is_cut and self._params.structured_outputs is not None:
-                note(
+                output.note(
                     f"[cut at {self._params.max_tokens} tokens, before the end of the structure; see --max-tokens]"
                 )
 

@@ -98,6 +98,11 @@ def complain(message: str) -> None:
     print(f"trouper: {' '.join(message.split())}", file=sys.stderr)
 
 
+def note(text: str) -> None:
+    """Print information on stderr as it is, apart from the results on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def tell_sampling(model: "ModelConfig", params: Mapping[str, Any]) -> None:
     """Print how texts are sampled, and where the defaults come from; a line that is no complaint."""
     line = f"sampling: {describe_sampling(params)} (defaults: {model.sampling_source})"

@@ -34,11 +34,11 @@ from trouper.frontends.cli.conversation import (
     next_dropped,
 )
 from trouper.frontends.cli.options import SamplingOptions
+from trouper.frontends.cli.remote import Show
 from trouper.frontends.cli.running import Interrupts
 from trouper.frontends.cli.stats import AnswerEnd, Stopwatch
-from trouper.frontends.cli.terminal import PipeReader, is_interactive, note, show
+from trouper.frontends.cli.terminal import PipeReader, is_interactive, show
 
-Show = Callable[[str], None]
 # Called with the prompt, and whether counts of tokens are wanted.
 Continue = Callable[[str, SamplingOptions, bool, Show], Awaitable[AnswerEnd]]
 CUT = "[cut at max_tokens]"
@@ -198,7 +198,7 @@ class ChatSubject:
             case ("reset", rest):
                 raise TrouperValidationError(f"/reset takes no text, not {rest!r}")
             case ("system", ""):
-                note(self.conversation.system or "no system message")
+                output.note(self.conversation.system or "no system message")
             case ("system", text):
                 self.conversation.system = text
             case (name, ""):
@@ -229,7 +229,7 @@ class ChatSubject:
         except OSError as error:
             raise _unusable("written", error, name) from None
         self._own_files.add(os.path.realpath(path))
-        note(f"saved {_turns(self.conversation)} in {name}")
+        output.note(f"saved {_turns(self.conversation)} in {name}")
 
     def _parameters(self) -> dict[str, Any]:
         kinds = parameter_kinds()
@@ -248,7 +248,7 @@ class ChatSubject:
         self.sampling = with_values(self.sampling, parameters)
         self.conversation = conversation
         self._own_files.add(os.path.realpath(path))
-        note(f"loaded {_turns(conversation)} from {name}")
+        output.note(f"loaded {_turns(conversation)} from {name}")
 
 
 def _cut_at_max_tokens(_: AnswerEnd) -> str:
@@ -296,7 +296,7 @@ async def _answered(
 
     def hear(text: str) -> None:
         if not pieces and first_line is not None:
-            note(first_line)
+            output.note(first_line)
         watch.hear(text)
         pieces.append(text)
 
@@ -310,7 +310,7 @@ async def _answered(
     print(flush=True)
     end = ends[0] if ends else None
     if cut is not None and end is not None and end.finish_reason == "length":
-        note(cut(end))
+        output.note(cut(end))
     if shows_stats:
         watch.report(end and end.usage)
     return _ShownAnswer("".join(pieces), end)
@@ -329,7 +329,7 @@ class Session:
         """Answer messages until the end; `name` is that of the history file."""
         reader = self._reader(name)
         if self._is_interactive:
-            note(WELCOME)
+            output.note(WELCOME)
         self._interrupts.keeps_session = output.is_terminal(sys.stdin)
         while True:
             try:
@@ -344,7 +344,7 @@ class Session:
             return PipeReader(joins_lines=isinstance(self._subject, ChatSubject))
         from trouper.frontends.cli.line_editor import LineEditor, MessageHistory, history_path
 
-        self._editor = LineEditor(MessageHistory(history_path(name)), note)
+        self._editor = LineEditor(MessageHistory(history_path(name)), output.note)
         return self._editor
 
     async def _take(self, text: str) -> bool:
@@ -354,11 +354,11 @@ class Session:
         has_commands = self._is_interactive or isinstance(self._subject, ChatSubject)
         match parse(text, known) if has_commands else text:
             case Unknown(hint):
-                note(hint)
+                output.note(hint)
             case Command("bye", _):
                 return False
             case Command("help", _):
-                note("\n".join(help_lines(known)))
+                output.note("\n".join(help_lines(known)))
             case Command("set", argument):
                 self._set(argument)
             case Command("show", argument):
@@ -405,9 +405,11 @@ class Session:
         if value:
             subject.sampling = with_parameter(subject.sampling, name, value)
         elif name:
-            note(given.get(parameter_name(name), DEFAULT))
+            output.note(given.get(parameter_name(name), DEFAULT))
         else:
-            note("\n".join(f"{each:<20} {given.get(each, DEFAULT)}" for each in parameter_kinds()))
+            output.note(
+                "\n".join(f"{each:<20} {given.get(each, DEFAULT)}" for each in parameter_kinds())
+            )
 
     def _show(self, argument: str) -> None:
         """Obey `/show`.  Raises TrouperValidationError."""
@@ -421,7 +423,7 @@ class Session:
             raise TrouperValidationError(f"/show takes {', '.join(parts)}, not {argument!r}")
         for name, facts in parts.items():
             if argument in ("", name):
-                note("\n".join(f"{fact:<20} {value}" for fact, value in facts.items()))
+                output.note("\n".join(f"{fact:<20} {value}" for fact, value in facts.items()))
 
     def _parameters(self) -> dict[str, str]:
         return {name: str(value) for name, value in self._subject.sampling.given().items()}

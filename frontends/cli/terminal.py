@@ -28,11 +28,6 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def note(text: str) -> None:
-    """Print a line that is no answer."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def is_interactive() -> bool:
     return output.is_terminal(sys.stdin) and output.is_terminal(sys.stdout)
 
@@ -79,7 +74,9 @@ def _note_wait() -> None:
     except (OSError, ValueError):  # no descriptor, or none that can be waited for
         return
     if not is_ready:
-        note("waiting for the end of stdin, which belongs to the message; if not, give < /dev/null")
+        output.note(
+            "waiting for the end of stdin, which belongs to the message; if not, give < /dev/null"
+        )
 
 
 class PipeReader:
