@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trouper import LLM, LoRARequest, SamplingParams, TokensPrompt
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.parameters import layer_parameters
-from trouper.actors.executor.models.registry import decoder_traits
 from trouper.bench import peers
 from trouper.bench.report import about, write
 from trouper.config.args import EngineArgs

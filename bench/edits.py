@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
-from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.rendering.tokenizer import Tokenizer

@@ -45,7 +45,7 @@ from trouper.bench.report import about, write
 from trouper.config.resolve import EngineConfig
 
 if TYPE_CHECKING:
-    from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
+    from trouper.actors.executor.runners.cpu.pooling_runner import PoolingRunner
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 DTYPES = ("float32", "bfloat16")
@@ -181,7 +181,7 @@ def latency(model: str, dtype: str, backend: str) -> dict[str, Any]:
     import anyio
 
     from trouper import AsyncLLMEngine, EngineArgs
-    from trouper.actors.executor.cpu import pooling_runner
+    from trouper.actors.executor.runners.cpu import pooling_runner
 
     args = EngineArgs(model=model, dtype=dtype)
     runners: list[PoolingRunner] = []

@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.bench.report import about, write
 from trouper.frontends.python.llm import LLM
 from trouper.params import SamplingParams

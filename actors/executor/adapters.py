@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.models.names import text_names
 from trouper.actors.executor.models.parameters import Cut, Parameter
-from trouper.actors.executor.models.parts import part_of
-from trouper.actors.executor.weights.text_names import text_names
+from trouper.actors.executor.models.sharding import part_of
 from trouper.config.adapters import WEIGHTS, AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.linear import LinearMethod

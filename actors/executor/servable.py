@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 
 from trouper.actors.executor.models.encoder_traits import encoder_traits
-from trouper.actors.executor.models.registry import (
+from trouper.actors.executor.models.families.registry import (
     decoder_traits,
     generating_sibling,
     has_own_code,
 )
+from trouper.actors.executor.weights.checkpoint import tensor_files
 from trouper.actors.executor.weights.schemes import read_scheme
-from trouper.actors.executor.weights.tensor_files import tensor_files
 from trouper.config.args import EngineArgs
 from trouper.config.gguf import is_gguf
 from trouper.config.model import ModelConfig

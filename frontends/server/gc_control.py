@@ -15,7 +15,7 @@ import sys
 from types import TracebackType
 from typing import Self
 
-from trouper.actors.executor.cpu.memory import give_back_free_memory
+from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory
 
 LONGEST_S, TIGHT_S = 300.0, 10.0
 MAX_MORE = 1_000_000  # blocks of Python's memory, some 100 MB

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.executor.test_traits import BASE
-from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.config.overrides import overridden
 from trouper.errors import TrouperValidationError
 

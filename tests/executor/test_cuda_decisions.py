@@ -8,10 +8,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="no Triton")
 
-from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
-from trouper.actors.executor.cuda.memory import kv_budget
-from trouper.actors.executor.cuda.shapes import BatchShape, graph_shapes, padded, shape_of
-from trouper.actors.executor.cuda.tables import Changes, Layout, views
+from trouper.actors.executor.runners.cuda.resident import kv_budget
+from trouper.actors.executor.runners.cuda.step_inputs import (
+    BatchShape,
+    Inputs,
+    graph_shapes,
+    inputs_of,
+    pack,
+    padded,
+    shape_of,
+)
+from trouper.actors.executor.runners.cuda.tables import Changes, Layout, views
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.errors import TrouperValidationError

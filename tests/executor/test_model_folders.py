@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from trouper.actors.executor.models.encoder_traits import READERS as ENCODERS
 from trouper.actors.executor.models.encoder_traits import encoder_traits
-from trouper.actors.executor.models.registry import READERS as DECODERS
-from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.weights.checkpoint import Checkpoint
+from trouper.actors.executor.models.families.registry import READERS as DECODERS
+from trouper.actors.executor.models.families.registry import decoder_traits
+from trouper.actors.executor.weights.checkpoint import INDEX, Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
-from trouper.actors.executor.weights.tensor_files import INDEX
 from trouper.actors.rendering.text import template_text
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from trouper.actors.executor.models.families.registry import READERS, decoder_traits
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
-from trouper.actors.executor.models.registry import READERS, decoder_traits
 from trouper.actors.executor.models.sharding import (
     INT4_GROUP,
     Shard,

@@ -13,9 +13,9 @@ import anyio.to_thread
 import pytest
 import torch
 
-from trouper.actors.executor.cpu.thread_priority import NICER
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.devices.threaded import DEVICE_THREAD, ThreadedDevice
+from trouper.actors.executor.runners.cpu.process_resources import NICER
 from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
@@ -250,7 +250,7 @@ class SlowRunner:
 
 @pytest.fixture
 def slow(monkeypatch):
-    monkeypatch.setattr("trouper.actors.executor.cpu.runner.CpuRunner", SlowRunner)
+    monkeypatch.setattr("trouper.actors.executor.runners.cpu.runner.CpuRunner", SlowRunner)
 
 
 async def launched(runner, num):

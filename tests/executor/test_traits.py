@@ -3,8 +3,12 @@
 import msgspec
 import pytest
 
+from trouper.actors.executor.models.families.registry import (
+    READERS,
+    decoder_traits,
+    generating_sibling,
+)
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
-from trouper.actors.executor.models.registry import READERS, decoder_traits, generating_sibling
 from trouper.actors.executor.models.traits import LayerTraits
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 

@@ -48,7 +48,7 @@ def test_the_cpu_path_does_not_load_triton():
 def test_the_cpu_path_does_without_llvmlite():
     absent = "import sys; sys.modules['llvmlite'] = None"
     assert "llvmlite" in loaded_after(
-        f"{absent}; import trouper.actors.executor.cpu.runner"
+        f"{absent}; import trouper.actors.executor.runners.cpu.runner"
     )  # as None
 
 

@@ -27,7 +27,7 @@ def machines(monkeypatch):
     """Engines of `device="cuda"` run on the GPU if there is one, and otherwise on these, one an engine."""
     made = []
     if not HAS_GPU:
-        from trouper.actors.executor.cuda import runner
+        from trouper.actors.executor.runners.cuda import runner
         from trouper.config import devices
 
         from .emulated_gpu import EmulatedMachine

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from trouper.actors.executor.cuda import rank_runner
 from trouper.actors.executor.device import PendingResult
+from trouper.actors.executor.runners.cuda import rank_runner
 from trouper.kernels.cuda.collectives import CollectiveSums
 
 from .emulated_gpu import EmulatedMachine

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from trouper.actors.executor.models.encoder_traits import READERS as ENCODERS
-from trouper.actors.executor.models.registry import READERS as DECODERS
-from trouper.actors.executor.models.registry import TEXT_MODELS
+from trouper.actors.executor.models.families.registry import READERS as DECODERS
+from trouper.actors.executor.models.families.registry import TEXT_MODELS
 from trouper.actors.executor.weights.schemes import READERS as QUANTIZED
 from trouper.config.checks import ROUNDED
 from trouper.config.gguf_names import ENCODER_NAMES

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.plans import Sampling
 
 from .driver import Driver, engine_config, random_prompts

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoModel, AutoModelForCausalLM
 
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.plans import Sampling
 from trouper.errors import TrouperError
 

@@ -82,7 +82,7 @@ def test_adapters_survive_a_sleep_and_give_their_memory_back(folder, adapters, e
 
 
 def test_a_runner_that_is_closed_keeps_no_adapter_on_the_device(folder, adapters, machines):
-    from trouper.actors.executor.cuda.runner import CudaRunner
+    from trouper.actors.executor.runners.cuda.runner import CudaRunner
 
     config = resolve(EngineArgs(**{**BASE, **OPTIONS}, model=folder, device="cuda"))
     runner = CudaRunner(config)

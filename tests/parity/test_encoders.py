@@ -19,18 +19,18 @@ from transformers import (
 )
 
 from trouper import LLM
-from trouper.actors.executor.cpu import pooling_runner
-from trouper.actors.executor.cpu.pooling_runner import (
+from trouper.actors.executor.device import PendingResult
+from trouper.actors.executor.devices import model_host
+from trouper.actors.executor.models.encoder import Encoder, rounded
+from trouper.actors.executor.models.encoder_traits import encoder_traits
+from trouper.actors.executor.runners.cpu import pooling_runner
+from trouper.actors.executor.runners.cpu.pooling_runner import (
     FEW_TOKENS,
     LEAST_TOKENS,
     SLICE_TOKENS,
     PoolingRunner,
     slices,
 )
-from trouper.actors.executor.device import PendingResult
-from trouper.actors.executor.devices import model_host
-from trouper.actors.executor.models.encoder import Encoder, rounded
-from trouper.actors.executor.models.encoder_traits import encoder_traits
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve

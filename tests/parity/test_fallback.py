@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from trouper import LLM, LoRARequest, SamplingParams
-from trouper.actors.executor.cpu.hf_runner import HfRunner
 from trouper.actors.executor.models.hf_attention import window_of
+from trouper.actors.executor.runners.cpu.hf_runner import HfRunner
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.messages.plans import Sampling

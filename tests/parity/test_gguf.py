@@ -17,13 +17,13 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trouper import LLM, SamplingParams
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.parameters import (
     Parameter,
     layer_parameters,
     outer_parameters,
 )
-from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.gguf import OF_FOUR_BITS, GgufCheckpoint, stacked
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.actors.messages.plans import Sampling

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trouper import LLM, SamplingParams
-from trouper.actors.executor.cpu.runner import CpuRunner
-from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.families.registry import decoder_traits
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.executor.weights.stacks import views_of

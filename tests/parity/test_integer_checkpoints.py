@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.messages.plans import Sampling
 from trouper.config.args import EngineArgs

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
-from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError

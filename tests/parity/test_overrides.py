@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 
-from trouper.actors.executor.cpu.hf_runner import HfRunner
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.runners.cpu.hf_runner import HfRunner
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.plans import Sampling
 
 from .driver import Driver, engine_config, random_prompts

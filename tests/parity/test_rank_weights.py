@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from tests.support.adapters import random_tensors, write_adapter
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.parameters import layer_parameters
-from trouper.actors.executor.models.parts import part_of
-from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.models.sharding import Shard, sharded
+from trouper.actors.executor.models.sharding import Shard, part_of, sharded
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.executor.weights.schemes import read_scheme

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 
 from trouper import LLM, SamplingParams
-from trouper.actors.executor.cpu.runner import CpuRunner
-from trouper.actors.executor.cpu.stage_runner import check_sums
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
+from trouper.actors.executor.runners.cpu.stage_runner import check_sums
 from trouper.actors.messages.plans import Sampling
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.plans import Sampling
 from trouper.kernels.codegen import units
 

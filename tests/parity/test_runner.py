@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError

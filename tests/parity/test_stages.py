@@ -10,10 +10,10 @@ import torch
 
 from tests.support.adapters import random_tensors, write_adapter
 from trouper import LLM, SamplingParams
-from trouper.actors.executor.cpu.runner import CpuRunner
-from trouper.actors.executor.cpu.stage_runner import StageRunner
-from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.parallel.ranks import CrewSizes, ModelSizes, create_crew_files
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
+from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.config.adapters import LoRAConfig, read_adapter

@@ -8,10 +8,10 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from trouper.actors.executor.cpu.hf_runner import HfRunner
-from trouper.actors.executor.cpu.runner import CpuRunner
-from trouper.actors.executor.models.registry import SCALING_HEADS, is_text_part
-from trouper.actors.executor.weights.text_names import text_names
+from trouper.actors.executor.models.families.registry import SCALING_HEADS, is_text_part
+from trouper.actors.executor.models.names import text_names
+from trouper.actors.executor.runners.cpu.hf_runner import HfRunner
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.plans import Sampling
 from trouper.errors import UnsupportedFeatureError
 

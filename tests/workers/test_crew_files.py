@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from trouper.actors.executor.cpu.recorded_steps import MAX_LOGITS
 from trouper.actors.executor.devices.crew_sizes import crew_sizes
 from trouper.actors.executor.parallel import ranks
 from trouper.actors.executor.parallel.links import close_files
@@ -19,6 +18,7 @@ from trouper.actors.executor.parallel.ranks import (
     group_sizes,
     open_worker_links,
 )
+from trouper.actors.executor.runners.cpu.recorded_steps import MAX_LOGITS
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, UnsupportedFeatureError

@@ -1,7 +1,7 @@
 """The sizes of what the workers of a device share, from its config; torch is not needed."""
 
-from trouper.actors.executor.models.mixtures import check_device
-from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.families.mixtures import check_device
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.sharding import check_shards
 from trouper.actors.executor.parallel.ranks import CrewSizes, ModelSizes
 from trouper.config.resolve import EngineConfig

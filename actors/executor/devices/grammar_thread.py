@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from trouper.actors.executor.cpu.thread_priority import be_nice
+from trouper.actors.executor.runners.cpu.process_resources import be_nice
 from trouper.actors.messages.grammar import GrammarReady
 
 

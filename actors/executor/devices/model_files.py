@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from trouper.actors.executor.weights.tensor_files import tensor_files
+from trouper.actors.executor.weights.checkpoint import tensor_files
 from trouper.config.gguf import SPLIT, is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, invalid

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trouper.actors.executor.cpu.thread_priority import be_nice, compute_with, start_nice
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
 from trouper.actors.executor.devices.torch_libraries import set_torch_environment
+from trouper.actors.executor.runners.cpu.process_resources import be_nice, compute_with, start_nice
 from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepFailed
@@ -88,26 +88,26 @@ class ModelHost:
 
     def _make_runner(self) -> "ModelRunner":
         if self._config.pooler is not None:
-            from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
+            from trouper.actors.executor.runners.cpu.pooling_runner import PoolingRunner
 
             return PoolingRunner(self._config)
         if self._uses_transformers():
-            from trouper.actors.executor.cpu.hf_runner import HfRunner
+            from trouper.actors.executor.runners.cpu.hf_runner import HfRunner
 
             return HfRunner(self._config)
         if self._config.device == "cuda" and self._config.tensor_parallel_size > 1:
-            from trouper.actors.executor.cuda.rank_runner import RankRunner
+            from trouper.actors.executor.runners.cuda.rank_runner import RankRunner
 
             return RankRunner(self._config, self._rank, self._files)
         if self._config.device == "cuda":
-            from trouper.actors.executor.cuda.runner import CudaRunner
+            from trouper.actors.executor.runners.cuda.runner import CudaRunner
 
             return CudaRunner(self._config)
         if self._config.workers_per_replica > 1:
-            from trouper.actors.executor.cpu.stage_runner import StageRunner
+            from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
 
             return StageRunner(self._config, self._rank, self._files)
-        from trouper.actors.executor.cpu.runner import CpuRunner
+        from trouper.actors.executor.runners.cpu.runner import CpuRunner
 
         return CpuRunner(self._config)
 
@@ -117,7 +117,7 @@ class ModelHost:
         Raises:
             UnsupportedFeatureError: it does, and on a device where it is not supported.
         """
-        from trouper.actors.executor.models.registry import has_own_code
+        from trouper.actors.executor.models.families.registry import has_own_code
 
         config, model = self._config, self._config.model
         if config.model_impl == "trouper" or is_gguf(Path(model.path)):

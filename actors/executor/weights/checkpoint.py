@@ -1,8 +1,14 @@
 """The tensors of a folder of safetensors: checked by name, shape and dtype, and read one at a time.
 
 Nothing is ever unpickled.  What a tensor of a quantised checkpoint is stored as, `layouts.py` says.
+
+Choose the safetensors files of a model folder, as transformers does; torch is not needed.
+
+A folder often holds more than its checkpoint: an older copy, the same weights in Mistral's own format
+(`consolidated.safetensors`), an adapter.  Reading all files would let a stray one replace the checkpoint's tensors.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,8 +17,9 @@ import safetensors
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.models.names import text_names
 from trouper.actors.executor.models.parameters import Cut, Parameter
-from trouper.actors.executor.models.parts import part_of, part_of_integers
+from trouper.actors.executor.models.sharding import part_of, part_of_integers
 from trouper.actors.executor.weights.layouts import (
     BNB_STATES,
     OF_ACTIVATIONS,
@@ -30,8 +37,8 @@ from trouper.actors.executor.weights.quantized import (
 )
 from trouper.actors.executor.weights.schemes import Scheme
 from trouper.actors.executor.weights.stacks import StackedPart, Views
-from trouper.actors.executor.weights.tensor_files import tensor_files
-from trouper.actors.executor.weights.text_names import text_names
+from trouper.config.adapters import WEIGHTS as ADAPTER
+from trouper.config.files import check_folder, checked, read_object
 from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized
 
@@ -287,3 +294,45 @@ class Checkpoint:
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(self._stored_name[name])
+
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+def tensor_files(folder: Path) -> list[str]:
+    """List the files of a checkpoint: `model.safetensors`, else those of the index, else all but an adapter's.
+
+    Raises:
+        TrouperValidationError: there is none, a numbered shard is missing, or the index names one outside the folder.
+    """
+    check_folder(folder)
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    index = read_object(folder / INDEX)
+    if index is None:
+        names = sorted(path.name for path in folder.glob("*.safetensors") if path.name != ADAPTER)
+        check_numbers(names)
+    else:
+        weight_map = checked(index.get("weight_map"), dict[str, str], f"{INDEX}: weight_map")
+        names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise invalid("model", f"{INDEX}: weight_map: not the name of a safetensors file", name)
+    if not names:
+        raise invalid("model", "no safetensors in the model folder", str(folder))
+    return names
+
+
+def check_numbers(names: list[str]) -> None:
+    """Refuse shards whose names, such as `model-00002-of-00003.safetensors`, show that others are missing."""
+    present = set(names)
+    for name in names:
+        if shard := SHARD.fullmatch(name):
+            stem, _, count = shard.groups()
+            # The first missing one is at most the number of files + 1, whatever count a stray's name claims.
+            for number in range(1, min(int(count), len(names) + 1) + 1):
+                wanted = f"{stem}-{number:05}-of-{count}.safetensors"
+                if wanted not in present:
+                    raise invalid("model", f"the folder lacks {wanted}, which belongs to", name)

@@ -18,10 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trouper.actors.executor.models.decoder import Decoder, DecoderLayer, OpsT
-from trouper.actors.executor.models.layer_split import traits_of
-from trouper.actors.executor.models.mixtures import check_device
+from trouper.actors.executor.models.families.mixtures import check_device
+from trouper.actors.executor.models.families.registry import is_text_part
 from trouper.actors.executor.models.mlp import GatedMlp, Mlp, PlainMlp, SparseMlp
-from trouper.actors.executor.models.names import NAMES
+from trouper.actors.executor.models.names import NAMES, is_of_other_uses
 from trouper.actors.executor.models.parameters import (
     NORM_BIAS,
     Cut,
@@ -32,16 +32,21 @@ from trouper.actors.executor.models.parameters import (
     outer_parameters,
     pairs_of,
 )
-from trouper.actors.executor.models.parts import part_of, row_order
-from trouper.actors.executor.models.registry import is_text_part
-from trouper.actors.executor.models.sharding import ALONE, Shard, shard_traits, sharded
+from trouper.actors.executor.models.sharding import (
+    ALONE,
+    Shard,
+    part_of,
+    row_order,
+    shard_traits,
+    sharded,
+    traits_of,
+)
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.executor.weights.stacks import views_of
-from trouper.actors.executor.weights.text_names import is_of_other_uses
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage

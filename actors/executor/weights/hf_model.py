@@ -17,15 +17,16 @@ import msgspec
 import torch
 from torch import nn
 
-from trouper.actors.executor.models.hf_attention import NAME, HfAttention
-from trouper.actors.executor.models.hf_decoder import HfDecoder
-from trouper.actors.executor.models.parameters import Parameter
-from trouper.actors.executor.models.registry import (
+from trouper.actors.executor.models.families.registry import (
     SCALING_HEADS,
     SEES_AHEAD,
     check_text_part,
     is_text_part,
 )
+from trouper.actors.executor.models.hf_attention import NAME, HfAttention
+from trouper.actors.executor.models.hf_decoder import HfDecoder
+from trouper.actors.executor.models.names import is_of_other_uses, key_mapping, text_names
+from trouper.actors.executor.models.parameters import Parameter
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.decoder import UNUSED_TENSORS, Wrap
 from trouper.actors.executor.weights.hf_check import (
@@ -33,12 +34,11 @@ from trouper.actors.executor.weights.hf_check import (
     TRIAL_TOKENS,
     check_logits,
     eager_logits,
+    own_code,
 )
-from trouper.actors.executor.weights.hf_code import own_code
 from trouper.actors.executor.weights.hf_linears import exchange, linear_layers, observed
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
-from trouper.actors.executor.weights.text_names import is_of_other_uses, key_mapping, text_names
 from trouper.config.model import RECURRENT_STATE, ModelConfig
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.models.parameters import Cut, Parameter
-from trouper.actors.executor.models.parts import part_of
+from trouper.actors.executor.models.sharding import part_of
 from trouper.actors.executor.topology import num_physical_cores
 
 DUMMY_STD = 0.02

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trouper.actors.executor.cpu.recorded_steps import MAX_ROWS
+from trouper.actors.executor.runners.cpu.recorded_steps import MAX_ROWS
 from trouper.kernels import codegen
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention import decode

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from trouper.actors.executor.models.layer_norm_families import LAYER_NORM_FAMILIES
-from trouper.actors.executor.models.mixtures import MIXTURES
+from trouper.actors.executor.models.families.layer_norm import LAYER_NORM_FAMILIES
+from trouper.actors.executor.models.families.mixtures import MIXTURES
 from trouper.actors.executor.models.traits import (
     DecoderTraits,
     HfConfig,

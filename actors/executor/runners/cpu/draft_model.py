@@ -17,11 +17,11 @@ import torch
 
 from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.batch import Batch, make_batch
-from trouper.actors.executor.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs
 from trouper.actors.executor.models.decoder import Decoder, ops_config
-from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import StepPlan

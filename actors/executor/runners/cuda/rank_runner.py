@@ -13,9 +13,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from trouper.actors.executor.cuda.machine import CudaMachine, Machine
-from trouper.actors.executor.cuda.runner import CudaRunner
 from trouper.actors.executor.models.sharding import OPTION
+from trouper.actors.executor.runners.cuda.machine import CudaMachine, Machine
+from trouper.actors.executor.runners.cuda.runner import CudaRunner
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trouper.actors.executor.adapters import AdapterSlots
-from trouper.actors.executor.cuda.machine import Machine
+from trouper.actors.executor.runners.cuda.machine import Machine
 from trouper.actors.messages.plans import StepPlan
 from trouper.config.adapters import LoRAConfig
 from trouper.kernels.cuda.lora import DeviceRows, TritonLoRA, max_blocks

@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.models.decoder import rank_share
-from trouper.actors.executor.models.layer_split import model_stages
-from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.models.sharding import OPTION, Shard
+from trouper.actors.executor.models.families.registry import decoder_traits
+from trouper.actors.executor.models.sharding import OPTION, Shard, model_stages
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.parallel.links import Link
 from trouper.actors.executor.parallel.ranks import (
@@ -28,6 +26,7 @@ from trouper.actors.executor.parallel.ranks import (
     group_sizes,
     open_worker_links,
 )
+from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.actors.stages import Feedback, sends_tokens

@@ -6,7 +6,7 @@ What they do not read themselves has the defaults of transformers' configs.
 from collections.abc import Callable
 from typing import Any
 
-from trouper.actors.executor.models.layer_norm_traits import (
+from trouper.actors.executor.models.families.layer_norm_traits import (
     even_head_dim,
     layer_normed,
     part_rope,

@@ -20,15 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from trouper.actors.executor.cuda import memory
-from trouper.actors.executor.cuda.adapters import DeviceAdapters
-from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
-from trouper.actors.executor.cuda.machine import CudaMachine, Graph, Machine
-from trouper.actors.executor.cuda.masks import DeviceMasks
-from trouper.actors.executor.cuda.readout import Readout
-from trouper.actors.executor.cuda.resident import Resident
-from trouper.actors.executor.cuda.shapes import BatchShape, graph_shapes, padded, shape_of
-from trouper.actors.executor.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.kv_memory import kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.decoder import (
@@ -37,10 +28,25 @@ from trouper.actors.executor.models.decoder import (
     ops_config,
     rank_share,
 )
-from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.sharding import ALONE, Shard, check_shards, shard_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.runners.cuda.adapters import DeviceAdapters
+from trouper.actors.executor.runners.cuda.machine import CudaMachine, Graph, Machine
+from trouper.actors.executor.runners.cuda.masks import DeviceMasks
+from trouper.actors.executor.runners.cuda.readout import Readout
+from trouper.actors.executor.runners.cuda.resident import GRAPH_BYTES, Resident, kv_budget
+from trouper.actors.executor.runners.cuda.step_inputs import (
+    BatchShape,
+    Inputs,
+    graph_shapes,
+    inputs_of,
+    pack,
+    padded,
+    shape_of,
+)
+from trouper.actors.executor.runners.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.weights.decoder import adapted_parameters, load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
@@ -224,11 +230,11 @@ class CudaRunner:
                 reserved += self._machine.peak_of(partial(self._run, shapes[0]))
             self.release()
             free, total = self._machine.memory()
-            budget = memory.kv_budget(
+            budget = kv_budget(
                 free=free,
                 total=total,
                 utilization=config.gpu_memory_utilization,
-                reserved=reserved + len(shapes) * memory.GRAPH_BYTES,
+                reserved=reserved + len(shapes) * GRAPH_BYTES,
             )
             self._resident = None
             config = msgspec.structs.replace(config, kv_cache_bytes=budget)

@@ -1,4 +1,7 @@
-"""The memory of an engine that is awake, beside the weights: KV cache, request slots, inputs of a step."""
+"""The memory of an engine that is awake, beside the weights: KV cache, request slots, inputs of a step.
+
+The share of a GPU's memory that is left for keys and values.  Pure.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -7,11 +10,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.cuda.inputs import pack
-from trouper.actors.executor.cuda.machine import Machine
-from trouper.actors.executor.cuda.tables import Layout, TableViews, views
 from trouper.actors.executor.kv_memory import KVCache, KVCacheSpec
+from trouper.actors.executor.runners.cuda.machine import Machine
+from trouper.actors.executor.runners.cuda.step_inputs import pack
+from trouper.actors.executor.runners.cuda.tables import Layout, TableViews, views
 from trouper.actors.messages.plans import NewSequence
+from trouper.errors import TrouperValidationError
 
 
 class Resident(msgspec.Struct, frozen=True):
@@ -20,7 +24,7 @@ class Resident(msgspec.Struct, frozen=True):
     kv: KVCache
     arena: Tensor  # [words] int32
     views: TableViews
-    inputs: Tensor  # [6, M + 1] int32, see inputs.py
+    inputs: Tensor  # [6, M + 1] int32, see step_inputs.py
 
     @classmethod
     def allocate(
@@ -58,3 +62,30 @@ class Resident(msgspec.Struct, frozen=True):
         for begin, end in prompt_spans:
             history.index_fill_(0, tokens[begin:end].long(), 1)
         history.index_add_(0, outputs.long(), torch.full_like(outputs, 2))
+
+
+GRAPH_BYTES = 8 * 2**20  # of one graph beside its tensors: its nodes and their arguments
+
+
+def kv_budget(*, free: int, total: int, utilization: float, reserved: int) -> int:
+    """Compute the bytes of the cache: the share `utilization` of all memory, less what is taken and what is `reserved`.
+
+    Args:
+        free: with weights and rows resident; what other processes took counts as taken.
+        reserved: for the largest step, and for graphs.
+
+    Raises:
+        TrouperValidationError: nothing is left; it says what takes how much.
+    """
+    taken = total - free
+    budget = int(total * utilization) - taken - reserved
+    if budget <= 0:
+        gib = 2**30
+        raise TrouperValidationError(
+            f"no memory is left for the KV cache: of {total / gib:.1f} GiB {taken / gib:.1f} are taken and "
+            f"{reserved / gib:.1f} are needed by a step; raise gpu_memory_utilization, or lower "
+            "max_num_batched_tokens or max_num_seqs",
+            parameter="gpu_memory_utilization",
+            value=utilization,
+        )
+    return budget

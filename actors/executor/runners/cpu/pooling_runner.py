@@ -23,19 +23,22 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.cpu.memory import give_back_free_memory
-from trouper.actors.executor.cpu.recorded_steps import RecordedEncoderSteps
-from trouper.actors.executor.cpu.thread_priority import compute_with
-from trouper.actors.executor.cpu.unpaged_decoder import UnpagedDecoder
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
-from trouper.actors.executor.models.registry import decoder_traits, generating_sibling
+from trouper.actors.executor.models.families.registry import decoder_traits, generating_sibling
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.profiler import Profiler
-from trouper.actors.executor.weights.encoder import Tensors, load_encoder
-from trouper.actors.executor.weights.heads import (
+from trouper.actors.executor.runners.cpu.process_resources import (
+    compute_with,
+    give_back_free_memory,
+)
+from trouper.actors.executor.runners.cpu.recorded_steps import RecordedEncoderSteps
+from trouper.actors.executor.runners.cpu.unpaged_decoder import UnpagedDecoder
+from trouper.actors.executor.weights.encoder import (
     Project,
+    Tensors,
+    load_encoder,
     load_head,
     load_projection,
     load_token_classifier,

@@ -1,0 +1,1 @@
+"""The model runners: they compute the steps of plans on one device, without scheduling state."""
