@@ -28,9 +28,9 @@ from trouper.bench.report import about, write
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.frontends.python.async_engine import AsyncLLMEngine
-from trouper.frontends.server.app import create_app
+from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.http.listeners import Listener, Shutdown, bind_tcp
-from trouper.frontends.server.server import listener_task, loop_options
+from trouper.frontends.server.program.server import listener_task, loop_options
 from trouper.params import RequestOutputKind, SamplingParams
 
 PATH = "/v1/completions"

@@ -21,7 +21,7 @@ from trouper.bench.outside import client_of
 from trouper.bench.report import about, write
 from trouper.config.args import EngineArgs
 from trouper.frontends.python.async_engine import AsyncLLMEngine
-from trouper.frontends.server.gc_control import Heap
+from trouper.frontends.server.program.monitor import Heap
 
 PERCENTILES = (50.0,)
 

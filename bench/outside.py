@@ -12,10 +12,10 @@ import anyio
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from trouper.frontends.python.async_engine import AsyncLLMEngine
-from trouper.frontends.server.app import create_app
+from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.http.listeners import Listener, Shutdown, bind_tcp
-from trouper.frontends.server.server import listener_task
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.program.server import listener_task
+from trouper.frontends.server.shared.settings import ServerSettings
 
 MAX_BODY = 128 * 2**20
 # Sends the file's bytes once for each line on stdin, and says how it was answered.

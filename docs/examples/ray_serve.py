@@ -7,8 +7,8 @@ Each of Ray Serve's replicas opens an engine of its own. Its workers run inside 
 from ray import serve
 
 from trouper import AsyncLLMEngine, EngineArgs
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.shared.settings import ServerSettings
 
 
 class Model:

@@ -20,7 +20,7 @@ import msgspec
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
-from trouper.frontends.server.batch_records import (
+from trouper.frontends.server.program.batch_records import (
     BatchLine,
     StreamAnswers,
     custom_id_key,

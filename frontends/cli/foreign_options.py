@@ -32,7 +32,7 @@ VLLM_SERVER: dict[str, tuple[Any, str]] = {
     "enable_ssl_refresh": (False, "start the server again when its certificate has changed"),
     "ssl_cert_reqs": (0, "put a proxy in front that checks the certificates of clients"),
     "ssl_ciphers": (None, "Python's own list is used; put a proxy in front for another"),
-    "middleware": (None, "mount trouper.frontends.server.app.create_app in an ASGI application of your own"),
+    "middleware": (None, "mount trouper.frontends.server.asgi.app.create_app in an ASGI application of your own"),
     "disable_fastapi_docs": (ANY, ""),
     "enable_offline_docs": (False, "GET /openapi.json describes the routes"),
     "enable_flash_late_interaction": (ANY, ""),

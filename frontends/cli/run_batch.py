@@ -21,7 +21,7 @@ from trouper.frontends.cli.adapters import lora_modules as read_modules
 from trouper.frontends.cli.answers_file import AnswersFile, answers_file, cannot
 from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
-from trouper.frontends.server.batch_records import (
+from trouper.frontends.server.program.batch_records import (
     Answers,
     BatchLine,
     custom_id_key,
@@ -116,10 +116,10 @@ class _BatchRun:
     have_all_failed: bool = False
 
     async def answer(self, engine: "AsyncLLMEngine", _: Interrupts) -> None:
-        from trouper.frontends.server.app import create_app
-        from trouper.frontends.server.batch_files import BatchFile
-        from trouper.frontends.server.server import load_adapters
-        from trouper.frontends.server.settings import ServerSettings
+        from trouper.frontends.server.asgi.app import create_app
+        from trouper.frontends.server.program.batch_files import BatchFile
+        from trouper.frontends.server.program.server import load_adapters
+        from trouper.frontends.server.shared.settings import ServerSettings
 
         await load_adapters(engine, self.adapters)
         # A batch is answered as a whole, so its requests have no limit on their number or tokens, and no deadline.

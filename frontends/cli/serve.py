@@ -325,7 +325,7 @@ def serve(
 
 def _run_host(config: EngineConfig, nodes: NodesConfig, options: ServerOptions) -> None:
     from trouper.frontends.cli.host import run_host
-    from trouper.frontends.server.http.async_logging import log_lines
+    from trouper.frontends.server.http.logs import log_lines
 
     with log_lines("trouper", options.log_level):
         anyio.run(run_host, config, nodes, backend=options.loop)
@@ -334,10 +334,10 @@ def _run_host(config: EngineConfig, nodes: NodesConfig, options: ServerOptions) 
 def _run(
     options: ServerOptions, engine_args: EngineArgs, launcher: "Launcher | None" = None
 ) -> None:
-    from trouper.frontends.server.http.async_logging import log_lines
     from trouper.frontends.server.http.listeners import Listener, bind_tcp, bind_unix
-    from trouper.frontends.server.server import Server, loop_options
-    from trouper.frontends.server.service import Service
+    from trouper.frontends.server.http.logs import log_lines
+    from trouper.frontends.server.program.server import Server, loop_options
+    from trouper.frontends.server.service.service import Service
 
     for name, value in vars(options).items():
         if isinstance(value, float) and math.isnan(
@@ -414,7 +414,7 @@ def _check_dev_mode(options: ServerOptions) -> None:
 
 def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
     from trouper.frontends.python.parsing import read_plugin
-    from trouper.frontends.server.settings import ServerSettings
+    from trouper.frontends.server.shared.settings import ServerSettings
 
     return ServerSettings(
         served_model_names=served_names(engine_args),

@@ -8,8 +8,7 @@ import json
 from collections.abc import Callable
 
 from trouper.frontends.dialects.calls import CallWriter, ObjectWriter, json_object
-from trouper.frontends.dialects.literals import read_literals
-from trouper.frontends.dialects.python_literals import read_calls
+from trouper.frontends.dialects.literals import read_calls, read_literals
 from trouper.frontends.dialects.reader import Parse, Reader
 from trouper.frontends.dialects.table import Dialect, Tags
 from trouper.frontends.dialects.value_types import TEXT, ValueTypes, as_json

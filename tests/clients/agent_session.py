@@ -18,8 +18,8 @@ import anyio
 import uvicorn
 
 from trouper import AsyncLLMEngine, EngineArgs
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .agent_model import CONTEXT, make_model
 

@@ -13,7 +13,7 @@ import pytest
 
 from trouper.config.nodes import CLUSTER_KEY
 from trouper.frontends.cli.serve import ServerOptions
-from trouper.frontends.server.routes import ROUTES
+from trouper.frontends.server.asgi.routes import ROUTES
 
 from .commands import command_lines, parse
 from .test_metrics_page import tables

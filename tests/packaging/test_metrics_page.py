@@ -6,7 +6,7 @@ from pathlib import Path
 import anyio
 
 from trouper.actors.observability.metrics import Metrics
-from trouper.frontends.server.metrics import ServerMetrics
+from trouper.frontends.server.service.metrics import ServerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SUFFIX = {"counter": "_total"}

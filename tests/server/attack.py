@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from trouper.frontends.server.routes import ROUTES
+from trouper.frontends.server.asgi.routes import ROUTES
 
 from .bad_input import CASES, FORBIDDEN, JSON, TOO_MUCH, check
 from .greetings import GREETINGS

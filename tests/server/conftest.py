@@ -4,8 +4,8 @@ import anyio
 import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.params import RequestOutputKind
 
 from .client import Client

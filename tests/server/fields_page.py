@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from trouper.frontends.server import fields
 from trouper.frontends.server.anthropic.requests import MessagesRequest
-from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.generation.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.responses.requests import ResponsesRequest
+from trouper.frontends.server.shared import fields
 
 PAGE = Path(__file__).parents[2] / "docs" / "fields.md"
 APIS = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)

@@ -9,9 +9,9 @@ import pytest
 from tests.support.adapters import random_tensors, write_adapter
 from trouper import AsyncLLMEngine, EngineArgs, LoRARequest, SamplingParams
 from trouper.errors import LoRAAdapterNotFoundError, TrouperValidationError
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.server import load_adapters
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.program.server import load_adapters
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import Client
 from .conftest import SMALL

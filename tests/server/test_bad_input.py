@@ -6,8 +6,8 @@ import anyio
 import pytest
 
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .attack import CANARIES, attack, table
 from .bad_input import CASES, JSON, check

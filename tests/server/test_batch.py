@@ -7,10 +7,10 @@ import anyio
 import pytest
 
 from trouper.errors import EngineDeadError
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.batch_files import URLS, BatchFile
-from trouper.frontends.server.batch_records import StreamAnswers
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.program.batch_files import URLS, BatchFile
+from trouper.frontends.server.program.batch_records import StreamAnswers
+from trouper.frontends.server.shared.settings import ServerSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.frontends.server.errors import HTTPError
 from trouper.frontends.server.http import body as module
 from trouper.frontends.server.http.body import LARGE, BodyBuffers, BodyMemory, ClientGone
+from trouper.frontends.server.shared.errors import HTTPError
 
 SIZE = 4 * LARGE
 TIMES = {"timeout_s": 30.0, "start_timeout_s": 5.0, "min_rate": 100}

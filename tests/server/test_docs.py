@@ -53,7 +53,7 @@ def test_the_openai_example(server):
 
 
 def test_the_page_shows_every_route():
-    from trouper.frontends.server.routes import ROUTES
+    from trouper.frontends.server.asgi.routes import ROUTES
 
     for route in ROUTES:
         assert f"`{route.method} {route.path}`" in PAGE or f"`{route.path}`" in PAGE, route.path

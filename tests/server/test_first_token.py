@@ -3,8 +3,8 @@
 import pytest
 
 from trouper.actors.replies.slot import ExpectedToken
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import Client
 from .scripted import ScriptedEngine, completion, output

@@ -8,14 +8,13 @@ import pytest
 
 from trouper import EngineArgs
 from trouper.frontends.cli.serve import ServerOptions, _settings
-from trouper.frontends.server.admission.codel import QueueDelay
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, LOOK_S, AdmissionGate
 from trouper.frontends.server.admission.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
-from trouper.frontends.server.admission.throughput import Throughput
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.errors import HTTPError, describe
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.admission.throughput import QueueDelay, Throughput
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import HTTPError, describe
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import JSON, Client
 
@@ -244,7 +243,7 @@ async def test_a_queue_that_stands_is_cut_from_its_end_but_not_while_paused(
     gate, answers = app.service.gate, {}
     gate.admission.max_started = 1
     gate.delay = QueueDelay(0.0)
-    monkeypatch.setattr("trouper.frontends.server.admission.codel.INTERVAL_S", 0.0)
+    monkeypatch.setattr("trouper.frontends.server.admission.throughput.INTERVAL_S", 0.0)
 
     async def ask(number):
         answers[number] = await client.post(PATH, {**LONG, "max_tokens": 2})
@@ -290,7 +289,7 @@ async def test_an_overloaded_server_sheds_by_level(app, client):
 
 async def test_the_worst_level_aborts_the_youngest(app, client, monkeypatch, wait_idle):
     used = [0.5]
-    monkeypatch.setattr("trouper.frontends.server.service.memory_used", lambda: used[0])
+    monkeypatch.setattr("trouper.frontends.server.service.service.memory_used", lambda: used[0])
     async with client.stream("POST", PATH, body(stream=True), [JSON]) as old:
         await old.wait_for(lambda: old.num_chunks >= 1)
         async with client.stream("POST", PATH, body(stream=True), [JSON]) as young:

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from trouper.errors import ExecutionError, GenerationError, TrouperValidationError
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.params import RequestOutputKind, SamplingParams
 
 from .client import Client

@@ -2,7 +2,7 @@
 
 import gc
 
-from trouper.frontends.server.gc_control import LONGEST_S, TIGHT_S, Heap
+from trouper.frontends.server.program.monitor import LONGEST_S, TIGHT_S, Heap
 
 
 class Circle:
@@ -44,7 +44,7 @@ def test_it_looks_when_the_last_request_has_gone():
 
 
 def test_it_looks_when_there_is_much_more_than_after_the_last_look(monkeypatch):
-    monkeypatch.setattr("trouper.frontends.server.gc_control.MAX_MORE", 20_000)
+    monkeypatch.setattr("trouper.frontends.server.program.monitor.MAX_MORE", 20_000)
     heap = Heap()
     heap.look(1000.0, is_busy=True)
     circles = [Circle() for _ in range(4_000)]  # two blocks each

@@ -8,11 +8,11 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from trouper.frontends.server.app import App
+from trouper.frontends.server.asgi.app import App
 from trouper.frontends.server.http.listeners import Listener, Shutdown, bind_tcp
-from trouper.frontends.server.server import listener_task
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.program.server import listener_task
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .hostile import KEY, PACKETS, answer_s, attack_all, h1, num_descriptors, wait_idle
 from .process import started, stop

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.infill import MARKS, save_demo
 from trouper import AsyncLLMEngine, EngineArgs
-from trouper.frontends.server.app import create_app
+from trouper.frontends.server.asgi.app import create_app
 
 from .client import Client
 from .conftest import SMALL

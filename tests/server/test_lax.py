@@ -5,10 +5,10 @@ from typing import Any
 import pydantic
 import pytest
 
-from trouper.frontends.server.errors import HTTPError
+from trouper.frontends.server.generation.requests import ChatRequest
 from trouper.frontends.server.http.decoding import decode_now
 from trouper.frontends.server.http.lax import relax
-from trouper.frontends.server.openai.requests import ChatRequest
+from trouper.frontends.server.shared.errors import HTTPError
 
 KINDS = (
     int, float, bool, str, int | None, float | None, bool | None, str | list[str] | None, list[int] | None,

@@ -5,10 +5,10 @@ import json
 import anyio
 import pytest
 
-from trouper.frontends.server.app import App, create_app
-from trouper.frontends.server.errors import HTTPError
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import App, create_app
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import HTTPError
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import JSON, Client
 
@@ -268,7 +268,7 @@ async def test_a_stream_that_fails_says_so_in_an_event(client, monkeypatch):
 
 
 async def test_a_stream_is_kept_awake_while_its_device_is_started_again(engine, monkeypatch):
-    monkeypatch.setattr("trouper.frontends.server.app.LOST_INTERVAL_S", 0.02)
+    monkeypatch.setattr("trouper.frontends.server.asgi.app.LOST_INTERVAL_S", 0.02)
     app = create_app(engine, ServerSettings())
     async with Client(app).stream("POST", PATH, body(stream=True, max_tokens=20), [JSON]) as call:
         await call.wait_for(lambda: call.num_chunks >= 1)

@@ -7,8 +7,8 @@ import pytest
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.server.admission.gate import LOOK_S
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import JSON, Client
 

@@ -8,7 +8,7 @@ import pytest
 from anthropic._models import construct_type
 from anthropic.types import Message, RawMessageStreamEvent
 
-from trouper.frontends.server.app import create_app
+from trouper.frontends.server.asgi.app import create_app
 
 from .client import Client
 from .process import started, stop

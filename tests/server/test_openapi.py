@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from jsonschema_rs import Draft202012Validator
 
-from trouper.frontends.server.app import App
+from trouper.frontends.server.asgi.app import App
+from trouper.frontends.server.asgi.routes import ROUTES
 from trouper.frontends.server.ops.openapi import document
-from trouper.frontends.server.routes import ROUTES
 
 from .client import Client
 from .process import started

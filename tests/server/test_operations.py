@@ -9,13 +9,12 @@ import pytest
 from trouper import AsyncLLMEngine, EngineArgs, __version__
 from trouper.errors import DeviceStartError, EngineDeadError, RetryableRequestError
 from trouper.frontends.server.admission.throughput import StepClock
-from trouper.frontends.server.app import App, create_app
-from trouper.frontends.server.http.access_log import access_line
-from trouper.frontends.server.http.async_logging import log_lines
+from trouper.frontends.server.asgi.app import App, create_app
+from trouper.frontends.server.asgi.routes import ROUTES
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.metrics import expose
-from trouper.frontends.server.routes import ROUTES
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.http.logs import access_line, log_lines
+from trouper.frontends.server.service.metrics import expose
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import JSON, Client
 from .conftest import SMALL
@@ -66,8 +65,8 @@ async def test_readiness_is_a_round_trip_through_the_device(engine, app, client,
     assert (await client.get("/health/ready")).status == 200
     monkeypatch.setattr(engine.engine.controls, "probe", never)
     assert (await client.get("/health/ready")).status == 200  # proved a moment ago
-    monkeypatch.setattr("trouper.frontends.server.service.PROOF_S", 0.0)
-    monkeypatch.setattr("trouper.frontends.server.service.PROBE_S", 0.01)
+    monkeypatch.setattr("trouper.frontends.server.service.service.PROOF_S", 0.0)
+    monkeypatch.setattr("trouper.frontends.server.service.service.PROBE_S", 0.01)
     answer = await client.get("/health/ready")
     assert (answer.status, answer.error["code"]) == (503, "no_progress")
 
@@ -309,13 +308,9 @@ async def test_what_is_refused_is_told_from_the_level_of_debug_on(client, capsys
 
 
 def test_lines_that_nobody_reads_are_dropped(capsys, monkeypatch):
-    monkeypatch.setattr("trouper.frontends.server.http.async_logging.MAX_LINES", 1)
-    monkeypatch.setattr(
-        "trouper.frontends.server.http.async_logging.QueueListener.start", lambda self: None
-    )
-    monkeypatch.setattr(
-        "trouper.frontends.server.http.async_logging.QueueListener.stop", lambda self: None
-    )
+    monkeypatch.setattr("trouper.frontends.server.http.logs.MAX_LINES", 1)
+    monkeypatch.setattr("trouper.frontends.server.http.logs.QueueListener.start", lambda self: None)
+    monkeypatch.setattr("trouper.frontends.server.http.logs.QueueListener.stop", lambda self: None)
     with log_lines("trouper.access", "info"):
         for _ in range(3):
             logging.getLogger("trouper.access").info("line")

@@ -4,7 +4,7 @@ import pytest
 
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
-from trouper.frontends.server.openai.logprobs import chat_logprobs, completion_logprobs
+from trouper.frontends.server.generation.logprobs import chat_logprobs, completion_logprobs
 from trouper.outputs import Logprob
 
 POSITION = {5: Logprob(-0.1, 1, "a"), 6: Logprob(-1.0, 2, ""), 7: Logprob(-2.0, 3, ""), 8: Logprob(-3.0, 4, "b")}  # fmt: skip

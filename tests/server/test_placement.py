@@ -4,9 +4,9 @@ import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.errors import TrouperValidationError
-from trouper.frontends.server.app import create_app
+from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.openai.placement import read_placement
+from trouper.frontends.server.http.headers import read_placement
 
 from .client import Client
 

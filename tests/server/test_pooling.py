@@ -10,9 +10,9 @@ import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.actors.engine.generation import Generation
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.batch_files import BatchFile
-from trouper.frontends.server.batch_records import StreamAnswers
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.program.batch_files import BatchFile
+from trouper.frontends.server.program.batch_records import StreamAnswers
 
 from .client import Client
 

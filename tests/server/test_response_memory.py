@@ -8,8 +8,8 @@ from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
 from trouper.errors import GenerationError
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import Client
 from .scripted import ScriptedEngine

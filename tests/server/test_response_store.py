@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from trouper.frontends.server.response_store import (
+from trouper.frontends.server.service.response_store import (
     ENTRY_BYTES,
     EVENT_BYTES,
     PIECE_BYTES,

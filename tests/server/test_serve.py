@@ -260,9 +260,9 @@ def test_a_client_that_never_reads_does_not_delay_the_end(loop):
 LOADS_FOR_EVER = """
 import anyio, sys, threading
 from trouper.frontends.server.http.listeners import Listener, bind_tcp
-from trouper.frontends.server.server import Server
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.program.server import Server
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.settings import ServerSettings
 
 class Engine:
     async def __aenter__(self):

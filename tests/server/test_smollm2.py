@@ -8,7 +8,7 @@ import jsonschema_rs
 import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs
-from trouper.frontends.server.app import create_app
+from trouper.frontends.server.asgi.app import create_app
 
 from .client import Client
 from .test_tools import PATH

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import Client
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trouper.frontends.server.openai.responses_types import ChatToken
-from trouper.frontends.server.responses.logprobs import TokenSpans
+from trouper.frontends.server.generation.logprobs import TokenSpans
+from trouper.frontends.server.generation.replies import ChatToken
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from trouper.bench.parsers import HOSTILE, hostile_text
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import Client
 from .scripted import ScriptedEngine, completion, output

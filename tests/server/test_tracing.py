@@ -5,7 +5,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from trouper import AsyncLLMEngine, EngineArgs
-from trouper.frontends.server.app import create_app
+from trouper.frontends.server.asgi.app import create_app
 
 from .client import Client
 from .conftest import SMALL

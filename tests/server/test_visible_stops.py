@@ -10,7 +10,7 @@ from trouper.actors.output.stops import TextState, VisibleStops
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.events import Content
 from trouper.frontends.dialects.table import BY_NAME
-from trouper.frontends.server.openai.parsers import (
+from trouper.frontends.server.generation.parsers import (
     CallsAndReasoning,
     ParserChain,
     StopStrings,

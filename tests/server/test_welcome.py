@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from trouper.frontends.server.app import App
-from trouper.frontends.server.routes import ROUTES
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.asgi.app import App
+from trouper.frontends.server.asgi.routes import ROUTES
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import Client
 from .process import started

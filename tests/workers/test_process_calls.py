@@ -16,7 +16,7 @@ from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, RetryableRequestError
-from trouper.frontends.server.server import GRACE_S, GUARD_S
+from trouper.frontends.server.program.server import GRACE_S, GUARD_S
 
 from .test_process_ranks import FakeLauncher, FakePeer, make_device, plan, run
 

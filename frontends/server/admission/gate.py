@@ -11,11 +11,10 @@ from typing import Protocol, Self
 import anyio
 
 from trouper.actors.engine.admission import CHARACTERS_PER_TOKEN
-from trouper.frontends.server.admission.codel import QueueDelay
 from trouper.frontends.server.admission.fair_queue import Entry, FairQueue, Full
 from trouper.frontends.server.admission.overload import Level
-from trouper.frontends.server.admission.throughput import Throughput
-from trouper.frontends.server.errors import HTTPError
+from trouper.frontends.server.admission.throughput import QueueDelay, Throughput
+from trouper.frontends.server.shared.errors import HTTPError
 
 BYTES_PER_TOKEN = CHARACTERS_PER_TOKEN  # of a body that is not decoded yet
 TTFT_TARGET_S = 10.0  # as much work may wait as is done in this time

@@ -4,15 +4,15 @@ from typing import Any
 
 import msgspec
 
-from trouper.frontends.server.openai.adapter import StreamEvent
-from trouper.frontends.server.openai.blocks import (
+from trouper.frontends.server.generation.adapter import StreamEvent
+from trouper.frontends.server.generation.blocks import (
     AnswerBlock,
     BlockEnded,
     BlockEvent,
     BlockGrown,
     BlockStarted,
 )
-from trouper.frontends.server.sealed import seal
+from trouper.frontends.server.generation.transcript import seal
 
 JSONObject = dict[str, Any]
 DELTAS = {

@@ -1,19 +1,26 @@
 """`POST /v1/messages`: the adapter of Anthropic's conversations, whole or as named events.
 
 A request becomes a `ChatRequest`, and the same rules hold.
+
+Errors in the form of the Messages API.
 """
 
+import re
 from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
 
 from trouper.frontends.server.anthropic.content import content_block, render_block
-from trouper.frontends.server.anthropic.conversation import BUDGET, EFFORT, FORMAT, chat_of
+from trouper.frontends.server.anthropic.conversation import (
+    BUDGET,
+    EFFORT,
+    FORMAT,
+    chat_of,
+    client_name,
+)
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.anthropic.tools import client_name
-from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.openai.adapter import (
+from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     ParsedRequest,
     ReplyHead,
@@ -21,15 +28,22 @@ from trouper.frontends.server.openai.adapter import (
     StreamEvent,
     call_ids,
 )
-from trouper.frontends.server.openai.blocks import AnswerBlocks, BlockEvent
+from trouper.frontends.server.generation.blocks import AnswerBlocks, BlockEvent
+from trouper.frontends.server.generation.driver import client_names, drive
+from trouper.frontends.server.generation.requests import ChatRequest
+from trouper.frontends.server.generation.transcript import Transcript, chat_prompt
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat import ChatAdapter
-from trouper.frontends.server.openai.chat_prompt import chat_prompt
-from trouper.frontends.server.openai.driver import client_names, drive
-from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.openai.tokens import conversation_ids
-from trouper.frontends.server.openai.transcript import Transcript
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.usage import CachedTokens, Usage
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import (
+    MAX_MESSAGE,
+    MAX_PARAM,
+    ErrorBody,
+    ErrorForm,
+    clean,
+)
+from trouper.frontends.server.shared.usage import CachedTokens, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
 JSONObject = dict[str, Any]
@@ -207,3 +221,30 @@ def _usage(usage: Usage | None) -> dict[str, int]:
         "cache_read_input_tokens": num_read,
         "output_tokens": usage.completion_tokens,
     }
+
+
+TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 500: "api_error",
+    503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+OTHERS = "invalid_request_error"
+# Anthropic's words for it, by which clients know that the conversation must be shortened
+TOO_LONG = "prompt is too long"
+COUNTS = re.compile(r"length is (?P<limit>\d+) tokens.*?(?P<length>\d+) input tokens")
+
+
+def _render(problem: ErrorBody, request_id: str) -> dict[str, Any]:
+    """Return the body of an error; its message begins with the name of the parameter."""
+    message = problem.message
+    if problem.code == "context_length_exceeded":
+        counts = COUNTS.search(message)
+        shown = f": {counts['length']} tokens > {counts['limit']} maximum" if counts else ""
+        message = f"{TOO_LONG}{shown}; {message}"
+    if problem.param is not None and problem.param not in message:
+        message = f"{clean(problem.param, MAX_PARAM)}: {message}"
+    error = {"type": TYPES.get(problem.status, OTHERS), "message": clean(message, MAX_MESSAGE)}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+ANTHROPIC_ERRORS = ErrorForm(_render, event="error", stream_end=b"")

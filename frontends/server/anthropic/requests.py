@@ -2,8 +2,8 @@
 
 from typing import Any, ClassVar
 
-from trouper.frontends.server import fields
-from trouper.frontends.server.openai.requests import SamplingFields
+from trouper.frontends.server.generation.requests import SamplingFields
+from trouper.frontends.server.shared import fields
 
 
 class CountTokensRequest(SamplingFields, kw_only=True):

@@ -21,7 +21,7 @@ from typing import Any, Self
 import anyio
 import numpy as np
 
-from trouper.frontends.server.errors import HTTPError
+from trouper.frontends.server.shared.errors import HTTPError
 
 LARGE = 2**20  # bytes, copied in 0.1 ms
 KEPT = 2**27  # bytes of the kept buffer that stay in memory while no request uses it

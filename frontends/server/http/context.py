@@ -15,10 +15,10 @@ import anyio
 import msgspec
 
 from trouper.frontends.server.admission.gate import AdmissionTicket
-from trouper.frontends.server.errors import ErrorBody, ErrorForm, Headers, HTTPError, aborted
 from trouper.frontends.server.http.body import Body, too_large
 from trouper.frontends.server.http.route import Route
-from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.shared.errors import ErrorBody, ErrorForm, Headers, HTTPError, aborted
+from trouper.frontends.server.shared.settings import ServerSettings
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

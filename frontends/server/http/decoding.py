@@ -3,20 +3,23 @@
 Bodies that two parsers could read differently are refused, so a proxy and this server never see two different requests.
 msgspec refuses nearly everything that is not JSON.  A second reading finds duplicate keys and the fields that the type does
 not have.  The texts of errors are ours or msgspec's; those of the interpreter tell of its insides and are replaced.
+
+Report the fields and tools that a request is answered without, to its client and in the log.
 """
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import anyio
 import anyio.to_thread
 import msgspec
 
-from trouper.frontends.server.errors import HTTPError, clean
-from trouper.frontends.server.fields import NONE, Others, check_others
 from trouper.frontends.server.http.large_json import excerpt
 from trouper.frontends.server.http.lax import relax
+from trouper.frontends.server.shared.errors import Headers, HTTPError, clean, logger
+from trouper.frontends.server.shared.fields import NONE, Others, check_others
 
 T = TypeVar("T", bound=msgspec.Struct)
 THREAD_FROM = 2**16  # bytes; below it a thread hop costs more than the reading
@@ -214,3 +217,38 @@ def _wrong_key(field: str, body: bytes, kind: type[Any]) -> str:
     except (ValueError, RecursionError):  # what comes after it is no JSON
         pass
     return "[...]"
+
+
+MAX_NAME = 64  # characters of a name that clients and the log are shown
+MAX_NAMES = 16  # of one request that the header names: with commas 1 KiB
+MAX_LOGGED = 256  # names that are remembered, 16 KiB; the log is not a place that clients fill
+
+
+class Ignored(NamedTuple):
+    """Describe a kind of thing that is ignored: the header that names it, and the line for the log."""
+
+    header: bytes
+    text: str
+
+
+FIELDS = Ignored(b"x-trouper-ignored-fields", "the field %r is not known, and is ignored")
+TOOLS = Ignored(b"x-trouper-ignored-tools", "the tool %r cannot run here, and is left out")
+
+
+class UnknownFields:
+    """Count the fields of requests that are ignored, and warn of each name once."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._logged: set[str] = set()
+
+    def note(self, path: str, names: Sequence[str], kind: Ignored = FIELDS) -> Headers:
+        """Count what one request is answered without, log what is new, and return a header that names it."""
+        self.num += len(names)
+        shown = sorted(clean(name, MAX_NAME).encode("ascii", "replace").decode() for name in names)
+        for name in shown:
+            if name not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(name)
+                logger.warning(f"%s: {kind.text}", path, name)
+        more = ("…",) if len(shown) > MAX_NAMES else ()
+        return ((kind.header, ", ".join((*shown[:MAX_NAMES], *more)).encode("ascii", "replace")),)

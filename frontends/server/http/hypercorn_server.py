@@ -22,7 +22,6 @@ from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
-from trouper.frontends.server.errors import logger
 from trouper.frontends.server.http.context import Message, Receive, Scope, Send
 from trouper.frontends.server.http.listeners import (
     BACKLOG,
@@ -31,6 +30,7 @@ from trouper.frontends.server.http.listeners import (
     Listener,
     Shutdown,
 )
+from trouper.frontends.server.shared.errors import logger
 
 LENGTHS = (b"content-length", b"transfer-encoding")
 Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trouper.frontends.server.errors import OPENAI_ERRORS, ErrorForm
+from trouper.frontends.server.shared.errors import OPENAI_ERRORS, ErrorForm
 
 Access = Literal["public", "user", "admin"]
 # Takes the service, the request's context and its decoded body.

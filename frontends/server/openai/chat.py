@@ -12,8 +12,7 @@ from trouper.frontends.dialects.answer_format import ReasoningTokens
 from trouper.frontends.dialects.calls import MAX_HELD
 from trouper.frontends.dialects.core import AnswerParser
 from trouper.frontends.dialects.table import BY_NAME
-from trouper.frontends.server.http.context import DONE, RequestContext
-from trouper.frontends.server.openai.adapter import (
+from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     LastMetrics,
     ParsedRequest,
@@ -22,12 +21,10 @@ from trouper.frontends.server.openai.adapter import (
     StreamEvent,
     call_ids,
 )
-from trouper.frontends.server.openai.beam_params import NO_GRAMMAR, chat_beams, choices_of
-from trouper.frontends.server.openai.call_ids import num_calls
-from trouper.frontends.server.openai.chat_prompt import chat_prompt
-from trouper.frontends.server.openai.driver import drive
-from trouper.frontends.server.openai.logprobs import chat_logprobs, prompt_logprobs
-from trouper.frontends.server.openai.parsers import (
+from trouper.frontends.server.generation.call_ids import num_calls
+from trouper.frontends.server.generation.driver import drive
+from trouper.frontends.server.generation.logprobs import chat_logprobs, prompt_logprobs
+from trouper.frontends.server.generation.parsers import (
     CallsAndReasoning,
     OneCall,
     Parser,
@@ -36,8 +33,7 @@ from trouper.frontends.server.openai.parsers import (
     VisibleContent,
     WithoutReasoning,
 )
-from trouper.frontends.server.openai.requests import ChatRequest
-from trouper.frontends.server.openai.responses_types import (
+from trouper.frontends.server.generation.replies import (
     FINGERPRINT,
     ChatChoice,
     ChatChunk,
@@ -47,11 +43,20 @@ from trouper.frontends.server.openai.responses_types import (
     Message,
     WholeMessage,
 )
-from trouper.frontends.server.openai.sampling import chat_params, parsed_request
-from trouper.frontends.server.openai.structured import way_of
-from trouper.frontends.server.openai.tools import CallDeltas, ToolUse, tool_use
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.usage import Usage
+from trouper.frontends.server.generation.requests import ChatRequest
+from trouper.frontends.server.generation.structured import way_of
+from trouper.frontends.server.generation.tools import CallDeltas, ToolUse, tool_use
+from trouper.frontends.server.generation.transcript import chat_prompt
+from trouper.frontends.server.http.context import DONE, RequestContext
+from trouper.frontends.server.openai.sampling import (
+    NO_GRAMMAR,
+    chat_beams,
+    chat_params,
+    choices_of,
+    parsed_request,
+)
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.usage import Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 from trouper.params import SamplingParams
 from trouper.structured_outputs import StructuredOutputsParams

@@ -7,8 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trouper.errors import TrouperValidationError, invalid
-from trouper.frontends.server.http.context import DONE, RequestContext
-from trouper.frontends.server.openai.adapter import (
+from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     LastMetrics,
     ParsedRequest,
@@ -16,11 +15,9 @@ from trouper.frontends.server.openai.adapter import (
     ServedModel,
     StreamEvent,
 )
-from trouper.frontends.server.openai.beam_params import choices_of, completion_beams
-from trouper.frontends.server.openai.driver import drive
-from trouper.frontends.server.openai.logprobs import completion_logprobs, prompt_logprobs
-from trouper.frontends.server.openai.requests import CompletionRequest
-from trouper.frontends.server.openai.responses_types import (
+from trouper.frontends.server.generation.driver import drive
+from trouper.frontends.server.generation.logprobs import completion_logprobs, prompt_logprobs
+from trouper.frontends.server.generation.replies import (
     FINGERPRINT,
     CompletionChoice,
     CompletionChunk,
@@ -28,14 +25,18 @@ from trouper.frontends.server.openai.responses_types import (
     CompletionLogprobs,
     CompletionReply,
 )
+from trouper.frontends.server.generation.requests import CompletionRequest
+from trouper.frontends.server.generation.structured import way_of
+from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.sampling import (
     check_sequences,
+    choices_of,
+    completion_beams,
     completion_params,
     parsed_request,
 )
-from trouper.frontends.server.openai.structured import way_of
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.usage import Usage
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.usage import Usage
 from trouper.outputs import LogprobsOnePosition, RequestOutput
 
 MAX_PROMPTS = 1024

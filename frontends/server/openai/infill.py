@@ -6,20 +6,20 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trouper.errors import invalid
-from trouper.frontends.server import fields
-from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.openai.adapter import (
+from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     ParsedRequest,
     ReplyHead,
     ServedModel,
     StreamEvent,
 )
-from trouper.frontends.server.openai.driver import drive
-from trouper.frontends.server.openai.requests import CompletionRequest, Int64
+from trouper.frontends.server.generation.driver import drive
+from trouper.frontends.server.generation.requests import CompletionRequest, Int64
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.sampling import completion_params, parsed_request
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.usage import Usage
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared import fields
+from trouper.frontends.server.shared.usage import Usage
 from trouper.outputs import FinishReason, RequestOutput, RequestStateStats
 
 PART = 4  # of the model's length the prompt has a quarter at least, and leaves one where the output has no limit

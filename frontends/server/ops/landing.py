@@ -7,7 +7,7 @@ from html import escape
 
 from trouper import __version__
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.service import Service
+from trouper.frontends.server.service.service import Service
 
 STYLE = "body{font:1rem/1.6 system-ui,sans-serif;max-width:46rem;margin:3rem auto;padding:0 1rem}pre{overflow:auto;padding:1rem;border:1px solid}"
 # The page runs no script and loads nothing, and no other page may frame it.

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from trouper import __version__
-from trouper.frontends.server.errors import OPENAI_ERRORS, TYPES
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.route import Route
-from trouper.frontends.server.service import Service
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import OPENAI_ERRORS, TYPES
 
 ERROR = {
     "type": "object",

@@ -10,10 +10,10 @@ import msgspec
 from trouper import __version__
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
-from trouper.frontends.server.errors import HTTPError, unavailable
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.metrics import expose
-from trouper.frontends.server.service import Service
+from trouper.frontends.server.service.metrics import expose
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import HTTPError, unavailable
 
 REFRESH_S = 1.0  # for the latest statistics; an actor that is ending may hold them back for long
 MODELS = "/v1/models/"  # a name follows, which may hold slashes

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from trouper.frontends.server import fields
-from trouper.frontends.server.openai.requests import Int64
+from trouper.frontends.server.generation.requests import Int64
+from trouper.frontends.server.shared import fields
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]

@@ -25,9 +25,10 @@ from trouper.frontends.python.scoring import (
     as_pairs,
     collect,
 )
+from trouper.frontends.server.generation.streams import final_outputs
+from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.openai.chat_prompt import chat_prompt
-from trouper.frontends.server.openai.placement import read_placement
+from trouper.frontends.server.http.headers import read_placement
 from trouper.frontends.server.pooling.encodings import COHERE_TYPES, Encoding
 from trouper.frontends.server.pooling.replies import (
     PoolingServeContext,
@@ -50,8 +51,7 @@ from trouper.frontends.server.pooling.requests import (
     ScoreRequest,
     ScoringFields,
 )
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.streams import final_outputs
+from trouper.frontends.server.service.service import Service
 from trouper.inputs import PoolingPrompt
 from trouper.pooling import PoolingParams, unsupported_task
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from trouper.frontends.server.openai.adapter import (
+from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     ParsedRequest,
     ReplyHead,
@@ -13,13 +13,12 @@ from trouper.frontends.server.openai.adapter import (
     StreamEvent,
     call_ids,
 )
-from trouper.frontends.server.openai.blocks import AnswerBlocks
+from trouper.frontends.server.generation.blocks import AnswerBlocks
+from trouper.frontends.server.generation.logprobs import TokenSpans, chat_logprobs
 from trouper.frontends.server.openai.chat import ChatAdapter
-from trouper.frontends.server.openai.logprobs import chat_logprobs
 from trouper.frontends.server.responses.items import EventWriter, ItemForm
-from trouper.frontends.server.responses.logprobs import TokenSpans
 from trouper.frontends.server.responses.turn import ResponsesTurn
-from trouper.frontends.server.usage import CachedTokens, ReasoningUsage, Usage
+from trouper.frontends.server.shared.usage import CachedTokens, ReasoningUsage, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
 JSONObject = dict[str, Any]

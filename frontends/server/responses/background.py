@@ -8,18 +8,18 @@ from typing import Any
 import anyio
 
 from trouper.errors import EngineDeadError
-from trouper.frontends.server.errors import MAX_MESSAGE, HTTPError, clean, describe, log
+from trouper.frontends.server.generation.adapter import StreamEvent
+from trouper.frontends.server.generation.driver import Driver, client_names
 from trouper.frontends.server.http.context import (
     Message,
     RequestContext,
     event_frame,
 )
-from trouper.frontends.server.openai.adapter import StreamEvent
-from trouper.frontends.server.openai.driver import Driver, client_names
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.memory import stored_response
 from trouper.frontends.server.responses.turn import ResponsesTurn
-from trouper.frontends.server.service import Service
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import MAX_MESSAGE, HTTPError, clean, describe, log
 
 JSONObject = dict[str, Any]
 CODES = {

@@ -5,18 +5,17 @@ from typing import Any
 
 import msgspec
 
-from trouper.frontends.server.errors import HTTPError
+from trouper.frontends.server.generation.driver import client_names, prepare
+from trouper.frontends.server.generation.transcript import chat_prompt, seal
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.openai.chat_prompt import chat_prompt
-from trouper.frontends.server.openai.driver import client_names, prepare
 from trouper.frontends.server.openai.tokens import conversation_ids
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.input_items import Page, listed
 from trouper.frontends.server.responses.memory import recall
 from trouper.frontends.server.responses.requests import CompactRequest
 from trouper.frontends.server.responses.turn import ResponsesTurn
-from trouper.frontends.server.sealed import seal
-from trouper.frontends.server.service import Service
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import HTTPError
 
 JSONObject = dict[str, Any]
 INSTRUCTION = (

@@ -6,15 +6,14 @@ from typing import Any, cast
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.server.openai.transcript import Transcript
+from trouper.frontends.server.generation.transcript import Transcript, unseal
 from trouper.frontends.server.responses.tools import (
     SHELL,
     SHELL_SCHEMA,
     custom_arguments,
     function_name,
 )
-from trouper.frontends.server.sealed import unseal
-from trouper.frontends.server.unsupported import unsupported
+from trouper.frontends.server.shared.errors import unsupported
 
 JSONObject = dict[str, Any]
 ANSWERS = ("content", "tool_calls", "reasoning_content")

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from trouper.frontends.server.openai.adapter import StreamEvent
-from trouper.frontends.server.openai.blocks import (
+from trouper.frontends.server.generation.adapter import StreamEvent
+from trouper.frontends.server.generation.blocks import (
     AnswerBlock,
     BlockEnded,
     BlockEvent,
     BlockGrown,
     BlockStarted,
 )
-from trouper.frontends.server.openai.responses_types import ChatToken
+from trouper.frontends.server.generation.replies import ChatToken
+from trouper.frontends.server.generation.transcript import seal
 from trouper.frontends.server.responses.tools import ResponseTools, custom_input, shell_action
-from trouper.frontends.server.sealed import seal
 
 JSONObject = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]

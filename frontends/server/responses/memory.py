@@ -7,15 +7,14 @@ import anyio.to_thread
 import msgspec
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
-from trouper.frontends.server.errors import HTTPError, clean
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import THREAD_FROM
-from trouper.frontends.server.response_store import ResponseStore, StoredResponse
 from trouper.frontends.server.responses.items import response_of
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.turn import ResponsesTurn
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.unsupported import NO_MEMORY
+from trouper.frontends.server.service.response_store import ResponseStore, StoredResponse
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import NO_MEMORY, HTTPError, clean
 
 MAX_ECHO = 100  # characters of an id that is not known
 A = TypeVar("A")

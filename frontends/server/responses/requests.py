@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from trouper.frontends.server import fields
-from trouper.frontends.server.openai.requests import SamplingFields
+from trouper.frontends.server.generation.requests import SamplingFields
+from trouper.frontends.server.shared import fields
 
 JSONObject = dict[str, Any]
 

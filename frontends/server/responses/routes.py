@@ -1,4 +1,7 @@
-"""The routes of the Responses API."""
+"""The routes of the Responses API.
+
+Errors of the Responses API: bodies as everywhere, and events of its own.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -8,10 +11,9 @@ from typing import Any
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.server.errors import HTTPError
+from trouper.frontends.server.generation.driver import client_names, prepare
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.http.unknown_fields import TOOLS
-from trouper.frontends.server.openai.driver import client_names, prepare
+from trouper.frontends.server.http.decoding import TOOLS
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.background import BackgroundResponse, follow
 from trouper.frontends.server.responses.input_items import Page, listed
@@ -24,8 +26,17 @@ from trouper.frontends.server.responses.memory import (
 )
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.turn import ResponsesTurn
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.unsupported import unsupported
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import (
+    MAX_MESSAGE,
+    MAX_PARAM,
+    OPENAI_ERRORS,
+    ErrorBody,
+    ErrorForm,
+    HTTPError,
+    clean,
+    unsupported,
+)
 
 JSONObject = dict[str, Any]
 MAX_DIGITS = 15
@@ -149,3 +160,20 @@ def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> JS
 
 def _name(context: RequestContext) -> str:
     return context.path.removeprefix(RESPONSES)
+
+
+def _render_event(problem: ErrorBody, number: int) -> dict[str, Any]:
+    """Return the typed event `error`, with the body that makes OpenAI's clients raise."""
+    return {
+        "type": "error",
+        "sequence_number": number,
+        "code": problem.code,
+        "message": clean(problem.message, MAX_MESSAGE),
+        "param": None if problem.param is None else clean(problem.param, MAX_PARAM),
+        **problem.body,
+    }
+
+
+RESPONSES_ERRORS = ErrorForm(
+    OPENAI_ERRORS.render, event="error", stream_end=b"", render_event=_render_event
+)

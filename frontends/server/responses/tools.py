@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.server.openai.tools import MAX_NAME
-from trouper.frontends.server.unsupported import NO_TOOLS, unsupported
+from trouper.frontends.server.generation.tools import MAX_NAME
+from trouper.frontends.server.shared.errors import NO_TOOLS, unsupported
 
 JSONObject = dict[str, Any]
 ToolKind = Literal["function", "custom", "local_shell"]

@@ -6,12 +6,12 @@ from typing import Any, cast
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.server.openai.requests import ChatRequest, ResponseFormat
-from trouper.frontends.server.openai.transcript import Transcript
-from trouper.frontends.server.response_store import StoredResponse
+from trouper.frontends.server.generation.requests import ChatRequest, ResponseFormat
+from trouper.frontends.server.generation.transcript import Transcript
 from trouper.frontends.server.responses.conversation import add_items
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.tools import ResponseTools
+from trouper.frontends.server.service.response_store import StoredResponse
 
 JSONObject = dict[str, Any]
 SAME_NAME = ("stop", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")

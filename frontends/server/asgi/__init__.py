@@ -1,0 +1,1 @@
+"""The ASGI application: routes, keys, and the one place where an exception becomes a response."""

@@ -1,0 +1,238 @@
+"""The ASGI application: the one place where an exception becomes an answer.
+
+    head limits → key and route → body → place → decoding → handler, beside a task that waits for the disconnect
+
+When the client has left or the deadline has passed, the handler's scope is cancelled; its generations close, which
+aborts them in the engine.
+"""
+
+import logging
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from trouper.errors import EngineDeadError
+from trouper.frontends.server.admission.overload import Level
+from trouper.frontends.server.asgi.auth import Authenticator
+from trouper.frontends.server.asgi.routes import errors_at, find
+from trouper.frontends.server.http.body import ClientGone
+from trouper.frontends.server.http.context import (
+    Receive,
+    RequestContext,
+    Scope,
+    Send,
+)
+from trouper.frontends.server.http.decoding import decode
+from trouper.frontends.server.http.headers import cors_headers
+from trouper.frontends.server.http.logs import access_line
+from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import ErrorBody, HTTPError, describe, log
+from trouper.frontends.server.shared.settings import ServerSettings
+from trouper.frontends.server.shared.usage import Usage
+
+if TYPE_CHECKING:
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
+
+access_log = logging.getLogger("trouper.access")
+MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
+POLICY_VIOLATION = 1008
+LOST_INTERVAL_S = 5.0  # between comments on a silent stream whose device is being started again
+
+
+def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None) -> "App":
+    """Make an ASGI application over a running engine, to be served or to be mounted in another application."""
+    service = Service(settings or ServerSettings())
+    service.open(engine)
+    return App(service)
+
+
+class App:
+    """The ASGI application of one listener: `await app(scope, receive, send)`."""
+
+    def __init__(
+        self, service: Service, *, is_admin_listener: bool = False, root_path: str = ""
+    ) -> None:
+        self.service = service
+        self._root_path = root_path  # a prefix that a proxy leaves on the paths
+        self._settings = service.settings
+        self._authenticator = Authenticator(service.settings, is_admin_listener=is_admin_listener)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http":
+                if self._root_path:
+                    scope = {**scope, "root_path": self._root_path}
+                await self._answer(RequestContext(scope, receive, send))
+            case "lifespan":
+                await self._live(receive, send)
+            case "websocket":
+                await receive()
+                await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+            case other:
+                raise NotImplementedError(f"no {other} here")
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Answer lifespan events, and run background work between them.
+
+        The engine is opened and closed by the caller of `create_app`.
+        """
+        message = await receive()
+        async with anyio.create_task_group() as tasks:
+            if not self.service.background.is_on:  # or another listener's application runs it
+                await tasks.start(self.service.background.run_tasks, name="background work")
+            while message["type"] != "lifespan.shutdown":
+                await send({"type": f"{message['type']}.complete"})
+                message = await receive()
+            tasks.cancel_scope.cancel()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _answer(self, context: RequestContext) -> None:
+        try:
+            await self._perform(context)
+        except ClientGone:
+            pass  # there is no client to answer
+        except Exception as error:
+            await context.fail(self._describe(context, error), errors_at(context.path))
+        self._note(context)
+
+    def _describe(self, context: RequestContext, error: Exception) -> ErrorBody:
+        problem = describe(error)
+        log(problem, error, context.id)
+        if isinstance(error, EngineDeadError):
+            self.service.died.set()
+        return problem
+
+    def _note(self, context: RequestContext) -> None:
+        """Count the answer that has been sent, and log it."""
+        route = next((each.path for each in find(context.path).values()), None)
+        self.service.metrics.note_answer(route or "none", context.status)
+        if self._settings.logs_access and route not in self._settings.unlogged_paths:
+            access_log.info("%s", access_line(context, route))
+
+    def _find(self, context: RequestContext) -> Route | None:
+        """Find the route of a request; None for OPTIONS, which is answered without content.
+
+        Raises:
+            HTTPError: the head is too large, the key is wrong, or there is no such route.
+        """
+        context.own_headers = cors_headers(context, self._settings)
+        if self.service.gate.level >= Level.TIDY:
+            context.own_headers += ((b"connection", b"close"),)
+        context.check_head(self._settings)
+        route = self._authenticator.route(context)
+        if route is not None:
+            context.timeout_s = _timeout_s(context, self._settings)
+        return route
+
+    async def _perform(self, context: RequestContext) -> None:
+        with ExitStack() as stack:
+            route = self._find(context)
+            if route is None:
+                await context.send_empty(204)
+                return
+            if route.generates:
+                self.service.check_open()
+                self.service.check_kind(route)
+            if route.is_admitted:
+                self.service.check_room(context)  # refused before the body is read
+            route, request = await self._read(context, route, stack)
+            act = partial(route.handler, self.service, context, request)
+            await self._attend(context, act, context.timeout_s)
+
+    async def _read(
+        self, context: RequestContext, route: Route, stack: ExitStack
+    ) -> tuple[Route, Any]:
+        """Read and decode the body; a place is taken in between, so that unfinished bodies hold none.
+
+        Returns the route that the body is for, too.
+        """
+        if route.body is None:
+            return route, None
+        kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        memory = stack.enter_context(self.service.bodies.open())
+        await context.read_body(self._settings, memory)
+        if route.is_admitted:
+            context.ticket = stack.enter_context(self.service.enter(context))
+        body = memory.whole()
+        if kind != b"application/json" and (body or route.generates):
+            raise HTTPError(
+                400, "invalid_content_type", "the content type must be application/json"
+            )
+        if not body and route.access == "admin":
+            return route, route.body()  # all fields have defaults
+        if route.choose is not None:
+            route = await anyio.to_thread.run_sync(
+                route.choose, self.service, body, limiter=self.service.threads
+            )
+        assert route.body is not None
+        decoded = await decode(body, route.body, self.service.threads)
+        if not decoded.holds_body:
+            memory.release()
+        if decoded.unknown:
+            context.own_headers += self.service.unknown.note(route.path, decoded.unknown)
+        return route, decoded.request
+
+    async def _attend(self, context: RequestContext, act: Any, timeout_s: float) -> None:
+        """Run the handler until it is done, the client has left, or the time is over."""
+        deadline = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
+        await self._attend_beside(context, act, deadline)
+        if deadline.cancelled_caught and not context.is_gone:
+            num_prompt, num_output = context.ticket.cost if context.ticket else (0, 0)
+            phase = "decode" if num_output else "prefill" if num_prompt else "queue"
+            raise HTTPError(
+                504,
+                "deadline_exceeded",
+                f"the deadline of {timeout_s:g} s has passed",
+                param=phase,
+                usage=Usage(num_prompt, num_output, num_prompt + num_output),
+            )
+
+    async def _attend_beside(
+        self, context: RequestContext, act: Any, deadline: anyio.CancelScope
+    ) -> None:
+        """Run the handler beside a task that cancels it when the client leaves."""
+        error: Exception | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch_disconnect, context, tasks.cancel_scope, name="disconnect")
+            with deadline:
+                try:
+                    await act()
+                except Exception as raised:
+                    error = raised  # carried out of the group, so that it is not wrapped in another
+            tasks.cancel_scope.cancel()
+        if error is not None:
+            raise error
+
+    async def _watch_disconnect(self, context: RequestContext, handler: anyio.CancelScope) -> None:
+        """Wait until the client has left, then cancel the handler.
+
+        A stream that has been silent for an interval gets a comment, if comments are on or the device is lost.
+        """
+        interval_s = self._settings.sse_keep_alive_interval_s
+        while not context.is_gone:
+            num_sends = context.num_sends
+            with anyio.move_on_after(interval_s or LOST_INTERVAL_S):
+                await context.wait_disconnect()
+            is_silent = context.is_stream and context.num_sends == num_sends
+            is_due = is_silent and not context.is_gone
+            if is_due and (interval_s or self.service.is_device_lost):
+                await context.send_comment()
+        handler.cancel()
+
+
+def _timeout_s(context: RequestContext, settings: ServerSettings) -> float:
+    """Read the client's own deadline, which counts if it is earlier than the server's.  Raises HTTPError."""
+    given = context.header(b"x-request-timeout-ms")
+    if given is None:
+        return settings.request_timeout_s
+    if not given.isdigit() or not 1 <= int(given[:20]) <= MAX_TIMEOUT_MS:
+        raise HTTPError(
+            400,
+            "invalid_value",
+            f"must be an integer in [1, {MAX_TIMEOUT_MS}]",
+            param="X-Request-Timeout-Ms",
+        )
+    return min(int(given) / 1000, settings.request_timeout_s)

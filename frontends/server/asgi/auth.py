@@ -1,0 +1,104 @@
+"""Check keys and find routes.  Fails closed: a path that is not on the public list needs a key, if there are keys.
+
+The path is compared as it came, without normalisation, and routing sees the same string.
+"""
+
+import hmac
+from collections.abc import Mapping
+from hashlib import sha256
+
+from trouper.frontends.server.asgi.routes import ROUTES, find, nearest
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.route import Access, Route
+from trouper.frontends.server.shared.errors import HTTPError, clean
+from trouper.frontends.server.shared.settings import ServerSettings
+
+SCHEME = b"Bearer "
+ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+MAX_SHOWN_PATH = 200  # characters of a path in an error
+KEY_HEADERS = (b"authorization", b"x-api-key")  # OpenAI's clients, Anthropic's
+
+
+class Authenticator:
+    """Finds the route of a request and checks its key.
+
+    `is_admin_listener`: every client that can connect is trusted, unless there is an admin key.
+    """
+
+    def __init__(self, settings: ServerSettings, *, is_admin_listener: bool = False) -> None:
+        self._admin_keys = _digests((settings.admin_key,) if settings.admin_key else ())
+        self._user_keys = _digests(settings.api_keys) + (
+            self._admin_keys if settings.api_keys else ()
+        )
+        self._is_admin_listener = is_admin_listener
+        self._has_control = is_admin_listener or settings.is_dev_mode or bool(self._admin_keys)
+        self._is_dev_mode = settings.is_dev_mode
+        self._protects_metrics = settings.protect_metrics
+        scope = settings.cache_scope
+        self._separates_caches = scope == "key" or (scope == "auto" and len(settings.api_keys) > 1)
+        self._open_paths = ADAPTER_PATHS if settings.allows_lora_updates else frozenset[str]()
+        self._served = [r for r in ROUTES if self._access(r) != "admin" or self._has_control]
+
+    def route(self, context: RequestContext) -> Route | None:
+        """Return the route; None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405."""
+        context.served = self._served
+        methods: Mapping[str, Route] = find(context.path)
+        access = next((self._access(route) for route in methods.values()), "user")
+        if access == "admin" and not self._has_control:
+            methods, access = dict[str, Route](), "user"  # as if it did not exist
+        if context.path == "/metrics" and self._protects_metrics:
+            access = "user"
+        if context.method == "OPTIONS":
+            return None
+        self._check_key(context, access)
+        if not methods:
+            near = nearest(context.path, self._served)
+            hint = (
+                "; GET /openapi.json lists the paths" if near is None else f"; did you mean {near}?"
+            )
+            path = clean(context.path, MAX_SHOWN_PATH)
+            raise HTTPError(404, "not_found", f"this server has no path {path!r}{hint}")
+        if context.method not in methods:
+            allowed = ", ".join(sorted(methods))
+            text = f"{clean(context.path, MAX_SHOWN_PATH)} takes {allowed}, not {clean(context.method, 16)}"
+            headers = ((b"allow", allowed.encode()),)
+            raise HTTPError(405, "method_not_allowed", text, headers=headers)
+        return methods[context.method]
+
+    def _access(self, route: Route) -> Access:
+        return "user" if route.path in self._open_paths else route.access
+
+    def _check_key(self, context: RequestContext, access: str) -> None:
+        keys = self._user_keys
+        if access == "admin":
+            keys = () if self._is_dev_mode and not self._admin_keys else self._admin_keys
+        elif self._is_admin_listener:
+            keys = self._admin_keys
+        if access == "public" or not keys:
+            return
+        given = _given_key(context)
+        digest = sha256(given or b"").digest()
+        found = [hmac.compare_digest(digest, key) for key in keys]  # all of them, always
+        if given is not None and any(found):
+            context.tenant = f"key {found.index(True)}"
+            if self._separates_caches:
+                context.cache_scope = sha256(b"cache scope" + digest).digest()[:16]
+        else:
+            header = (b"www-authenticate", b"Bearer")
+            raise HTTPError(401, "invalid_api_key", "a valid API key is needed", headers=(header,))
+
+
+def _given_key(context: RequestContext) -> bytes | None:
+    """Return the one key of a request, as a bearer's token or as `x-api-key`; None: no key, several, or another scheme."""
+    given = [pair for pair in context.headers if pair[0] in KEY_HEADERS]
+    if len(given) != 1:
+        return None
+    name, value = given[0]
+    if name == b"x-api-key":
+        return value
+    return value[len(SCHEME) :] if value.startswith(SCHEME) else None
+
+
+def _digests(keys: tuple[str, ...]) -> tuple[bytes, ...]:
+    """Hash the keys to one length, so that comparing always takes the same time."""
+    return tuple(sha256(key.encode()).digest() for key in keys)

@@ -1,0 +1,231 @@
+"""The table of routes.  Authentication and routing read the same entry of it."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+import msgspec
+from msgspec import UNSET
+
+from trouper.frontends.server.anthropic.messages import (
+    ANTHROPIC_ERRORS,
+    count_tokens,
+    create_message,
+)
+from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from trouper.frontends.server.generation.replies import ChatReply, CompletionReply
+from trouper.frontends.server.generation.requests import (
+    AbortRequest,
+    ChatBatchRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    InvocationKeys,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
+from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.openai import tokens
+from trouper.frontends.server.openai.chat import create_chat
+from trouper.frontends.server.openai.chat_batch import create_chat_batch
+from trouper.frontends.server.openai.completions import create_completion
+from trouper.frontends.server.openai.infill import InfillReply, InfillRequest, create_infill
+from trouper.frontends.server.ops import control, landing, operations
+from trouper.frontends.server.ops.openapi import describe
+from trouper.frontends.server.pooling import routes
+from trouper.frontends.server.pooling.requests import (
+    ClassifyRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from trouper.frontends.server.responses.compaction import compact_response, count_input_tokens
+from trouper.frontends.server.responses.input_items import MAX_ITEMS
+from trouper.frontends.server.responses.requests import CompactRequest, ResponsesRequest
+from trouper.frontends.server.responses.routes import (
+    RESPONSES,
+    RESPONSES_ERRORS,
+    cancel_response,
+    create_response,
+    delete_response,
+    list_input_items,
+    retrieve_response,
+)
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import OPENAI_ERRORS, ErrorForm
+
+MODE = {"enum": ["abort", "wait", "keep"]}
+TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}
+BOOL = {"type": "boolean"}
+EVENTS = {"stream": BOOL, "starting_after": {"type": "integer", "minimum": 0}}
+PAGE = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
+    "order": {"enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}
+MODEL = f"{operations.MODELS}{{id}}"
+RESPONSE = f"{RESPONSES}{{id}}"
+GENERATING = (
+    ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
+    ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
+    ("/infill", create_infill, InfillRequest, InfillReply),
+)
+
+
+def choose_invoked(service: Service, body: bytes | memoryview) -> Route:
+    """Return the route that a body sent to /invocations is for, by its fields and by what the model does."""
+    try:
+        keys = msgspec.json.decode(body, type=InvocationKeys)
+    except msgspec.DecodeError:
+        keys = InvocationKeys()  # the route's own decoding says what is wrong
+    spec = service.config.pooler
+    if spec is None:
+        path = "/v1/completions" if keys.messages is UNSET else "/v1/chat/completions"
+    elif keys.query is not UNSET:
+        path = "/rerank"
+    elif not all(key is UNSET for key in (keys.text_1, keys.data_1, keys.queries)):
+        path = "/score"
+    else:
+        path = {"embed": "/v1/embeddings", "classify": "/classify"}.get(spec.task, "/pooling")
+    return TABLE[path]["POST"]
+
+
+ROUTES = (
+    Route("GET", "/", "public", landing.welcome, kind="text"),
+    Route("HEAD", "/", "public", landing.welcome, kind="text"),
+    Route("GET", "/health", "public", operations.ready, kind="empty"),
+    Route("GET", "/health/live", "public", operations.live, kind="empty"),
+    Route("GET", "/health/ready", "public", operations.ready, kind="empty"),
+    Route("GET", "/health/step", "public", operations.step_age),
+    Route("GET", "/ping", "public", operations.ready, kind="empty"),
+    Route("POST", "/ping", "public", operations.ready, kind="empty"),
+    Route("GET", "/version", "public", operations.version),
+    Route("GET", "/metrics", "public", operations.metrics, kind="text"),
+    Route("GET", "/openapi.json", "user", describe),
+    Route("GET", "/load", "user", operations.load),
+    Route("GET", "/v1/models", "user", operations.list_models),
+    Route("GET", MODEL, "user", operations.show_model),
+    *(
+        Route("POST", path, "user", handler, body, generates=True, reply=reply)
+        for path, handler, body, reply in GENERATING
+    ),
+    Route(
+        "POST", "/v1/responses", "user", create_response, ResponsesRequest, generates=True,
+        errors=RESPONSES_ERRORS,
+    ),
+    Route(
+        "POST", f"{RESPONSES}compact", "user", compact_response, CompactRequest, generates=True,
+        errors=RESPONSES_ERRORS,
+    ),
+    Route(
+        "POST", f"{RESPONSES}input_tokens", "user", count_input_tokens, CompactRequest,
+        tokenizes=True,
+    ),
+    Route(
+        "GET", RESPONSE, "user", retrieve_response, query=EVENTS, errors=RESPONSES_ERRORS
+    ),
+    Route("DELETE", RESPONSE, "user", delete_response),
+    Route("POST", f"{RESPONSE}/cancel", "user", cancel_response),
+    Route("GET", f"{RESPONSE}/input_items", "user", list_input_items, query=PAGE),
+    Route(
+        "POST", "/v1/messages", "user", create_message, MessagesRequest, generates=True,
+        errors=ANTHROPIC_ERRORS,
+    ),
+    Route(
+        "POST", "/v1/messages/count_tokens", "user", count_tokens, CountTokensRequest,
+        tokenizes=True, errors=ANTHROPIC_ERRORS,
+    ),
+    Route(
+        "POST", "/v1/chat/completions/batch", "user", create_chat_batch, ChatBatchRequest,
+        generates=True, reply=ChatReply,
+    ),
+    Route(
+        "POST", "/invocations", "user", create_chat, InvocationKeys, generates=True,
+        choose=choose_invoked,
+    ),
+    Route("GET", "/tokenizer_info", "user", tokens.tokenizer_info),
+    Route("POST", "/v1/embeddings", "user", routes.create_embedding, EmbeddingRequest, True, pools=True),
+    Route("POST", "/pooling", "user", routes.create_pooling, PoolingRequest, True, pools=True),
+    Route("POST", "/classify", "user", routes.create_classification, ClassifyRequest, True, pools=True),
+    Route("POST", "/score", "user", routes.create_score, ScoreRequest, True, pools=True),
+    Route("POST", "/v1/score", "user", routes.create_score, ScoreRequest, True, pools=True),
+    Route("POST", "/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
+    Route("POST", "/v1/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
+    Route("POST", "/v2/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
+    Route("POST", "/v2/embed", "user", routes.create_cohere_embedding, CohereEmbedRequest, True, pools=True),
+    Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest, tokenizes=True),
+    Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest, tokenizes=True),
+    Route(
+        "POST", "/sleep", "admin", control.sleep,
+        query={"level": {"enum": [0, 1, 2]}, "mode": MODE},
+    ),
+    Route("POST", "/wake_up", "admin", control.wake_up, query={"tags": TAGS}),
+    Route("GET", "/is_sleeping", "admin", control.is_sleeping),
+    Route("POST", "/pause", "admin", control.pause, query={"mode": MODE, "clear_cache": BOOL}),
+    Route("POST", "/resume", "admin", control.resume),
+    Route("GET", "/is_paused", "admin", control.is_paused),
+    Route("GET", "/server_info", "admin", operations.server_info),
+    Route("POST", "/abort_requests", "admin", control.abort_requests, AbortRequest),
+    Route(
+        "POST", "/reset_prefix_cache", "admin", control.reset_prefix_cache,
+        query={"reset_running_requests": BOOL},
+    ),
+    Route("POST", "/v1/load_lora_adapter", "admin", control.load_adapter, LoadAdapterRequest),
+    Route("POST", "/v1/unload_lora_adapter", "admin", control.unload_adapter, UnloadAdapterRequest),
+    Route("POST", "/start_profile", "admin", control.start_profile, kind="empty"),
+    Route("POST", "/stop_profile", "admin", control.stop_profile, kind="empty"),
+)  # fmt: skip
+TABLE: dict[str, dict[str, Route]] = {}
+for _route in ROUTES:
+    TABLE.setdefault(_route.path, {})[_route.method] = _route
+
+
+# Paths of other APIs and of other programs, each with the path here that does the same.
+ELSEWHERE = {
+    "/api/chat": "/v1/chat/completions",
+    "/api/generate": "/v1/completions",
+    "/api/tags": "/v1/models",
+    "/api/embed": "/v1/embeddings",
+    "/api/embeddings": "/v1/embeddings",
+    "/completion": "/v1/completions",
+    "/generate": "/v1/completions",
+    "/embedding": "/v1/embeddings",
+    "/docs": "/openapi.json",
+}
+MAX_COMPARED = 100  # characters of a path for which a near one is looked for
+
+
+def nearest(path: str, served: Iterable[Route]) -> str | None:
+    """Return the path that a client most likely means by one that does not exist."""
+    paths = dict.fromkeys(route.path for route in served if route.path != "/")
+    plain = "/" + re.sub(r"/+", "/", path[:MAX_COMPARED]).strip("/").lower()
+    if len(path) > MAX_COMPARED or "%" in path or ".." in path:
+        return None
+    bare = re.sub(r"^(/v1)+(?=/|$)", "", plain)
+    for candidate in (plain, f"/v1{bare}", bare, ELSEWHERE.get(plain)):
+        if candidate in paths:
+            return candidate
+    return next(iter(difflib.get_close_matches(plain, paths, n=1, cutoff=0.75)), None)
+
+
+def find(path: str) -> Mapping[str, Route]:
+    """Return the routes of a path by method."""
+    return TABLE.get(path) or TABLE.get(_template(path), {})
+
+
+def _template(path: str) -> str:
+    """Return the path with its variable part, if it has one, as the table names it."""
+    if path.startswith(operations.MODELS) and path != operations.MODELS:
+        return MODEL
+    if path.startswith(RESPONSES) and path != RESPONSES:
+        _, slash, action = path.removeprefix(RESPONSES).partition("/")
+        return RESPONSE + slash + action
+    return path
+
+
+def errors_at(path: str) -> ErrorForm:
+    """Return the form that errors have for the clients of a path."""
+    return next((route.errors for route in find(path).values()), OPENAI_ERRORS)

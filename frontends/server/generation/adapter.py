@@ -1,0 +1,175 @@
+"""The interface between the streaming driver and an API: reading its requests, writing its replies.
+
+An adapter is pure and synchronous.  It sees one request, never the engine or the connection; whatever waits is
+done by the driver.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import msgspec
+
+from trouper.actors.messages.sinks import MakeVisible
+from trouper.frontends.dialects.answer_format import AnswerFormat
+from trouper.frontends.dialects.events import Content, Reasoning
+from trouper.frontends.dialects.table import Span
+from trouper.frontends.server.generation.call_ids import CallIds
+from trouper.frontends.server.generation.parsers import ParserChain, Part
+from trouper.frontends.server.shared.settings import ServerSettings
+from trouper.frontends.server.shared.usage import RequestMetrics, Usage
+from trouper.lora import LoRARequest
+from trouper.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from trouper.params import BeamSearchParams, SamplingParams
+
+
+class GenerationRequest(Protocol):
+    """A decoded body, as far as the driver reads it."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def request_id(self) -> str | None: ...
+
+
+class ServedModel(NamedTuple):
+    """The part of the server and its model that adapters may read."""
+
+    settings: ServerSettings
+    name: str  # as the client knows it
+    default_sampling: Mapping[str, Any]  # of the model's generation_config.json
+    max_model_len: int
+    token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes]
+    answers: AnswerFormat
+    grammar_is_first: bool = False  # it begins with the answer, not behind the reasoning
+
+
+class ReplyHead(NamedTuple):
+    """The identity of a reply."""
+
+    request_id: str  # the client's name for the request, or else the server's
+    unique_id: str  # the server's own
+    created: int  # seconds of the wall clock
+
+
+class BeamRequest(NamedTuple):
+    """The search that takes the place of sampling; its width is the number of choices."""
+
+    params: BeamSearchParams
+    num_logprobs: int | None = None  # that are shown of each position
+
+
+class ParsedRequest(msgspec.Struct, kw_only=True):
+    """A request in the engine's terms."""
+
+    prompts: Sequence[Any]
+    places: Sequence[str]  # the client's name for each prompt, as errors have it
+    params: SamplingParams  # of a beam search only n and max_tokens
+    beams: BeamRequest | None = None
+    priority: int = 0
+    session_id: str | None = None
+    data_parallel_rank: int | None = None
+    lora_request: LoRARequest | None = None  # where the model that it names is an adapter
+    tokenization: dict[str, Any] = {}
+    is_stream: bool = False
+    shows_usage: bool = False  # with every event of a stream
+    ends_with_usage: bool = False
+    shows_cached: bool = False  # in the usage
+    shows_metrics: bool = False
+    shows_prompt: bool = False  # its text begins each choice
+    is_prompt_only: bool = False  # what is generated is dropped
+    reasoning: Span | None = None  # the marks around it
+    num_calls_before: int = 0  # in the conversation
+    # what tells the content of an answer, in which stop strings count; None: all of it is
+    visible: MakeVisible | None = None
+    # for each choice, from the output that it begins with
+    make_parsers: Callable[[RequestOutput], ParserChain] = lambda _: ParserChain()
+
+
+def call_ids(parsed: ParsedRequest, model: ServedModel, head: ReplyHead) -> CallIds:
+    """Return the ids of a reply's tool calls."""
+    tools = model.answers.tools
+    form = "random" if tools is None else tools.id_form
+    return CallIds(form, head.unique_id, parsed.num_calls_before)
+
+
+class LastMetrics:
+    """The times of a request, for a reply of one choice: those of several have no one place to go."""
+
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self._is_shown = parsed.shows_metrics and parsed.params.n * len(parsed.prompts) == 1
+        self._stats: RequestStateStats | None = None
+
+    def note(self, output: RequestOutput) -> None:
+        self._stats = output.metrics
+
+    @property
+    def shown(self) -> RequestMetrics | None:
+        return RequestMetrics.of(self._stats) if self._is_shown else None
+
+
+class ChoiceUpdate(msgspec.Struct, frozen=True):
+    """The output of a choice since its last update; all of it, when the reply is not streamed."""
+
+    index: int  # among all choices of the reply
+    is_first: bool
+    parts: Sequence[Part]
+    completion: CompletionOutput
+    output: RequestOutput
+    prompt_text: str  # with the first update, where the request wants it shown
+
+    @property
+    def text(self) -> str:
+        return "".join([part.text for part in self.parts if isinstance(part, Content)])
+
+    @property
+    def reasoning(self) -> str:
+        return "".join([part.text for part in self.parts if isinstance(part, Reasoning)])
+
+
+class StreamEvent(NamedTuple):
+    """One server-sent event."""
+
+    content: object
+    name: str | None = None
+
+
+class Adapter(Protocol):
+    """The meaning of one API's requests and the form of its replies.
+
+    A stream is `begin`, then `render` for each update, then `end`; a whole reply is `add` for each update,
+    then `reply`.  The usage is that of all tokens so far; None: the client has not asked for it yet.
+    """
+
+    STREAM_END: ClassVar[bytes]
+
+    @staticmethod
+    def parse(request: Any, model: ServedModel) -> ParsedRequest:
+        """Read a request.
+
+        Raises:
+            TrouperValidationError, UnsupportedFeatureError: naming the field.
+        """
+        ...
+
+    @staticmethod
+    def client_name(request: Any, parameter: str) -> str:
+        """Return the client's name for a parameter of the engine that is wrong."""
+        ...
+
+    def __init__(
+        self, request: Any, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
+    ) -> None: ...
+
+    def begin(self, output: RequestOutput, usage: Usage | None) -> Iterable[StreamEvent]:
+        """Render what comes before the first update; `output` is the first of all."""
+        ...
+
+    def render(self, update: ChoiceUpdate, usage: Usage | None) -> Iterable[StreamEvent]: ...
+
+    def end(self, usage: Usage) -> Iterable[StreamEvent]: ...
+
+    def add(self, update: ChoiceUpdate) -> None: ...
+
+    def reply(self, usage: Usage) -> object: ...

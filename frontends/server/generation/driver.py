@@ -1,0 +1,275 @@
+"""The streaming driver: generation → parser chain → events, under an adapter for each API.
+
+All waiting of a generation request is here; adapters and parsers are pure.  Leaving, in whatever way, closes the
+generations, and that aborts them.  A failure leaves as an exception; the application makes it the reply or, in
+mid-stream, the last event.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import anyio.lowlevel
+
+from trouper.actors.engine.placement import check_place
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, rename_parameter
+from trouper.frontends.python.cooperative import InTurns
+from trouper.frontends.server.generation.adapter import (
+    Adapter,
+    ChoiceUpdate,
+    GenerationRequest,
+    ParsedRequest,
+    ReplyHead,
+    ServedModel,
+    StreamEvent,
+)
+from trouper.frontends.server.generation.beams import Make, beam_outputs
+from trouper.frontends.server.generation.streams import each_output, final_outputs
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.headers import REQUEST_HEADER, load_report, read_placement
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.usage import UsageCounter
+from trouper.outputs import CompletionOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from trouper.actors.engine.generation import Generation
+    from trouper.frontends.server.generation.parsers import End, ParserChain, Part
+
+AT_ONCE = 1024  # characters that are parsed between two turns of other tasks: 5 ms of the most hostile text
+
+
+A = TypeVar("A", bound=Adapter)
+
+
+async def drive(
+    service: Service,
+    context: RequestContext,
+    request: GenerationRequest,
+    api: type[Adapter],
+) -> None:
+    """Answer one request, whole or as a stream.
+
+    Raises:
+        Exception: the request is bad, or its generation has failed; parameters have the client's names.
+    """
+    with client_names(partial(api.client_name, request)):
+        await prepare(service, context, request, api).answer()
+
+
+def prepare(
+    service: Service, context: RequestContext, request: GenerationRequest, api: type[A]
+) -> "Driver[A]":
+    """Read a request, and make what will answer it."""
+    model = _served_model(service, request.model)
+    parsed = api.parse(request, model)
+    parsed.lora_request = service.adapter(request.model)
+    context.name_by(request.request_id)
+    head = ReplyHead(context.request_id, context.id, int(time.time()))
+    return Driver(service, context, parsed, api(request, parsed, model, head))
+
+
+@contextmanager
+def client_names(name_of: Callable[[str], str]) -> Generator[None]:
+    """Name the parameter of an error as the client does, also where its message begins with it."""
+    try:
+        yield
+    except (TrouperValidationError, UnsupportedFeatureError) as error:
+        if error.parameter is not None:
+            rename_parameter(error, name_of(error.parameter))
+        raise
+
+
+class Driver(Generic[A]):
+    """One parsed request on its way through the engine to the client."""
+
+    def __init__(
+        self, service: Service, context: RequestContext, parsed: ParsedRequest, adapter: A
+    ) -> None:
+        self.adapter = adapter
+        self._service = service
+        self._context = context
+        self._parsed = parsed
+        config = service.config
+        self._counter = UsageCounter(
+            len(parsed.prompts),
+            shows_cached=parsed.shows_cached,
+            cache_block_size=config.block_size if config.scheduler.enable_prefix_caching else 0,
+        )
+        self._chains: dict[int, ParserChain] = {}  # of the choices that have begun
+        self._has_begun = False  # to send outputs
+
+    async def answer(self, on_complete: Callable[[], None] | None = None) -> None:
+        """Send the reply; `on_complete` is called when it is known and the client has not all of it."""
+        if self._parsed.is_stream:
+            await self._send_stream(on_complete)
+        else:
+            reply = await self.complete()
+            if on_complete is not None:
+                on_complete()
+            form = self._context.header(REQUEST_HEADER)
+            if form is not None:
+                stats = self._service.core.statistics().scheduler
+                self._context.own_headers += load_report(form, stats)
+            await self._context.send_json(reply)
+
+    async def complete(self) -> object:
+        """Return the whole reply, and send nothing."""
+        outputs = await self._final_outputs()
+        async for i, output in InTurns(enumerate(outputs)):
+            for update in await self._updates(i, output, await self._prompt_text(i, output)):
+                self.adapter.add(update)
+        return self.adapter.reply(self._counter.usage)
+
+    async def _final_outputs(self) -> list[RequestOutput]:
+        service, context, parsed = self._service, self._context, self._parsed
+        if parsed.beams is not None:
+            return await beam_outputs(service, context, parsed, self._make())
+        return await final_outputs(service, context, self._generations(), parsed.places)
+
+    async def _send_stream(self, on_complete: Callable[[], None] | None) -> None:
+        context, parsed = self._context, self._parsed
+        await each_output(
+            self._service,
+            context,
+            self._generations(),
+            parsed.places,
+            self._send_output,
+            context.start_events,
+        )
+        events = self.adapter.end(self._counter.usage)
+        if on_complete is not None:
+            on_complete()
+        await self._send_events(events)
+        await context.end_events(self.adapter.STREAM_END)
+
+    async def _send_output(self, i: int, output: RequestOutput) -> None:
+        prompt_text = await self._prompt_text(i, output) if self._parsed.shows_prompt else ""
+        updates = await self._updates(i, output, prompt_text)
+        usage = self._counter.usage if self._parsed.shows_usage else None
+        if not self._has_begun:
+            self._has_begun = True
+            if not self._context.has_started:
+                await self._context.start_events()
+            await self._send_events(self.adapter.begin(output, usage))
+        for update in updates:
+            for event in self.adapter.render(update, usage):
+                await self._context.send_event(event.content, event.name)
+
+    async def _send_events(self, events: Iterable[StreamEvent]) -> None:
+        for event in events:
+            await self._context.send_event(event.content, event.name)
+
+    async def _prompt_text(self, i: int, output: RequestOutput) -> str:
+        """Return the text of prompt `i` if a choice in this output begins with it, and else nothing."""
+        first = i * self._parsed.params.n
+        is_new = any(first + each.index not in self._chains for each in output.outputs)
+        is_shown = is_new and self._parsed.shows_prompt
+        return await self._service.prompt_text(output) if is_shown else ""
+
+    async def _updates(self, i: int, output: RequestOutput, prompt_text: str) -> list[ChoiceUpdate]:
+        """Return the updates, one for each choice, in an output of prompt `i`."""
+        if self._parsed.is_prompt_only:
+            for completion in output.outputs:
+                completion.text, completion.token_ids, completion.logprobs = "", [], []
+        self._counter.add(i, output)
+        first = i * self._parsed.params.n
+        return [
+            await self._update(first + completion.index, completion, output, prompt_text)
+            for completion in output.outputs
+        ]
+
+    async def _update(
+        self, index: int, completion: CompletionOutput, output: RequestOutput, prompt_text: str
+    ) -> ChoiceUpdate:
+        chain = self._chains.get(index)
+        is_first = chain is None
+        if chain is None:
+            chain = self._chains[index] = self._parsed.make_parsers(output)
+        stop_reason = completion.stop_reason
+        parts = await _parsed_in_turns(chain, completion.text, _end_of(completion), stop_reason)
+        if completion.finish_reason is not None and chain.stop is not None:
+            completion.finish_reason, completion.stop_reason = "stop", chain.stop
+        if completion.finish_reason is not None:
+            self._service.note_tool_calls(chain.num_calls)
+        self._counter.add_reasoning(chain.count_reasoning(completion.token_ids))
+        prompt_text = prompt_text if is_first else ""
+        return ChoiceUpdate(index, is_first, parts, completion, output, prompt_text)
+
+    def _generations(self) -> "Iterator[Generation[RequestOutput]]":
+        """Make one request of the engine for each prompt.
+
+        Raises:
+            HTTPError: there is no place for so much.
+        """
+        make, parsed = self._make(), self._parsed
+        return (
+            make(prompt, parsed.params, str(i), parsed.tokenization)
+            for i, prompt in enumerate(parsed.prompts)
+        )
+
+    def _make(self) -> Make:
+        """Return what makes requests of the engine, under ids that no client can choose.
+
+        Raises:
+            HTTPError: there is no place for so much.
+            TrouperValidationError: it names a replica that does not exist.
+        """
+        service, context, parsed = self._service, self._context, self._parsed
+        params, num_prompts = parsed.params, len(parsed.prompts)
+        priority = service.size(context, num_prompts, params.n, params.max_tokens, parsed.priority)
+        parent = service.trace_parent(context)
+        placement = read_placement(context, parsed.data_parallel_rank, parsed.session_id)
+        check_place(*placement, service.config.data_parallel_size)
+        return lambda prompt, params, name, options: service.engine.generate(
+            prompt,
+            params,
+            f"{context.id}-{name}",
+            priority=priority,
+            tokenization_kwargs=options,
+            trace_headers=parent,
+            reasoning=parsed.reasoning,
+            visible=parsed.visible,
+            lora_request=parsed.lora_request,
+            data_parallel_rank=placement.data_parallel_rank,
+            session_id=placement.session_id,
+            key=context.tenant,
+            cache_scope=context.cache_scope,
+            loads_adapter=False,  # one that is unloaded meanwhile stays so
+        )
+
+
+def _end_of(completion: CompletionOutput) -> "End":
+    reason = completion.finish_reason
+    return None if reason is None else "whole" if reason == "stop" else "cut"
+
+
+async def _parsed_in_turns(
+    chain: "ParserChain", text: str, end: "End", stop_reason: int | str | None
+) -> "Sequence[Part]":
+    """Parse a text; other tasks have their turns between the slices of a long one."""
+    if len(text) <= AT_ONCE or chain.is_empty:
+        return chain.feed(text, end, stop_reason)
+    parts: list[Part] = []
+    for start in range(0, len(text), AT_ONCE):
+        stop = start + AT_ONCE
+        is_last = stop >= len(text)
+        parts += chain.feed(text[start:stop], end if is_last else None, stop_reason)
+        await anyio.lowlevel.checkpoint()
+    return parts
+
+
+def _served_model(service: Service, name: str | None) -> ServedModel:
+    """Raises TrouperNotFoundError."""
+    config = service.config
+    return ServedModel(
+        service.settings,
+        service.check_model(name),
+        config.model.default_sampling,
+        config.max_model_len,
+        service.token_text,
+        service.token_bytes,
+        service.answers,
+        config.structured_outputs.enable_in_reasoning,
+    )

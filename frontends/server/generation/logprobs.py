@@ -1,0 +1,175 @@
+"""Conversion of the engine's logprobs to the two forms of OpenAI's APIs.  Pure.
+
+Find the tokens of each piece of an answer, for the logprobs of its texts.  Pure.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from trouper.frontends.server.generation.replies import (
+    ChatLogprobs,
+    ChatToken,
+    CompletionLogprobs,
+    PromptLogprobs,
+    TokenLogprob,
+)
+from trouper.outputs import Logprob, LogprobsOnePosition
+
+LEAST = -9999.0  # JSON has no -inf
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[LogprobsOnePosition | None],
+    num_top: int,
+    *,
+    text_of: Callable[[int], str],
+    bytes_of: Callable[[int], bytes],
+    offset: int = 0,
+    as_ids: bool = False,
+) -> CompletionLogprobs:
+    """Convert logprobs to four lists of one length.
+
+    Args:
+        text_of: gives the text of tokens without a logprob.
+        bytes_of: gives the bytes of alternatives that are parts of a character, which are named by them, as OpenAI does.
+        offset: the length of the text before these tokens.
+    """
+    made = CompletionLogprobs()
+    for token_id, position in zip(token_ids, positions, strict=True):
+        chosen = None if position is None else position.get(token_id)
+        is_bare = chosen is None and not as_ids  # the first token of a prompt
+        token = text_of(token_id) if is_bare else _name(token_id, chosen, as_ids)
+        made.text_offset.append(offset)
+        made.tokens.append(token)
+        made.token_logprobs.append(None if chosen is None else max(chosen.logprob, LEAST))
+        made.top_logprobs.append(
+            None
+            if position is None
+            else {
+                (
+                    _name(id, entry, as_ids)
+                    or (id != token_id and f"bytes:{_escaped(bytes_of(id))}")
+                    or ""
+                ): max(entry.logprob, LEAST)
+                for id, entry in _shown(position, token_id, num_top)
+            }
+        )
+        offset += len(token)
+    return made
+
+
+def chat_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[LogprobsOnePosition],
+    num_top: int,
+    *,
+    bytes_of: Callable[[int], bytes],
+    as_ids: bool = False,
+) -> ChatLogprobs:
+    content: list[ChatToken] = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        chosen = _entry(token_id, position[token_id], as_ids)
+        top = sorted(position.items(), key=lambda item: -item[1].logprob)
+        shown = top if num_top == -1 else top[:num_top]
+        content.append(
+            ChatToken(
+                chosen.token,
+                chosen.logprob,
+                chosen.bytes,
+                [
+                    _entry(id, entry, as_ids)
+                    if as_ids or id == token_id or entry.decoded_token != ""
+                    else _part(entry, bytes_of(id))
+                    for id, entry in shown
+                ],
+            )
+        )
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(positions: Sequence[LogprobsOnePosition | None]) -> PromptLogprobs:
+    return [None if position is None else _plain(position) for position in positions]
+
+
+def _plain(position: LogprobsOnePosition) -> dict[int, dict[str, Any]]:
+    return {
+        id: {
+            "logprob": max(entry.logprob, LEAST),
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
+        }
+        for id, entry in position.items()
+    }
+
+
+def _shown(position: LogprobsOnePosition, chosen: int, num_top: int) -> list[tuple[int, Logprob]]:
+    """Return the chosen token, and then the rest of the `num_top` likeliest, as clients of vLLM read them."""
+    top = sorted(position.items(), key=lambda item: -item[1].logprob)
+    shown = [item for i, item in enumerate(top) if num_top == -1 or i < num_top]
+    first = [item for item in top if item[0] == chosen]
+    return first + [item for item in shown if item[0] != chosen]
+
+
+def _entry(token_id: int, entry: Logprob, as_ids: bool) -> TokenLogprob:
+    token = _name(token_id, entry, as_ids)
+    return TokenLogprob(token, max(entry.logprob, LEAST), list(token.encode(errors="replace")))
+
+
+def _part(entry: Logprob, raw: bytes) -> TokenLogprob:
+    """Return an alternative that is a part of a character: it has bytes, and no text but those."""
+    return TokenLogprob(_escaped(raw), max(entry.logprob, LEAST), list(raw))
+
+
+def _escaped(raw: bytes) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _name(token_id: int, entry: Logprob | None, as_ids: bool) -> str:
+    text = None if entry is None else entry.decoded_token
+    return f"token_id:{token_id}" if as_ids or text is None else text
+
+
+class _TextSpan(NamedTuple):
+    start: int  # in the text of all tokens
+    end: int
+    token: ChatToken
+
+
+class TokenSpans:
+    """The tokens of one answer that belong to no piece yet.
+
+    The parsers give pieces of text, which do not say what tokens they came from: marks are left out, and what may be the
+    beginning of a mark comes later than its tokens. But the pieces are in the order of the tokens, so each piece is looked for
+    behind the end of the last one, and tokens in between are marks. A piece that the tokens do not spell, such as arguments
+    that a parser has rewritten, gets none. At most the tokens of one answer are held.
+    """
+
+    def __init__(self) -> None:
+        self._spans: deque[_TextSpan] = deque()
+        self._text = ""  # of the tokens, from `_start` on
+        self._start = 0
+        self._end = 0
+
+    def add(self, tokens: list[ChatToken]) -> None:
+        for token in tokens:
+            start, self._end = self._end, self._end + len(token.token)
+            self._spans.append(_TextSpan(start, self._end, token))
+        self._text += "".join([token.token for token in tokens])
+
+    def take(self, piece: str) -> list[ChatToken]:
+        """Return the tokens of the next piece of the answer. A token that is in two pieces belongs to the first one."""
+        place = self._text.find(piece) if piece else -1
+        if place < 0:
+            return []
+        begin = self._start + place
+        end = begin + len(piece)
+        found: list[ChatToken] = []
+        while self._spans and self._spans[0].start < end:
+            span = self._spans.popleft()
+            # A token without a text is a part of a character that a later token completes.
+            if span.end > begin or span.start == begin:
+                found.append(span.token)
+        self._text, self._start = self._text[place + len(piece) :], end
+        return found

@@ -1,0 +1,106 @@
+"""The fields of a request that say what its answer must match -> `StructuredOutputsParams`.  Pure.
+
+There are three ways to say it: OpenAI's `response_format`, vLLM's `structured_outputs`, and its older `guided_…`.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any, cast
+
+import msgspec
+
+from trouper.errors import TrouperValidationError, invalid
+from trouper.frontends.server.generation.requests import Generating, ResponseFormat
+from trouper.structured_outputs import StructuredOutputsParams
+
+# The members that belong to each type of a response_format, and those that describe a schema.
+MEMBERS = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema",),
+    "structural_tag": ("structures", "triggers", "format"),
+}
+DESCRIBING = {"name", "description", "schema", "strict"}
+GUIDED = ("json", "regex", "choice", "grammar")
+
+
+def structured_outputs(request: Generating) -> StructuredOutputsParams | None:
+    """Return what the answer must match; None: it may be anything.
+
+    Raises:
+        TrouperValidationError: it is said in two ways, or not in the form of its kind.
+    """
+    guided = {
+        name: value for name in GUIDED if (value := getattr(request, f"guided_{name}")) is not None
+    }
+    ways: dict[str, dict[str, Any] | None] = {
+        "response_format": _of_format(request.response_format),
+        "structured_outputs": request.structured_outputs,
+        **{f"guided_{name}": {name: value} for name, value in guided.items()},
+    }
+    given = {name: kinds for name, kinds in ways.items() if kinds}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise invalid(list(given)[-1], f"not beside {next(iter(given))}")
+    ((name, kinds),) = given.items()
+    if request.guided_whitespace_pattern is not None:
+        kinds = {**kinds, "whitespace_pattern": request.guided_whitespace_pattern}
+    unknown = kinds.keys() - set(StructuredOutputsParams.__struct_fields__)
+    if unknown:
+        raise invalid(name, f"unknown fields: {', '.join(sorted(unknown))[:128]}")
+    try:
+        return StructuredOutputsParams(**cast("Any", kinds))
+    except TrouperValidationError as error:
+        raise TrouperValidationError(error.message, parameter=name) from None
+
+
+def way_of(request: Generating) -> str:
+    """Return the field in which a request says what its answer must match."""
+    if request.structured_outputs:
+        return "structured_outputs"
+    guided = [f"guided_{name}" for name in GUIDED]
+    return next((name for name in guided if getattr(request, name) is not None), "response_format")
+
+
+def _of_format(given: ResponseFormat | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    _check_members(given)
+    match given.type:
+        case "text":
+            return {}
+        case "json_object":
+            return {"json_object": True} if given.schema is None else {"json": given.schema}
+        case "json_schema":
+            described = given.json_schema or {}
+            if unknown := described.keys() - DESCRIBING:
+                raise invalid(
+                    "response_format", f"json_schema: unknown members: {_listed(unknown)}"
+                )
+            schema = described.get("schema")
+            if not isinstance(schema, dict):
+                raise invalid("response_format", "json_schema must have a schema, an object")
+            return {"json": schema}
+        case _:  # structural_tag
+            tag = {
+                name: value
+                for name in ("structures", "triggers", "format")
+                if (value := getattr(given, name)) is not None
+            }
+            return {"structural_tag": json.dumps(tag)}
+
+
+def _check_members(given: ResponseFormat) -> None:
+    """Refuse members that belong to another type, which would be passed over."""
+    own = MEMBERS.get(given.type)
+    if own is None:
+        raise invalid("response_format", f"type must be {', '.join(MEMBERS)}", given.type)
+    fields = msgspec.structs.asdict(given)
+    others = {name for name, value in fields.items() if value is not None} - {"type", *own}
+    if others:
+        raise invalid("response_format", f"type {given.type} has no {_listed(others)}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))[:128]

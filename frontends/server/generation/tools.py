@@ -1,0 +1,173 @@
+"""Tools of a chat: their check, and the calls of the answer as replies have them.  Pure."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from trouper.errors import invalid
+from trouper.frontends.dialects.answer_format import AnswerFormat
+from trouper.frontends.dialects.events import Arguments, CallStarted, ParserEvent
+from trouper.frontends.dialects.grammar import forced_calls, strict_calls
+from trouper.frontends.dialects.table import BY_NAME
+from trouper.frontends.server.generation.call_ids import CallIds
+from trouper.frontends.server.generation.replies import FunctionCall, ToolCall
+
+MAX_TOOLS = 512
+MAX_NAME = 128  # characters, as Anthropic's API has it and as the tools of MCP servers need it
+TOOL_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}")
+
+JSONObject = dict[str, Any]
+# of a tool without `parameters`: by OpenAI's API it takes none
+NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}, "additionalProperties": False}
+StrictLevel = Literal["auto", "function", "parameter"]
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """The calls that an answer may hold.
+
+    Attributes:
+        schemas: of the parameters of the tools that may be called, by name; empty: no calls are wanted.
+        strict: names of those whose arguments must match their schema also where the model is free to call.
+        is_forced: the answer must be calls, and nothing else.
+        is_named: the request names the one tool to be called.
+        is_parallel: several calls may follow each other.
+    """
+
+    schemas: dict[str, JSONObject] = {}
+    strict: frozenset[str] = frozenset()
+    is_forced: bool = False
+    is_named: bool = False
+    is_parallel: bool = True
+
+    def grammar(self, answers: AnswerFormat, level: StrictLevel) -> str | None:
+        """Return the grammar that the answer must match, in Lark; None: it may be anything.
+
+        Args:
+            level: what is checked of calls that the model is free to make: of strict tools the arguments (auto), of all
+                tools the name (function), or the arguments too (parameter).
+
+        Raises:
+            TrouperValidationError: parameters that are no object.
+        """
+        dialect = answers.tools or BY_NAME["json"]
+        options: dict[str, Any] = {"is_parallel": self.is_parallel, "token_ids": answers.token_ids}
+        if self.is_forced:
+            return forced_calls(dialect, self.schemas, **options)
+        if not self.schemas or (level == "auto" and not self.strict):
+            return None
+        is_checked = self.schemas.keys() if level == "parameter" else self.strict
+        schemas = {n: s if n in is_checked else {} for n, s in self.schemas.items()}
+        return strict_calls(dialect, schemas, **options)
+
+
+def tool_use(
+    tools: list[JSONObject] | None, choice: object, *, is_parallel: bool | None = None
+) -> ToolUse:
+    """Read the tools of a request and its choice among them.
+
+    Raises:
+        TrouperValidationError: naming the field.
+    """
+    if tools is None:
+        if choice not in (None, "none"):
+            raise invalid("tool_choice", "needs tools")
+        return ToolUse()
+    if not tools:
+        raise invalid("tools", "must not be empty")
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"at most {MAX_TOOLS} tools", len(tools))
+    known = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    schemas = {name: schema for name, schema, _ in known}
+    if choice == "none":
+        return ToolUse()
+    is_forced, names = choice == "required", list(schemas)
+    is_named = False
+    if isinstance(choice, dict):
+        given = cast("JSONObject", choice)
+        is_named = given.get("type") == "function"
+        is_forced, names = (True, [_chosen(given, "tool_choice")]) if is_named else _allowed(given)
+        for name in names:
+            if name not in schemas:
+                raise invalid("tool_choice", "names a tool that is not among the tools", name)
+    elif choice not in (None, "auto", "required"):
+        raise invalid("tool_choice", "must be none, auto, required or a tool", choice)
+    return ToolUse(
+        schemas={name: schemas[name] for name in names},
+        strict=frozenset(name for name, _, is_strict in known if is_strict and name in names),
+        is_forced=is_forced,
+        is_named=is_named,
+        is_parallel=is_parallel is not False and not is_named,
+    )
+
+
+def _function(tool: JSONObject, place: str) -> tuple[str, JSONObject, bool]:
+    """Return the name of a tool, the schema of its parameters, and whether it is strict."""
+    if tool.get("type", "function") != "function":
+        raise invalid(f"{place}.type", "must be function")
+    function: Any = tool.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{place}.function", "must be an object")
+    fields = cast("JSONObject", function)
+    name, parameters = fields.get("name"), fields.get("parameters")
+    if not isinstance(name, str) or TOOL_NAME.fullmatch(name) is None:
+        raise invalid(
+            f"{place}.function.name",
+            f"must be 1 to {MAX_NAME} of the characters A-Z a-z 0-9 _ . -",
+        )
+    if parameters is not None and not isinstance(parameters, dict):
+        raise invalid(f"{place}.function.parameters", "must be an object")
+    schema = NO_PARAMETERS if parameters is None else cast("JSONObject", parameters)
+    return name, schema, fields.get("strict") is True
+
+
+def _chosen(choice: JSONObject, place: str) -> str:
+    """Return the name in `{"type": "function", "function": {"name": …}}`."""
+    function: Any = choice.get("function")
+    name: Any = cast("JSONObject", function).get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise invalid(place, "must name a function")
+    return name
+
+
+def _allowed(choice: JSONObject) -> tuple[bool, list[str]]:
+    """Read a choice of the type `allowed_tools`: whether a call is required, and the names."""
+    given: Any = choice.get("allowed_tools")
+    if choice.get("type") != "allowed_tools" or not isinstance(given, dict):
+        raise invalid("tool_choice", "type must be function or allowed_tools", choice.get("type"))
+    fields = cast("JSONObject", given)
+    mode, tools = fields.get("mode", "auto"), fields.get("tools")
+    if mode not in ("auto", "required"):
+        raise invalid("tool_choice", "the mode of allowed_tools must be auto or required", mode)
+    if not isinstance(tools, list) or not tools:
+        raise invalid("tool_choice", "allowed_tools must list tools")
+    each = cast("list[Any]", tools)
+    choices = [cast("JSONObject", tool) if isinstance(tool, dict) else {} for tool in each]
+    return mode == "required", [_chosen(tool, "tool_choice") for tool in choices]
+
+
+class CallDeltas:
+    """Numbers and names the calls of one choice."""
+
+    def __init__(self, ids: CallIds, choice: int) -> None:
+        self._ids = ids
+        self._choice = choice
+        self.has_calls = False
+
+    def render(self, parts: Sequence[ParserEvent]) -> list[ToolCall]:
+        """Return the parts that belong to calls: id and name once, then pieces of the arguments."""
+        deltas: list[ToolCall] = []
+        for part in parts:
+            if isinstance(part, CallStarted):
+                self.has_calls = True
+                function = FunctionCall(name=part.name, arguments="")
+                id = self._ids.of(part.index, part.name, self._choice)
+                deltas.append(ToolCall(index=part.index, id=id, type="function", function=function))
+            elif isinstance(part, Arguments):
+                if deltas and deltas[-1].index == part.index:
+                    deltas[-1].function.arguments += part.text
+                else:
+                    function = FunctionCall(arguments=part.text)
+                    deltas.append(ToolCall(index=part.index, function=function))
+        return deltas

@@ -1,0 +1,120 @@
+"""CORS headers: they tell browsers which pages of other origins may read the answers.  Pure.
+
+Source: the Fetch standard, section 3.2.
+
+Read the W3C trace context of a request's headers.
+
+Report the engine's load in a header of an answer, in the ORCA format that load balancers read.  Pure.
+
+Read which replica a request names, and its session: headers as vLLM has them, or fields of the body.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from trouper.actors.messages.stats import SchedulerStats
+from trouper.errors import invalid
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.shared.errors import Headers
+from trouper.frontends.server.shared.settings import ServerSettings
+
+MAX_AGE_S = b"600"
+
+
+def cors_headers(context: RequestContext, settings: ServerSettings) -> Headers:
+    """Make the headers of an answer; none for requests without an origin or with one that is not allowed.
+
+    With credentials the origin is named, because browsers take no `*` then.
+    """
+    origin = context.header(b"origin")
+    if origin is None or not settings.allowed_origins:
+        return ()
+    is_open = "*" in settings.allowed_origins
+    if not is_open and origin.decode("latin-1") not in settings.allowed_origins:
+        return ((b"vary", b"origin"),)
+    is_named = not is_open or settings.allow_credentials
+    headers = [(b"access-control-allow-origin", origin if is_named else b"*")]
+    if is_named:
+        headers.append((b"vary", b"origin"))
+    if settings.allow_credentials:
+        headers.append((b"access-control-allow-credentials", b"true"))
+    if context.method == "OPTIONS":
+        wanted_method = context.header(b"access-control-request-method") or b"*"
+        wanted_headers = context.header(b"access-control-request-headers") or b"*"
+        headers += [
+            (b"access-control-allow-methods", _listed(settings.allowed_methods, wanted_method)),
+            (b"access-control-allow-headers", _listed(settings.allowed_headers, wanted_headers)),
+            (b"access-control-max-age", MAX_AGE_S),
+        ]
+    return tuple(headers)
+
+
+def _listed(allowed: tuple[str, ...], wanted: bytes) -> bytes:
+    """List what is allowed; `*` repeats what is wanted, because with credentials browsers take no other form."""
+    return wanted if "*" in allowed else ", ".join(allowed).encode()
+
+
+TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
+
+
+def trace_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str] | None:
+    """The headers that name the caller's span; None unless exactly one span is named.
+
+    The standard says that several parents are none, and that several states are one list.
+    """
+    found = [
+        (name, value.decode("latin-1")) for name, value in headers if name.startswith(b"trace")
+    ]
+    parents = [value for name, value in found if name == TRACEPARENT]
+    if len(parents) != 1:
+        return None
+    states = [value for name, value in found if name == TRACESTATE]
+    return {"traceparent": parents[0], **({"tracestate": ",".join(states)} if states else {})}
+
+
+REQUEST_HEADER = b"endpoint-load-metrics-format"
+
+
+def load_report(form: bytes | None, stats: SchedulerStats) -> Headers:
+    """Return the header that the value of the request's header asks for, under vLLM's names. Other formats get none."""
+    named = {
+        "kv_cache_usage_perc": float(stats.kv_cache_usage),
+        "num_requests_waiting": float(stats.num_waiting),
+    }
+    match (form or b"").lower():
+        case b"text":
+            text = ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+            report = f"TEXT {text}"
+        case b"json":
+            report = f"JSON {json.dumps({'named_metrics': named})}"
+        case _:
+            return ()
+    return ((b"endpoint-load-metrics", report.encode()),)
+
+
+RANK, SESSION = b"x-data-parallel-rank", b"x-session-id"
+
+
+class ReplicaWish(NamedTuple):
+    """The replica and the session that a request names."""
+
+    data_parallel_rank: int | None
+    session_id: str | None
+
+
+def read_placement(
+    context: RequestContext, data_parallel_rank: int | None = None, session_id: str | None = None
+) -> ReplicaWish:
+    """Read both; a header goes before the field of the body, given here.
+
+    Raises:
+        TrouperValidationError: the rank is no number.
+    """
+    rank, session = context.header(RANK), context.header(SESSION)
+    if rank is not None and not (rank.isdigit() and len(rank) < 10):
+        raise invalid("X-data-parallel-rank", "must be a number", rank.decode(errors="replace"))
+    return ReplicaWish(
+        data_parallel_rank if rank is None else int(rank),
+        session_id if session is None else session.decode("latin-1"),
+    )

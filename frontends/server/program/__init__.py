@@ -1,0 +1,1 @@
+"""The programs built on the application: `trouper serve` and `trouper run-batch`."""

@@ -1,0 +1,87 @@
+"""Control of the garbage collector in a serving process: a collection stops every task and every thread.
+
+Laws.  Python never collects by itself here, and no collection scans the objects of the loaded model.  Requests and
+connections leave no cycles in ordinary use, so a collection runs when no request is open, when much more memory is in use
+than after the last one, or after a while of work, sooner where memory is short.  Memory that is free when no request is
+open goes back to the system.
+
+Measured with 256 streams of 290 objects each: Python's own collections of the youngest objects scan 28,000 in 10 ms, with
+the next generation in 34 ms; those of a quarter of a second take 2 to 4 ms, 1.2 % of a busy loop.  A full collection
+takes 25 to 70 ms, nearly all of it for live objects, and took 90 or 200 with torch's objects.
+
+Background task: four times a second it updates the overload level and the GC policy; it measures event-loop lag.
+"""
+
+import gc
+import sys
+from types import TracebackType
+from typing import Self
+
+import anyio
+
+from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory
+from trouper.frontends.server.admission.overload import Level
+from trouper.frontends.server.service.service import Service
+
+LONGEST_S, TIGHT_S = 300.0, 10.0
+MAX_MORE = 1_000_000  # blocks of Python's memory, some 100 MB
+
+
+class Heap:
+    """The collector's state, as a context manager around loading and serving; call `settle` between the two."""
+
+    def __init__(self) -> None:
+        self._was_busy = False
+        self._looked_at = 0.0
+        self._num_blocks = sys.getallocatedblocks()  # in use after the last collection
+
+    def __enter__(self) -> Self:
+        gc.disable()
+        return self
+
+    def settle(self) -> None:
+        """Exempt all present objects from collections; call it once the model is loaded."""
+        gc.collect()
+        gc.freeze()
+        self._num_blocks = sys.getallocatedblocks()
+
+    def look(self, now: float, *, is_busy: bool, is_tight: bool = False) -> None:
+        """Collect if a collection is due."""
+        longest_s = TIGHT_S if is_tight else LONGEST_S
+        is_due = now - self._looked_at > longest_s if is_busy else self._was_busy
+        self._was_busy = is_busy
+        if is_due or sys.getallocatedblocks() > self._num_blocks + MAX_MORE:
+            gc.collect()
+            if not is_busy:
+                give_back_free_memory()
+            self._looked_at, self._num_blocks = now, sys.getallocatedblocks()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        gc.unfreeze()
+        gc.enable()
+
+
+PERIOD_S = 0.01
+NUM_PERIODS = 25  # between two updates: a quarter of a second
+
+
+async def watch(service: Service, heap: Heap) -> None:
+    """Update overload level and garbage collector, and record the lag of the event loop, until cancelled."""
+    worst_s = 0.0
+    while True:
+        due = anyio.current_time() + PERIOD_S  # the update itself is part of the lag
+        service.look(worst_s)
+        is_busy, is_tight = service.gate.admission.num_requests > 0, service.gate.level > Level.CALM
+        heap.look(due, is_busy=is_busy, is_tight=is_tight)
+        worst_s = 0.0
+        for _ in range(NUM_PERIODS):
+            await anyio.sleep_until(due)
+            now = anyio.current_time()
+            service.metrics.note_gap(now - due)
+            worst_s = max(worst_s, now - due)
+            due = now + PERIOD_S

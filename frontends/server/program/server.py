@@ -1,0 +1,243 @@
+"""`trouper serve` as a whole: listeners open first, the engine ends last.
+
+    signals ⊃ engine ⊃ listeners
+
+The first SIGTERM or SIGINT: readiness goes, the listeners close, open requests get `shutdown_timeout_s`, the rest their
+final abort output, connections that do not take it are closed, exit 0.  The second ends the process at once.  A
+watchdog that needs no interpreter ends a process that is stuck.  SIGHUP changes nothing: there is no configuration to
+be read again, and a closed terminal is no reason to cut streams.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TextIO
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from trouper.errors import invalid
+from trouper.frontends.server.asgi.app import App
+from trouper.frontends.server.http.listeners import Listener, Shutdown
+from trouper.frontends.server.program.monitor import Heap, watch
+from trouper.frontends.server.program.start_report import LoadingLine, summarise
+from trouper.frontends.server.service.service import Service
+from trouper.lora import LoRARequest
+
+if TYPE_CHECKING:
+    from trouper.actors.engine.engine import Engine
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
+
+GRACE_S = 1.5  # for the final outputs to reach their clients
+GUARD_S = 10.0  # beyond the shutdown's own time: the above, 4 s for workers that stand still, and twice as much
+EXIT_SIGNALLED = 128
+# The longest time that the device's thread waits for the interpreter while the event loop has it, several times in a
+# step.  Python's own is 5 ms; with 0.1 in place of 1 ms a crowd of streams gets a twentieth more tokens.
+SWITCH_S = 0.0001
+
+
+def listener_task(loop: str) -> Callable[[Any, Listener, Shutdown], Coroutine[Any, Any, None]]:
+    """Find what serves an ASGI application at a listener on this event loop, `asyncio` or `trio`."""
+    if loop == "trio":
+        from trouper.frontends.server.http.hypercorn_server import serve
+    else:
+        from trouper.frontends.server.http.uvicorn_server import serve
+    return serve
+
+
+def loop_options(loop: str) -> dict[str, Any]:
+    """Options of `anyio.run` for this event loop.  There is no uvloop for Windows."""
+    return {"use_uvloop": find_spec("uvloop") is not None} if loop == "asyncio" else {}
+
+
+class _Signals:
+    """Calls `stop` for each signal that ends the process; the library itself installs no handler."""
+
+    def __init__(self, stop: Callable[[int], None], report: Callable[[str], None]) -> None:
+        self._stop = stop
+        self._report = report
+
+    async def forward(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        with anyio.open_signal_receiver(*handled) as signals:
+            task_status.started()
+            async for number in signals:
+                if number == signal.SIGHUP:
+                    self._report("SIGHUP is ignored")
+                else:
+                    self._stop(number)
+
+
+async def load_adapters(engine: "AsyncLLMEngine", adapters: Sequence[LoRARequest]) -> None:
+    """Load the adapters that a server begins with, so that a bad one is found now; they are known by their names.
+
+    Raises:
+        TrouperValidationError: one has a model's name, or its files do not fit.
+    """
+    for adapter in adapters:
+        if adapter.lora_name == engine.config.model.name:
+            raise invalid("lora_modules", "has the model's name", adapter.lora_name)
+        await engine.engine.adapters.load_named(adapter)
+
+
+class Server:
+    """One run: starting, serving, draining, over."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        shutdown_timeout_s: float,
+        report: Callable[[str], None],
+        root_path: str = "",
+        stays_dead: bool = False,
+        terminal: TextIO | None = None,
+    ) -> None:
+        self._service = service
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._report = report
+        self._root_path = root_path  # what a proxy leaves before the paths of the public listeners
+        self._stays_dead = stays_dead  # answers 5xx after the engine's death until a signal comes
+        self._terminal = terminal  # for the progress of loading; None: it is only logged
+        self._is_stopping = False  # by a signal
+        self._shutdown = Shutdown()
+        self._are_closed = anyio.Event()
+        self._loading = anyio.CancelScope()
+        self._heap = Heap()
+        self._error: Exception | None = None
+
+    async def run(
+        self,
+        unopened: "AsyncLLMEngine",
+        public: Sequence[Listener],
+        admin: Sequence[Listener],
+        backend: str,
+    ) -> None:
+        """Serve until a signal, or the death of the engine.
+
+        Raises:
+            Exception: why the engine could not start, or what it died of.
+        """
+        switch_before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        try:
+            with self._heap:
+                await self._run(unopened, public, admin, backend)
+        finally:
+            sys.setswitchinterval(switch_before)
+        faulthandler.cancel_dump_traceback_later()
+        if self._error is not None:
+            raise self._error
+
+    async def _run(
+        self,
+        unopened: "AsyncLLMEngine",
+        public: Sequence[Listener],
+        admin: Sequence[Listener],
+        backend: str,
+    ) -> None:
+        serve = listener_task(backend)
+        async with anyio.create_task_group() as helpers:
+            await helpers.start(_Signals(self._stop, self._report).forward, name="signals")
+            async with anyio.create_task_group() as engines:
+                async with anyio.create_task_group() as listeners:
+                    for listener in (*public, *admin):
+                        is_admin = listener in admin
+                        root_path = "" if is_admin else self._root_path
+                        app = App(self._service, is_admin_listener=is_admin, root_path=root_path)
+                        self._report(f"listening at {listener.address}, loading the model")
+                        listeners.start_soon(serve, app, listener, self._shutdown, name="listener")
+                    listeners.start_soon(self._run_background, name="background")
+                    await self._serve(unopened, public, engines, helpers)
+                self._are_closed.set()
+            helpers.cancel_scope.cancel()
+
+    async def _serve(
+        self,
+        unopened: "AsyncLLMEngine",
+        public: Sequence[Listener],
+        engines: TaskGroup,
+        helpers: TaskGroup,
+    ) -> None:
+        engine: Engine | None = None
+        begun_s = anyio.current_time()
+        async with anyio.create_task_group() as loading:
+            if self._terminal is not None:
+                loading.start_soon(LoadingLine(self._terminal).keep_drawn, name="progress")
+            loading.start_soon(self._leave_loading, name="stop while loading")
+            with self._loading:
+                engine = await engines.start(self._run_engine, unopened, name="engine")
+            loading.cancel_scope.cancel()
+        if engine is not None:
+            seconds = anyio.current_time() - begun_s
+            addresses = [listener.address for listener in public]
+            name, config = self._service.model_names[0], unopened.config
+            for line in summarise(name, config, engine.info, addresses, seconds):
+                self._report(line)
+            helpers.start_soon(self._watch_death, name="death")
+            helpers.start_soon(watch, self._service, self._heap, name="watch")
+            await self._shutdown.closing.wait()
+        helpers.start_soon(self._abort_later, engine, name="deadline")
+        self._service.drain()
+        self._shutdown.closing.set()
+
+    async def _run_engine(
+        self, unopened: "AsyncLLMEngine", *, task_status: TaskStatus["Engine | None"]
+    ) -> None:
+        """Keep the engine open until all connections have ended."""
+        is_open = False
+        try:
+            async with unopened as engine:
+                await load_adapters(engine, self._service.settings.lora_modules)
+                self._heap.settle()
+                self._service.open(engine)
+                is_open = True
+                task_status.started(engine.engine)
+                await self._are_closed.wait()
+        except Exception as error:
+            self._error = error  # carried to `run`, which raises it as it is
+            if not is_open:
+                task_status.started(None)
+
+    async def _run_background(self) -> None:
+        """Run background work until the listeners close, when no client can ask for its result any more."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._service.background.run_tasks, name="background work")
+            await self._shutdown.closing.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _watch_death(self) -> None:
+        await self._service.died.wait()
+        if not self._shutdown.closing.is_set():
+            self._report("the engine has failed")
+        if not self._stays_dead:
+            self._shutdown.closing.set()
+
+    async def _abort_later(self, engine: "Engine | None") -> None:
+        """Abort the requests that are open at the deadline, then close the connections that are left."""
+        if engine is not None:
+            await anyio.sleep(self._shutdown_timeout_s)
+            self._service.close_gate()
+            engine.requests.abort_all()
+        await anyio.sleep(GRACE_S)
+        self._report("closing connections that do not read their answers")
+        self._shutdown.aborting.set()
+
+    def _stop(self, number: int) -> None:
+        if self._is_stopping:
+            os._exit(EXIT_SIGNALLED + number)
+        self._is_stopping = True
+        self._service.drain()
+        faulthandler.dump_traceback_later(self._shutdown_timeout_s + GUARD_S, exit=True)
+        self._report("shutting down")
+        self._loading.cancel()
+        self._shutdown.closing.set()
+
+    async def _leave_loading(self) -> None:
+        """End the process although a thread still loads weights: it cannot be cancelled, and nothing is lost."""
+        await self._shutdown.closing.wait()
+        await anyio.sleep(GRACE_S)
+        os._exit(0)

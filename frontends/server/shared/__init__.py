@@ -1,0 +1,1 @@
+"""Vocabulary of the server: errors, settings, the table of known fields, and token counts."""

@@ -1,0 +1,267 @@
+"""Map every exception to one response, in one table.
+
+Laws.  Only an error that trouper raises on purpose for a request becomes a 4xx.  Any other exception, whatever its class, is
+a 500 with a neutral message, and its text and traceback go to the log.  A response never grows with the request.
+
+The refusal of what is known from other servers and is not built here, with what to use in its place.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from trouper.errors import (
+    AdaptersInUseError,
+    EngineDeadError,
+    EnginePausedError,
+    ExecutionError,
+    GenerationError,
+    GracefulHTTPError,
+    GrammarError,
+    MissingExtraError,
+    QueueOverflowError,
+    RetryableRequestError,
+    TemplateBudgetError,
+    TrouperClientError,
+    TrouperError,
+    TrouperNotFoundError,
+    TrouperUnprocessableEntityError,
+    UnsupportedFeatureError,
+)
+from trouper.frontends.server.shared.usage import Usage
+
+Headers = tuple[tuple[bytes, bytes], ...]
+logger = logging.getLogger("trouper.server")
+
+# that a text too long, or too many tokens, are said of
+LENGTHS = (
+    "prompt", "messages", "input", "max_", "n_predict",
+    "text", "query", "queries", "documents", "items", "data_",
+)  # fmt: skip
+MAX_MESSAGE = 1024
+MAX_RULE = (
+    400  # of an error whose text may quote the request: our rules are under 200, the quote too
+)
+MAX_PARAM = 200
+MAX_VALUE = 40  # of the characters of a wrong text
+TYPES = {
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError",
+    404: "NotFoundError", 405: "MethodNotAllowedError", 408: "RequestTimeoutError",
+    409: "Conflict", 413: "RequestTooLargeError", 414: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError", 422: "UnprocessableEntityError", 429: "RateLimitError",
+    431: "HeadersTooLargeError", 500: "InternalServerError",
+    503: "ServiceUnavailableError", 504: "DeadlineExceededError",
+}  # fmt: skip
+RETRIED = (429, 503)  # they say when
+NO_RETRY = ((b"x-should-retry", b"false"),)  # what the OpenAI clients look at first
+CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]+")
+
+
+class HTTPError(TrouperError):
+    """An error response that a handler has decided on."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Headers = (),
+        usage: Usage | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = headers
+        self.usage = usage
+        self.retry_after_s = 1.0  # of a 429 or 503
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """One error in the form that the client gets, with its status and headers."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    headers: Headers = ()
+    usage: Usage | None = None  # what a request had cost when its time was over
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {
+            "message": clean(self.message, MAX_MESSAGE),
+            "type": TYPES[self.status],
+            "param": None if self.param is None else clean(self.param, MAX_PARAM),
+            "code": self.code,
+        }
+        return {"error": error} if self.usage is None else {"error": error, "usage": self.usage}
+
+
+class ErrorForm(NamedTuple):
+    """The form in which the clients of an API read errors."""
+
+    render: Callable[[ErrorBody, str], object]  # takes the request's id, too
+    event: str | None  # the name of an error's event in a stream
+    stream_end: bytes  # what follows that event
+    render_event: Callable[[ErrorBody, int], object] | None = (
+        None  # if it differs; takes its number
+    )
+
+
+def _openai_body(problem: ErrorBody, request_id: str) -> object:
+    return problem.body
+
+
+OPENAI_ERRORS = ErrorForm(_openai_body, event=None, stream_end=b"data: [DONE]\n\n")
+
+
+def unavailable(code: str, message: str) -> HTTPError:
+    return HTTPError(503, code, message)
+
+
+def aborted() -> HTTPError:
+    return unavailable("aborted", "aborted before all of it had begun")
+
+
+def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a line a class
+    """Map an exception to its response.  The first class that fits decides, so the order matters."""
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    match error:
+        case HTTPError():
+            headers = error.headers
+            if error.status in RETRIED:
+                headers += _retry(error.retry_after_s)
+            return ErrorBody(
+                error.status, error.code, str(error), error.param, headers, error.usage
+            )
+        case TrouperUnprocessableEntityError():
+            return _told(422, "unprocessable_media", error)
+        case TrouperNotFoundError():
+            return _told(404, "model_not_found", error)
+        case TrouperClientError():
+            return _told(400, _client_code(error), error)
+        case MissingExtraError():
+            text = (
+                error.refusal if error.parameter is None else f"{error.parameter}: {error.refusal}"
+            )
+            return ErrorBody(400, "not_supported", text, error.parameter)
+        case UnsupportedFeatureError():
+            return _told(400, "not_supported", error)  # no 5xx: clients retry those
+        case QueueOverflowError():
+            text = "the server is full, try again later"
+            return ErrorBody(503, "overloaded", text, headers=_retry())
+        case GracefulHTTPError():
+            code = "overloaded" if error.status == 503 else "conflict"
+            headers = _retry() if error.status in RETRIED else ()
+            return ErrorBody(error.status, code, clean(str(error), MAX_RULE), headers=headers)
+        case RetryableRequestError() | EnginePausedError():
+            return _refused_by_engine(error)
+        case EngineDeadError():
+            return ErrorBody(500, "engine_failed", "the engine has failed", headers=NO_RETRY)
+        case ExecutionError():  # it failed alone: the same request would fail again
+            text = "the model cannot be run on this request"
+            return ErrorBody(500, "poisoned_request", text, headers=NO_RETRY)
+        # What the request allows, it also forbids; or its grammar is too ambiguous.
+        case GenerationError(code="no_valid_token" | "grammar_error"):
+            return ErrorBody(400, error.code, clean(str(error), MAX_RULE), headers=NO_RETRY)
+        case GenerationError(
+            code="numerical_error" | "poisoned_request" | "device_failed"
+        ):  # nor this one
+            text = clean(str(error), MAX_RULE)
+            return ErrorBody(500, error.code, text, headers=NO_RETRY)
+        case TrouperError():  # GenerationError and the others that are not the client's
+            return ErrorBody(500, "internal_error", "the request failed inside the engine")
+        case _:
+            return ErrorBody(500, "internal_error", "internal server error")
+
+
+def log(problem: ErrorBody, error: BaseException, request_id: str) -> None:
+    """Log a 500 with its traceback, and other errors in one line that only --log-level debug shows.
+
+    An engine that died of a cause that is known fails every open request: one line each.
+    """
+    if isinstance(error, EngineDeadError) and isinstance(error.__cause__, TrouperError):
+        logger.error("request %s failed: %s", request_id, clean(str(error), MAX_MESSAGE))
+    elif problem.status == 500:
+        logger.error("request %s failed", request_id, exc_info=error)
+    else:
+        logger.debug("request %s: %d %s", request_id, problem.status, problem.code)
+
+
+def clean(text: str, limit: int) -> str:
+    """Return one line of at most `limit` characters that any encoder accepts."""
+    text = CONTROLS.sub(" ", text[: 2 * limit])
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _told(status: int, code: str, error: Exception) -> ErrorBody:
+    message = clean(str(getattr(error, "message", None) or error), MAX_RULE)
+    param = getattr(error, "parameter", None)
+    return ErrorBody(status, code, message + _named_value(message, error), param)
+
+
+def _named_value(message: str, error: Exception) -> str:
+    """Return the end of a message that names the value, unless it is long or the message names it already."""
+    match getattr(error, "value", None):
+        case bool() | float() as value:
+            shown = str(value)
+        case int() as value:  # str() of some is refused
+            shown = str(value) if -(2**63) <= value < 2**64 else "a huge number"
+        case str() as value if len(value) <= MAX_VALUE:
+            shown = repr(clean(value, MAX_VALUE))
+        case _:
+            return ""
+    is_named = re.search(rf"(?<![\w.-]){re.escape(shown)}(?!\w)", message) is not None
+    return "" if is_named else f", got {shown}"
+
+
+def _client_code(error: TrouperClientError) -> str:
+    if isinstance(error, TemplateBudgetError):
+        return "template_budget_exceeded"
+    if isinstance(error, GrammarError):
+        return error.code
+    is_length = str(getattr(error, "parameter", "")).startswith(LENGTHS)
+    if is_length and "(max_model_len)" in str(error):
+        return "context_length_exceeded"
+    return "invalid_value"
+
+
+def _refused_by_engine(error: Exception) -> ErrorBody:
+    """Map a refusal of the engine, which begins with its code: `engine_paused: …`, `draining: …`."""
+    code, colon, reason = str(error).partition(":")
+    if isinstance(error, AdaptersInUseError):  # the engine takes other requests
+        return ErrorBody(503, code, reason.strip(), headers=_retry())
+    is_known = bool(colon) and code in ("engine_paused", "draining", "device_restarting")
+    text = "the engine takes no requests now, try again"
+    return ErrorBody(503, code if is_known else "engine_paused", text, headers=_retry())
+
+
+def _retry(wait_s: float = 1.0) -> Headers:
+    """Return both headers that clients read."""
+    return (
+        (b"retry-after", b"%d" % math.ceil(wait_s)),
+        (b"retry-after-ms", b"%d" % (1000 * wait_s)),
+    )
+
+
+NO_MEDIA = "send text only"
+NO_TOOLS = "describe the functions in a message and parse the answer"
+NO_MEMORY = (
+    "this server has been told to keep no responses by --responses-store-bytes 0; send the whole "
+    "conversation with every request"
+)
+NO_MEMORY_OF_ITEMS = "use previous_response_id, or send the whole conversation with every request"
+
+
+def unsupported(name: str, advice: str, value: Any = None) -> UnsupportedFeatureError:
+    """Make the refusal of a field whose name, or whose value, is not built."""
+    text = f"{name} is not supported: {advice}"
+    return UnsupportedFeatureError(text, parameter=name, value=value)

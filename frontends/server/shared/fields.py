@@ -1,0 +1,359 @@
+"""The table of fields that other servers know: each is honoured, refused or harmless, in every API.
+
+A request's type has the fields that are honoured. Of all others this table says which of two laws holds:
+
+* A field that would change the answer is refused with a 400 that names it, its value and what to use in its place.
+* A field that a server may pass over never ends a request. The reason why it is harmless is in the table.
+
+A value that asks for nothing (null, false, an empty value, or one of `NEUTRAL`) is allowed for a refused field, since clients
+send the defaults of all fields that they know. A field that is in no table is ignored; the log and the response's header say so.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from trouper.frontends.server.shared.errors import (
+    NO_MEDIA,
+    NO_MEMORY_OF_ITEMS,
+    NO_TOOLS,
+    unsupported,
+)
+
+
+class Others(NamedTuple):
+    """The fields that one request type knows and does not honour, each with its reason."""
+
+    refused: Mapping[str, str]
+    harmless: Mapping[str, str]
+
+
+USE_FORMAT = "use response_format or structured_outputs"
+USE_ADAPTER = "use the adapter's name as the model"
+USE_TEMPLATE = 'use chat_template_kwargs, for many models {"enable_thinking": …}'
+USE_BUDGET = "use thinking_token_budget"
+PENALTIES = "use repetition_penalty, presence_penalty or frequency_penalty"
+LEAVE_OUT = "leave it out"
+
+# What changes the text that is generated, or what is said about it, in whatever API it is asked for.
+REFUSED = {
+    # vLLM
+    "best_of": "use n and choose among the completions",
+    "early_stopping": "a beam search ends when max_tokens or no beam is left; leave it out",
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
+    "watermarking": "texts are never marked; leave it out",
+    "documents": "put the documents into a message",
+    "return_prompt_text": "use /v1/chat/completions, or prompt and echo of /v1/completions",
+    # llama.cpp
+    **dict.fromkeys(("grammar", "json_schema", "regex", "ebnf", "structural_tag"), USE_FORMAT),
+    "mirostat": "use temperature with top_p or min_p",
+    "dry_multiplier": PENALTIES,
+    "repeat_penalty": "use repetition_penalty",
+    "xtc_probability": "use temperature with min_p",
+    "typical_p": "use top_p or min_p",
+    "top_n_sigma": "use top_p or min_p",
+    "top_a": "use min_p",
+    "tfs_z": "use top_p or min_p",
+    "adaptive_target": "use temperature with min_p",
+    "dynatemp_range": "use temperature",
+    "samplers": "they run in one order; leave it out",
+    "min_keep": LEAVE_OUT,
+    "n_predict": "use max_tokens",
+    "n_indent": "put the indentation into the prompt",
+    "n_cmpl": "use n",
+    "n_probs": "use logprobs",
+    "post_sampling_probs": "use logprobs, which are those of the model",
+    "return_tokens": "use return_token_ids",
+    "t_max_predict_ms": "use the header X-Request-Timeout-Ms",
+    "response_fields": "an answer has all its fields; leave it out",
+    "lora": USE_ADAPTER,
+    "reasoning_format": "reasoning is never left in the content; set the field for all requests by --reasoning-field",
+    "thinking_forced_open": "the chat template opens it where the model has it so",
+    "generation_prompt": "use add_generation_prompt, or continue_final_message with a message of the assistant",
+    "parse_tool_calls": 'use tool_choice "none"',
+    "thinking_budget_tokens": USE_BUDGET,
+    "reasoning_budget": USE_BUDGET,
+    # SGLang
+    "lora_path": USE_ADAPTER,
+    "stop_regex": "use stop, or structured_outputs",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "min_new_tokens": "use min_tokens",
+    "max_new_tokens": "use max_tokens",
+    "custom_logit_processor": "use logit_bias, allowed_token_ids or bad_words",
+    "custom_params": LEAVE_OUT,
+    "input_ids": "use prompt of /v1/completions",
+    "input_embeds": "use prompt_embeds of /v1/completions",
+    "return_hidden_states": "use /pooling of a model that embeds",
+    "extra_key": "use cache_salt",
+    "session_params": "send the whole conversation with every request",
+    "separate_reasoning": "reasoning is always apart from the content",
+    "stream_reasoning": "reasoning is streamed as it comes; use include_reasoning",
+    # Ollama and gateways
+    "options": "give each option as a field of the request",
+    "num_ctx": "the context is set at start, by --max-model-len",
+    "num_predict": "use max_tokens",
+    "format": USE_FORMAT,
+    "think": USE_TEMPLATE,
+    "enable_thinking": USE_TEMPLATE,
+    # OpenAI
+    "moderation": LEAVE_OUT,
+    "web_search_options": "put what was found into a message",
+    "audio": NO_MEDIA,
+    "modalities": NO_MEDIA,
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+}  # fmt: skip
+
+DOES_NOTHING = "has no effect unless a field that is refused turns it on"
+ONLY_SPEED = "changes how fast the answer comes, not the answer"
+ONLY_RECORDS = "is for the records of the service that it was made for"
+ONLY_MEDIA = "says how media are read, and media are refused by themselves"
+HARMLESS = {
+    **dict.fromkeys(
+        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "mirostat_tau",
+         "mirostat_eta", "dynatemp_exponent", "repeat_last_n", "adaptive_decay", "penalty_last_n"), DOES_NOTHING),
+    **dict.fromkeys(
+        ("cache_prompt", "id_slot", "n_cache_reuse", "prediction", "prompt_cache_key", "prompt_cache_options",
+         "prompt_cache_retention", "service_tier", "keep_alive", "speculative", "speculative.n_max", "speculative.n_min",
+         "speculative.p_min", "speculative.type", "guided_decoding_backend", "sse_ping_interval", "kv_transfer_params",
+         "ec_transfer_params"), ONLY_SPEED),
+    **dict.fromkeys(
+        ("user", "metadata", "store", "safety_identifier", "rid", "verbose", "timings_per_token", "return_progress", "usage",
+         "provider", "models", "route", "transforms"), ONLY_RECORDS),
+    **dict.fromkeys(
+        ("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs", "media_path"), ONLY_MEDIA),
+    **dict.fromkeys(("n_keep", "n_discard"), "a context is never shifted: a text that is too long is refused"),
+    "return_token_offsets": "belongs to routes that render, as in vLLM",
+    "routed_experts_prompt_start": "the experts of tokens are not shown",
+    "verbosity": "is a hint that no chat template here reads",
+    "stream_options": "the events of this API have nothing to choose",
+}  # fmt: skip
+
+# Values that ask for nothing beside null, false and what is empty: mostly the defaults of those servers.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "repeat_penalty": (1,),
+    "xtc_probability": (0,),
+    "typical_p": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (0, -1),
+    "adaptive_target": (-1,),
+    "dynatemp_range": (0,),
+    "min_keep": (0,),
+    "min_new_tokens": (0,),
+    "n_predict": (-1,),
+    "num_predict": (-1,),
+    "n_indent": (0,),
+    "n_cmpl": (1,),
+    "n_probs": (0,),
+    "n": (1,),
+    "t_max_predict_ms": (0, -1),
+    "thinking_budget_tokens": (-1,),
+    "reasoning_budget": (-1,),
+    "reasoning_format": ("auto", "deepseek"),
+    "modalities": (["text"],),
+    "function_call": ("none", "auto"),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+    "use_beam_search": (0,),
+    "length_penalty": (1,),
+    "context_management": ({"edits": []},),
+    "padding": ("do_not_pad", "longest", True),
+}
+ON_BY_DEFAULT = frozenset(("parse_tool_calls", "separate_reasoning", "stream_reasoning"))
+
+# What the text APIs honour and an API of items or blocks says in other words.
+BY_OTHER_NAMES = {
+    "n": "send the request again",
+    "use_beam_search": "use /v1/chat/completions",
+    "length_penalty": "use /v1/chat/completions",
+    "prompt_logprobs": "use /v1/chat/completions",
+    "logprobs": "use /v1/chat/completions",
+    "top_logprobs": "use /v1/chat/completions",
+    "logprob_token_ids": "use /v1/chat/completions",
+    "return_tokens_as_token_ids": "use /v1/chat/completions",
+    "return_token_ids": "use /v1/chat/completions",
+    "echo": "use /v1/chat/completions",
+    "suffix": "use /v1/completions",
+    "prompt_embeds": "use /v1/completions",
+    "chat_template": "use /v1/chat/completions",
+    "add_generation_prompt": "use /v1/chat/completions",
+    "continue_final_message": "use /v1/chat/completions",
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
+        "use structured_outputs",
+    ),
+}  # fmt: skip
+USE_CHAT, USE_RESPONSES = "use /v1/chat/completions", "use /v1/responses"
+OF_RESPONSES = {
+    "input": "use messages, or prompt of /v1/completions",
+    "instructions": "put them into a message of the system",
+    "max_output_tokens": "use max_tokens",
+    "text": USE_FORMAT,
+    "reasoning": "use reasoning_effort",
+    **dict.fromkeys(("include", "background", "previous_response_id", "enable_response_messages"), USE_RESPONSES),
+}  # fmt: skip
+OF_MESSAGES = {
+    "system": "put it into a message of the system",
+    "stop_sequences": "use stop",
+    "output_config": USE_FORMAT,
+    "thinking": USE_TEMPLATE,
+    "context_management": "send fewer messages; a conversation is never shortened here",
+}
+OF_CHAT = dict.fromkeys(
+    ("tools", "tool_choice", "parallel_tool_calls", "chat_template", "chat_template_kwargs",
+     "add_generation_prompt", "continue_final_message", "include_reasoning", "reasoning_effort"),
+    USE_CHAT,
+)  # fmt: skip
+CHAT = Others(
+    {
+        **REFUSED,
+        **OF_RESPONSES,
+        **OF_MESSAGES,
+        "suffix": "use /v1/completions",
+        "prompt_embeds": "use a part of type prompt_embeds in a message",
+    },
+    HARMLESS,
+)
+COMPLETION = Others(
+    {
+        **REFUSED,
+        **OF_RESPONSES,
+        **OF_MESSAGES,
+        **OF_CHAT,
+        "max_completion_tokens": "use max_tokens",
+        "top_logprobs": "use logprobs, a number",
+    },
+    HARMLESS,
+)
+RESPONSES = Others(
+    {
+        **REFUSED,
+        **BY_OTHER_NAMES,
+        **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), "use max_output_tokens"),
+        "messages": "use input",
+        "response_format": "use text.format or structured_outputs",
+        "reasoning_effort": "use reasoning.effort",
+        "conversation": NO_MEMORY_OF_ITEMS,
+        "previous_input_messages": NO_MEMORY_OF_ITEMS,
+        "truncation": "leave items out yourself",
+        "prompt": "put the text of the prompt into input or instructions",
+        "image": NO_MEDIA,
+        "access_programs": LEAVE_OUT,
+        **OF_MESSAGES,
+    },
+    {
+        **HARMLESS,
+        "max_tool_calls": "limits the calls of built-in tools, and there are none",
+        "background_options": ONLY_SPEED,
+        "client_metadata": ONLY_RECORDS,  # of Codex
+    },
+)  # fmt: skip
+MESSAGES = Others(
+    {
+        **REFUSED,
+        **BY_OTHER_NAMES,
+        **OF_RESPONSES,
+        "include_reasoning": "use thinking, of type disabled",
+        "prompt": "use messages",
+        "stop": "use stop_sequences",
+        "max_completion_tokens": "use max_tokens",
+        "response_format": "use output_config.format or structured_outputs",
+        "output_format": "use output_config.format",
+        "reasoning_effort": "use thinking",
+        "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
+        "mcp_servers": NO_TOOLS,
+        "container": NO_TOOLS,
+        "compaction": "ask for a summary in a message",
+        "thread": "send the whole conversation with every request",
+    },
+    {
+        **HARMLESS,
+        **dict.fromkeys(
+            ("billing_policy", "fallback_credit_token", "user_profile_id", "workspace_id", "diagnostics"), ONLY_RECORDS),
+        **dict.fromkeys(("cache_control", "speed", "inference_geo"), ONLY_SPEED),
+        "betas": "names features, and each feature has a field of its own",
+        "fallbacks": "names models for requests that are declined, and none is",
+    },
+)  # fmt: skip
+COUNTING = Others(
+    MESSAGES.refused,
+    {
+        **MESSAGES.harmless,
+        **dict.fromkeys(("max_tokens", "stop_sequences"), "does not change the count"),
+    },
+)
+
+POOLING = Others(
+    {
+        "padding": "no padding counts here: texts are never made longer; leave it out",
+        "late_interaction_params": "use /score or /rerank of a model for late interaction",
+        "data": "use input or messages",
+    },
+    {
+        name: HARMLESS[name]
+        for name in ("user", "metadata", "media_io_kwargs", "mm_processor_kwargs")
+    },
+)
+SCORING = Others(
+    {
+        **POOLING.refused,
+        "instruction": "put it into the query",
+        "chat_template_kwargs": "put what the template shall know into the query",
+    },
+    POOLING.harmless,
+)  # fmt: skip
+COHERE = Others({"images": NO_MEDIA, "inputs": NO_MEDIA}, {})
+NO_GRAMMAR = "use suffix and structured_outputs of /v1/completions"
+INFILL = Others(
+    {
+        **REFUSED,
+        "grammar": NO_GRAMMAR,
+        "json_schema": NO_GRAMMAR,
+        "n_probs": "use suffix and logprobs of /v1/completions",
+        "logit_bias": "use suffix and logit_bias of /v1/completions",
+    },
+    HARMLESS,
+)
+TOKENIZE = Others({}, dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ONLY_MEDIA))
+ADAPTERS = Others(
+    {"is_3d_lora_weight": "weights of experts in one tensor are not read"},
+    {"lora_int_id": "is a number of the engine's own; adapters are told apart by lora_name"},
+)
+NONE = Others({}, {})
+
+
+def verdict(kind: type[msgspec.Struct], name: str) -> str:
+    """Return what becomes of a field of a request type: honoured, refused, harmless or unknown."""
+    others: Others = getattr(kind, "OTHERS", NONE)
+    if name in kind.__struct_encode_fields__:
+        return "honoured"
+    if name in others.refused:
+        return "refused"
+    return "harmless" if name in others.harmless else "unknown"
+
+
+def check_others(given: Mapping[str, Any], others: Others) -> tuple[str, ...]:
+    """Refuse fields that ask for what is not built, and return the names of those that are in no table.
+
+    Args:
+        given: the fields of a body that its type does not honour.
+
+    Raises:
+        UnsupportedFeatureError: for the first field of the body that is refused.
+    """
+    for name, value in given.items():
+        if name in others.refused and not _asks_for_nothing(name, value):
+            raise unsupported(name, others.refused[name], value)
+    return tuple(name for name in given if not any(name in rows for rows in others))
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    if name in ON_BY_DEFAULT:
+        return value is None or value is True
+    is_empty = value is None or value is False or value in ("", [], {})  # 0 is not: it is a number
+    return is_empty or value in NEUTRAL.get(name, ())
