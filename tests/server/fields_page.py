@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from trouper.frontends.server.anthropic.requests import MessagesRequest
-from trouper.frontends.server.generation.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.shared import fields
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.frontends.server.generation.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.http import large_json as module
 from trouper.frontends.server.http.decoding import THREAD_FROM, decode_now
 from trouper.frontends.server.http.large_json import LONG, excerpt
+from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.shared.errors import HTTPError
 
 TEXT = "QUJD" * (LONG // 4 + 1)

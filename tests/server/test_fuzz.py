@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.generation.requests import (
+from trouper.frontends.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

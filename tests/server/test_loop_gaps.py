@@ -16,9 +16,9 @@ from trouper.actors.engine.generation import Generation
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests
 from trouper.frontends.python.cooperative import PER_TURN
 from trouper.frontends.server.asgi.app import create_app
-from trouper.frontends.server.generation.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.http import decoding
 from trouper.frontends.server.http.decoding import decode_now
+from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.pooling import routes
 from trouper.frontends.server.pooling.encodings import numbers
 

@@ -20,7 +20,7 @@ from trouper.config.sampling import (
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.options import SamplingOptions
 from trouper.frontends.server.anthropic.requests import MessagesRequest
-from trouper.frontends.server.generation.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.params import _NOT_IMPLEMENTED, _RULES, SamplingParams
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from trouper.frontends.server.generation.logprobs import TokenSpans
-from trouper.frontends.server.generation.replies import ChatToken
+from trouper.frontends.server.generation.logprobs import ChatToken, TokenSpans
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from trouper.errors import invalid
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.generation.requests import ChatRequest, DerivedChat, ResponseFormat
+from trouper.frontends.server.generation.requests import ResponseFormat
 from trouper.frontends.server.generation.transcript import Transcript, unseal
+from trouper.frontends.server.openai.requests import ChatRequest, DerivedChat
 from trouper.frontends.server.shared.errors import NO_MEDIA, NO_TOOLS, unsupported
 
 NOT_BUILT = {

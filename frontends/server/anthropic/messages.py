@@ -30,10 +30,10 @@ from trouper.frontends.server.generation.adapter import (
 )
 from trouper.frontends.server.generation.blocks import AnswerBlocks, BlockEvent
 from trouper.frontends.server.generation.driver import client_names, drive
-from trouper.frontends.server.generation.requests import ChatRequest
 from trouper.frontends.server.generation.transcript import Transcript, chat_prompt
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat import ChatAdapter
+from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.openai.tokens import conversation_ids
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import (

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from trouper.frontends.server.anthropic.messages import (
     ANTHROPIC_ERRORS,
@@ -13,25 +13,26 @@ from trouper.frontends.server.anthropic.messages import (
     create_message,
 )
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.generation.replies import ChatReply, CompletionReply
-from trouper.frontends.server.generation.requests import (
-    AbortRequest,
-    ChatBatchRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    InvocationKeys,
-    LoadAdapterRequest,
-    TokenizeRequest,
-    UnloadAdapterRequest,
-)
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.openai import tokens
 from trouper.frontends.server.openai.chat import create_chat
 from trouper.frontends.server.openai.chat_batch import create_chat_batch
 from trouper.frontends.server.openai.completions import create_completion
 from trouper.frontends.server.openai.infill import InfillReply, InfillRequest, create_infill
+from trouper.frontends.server.openai.replies import ChatReply, CompletionReply
+from trouper.frontends.server.openai.requests import (
+    ChatBatchRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from trouper.frontends.server.ops import control, landing, operations
+from trouper.frontends.server.ops.control import (
+    AbortRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 from trouper.frontends.server.ops.openapi import describe
 from trouper.frontends.server.pooling import routes
 from trouper.frontends.server.pooling.requests import (
@@ -73,6 +74,16 @@ GENERATING = (
     ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
     ("/infill", create_infill, InfillRequest, InfillReply),
 )
+
+
+class InvocationKeys(msgspec.Struct, kw_only=True):
+    """`POST /invocations`: the fields that tell the body of one route from another's, unread."""
+
+    messages: msgspec.Raw | UnsetType = UNSET
+    query: msgspec.Raw | UnsetType = UNSET
+    queries: msgspec.Raw | UnsetType = UNSET
+    text_1: msgspec.Raw | UnsetType = UNSET
+    data_1: msgspec.Raw | UnsetType = UNSET
 
 
 def choose_invoked(service: Service, body: bytes | memoryview) -> Route:

@@ -17,7 +17,7 @@ from trouper.frontends.dialects.events import (
     ParserEvent,
     Reasoning,
 )
-from trouper.frontends.server.generation.replies import ChatToken
+from trouper.frontends.server.generation.logprobs import ChatToken
 
 Kind = Literal["reasoning", "text", "call"]
 

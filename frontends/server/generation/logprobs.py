@@ -7,16 +7,38 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from trouper.frontends.server.generation.replies import (
-    ChatLogprobs,
-    ChatToken,
-    CompletionLogprobs,
-    PromptLogprobs,
-    TokenLogprob,
-)
+import msgspec
+
 from trouper.outputs import Logprob, LogprobsOnePosition
 
+PromptLogprobs = list[dict[int, dict[str, Any]] | None]
+
 LEAST = -9999.0  # JSON has no -inf
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Logprobs of a completion, in four lists of one length."""
+
+    text_offset: list[int] = msgspec.field(default_factory=list[int])
+    token_logprobs: list[float | None] = msgspec.field(default_factory=list[float | None])
+    tokens: list[str] = msgspec.field(default_factory=list[str])
+    top_logprobs: list[dict[str, float] | None] = msgspec.field(
+        default_factory=list[dict[str, float] | None]
+    )
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatToken]
 
 
 def completion_logprobs(

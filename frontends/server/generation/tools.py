@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from trouper.errors import invalid
 from trouper.frontends.dialects.answer_format import AnswerFormat
@@ -12,13 +13,28 @@ from trouper.frontends.dialects.events import Arguments, CallStarted, ParserEven
 from trouper.frontends.dialects.grammar import forced_calls, strict_calls
 from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.generation.call_ids import CallIds
-from trouper.frontends.server.generation.replies import FunctionCall, ToolCall
 
 MAX_TOOLS = 512
 MAX_NAME = 128  # characters, as Anthropic's API has it and as the tools of MCP servers need it
 TOOL_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}")
 
 JSONObject = dict[str, Any]
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call, or in a stream a piece of one; only pieces have an index."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCall
+
+
 # of a tool without `parameters`: by OpenAI's API it takes none
 NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}, "additionalProperties": False}
 StrictLevel = Literal["auto", "function", "parameter"]

@@ -23,7 +23,11 @@ from trouper.frontends.server.generation.adapter import (
 )
 from trouper.frontends.server.generation.call_ids import num_calls
 from trouper.frontends.server.generation.driver import drive
-from trouper.frontends.server.generation.logprobs import chat_logprobs, prompt_logprobs
+from trouper.frontends.server.generation.logprobs import (
+    ChatLogprobs,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from trouper.frontends.server.generation.parsers import (
     CallsAndReasoning,
     OneCall,
@@ -33,21 +37,20 @@ from trouper.frontends.server.generation.parsers import (
     VisibleContent,
     WithoutReasoning,
 )
-from trouper.frontends.server.generation.replies import (
-    FINGERPRINT,
-    ChatChoice,
-    ChatChunk,
-    ChatDelta,
-    ChatLogprobs,
-    ChatReply,
-    Message,
-    WholeMessage,
-)
-from trouper.frontends.server.generation.requests import ChatRequest
 from trouper.frontends.server.generation.structured import way_of
 from trouper.frontends.server.generation.tools import CallDeltas, ToolUse, tool_use
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import DONE, RequestContext
+from trouper.frontends.server.openai.replies import (
+    FINGERPRINT,
+    ChatChoice,
+    ChatChunk,
+    ChatDelta,
+    ChatReply,
+    Message,
+    WholeMessage,
+)
+from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.openai.sampling import (
     NO_GRAMMAR,
     chat_beams,

@@ -7,9 +7,9 @@ import msgspec
 from trouper.errors import invalid
 from trouper.frontends.server.generation.adapter import ParsedRequest, ReplyHead, ServedModel
 from trouper.frontends.server.generation.driver import drive
-from trouper.frontends.server.generation.requests import ChatBatchRequest, ChatRequest
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat import ChatAdapter
+from trouper.frontends.server.openai.requests import ChatBatchRequest, ChatRequest
 from trouper.frontends.server.service.service import Service
 
 MAX_CONVERSATIONS = 1024

@@ -16,18 +16,21 @@ from trouper.frontends.server.generation.adapter import (
     StreamEvent,
 )
 from trouper.frontends.server.generation.driver import drive
-from trouper.frontends.server.generation.logprobs import completion_logprobs, prompt_logprobs
-from trouper.frontends.server.generation.replies import (
+from trouper.frontends.server.generation.logprobs import (
+    CompletionLogprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from trouper.frontends.server.generation.structured import way_of
+from trouper.frontends.server.http.context import DONE, RequestContext
+from trouper.frontends.server.openai.replies import (
     FINGERPRINT,
     CompletionChoice,
     CompletionChunk,
     CompletionDelta,
-    CompletionLogprobs,
     CompletionReply,
 )
-from trouper.frontends.server.generation.requests import CompletionRequest
-from trouper.frontends.server.generation.structured import way_of
-from trouper.frontends.server.http.context import DONE, RequestContext
+from trouper.frontends.server.openai.requests import CompletionRequest
 from trouper.frontends.server.openai.sampling import (
     check_sequences,
     choices_of,

@@ -14,8 +14,9 @@ from trouper.frontends.server.generation.adapter import (
     StreamEvent,
 )
 from trouper.frontends.server.generation.driver import drive
-from trouper.frontends.server.generation.requests import CompletionRequest, Int64
+from trouper.frontends.server.generation.requests import Int64
 from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.openai.requests import CompletionRequest
 from trouper.frontends.server.openai.sampling import completion_params, parsed_request
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared import fields

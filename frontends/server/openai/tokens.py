@@ -11,9 +11,9 @@ from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.errors import invalid
-from trouper.frontends.server.generation.requests import DetokenizeRequest, TokenizeRequest
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.openai.requests import DetokenizeRequest, TokenizeRequest
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError
 from trouper.params import SamplingParams

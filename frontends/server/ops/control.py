@@ -4,7 +4,9 @@ Control routes for adapters: load and unload.
 """
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
 
 from trouper.errors import (
     LoRAAdapterNotFoundError,
@@ -14,18 +16,38 @@ from trouper.errors import (
     UnsupportedFeatureError,
     invalid,
 )
-from trouper.frontends.server.generation.requests import (
-    AbortRequest,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-)
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.service.service import MAX_ECHO, Service
+from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.errors import NO_RETRY, HTTPError, clean, describe
 from trouper.lora import LoRARequest
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """`POST /v1/load_lora_adapter`."""
+
+    OTHERS: ClassVar[fields.Others] = fields.ADAPTERS
+
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    """`POST /v1/unload_lora_adapter`."""
+
+    OTHERS: ClassVar[fields.Others] = fields.ADAPTERS
+
+    lora_name: str = ""
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """`POST /abort_requests`; no ids: all."""
+
+    request_ids: list[str] | None = None
 
 
 async def sleep(service: Service, context: RequestContext, _: None) -> None:

@@ -11,7 +11,7 @@ from trouper.frontends.server.generation.blocks import (
     BlockGrown,
     BlockStarted,
 )
-from trouper.frontends.server.generation.replies import ChatToken
+from trouper.frontends.server.generation.logprobs import ChatToken
 from trouper.frontends.server.generation.transcript import seal
 from trouper.frontends.server.responses.tools import ResponseTools, custom_input, shell_action
 

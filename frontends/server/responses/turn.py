@@ -6,8 +6,9 @@ from typing import Any, cast
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.server.generation.requests import ChatRequest, ResponseFormat
+from trouper.frontends.server.generation.requests import ResponseFormat
 from trouper.frontends.server.generation.transcript import Transcript
+from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.responses.conversation import add_items
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.tools import ResponseTools

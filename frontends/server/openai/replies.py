@@ -4,41 +4,19 @@
 of that out: the keys are those that vLLM sends.
 """
 
-from typing import Any
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from trouper import __version__
+from trouper.frontends.server.generation.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprobs,
+)
+from trouper.frontends.server.generation.tools import ToolCall
 from trouper.frontends.server.shared.usage import RequestMetrics, Usage
 
-PromptLogprobs = list[dict[int, dict[str, Any]] | None]
 FINGERPRINT = f"trouper-{__version__}"
-
-
-class CompletionLogprobs(msgspec.Struct):
-    """Logprobs of a completion, in four lists of one length."""
-
-    text_offset: list[int] = msgspec.field(default_factory=list[int])
-    token_logprobs: list[float | None] = msgspec.field(default_factory=list[float | None])
-    tokens: list[str] = msgspec.field(default_factory=list[str])
-    top_logprobs: list[dict[str, float] | None] = msgspec.field(
-        default_factory=list[dict[str, float] | None]
-    )
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatToken(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[ChatToken]
 
 
 class CompletionDelta(msgspec.Struct, kw_only=True):
@@ -81,20 +59,6 @@ class CompletionReply(msgspec.Struct, kw_only=True):
     system_fingerprint: str = FINGERPRINT
     kv_transfer_params: None = None
     metrics: RequestMetrics | None = None
-
-
-class FunctionCall(msgspec.Struct, kw_only=True):
-    name: str | UnsetType = UNSET
-    arguments: str
-
-
-class ToolCall(msgspec.Struct, kw_only=True):
-    """A call, or in a stream a piece of one; only pieces have an index."""
-
-    index: int | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: FunctionCall
 
 
 class Message(msgspec.Struct, kw_only=True):

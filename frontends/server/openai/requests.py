@@ -1,0 +1,111 @@
+"""The bodies of completions, chats and tokenization; null means "not given".  Fields that are not here are in the table of `fields.py`."""
+
+from typing import Any, ClassVar, cast
+
+import msgspec
+
+from trouper.frontends.server.generation.requests import Generating
+from trouper.frontends.server.shared import fields
+
+
+class CompletionRequest(Generating, kw_only=True):
+    """`POST /v1/completions`."""
+
+    OTHERS: ClassVar[fields.Others] = fields.COMPLETION
+
+    prompt: str | list[Any] | None = None
+    suffix: str | None = None
+    prompt_embeds: str | list[str] | None = None  # base64
+    logprobs: int | None = None
+
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """Replace the placeholders of embedded payloads by their bytes, which are taken out of `strings`."""
+        given = self.prompt_embeds
+        if isinstance(given, list):
+            self.prompt_embeds = [strings.pop(text, text) for text in given]  # type: ignore[misc]  # text, all the same
+        elif given is not None:
+            self.prompt_embeds = strings.pop(given, given)  # type: ignore[assignment]  # the same
+
+
+class ChatRequest(Generating, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    OTHERS: ClassVar[fields.Others] = fields.CHAT
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    enable_thinking: bool | None = None  # a variable of the template, as Qwen's own clients send it
+    return_prompt_text: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # only the prompt's ids in it
+
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """Replace the placeholders in parts that are embeddings, as in `CompletionRequest`."""
+        _put_back_parts(self.messages, strings)
+
+
+class DerivedChat(ChatRequest, kw_only=True):
+    """A chat that was made of another API's request."""
+
+    # variables that the request does not name itself: a template that does not read them passes them over
+    template_defaults: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+
+def _put_back_parts(messages: list[dict[str, Any]], strings: dict[str, memoryview]) -> None:
+    for message in messages:
+        content: Any = message.get("content")
+        for part in cast("list[Any]", content) if isinstance(content, list) else ():
+            if isinstance(part, dict):
+                _put_back_part(cast("dict[str, Any]", part), strings)
+
+
+def _put_back_part(part: dict[str, Any], strings: dict[str, memoryview]) -> None:
+    data = part.get("data")
+    if part.get("type") == "prompt_embeds" and isinstance(data, str):
+        part["data"] = strings.pop(data, data)
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`: a text or a conversation."""
+
+    OTHERS: ClassVar[fields.Others] = fields.TOKENIZE
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class ChatBatchRequest(ChatRequest, kw_only=True):
+    """`POST /v1/chat/completions/batch`: several conversations, one choice for each."""
+
+    messages: list[list[dict[str, Any]]]  # type: ignore[assignment]  # one list for each conversation
+
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """Replace the placeholders in each conversation, as in `ChatRequest`."""
+        for conversation in self.messages:
+            _put_back_parts(conversation, strings)
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
