@@ -7,7 +7,8 @@ import pytest
 
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.generation import requests
+from trouper.frontends.server.openai import requests
+from trouper.frontends.server.ops.control import LoadAdapterRequest, UnloadAdapterRequest
 from trouper.frontends.server.pooling import requests as pooling
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.shared import fields
@@ -31,8 +32,8 @@ KINDS = {
     "cohere_embed": pooling.CohereEmbedRequest,
     "tokenize": requests.TokenizeRequest,
     "detokenize": requests.DetokenizeRequest,
-    "load_adapter": requests.LoadAdapterRequest,
-    "unload_adapter": requests.UnloadAdapterRequest,
+    "load_adapter": LoadAdapterRequest,
+    "unload_adapter": UnloadAdapterRequest,
 }
 FOUR = ("chat", "completions", "responses", "messages")
 PATHS = {
