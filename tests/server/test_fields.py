@@ -7,6 +7,7 @@ import pytest
 
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from trouper.frontends.server.generation.requests import SamplingFields
 from trouper.frontends.server.openai import requests
 from trouper.frontends.server.ops.control import LoadAdapterRequest, UnloadAdapterRequest
 from trouper.frontends.server.pooling import requests as pooling
@@ -138,7 +139,7 @@ ELSEWHERE = {
 
 
 def test_the_shared_fields_are_all_tested():
-    assert SHARED.keys() | ELSEWHERE == set(requests.SamplingFields.__struct_fields__)
+    assert SHARED.keys() | ELSEWHERE == set(SamplingFields.__struct_fields__)
 
 
 @pytest.mark.anyio
