@@ -157,7 +157,10 @@ class App:
         if route.is_admitted:
             context.ticket = stack.enter_context(self.service.enter(context))
         body = memory.whole()
-        if kind != b"application/json" and (body or route.generates):
+        is_json = kind == b"application/json" or (
+            route.takes_any_type and context.header(b"origin") is None
+        )
+        if not is_json and (body or route.generates):
             raise HTTPError(
                 400, "invalid_content_type", "the content type must be application/json"
             )

@@ -13,7 +13,15 @@ from trouper.frontends.server.anthropic.messages import (
     create_message,
 )
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.http.route import Access, Handler, Route
+from trouper.frontends.server.ollama import routes as ollama
+from trouper.frontends.server.ollama.requests import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaNamed,
+)
+from trouper.frontends.server.ollama.routes import OLLAMA_ERRORS
 from trouper.frontends.server.openai import tokens
 from trouper.frontends.server.openai.chat import create_chat
 from trouper.frontends.server.openai.chat_batch import create_chat_batch
@@ -73,6 +81,25 @@ GENERATING = (
     ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
     ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
     ("/infill", create_infill, InfillRequest, InfillReply),
+)
+OLLAMA_GENERATING = (
+    ("chat", ollama.chat, OllamaChatRequest),
+    ("generate", ollama.generate, OllamaGenerateRequest),
+    ("embed", ollama.create_embedding, OllamaEmbedRequest),
+    ("embeddings", ollama.create_embedding, OllamaEmbedRequest),
+)
+OLLAMA_READING: tuple[tuple[str, Access, Handler], ...] = (
+    ("version", "public", ollama.version),
+    ("tags", "user", ollama.list_tags),
+    ("ps", "user", ollama.list_running),
+)
+OLLAMA_NAMED = (
+    ("POST", "show", ollama.show),
+    ("POST", "pull", ollama.pull),
+    ("DELETE", "delete", ollama.refuse),
+    ("POST", "create", ollama.refuse),
+    ("POST", "copy", ollama.refuse),
+    ("POST", "push", ollama.refuse),
 )
 
 
@@ -184,6 +211,22 @@ ROUTES = (
         "POST", "/reset_prefix_cache", "admin", control.reset_prefix_cache,
         query={"reset_running_requests": BOOL},
     ),
+    *(
+        Route(
+            "POST", f"/api/{name}", "user", handler, body, generates=True, errors=OLLAMA_ERRORS,
+            takes_any_type=True, pools="embed" in name,
+        )
+        for name, handler, body in OLLAMA_GENERATING
+    ),
+    *(
+        Route(method, f"/api/{name}", access, handler, errors=OLLAMA_ERRORS)
+        for name, access, handler in OLLAMA_READING
+        for method in ("GET", "HEAD")
+    ),
+    *(
+        Route(method, f"/api/{name}", "user", handler, OllamaNamed, errors=OLLAMA_ERRORS, takes_any_type=True)
+        for method, name, handler in OLLAMA_NAMED
+    ),
     Route("POST", "/v1/load_lora_adapter", "admin", control.load_adapter, LoadAdapterRequest),
     Route("POST", "/v1/unload_lora_adapter", "admin", control.unload_adapter, UnloadAdapterRequest),
     Route("POST", "/start_profile", "admin", control.start_profile, kind="empty"),
@@ -196,11 +239,6 @@ for _route in ROUTES:
 
 # Paths of other APIs and of other programs, each with the path here that does the same.
 ELSEWHERE = {
-    "/api/chat": "/v1/chat/completions",
-    "/api/generate": "/v1/completions",
-    "/api/tags": "/v1/models",
-    "/api/embed": "/v1/embeddings",
-    "/api/embeddings": "/v1/embeddings",
     "/completion": "/v1/completions",
     "/generate": "/v1/completions",
     "/embedding": "/v1/embeddings",

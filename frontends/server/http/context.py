@@ -27,6 +27,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
+LINES = b"application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
 MAX_ID = 128
 MAX_QUERY_FIELDS = 64
@@ -64,6 +65,7 @@ class RequestContext:
         self.has_started = False
         self.status = 0  # of the answer
         self.is_stream = False
+        self.is_lines = False  # a stream of it is JSON lines instead of server-sent events
         self.num_sends = 0
         self.num_events = 0  # of the stream so far
         self.tenant = ""  # which of the keys
@@ -185,14 +187,15 @@ class RequestContext:
         await self._start(
             200,
             (
-                (b"content-type", EVENTS),
+                (b"content-type", LINES if self.is_lines else EVENTS),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),  # nginx would collect the chunks
             ),
         )
 
     async def send_event(self, content: object, name: str | None = None) -> None:
-        await self.send_frame(event_frame(content, name))
+        frame = encode(content) + b"\n" if self.is_lines else event_frame(content, name)
+        await self.send_frame(frame)
 
     async def send_frame(self, frame: bytes) -> None:
         """Send an event that is encoded already."""
@@ -200,8 +203,8 @@ class RequestContext:
         await self._send_chunk(frame)
 
     async def send_comment(self) -> None:
-        """Keep the connection awake; nothing is sent while another message is being sent."""
-        if not self._is_sending:
+        """Keep the connection awake; JSON lines have no comments, and nothing is sent while another message is."""
+        if not self._is_sending and not self.is_lines:
             await self._send_chunk(b": keep-alive\n\n")
 
     async def end_events(self, mark: bytes = DONE) -> None:

@@ -33,6 +33,8 @@ class Route(msgspec.Struct, frozen=True):
     pools: bool = False
     choose: Callable[[Any, Any], "Route"] | None = None  # takes the service and the body
     errors: ErrorForm = OPENAI_ERRORS
+    # Whether a body of any content type is read as JSON.  A browser's page cannot post one: requests with an Origin are refused.
+    takes_any_type: bool = False
 
     @property
     def is_admitted(self) -> bool:

@@ -73,6 +73,18 @@ async def create_embedding(
     await _send(service, context, build, is_quick=_is_quick(outputs, _how(request)))
 
 
+async def embed(
+    service: Service, context: RequestContext, request: EmbeddingRequest, field: str
+) -> tuple[str, list[Pooled]]:
+    """Return the name of the model and the embedding of each input, for another API's reply.
+
+    Args:
+        field: the client's name for the input.
+    """
+    serving = _preprocess(service, context, request, "embd", "embed", field=field)
+    return serving.model, await _encode(service, context, serving)
+
+
 async def create_pooling(
     service: Service, context: RequestContext, request: PoolingRequest
 ) -> None:

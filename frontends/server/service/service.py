@@ -54,6 +54,11 @@ PROBE_S = 5.0  # how long it may take
 UNMEETABLE = "deadline_unmeetable"
 
 
+def untagged(name: str) -> str:
+    """Return a model's name without the tag that clients of Ollama put behind one that has none."""
+    return name.removesuffix(":latest")
+
+
 class Service:
     """The state of one server: starting until `open`, draining after `drain`."""
 
@@ -244,7 +249,8 @@ class Service:
         """Return the model's name for the response.  Raises TrouperNotFoundError."""
         if name is None:
             return self.model_names[0]
-        if name not in self.model_names and self.adapter(name) is None:
+        is_known = name in self.model_names or untagged(name) in self.model_names
+        if not is_known and self.adapter(name) is None:
             raise TrouperNotFoundError(self._unknown_model(name))
         return name
 
@@ -270,7 +276,8 @@ class Service:
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Return the adapter of this name that requests may use, if there is one."""
         found = self.core.adapters.requests
-        return next((adapter for adapter in found if adapter.lora_name == name), None)
+        names = () if name is None else (name, untagged(name))
+        return next((adapter for adapter in found if adapter.lora_name in names), None)
 
     def next_adapter_number(self) -> int:
         """Return a number that no adapter has."""

@@ -53,7 +53,7 @@ TYPES = {
     404: "NotFoundError", 405: "MethodNotAllowedError", 408: "RequestTimeoutError",
     409: "Conflict", 413: "RequestTooLargeError", 414: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError", 422: "UnprocessableEntityError", 429: "RateLimitError",
-    431: "HeadersTooLargeError", 500: "InternalServerError",
+    431: "HeadersTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
     503: "ServiceUnavailableError", 504: "DeadlineExceededError",
 }  # fmt: skip
 RETRIED = (429, 503)  # they say when
