@@ -24,6 +24,7 @@ SCRIPTS = {
     "litellm": "litellm_client.py",
     "langchain_openai": "langchain_client.py",
     "instructor": "instructor_client.py",
+    "ollama": "ollama_client.py",
 }
 COMPLETIONS = "http://127.0.0.1:{port}/v1/completions"
 LM_EVAL = [
@@ -66,6 +67,19 @@ def run_client(package, *arguments):
 def test_a_client_gets_what_it_asks_for(server, pooling_server, package, script):
     urls = [f"http://127.0.0.1:{each.port}" for each in (server, pooling_server)]
     run_client(package, str(HERE / script), *urls)
+
+
+@pytest.mark.timeout(300)
+def test_ollama_s_own_javascript_client(server, pooling_server):
+    folder = os.environ.get("AGENTS")
+    if folder is None or not (Path(folder) / "node_modules" / "ollama").is_dir():
+        pytest.skip("AGENTS names no folder that has the npm package ollama")
+    urls = [f"http://127.0.0.1:{each.port}" for each in (server, pooling_server)]
+    script = str(HERE / "ollama_client.mjs")
+    done = subprocess.run(
+        ["node", script, folder, *urls], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.timeout(300)
