@@ -4,11 +4,7 @@ import json
 from typing import Any, cast
 
 from trouper.errors import invalid
-from trouper.frontends.server.generation.requests import (
-    CompletionRequest,
-    DerivedChat,
-    ResponseFormat,
-)
+from trouper.frontends.server.generation.requests import ResponseFormat
 from trouper.frontends.server.ollama.requests import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -16,6 +12,7 @@ from trouper.frontends.server.ollama.requests import (
     OllamaRequest,
     sampling_fields,
 )
+from trouper.frontends.server.openai.requests import CompletionRequest, DerivedChat
 from trouper.frontends.server.shared.errors import NO_MEDIA, unsupported
 
 JSONObject = dict[str, Any]

@@ -21,7 +21,6 @@ from trouper.frontends.server.generation.adapter import (
     StreamEvent,
 )
 from trouper.frontends.server.generation.logprobs import chat_logprobs
-from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.ollama.conversation import chat_of, chat_of_prompt, completion_of
 from trouper.frontends.server.ollama.requests import (
     CLIENT_NAMES,
@@ -31,6 +30,7 @@ from trouper.frontends.server.ollama.requests import (
 )
 from trouper.frontends.server.openai.chat import ChatAdapter
 from trouper.frontends.server.openai.completions import CompletionAdapter
+from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.shared.usage import Usage
 from trouper.outputs import RequestStateStats
 

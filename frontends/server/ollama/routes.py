@@ -11,7 +11,6 @@ import anyio.to_thread
 from trouper import __version__
 from trouper.errors import TrouperClientError, invalid
 from trouper.frontends.server.generation.driver import client_names, drive
-from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.ollama import cards
@@ -25,6 +24,7 @@ from trouper.frontends.server.ollama.requests import (
     check_keep_alive,
     read_options,
 )
+from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.openai.tokens import conversation_ids
 from trouper.frontends.server.pooling.requests import EmbeddingRequest
 from trouper.frontends.server.pooling.routes import embed
