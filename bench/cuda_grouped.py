@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from trouper.bench.kernels import Case, Shapes
-from trouper.kernels.cuda.lora import TritonLoRA, max_blocks
-from trouper.kernels.cuda.lora_expand import lora_expand_
-from trouper.kernels.cuda.lora_shrink import BLOCK_ROWS, lora_shrink, num_splits
+from trouper.kernels.cuda.lora import (
+    BLOCK_ROWS,
+    TritonLoRA,
+    lora_expand_,
+    lora_shrink,
+    max_blocks,
+    num_splits,
+)
 from trouper.kernels.lora import LowRank, RowTable
 
 NUM_CHECKED = 8  # tokens; a reference in float64 takes longer than everything else

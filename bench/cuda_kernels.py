@@ -15,20 +15,20 @@ from torch import Tensor
 from trouper.bench.cuda_grouped import NUM_CHECKED, expanding, ids, normal, shrinking
 from trouper.bench.kernels import EPS, NUM_CHECKED_OUTPUTS, Case, Shapes
 from trouper.kernels.cuda.act_and_mul import act_and_mul
-from trouper.kernels.cuda.apply_penalties import apply_penalties, apply_penalties_reference
 from trouper.kernels.cuda.decode_attention import decode_attention
 from trouper.kernels.cuda.embed import embed
-from trouper.kernels.cuda.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
-from trouper.kernels.cuda.logprobs import top_logprobs, top_logprobs_reference
+from trouper.kernels.cuda.norms import fused_add_rms_norm, fused_add_rms_norm_reference
 from trouper.kernels.cuda.prefill_attention import prefill_attention
 from trouper.kernels.cuda.qk_norm_rope_kv_write import (
     qk_norm_rope_kv_write_,
     qk_norm_rope_kv_write_reference,
 )
-from trouper.kernels.cuda.sample import sample, sample_reference
-from trouper.kernels.cuda.sampling_rows import SamplingRows, make_sampling_rows
-from trouper.kernels.cuda.top_k_top_p import top_k_top_p, top_k_top_p_reference
-from trouper.kernels.reference.act_and_mul import silu_and_mul_reference
+from trouper.kernels.cuda.sampling.apply_penalties import apply_penalties, apply_penalties_reference
+from trouper.kernels.cuda.sampling.logprobs import top_logprobs, top_logprobs_reference
+from trouper.kernels.cuda.sampling.sample import sample, sample_reference
+from trouper.kernels.cuda.sampling.sampling_rows import SamplingRows, make_sampling_rows
+from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p, top_k_top_p_reference
+from trouper.kernels.reference.activation import silu_and_mul_reference
 from trouper.kernels.reference.linear import linear_reference
 from trouper.kernels.reference.noise import gumbel
 from trouper.kernels.reference.paged_attention import paged_attention_reference

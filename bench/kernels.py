@@ -23,18 +23,24 @@ from trouper.kernels.cpu.attention.varlen import (
     varlen_attention,
     varlen_attention_reference,
 )
-from trouper.kernels.cpu.fused.layer_norm import LayerNorm, layer_norm_reference
+from trouper.kernels.cpu.encoder_ops import LayerNorm, layer_norm_reference
 from trouper.kernels.cpu.sampling.row_layout import ROW
 from trouper.kernels.cpu.sampling.sample import sample, sample_reference
 from trouper.kernels.linear import LinearConfig
 from trouper.kernels.ops import CpuOps, HostTokens, OpsConfig
-from trouper.kernels.reference.act_and_mul import silu_and_mul_reference
-from trouper.kernels.reference.kv_write import kv_write_, kv_write_reference
+from trouper.kernels.reference.activation import silu_and_mul_reference
 from trouper.kernels.reference.linear import linear_reference
 from trouper.kernels.reference.noise import gumbel, gumbel_reference
+from trouper.kernels.reference.norms import rms_norm, rms_norm_heads_, rms_norm_reference
 from trouper.kernels.reference.paged_attention import paged_attention_reference
-from trouper.kernels.reference.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
-from trouper.kernels.reference.rope import rope_, rope_reference, rope_table, rotation_of
+from trouper.kernels.reference.rope import (
+    kv_write_,
+    kv_write_reference,
+    rope_,
+    rope_reference,
+    rope_table,
+    rotation_of,
+)
 from trouper.kernels.select import make_linear, make_ops
 
 EPS = 1e-6

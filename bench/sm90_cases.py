@@ -14,23 +14,23 @@ from torch import Tensor
 
 from trouper.kernels.cuda import (
     act_and_mul,
-    apply_penalties,
     decode_attention,
     embed,
-    fused_add_rms_norm,
-    heads_norm,
-    logprobs,
-    lora_expand,
-    lora_shrink,
-    matmul,
+    linear,
+    lora,
+    norms,
     prefill_attention,
     qk_norm_rope_kv_write,
+)
+from trouper.kernels.cuda.attention import head_bytes
+from trouper.kernels.cuda.launch import Config
+from trouper.kernels.cuda.sampling import (
+    apply_penalties,
+    logprobs,
     sample,
     sampling_rows,
     top_k_top_p,
 )
-from trouper.kernels.cuda.attention import head_bytes
-from trouper.kernels.cuda.launch import Config
 
 VOCABULARY = 151_936
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -44,25 +44,25 @@ class Sm90Case(NamedTuple):
 
 
 def _norms() -> Iterator[Sm90Case]:
-    for width, config in fused_add_rms_norm.CONFIGS["sm_90"]:
+    for width, config in norms.NORM_CONFIGS["sm_90"]:
         x, weight = meta(256, width), meta(width)
         for label, y, post in (("", None, None), (", sum", x, None), (", post norm", x, weight)):
 
             def launch(
                 x: Tensor = x, y: Tensor | None = y, w: Tensor = weight, post: Tensor | None = post
             ) -> object:
-                return fused_add_rms_norm.fused_add_rms_norm(x, y, w, 1e-6, post_weight_E=post)
+                return norms.fused_add_rms_norm(x, y, w, 1e-6, post_weight_E=post)
 
             yield Sm90Case(f"E {width}{label}", config, "none", launch)
 
 
 def _heads_norms() -> Iterator[Sm90Case]:
-    for width, config in heads_norm.CONFIGS["sm_90"]:
+    for width, config in norms.HEADS_CONFIGS["sm_90"]:
         x, sums, weight = meta(256, width), meta(256, dtype=fp32), meta(width)
 
         def launch(x: Tensor = x, sums: Tensor = sums, weight: Tensor = weight) -> object:
-            heads_norm.sum_of_squares_(x, sums)
-            return heads_norm.norm_by_sum_(x, sums, weight, num=2 * x.shape[1], eps=1e-6)
+            norms.sum_of_squares_(x, sums)
+            return norms.norm_by_sum_(x, sums, weight, num=2 * x.shape[1], eps=1e-6)
 
         yield Sm90Case(f"X {width}", config, "none", launch)
 
@@ -202,7 +202,7 @@ def _samplings() -> Iterator[Sm90Case]:
 
 
 def _matmuls() -> Iterator[Sm90Case]:
-    for size, config in matmul.CONFIGS["sm_90"]:
+    for size, config in linear.CONFIGS["sm_90"]:
         dtype = {2: bf16, 4: fp32}[size]
         for num_in, num_out in ((1024, 6144), (4096, 6144), (3072, 1024)):
             for bias in (None, meta(num_out, dtype=dtype)):
@@ -211,7 +211,7 @@ def _matmuls() -> Iterator[Sm90Case]:
                     config,
                     "wgmma",
                     partial(
-                        matmul.matmul,
+                        linear.matmul,
                         meta(256, num_in, dtype=dtype),
                         meta(num_out, num_in, dtype=dtype),
                         bias,
@@ -221,26 +221,26 @@ def _matmuls() -> Iterator[Sm90Case]:
 
 def _shrinks() -> Iterator[Sm90Case]:
     ranks = (16, 32, 64)
-    for rank, (_, config) in zip(ranks, lora_shrink.CONFIGS["sm_90"], strict=True):
+    for rank, (_, config) in zip(ranks, lora.SHRINK_CONFIGS["sm_90"], strict=True):
         for num_in, num_parts in ((4096, 3), (14_336, 1)):
             yield Sm90Case(
                 f"{num_in} -> {num_parts} × {rank}",
                 config,
                 "mma",
-                lambda i=num_in, p=num_parts, r=rank: lora_shrink.lora_shrink(
+                lambda i=num_in, p=num_parts, r=rank: lora.lora_shrink(
                     meta(256, i), meta(8, p, r, i), ids(9), ids(256), ids(25, 3), max_blocks=24
                 ),
             )
 
 
 def _expands() -> Iterator[Sm90Case]:
-    for rank, (_, config) in zip((16, 64), lora_expand.CONFIGS["sm_90"], strict=True):
+    for rank, (_, config) in zip((16, 64), lora.EXPAND_CONFIGS["sm_90"], strict=True):
         for num_out, num_parts, splits in ((6144, 3, 4), (4096, 1, 14)):
             yield Sm90Case(
                 f"{num_parts} × {rank} -> {num_out}, {splits} sums",
                 config,
                 "mma",
-                lambda o=num_out, p=num_parts, c=splits, r=rank: lora_expand.lora_expand_(
+                lambda o=num_out, p=num_parts, c=splits, r=rank: lora.lora_expand_(
                     meta(256, o), meta(c, 256, p * r, dtype=fp32), meta(8, o, r),
                     ids(9), ids(48, 3), ids(256), ids(25, 3), max_blocks=24,
                 ),

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from trouper.kernels.codegen import units
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.cpu.linear.onednn import OneDNNLinear, packed_dtypes
-from trouper.kernels.cpu.linear.plain import PlainLinear
+from trouper.kernels.cpu.linear.by_torch import OneDNNLinear, PlainLinear, packed_dtypes
 from trouper.kernels.cpu.linear.quantization import (
     IntegerWeight,
     can_pack,
@@ -165,7 +164,7 @@ def make_lora(
 
     if can_adapt(part_sizes, num_in, dtype):
         return NativeLoRA(part_sizes, num_in, num_slots, max_rank, dtype)
-    from trouper.kernels.cpu.linear.plain_lora import PlainLoRA
+    from trouper.kernels.cpu.linear.by_torch import PlainLoRA
 
     return PlainLoRA(part_sizes)
 

@@ -23,10 +23,10 @@ from typing import Any
 
 from llvmlite import ir
 
+from trouper.kernels.codegen.arithmetic import MathBuilder
 from trouper.kernels.codegen.core import Operand, Pointer
 from trouper.kernels.codegen.ir_types import I8, POINTER
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.codegen.vector_math import MathBuilder
 
 
 class KernelBuilder(MathBuilder):

@@ -1,7 +1,12 @@
-"""From a kernel's function to machine code, kept on disk: the second start loads what the first compiled.
+"""Source files that a kernel is made of: the module that writes it, and whatever that imports, in turn.
+
+Law: every file of trouper is named whose change could change the kernel.  An import counts wherever it stands,
+also within a function.
+
+From a kernel's function to machine code, kept on disk: the second start loads what the first compiled.
 
 Laws:
-  * The key of a file is what its content depends on: the sources that its kernel is made of (`sources.py`), the
+  * The key of a file is what its content depends on: the sources that its kernel is made of, the
     processor's name and features, the version of LLVM.  A file under a key never changes, and a change of one
     kernel's source compiles that kernel anew and no other.
   * A file begins with the hash of the rest, and is renamed into place.  Whatever else is found there
@@ -10,26 +15,75 @@ Laws:
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # llvmlite has no types.
-
 import contextlib
 import functools
 import hashlib
 import logging
 import os
+import re
 import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
-from trouper.kernels.codegen import sources
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.features import target
+
+PACKAGE = Path(__file__).parents[2]  # the folder `trouper`
+IMPORTS = re.compile(
+    r"^[ \t]*(?:from[ ]+(trouper[\w.]*)[ ]+import[ ]+(\([^)]*\)|[^\n]*)|import[ ]+(trouper[^\n]*))",
+    re.M,
+)
+COMMENT = re.compile("#[^\n]*")
+
+
+def digest_of(*files: Path) -> str:
+    """Return a hash of these files and of every file of trouper that they import, in turn."""
+    contents = sorted((file.name, _hash_and_imports(file)[0]) for file in files_of(*files))
+    return hashlib.sha256(repr(contents).encode()).hexdigest()
+
+
+def files_of(*files: Path) -> set[Path]:
+    """Return these files and every file of trouper that they import, in turn."""
+    found: set[Path] = set()
+    waiting = list(files)
+    while waiting:
+        if (file := waiting.pop()) not in found:
+            found.add(file)
+            waiting += _hash_and_imports(file)[1]
+    return found
+
+
+@functools.cache  # a start compiles some twenty kernels from the same files
+def _hash_and_imports(file: Path) -> tuple[str, tuple[Path, ...]]:
+    """Return the hash of a file, and the files of trouper that it imports."""
+    content = file.read_bytes()
+    modules = imported_modules(content.decode())
+    files = dict.fromkeys(found for name in modules if (found := _file_of(name)))
+    return hashlib.sha256(content).hexdigest(), tuple(files)
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """Yield the dotted names in the imports of this source that may be modules of trouper."""
+    for package, names, modules in IMPORTS.findall(source):
+        if package:
+            yield package
+        for name in COMMENT.sub("", names or modules).strip("() \n").split(","):
+            if name := name.strip().partition(" ")[0]:  # without `as …`
+                yield f"{package}.{name}" if package else name
+
+
+def _file_of(module: str) -> Path | None:
+    path = PACKAGE.joinpath(*module.split(".")[1:])
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -77,7 +131,7 @@ def _file_for(name: str, write: Callable[..., None]) -> Path | None:
     if folder is None or writer is None:
         return None
     try:
-        digest = sources.digest_of(Path(writer), Path(__file__))
+        digest = digest_of(Path(writer), Path(__file__))
     except OSError:  # bytecode alone
         return None
     return folder / f"{name}-{digest[:16]}.o"

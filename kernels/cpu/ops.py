@@ -14,14 +14,11 @@ from trouper.kernels.codegen.launch import compiled, float_bits, scratch
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.attention import decode, prefill
 from trouper.kernels.cpu.attention import tile as attention_tile
-from trouper.kernels.cpu.float32_copies import Float32Copies
-from trouper.kernels.cpu.fused.act_and_mul import act_and_mul
-from trouper.kernels.cpu.fused.activate import activate
-from trouper.kernels.cpu.fused.embed import embed
-from trouper.kernels.cpu.fused.finish_logits import finish_logits
-from trouper.kernels.cpu.fused.fused_add_norm import fused_add_norm
+from trouper.kernels.cpu.fused.activations import act_and_mul, activate, finish_logits
+from trouper.kernels.cpu.fused.embed_and_pool import embed
+from trouper.kernels.cpu.fused.norms import fused_add_norm
 from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from trouper.kernels.cpu.rows import num_threads_for, padded
+from trouper.kernels.cpu.memory import Float32Copies, num_threads_for, padded
 from trouper.kernels.ops import HostTokens, Integers, OpsConfig, q_and_k
 from trouper.kernels.reference.ops import finished_logits
 

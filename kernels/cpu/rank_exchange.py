@@ -6,7 +6,9 @@
     ranks.check()
 
 Ranks are processes that have inherited a memory file, or threads over one mapping.  Every operation is one launch, and may
-be part of a recording.  What an exchange is, and its laws: `fused/exchange.py`.
+be part of a recording.  What an exchange is, and its laws: `fused/rank_sums.py`.
+
+The operations in which all ranks of a model take part, over memory that all have mapped: a `RankGroup`.
 """
 
 import mmap
@@ -18,7 +20,7 @@ from torch import Tensor
 from trouper.kernels.codegen.launch import address_in_torch, compiled, float_bits
 from trouper.kernels.codegen.units import LANES, kind_of
 from trouper.kernels.cpu.exchange_sizes import FLOAT_BYTES, ExchangeSizes, whole_pages
-from trouper.kernels.cpu.fused.exchange import (
+from trouper.kernels.cpu.fused.rank_sums import (
     FAILED,
     LABEL_BITS,
     NUM_DONE,
@@ -27,15 +29,14 @@ from trouper.kernels.cpu.fused.exchange import (
     STEP,
     THEIR_LABEL,
     THEIR_NUMBER,
-)
-from trouper.kernels.cpu.fused.shared_sum import (
     num_pieces,
     shared_columns,
     shared_heads_norm,
     shared_sum,
 )
-from trouper.kernels.cpu.rows import num_threads_for, padded
+from trouper.kernels.cpu.memory import Float32Copies, num_threads_for, padded
 from trouper.kernels.formats import Norm
+from trouper.kernels.ops import RankShare, q_and_k
 
 
 class RanksDisagreeError(RuntimeError):
@@ -213,3 +214,66 @@ class RankExchange:
 
 def _described(label: int) -> str:
     return f"step {label >> LABEL_BITS} with {label & (1 << LABEL_BITS) - 1} rows"
+
+
+class SharedGroup:
+    """The group as one rank calls it.
+
+    Args:
+        exchange: with the other ranks.
+    """
+
+    def __init__(self, exchange: RankExchange, share: RankShare) -> None:
+        self.exchange = exchange
+        self.begin_step, self.check = exchange.begin_step, exchange.check
+        self.all_agree = exchange.all_agree
+        self.rank, self.size = exchange.rank, exchange.num_ranks
+        self._share = share
+        self._float32 = Float32Copies()
+
+    def __repr__(self) -> str:
+        return f"<SharedGroup: {self.exchange!r}>"
+
+    def forget_weights(self) -> None:
+        self._float32.clear()
+
+    def fused_add_norm(
+        self,
+        x_TE: Tensor,
+        y_TE: Tensor,
+        weight: Tensor | None,
+        post_weight: Tensor | None = None,
+    ) -> Tensor:
+        return self.exchange.fused_add_norm(
+            x_TE,
+            y_TE,
+            None if weight is None else self._float32.of(weight),
+            None if post_weight is None else self._float32.of(post_weight),
+            alpha=self._share.residual_scale,
+            eps=self._share.norm_eps,
+            norm=self._share.norm,
+        )
+
+    def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        q_TX, k_TX = q_and_k(qkv_TND, q_norm, k_norm)
+        self.exchange.norm_heads_(
+            q_TX,
+            k_TX,
+            self._float32.of(q_norm).view(-1),
+            self._float32.of(k_norm).view(-1),
+            num_copies=self._share.num_kv_copies,
+            eps=self._share.norm_eps,
+        )
+
+    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
+        """Put the columns of all ranks side by side; more rows than the sheet has are copied from it in turns."""
+        first, vocab_size = self._share.first_logit, self._share.vocab_size
+        length, at_once = len(product_RV), self.exchange.max_logits_rows(vocab_size)
+        if length <= at_once:
+            return self.exchange.gather_logits(product_RV, first, vocab_size, scale, cap)
+        logits_RV = torch.empty((length, vocab_size), dtype=torch.float32)
+        for begin in range(0, length, at_once):
+            rows = product_RV[begin : begin + at_once]
+            part_RV = self.exchange.gather_logits(rows, first, vocab_size, scale, cap)
+            logits_RV[begin : begin + len(rows)] = part_RV
+        return logits_RV

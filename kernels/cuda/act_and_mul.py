@@ -2,7 +2,7 @@
 
     gate_up [T, 2 M] -> y [T, M], rows contiguous;   act = silu, or gelu in its tanh form (Gemma)
 
-Roofline: bytes = 3 e T M, FLOPs ≈ 6 T M.  Target 85 %.  Reference: `kernels/reference/act_and_mul.py`.
+Roofline: bytes = 3 e T M, FLOPs ≈ 6 T M.  Target 85 %.  Reference: `kernels/reference/activation.py`.
 """
 
 from typing import Literal

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trouper.kernels.cuda.heads_norm import norm_by_sum_, sum_of_squares_
+from trouper.kernels.cuda.norms import norm_by_sum_, sum_of_squares_
 from trouper.kernels.cuda.ops import TritonOps
-from trouper.kernels.ops import q_and_k
-from trouper.kernels.ranks import RankShare
+from trouper.kernels.ops import RankShare, q_and_k
 
 
 class CollectiveSums:

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trouper.kernels.cuda.launch import Table, config_of
-from trouper.kernels.cuda.ragged import column_of
+from trouper.kernels.cuda.launch import Table, column_of, config_of
 
 # By E.
 CONFIGS: Table = {"sm_90": ((1024, {"num_warps": 2}), (1 << 16, {"num_warps": 8}))}

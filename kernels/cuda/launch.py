@@ -2,6 +2,11 @@
 
 A table is keyed by device and by the largest size of a bucket; nothing is timed at run time, so a launch
 is the same in every run and may be captured.  A device without rows of its own takes Hopper's.
+
+Which column of a ragged batch something belongs to: device code of several kernels.
+
+bounds [C + 1]  int32: the tokens of column i are bounds[i] … bounds[i + 1] - 1 of the flat batch;
+                columns that pad the batch to a captured size are empty and lie at its end
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,3 +52,21 @@ def _architecture(device: torch.device) -> str:
         return "sm_90"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+@triton.jit
+def column_of(bounds_ptr, num_columns, index, BLOCK: tl.constexpr):
+    """Return the column of the `index`-th block, when each column has count // BLOCK + 1 blocks or fewer.
+
+    Column i's blocks begin at bounds[i] // BLOCK + i; with BLOCK = 0 they are its tokens.
+    """
+    low = 0
+    high = num_columns
+    while low < high:
+        middle = (low + high) // 2
+        bound = tl.load(bounds_ptr + middle)
+        if BLOCK > 0:
+            bound = bound // BLOCK + middle
+        low = tl.where(bound <= index, middle + 1, low)
+        high = tl.where(bound <= index, high, middle)
+    return low - 1

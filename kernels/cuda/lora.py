@@ -1,14 +1,265 @@
-"""The adapters of one linear layer on a GPU: their memory, and the two launches that add them to the base's product."""
+"""h = A x, each row with the A of its own adapter: the first half of the adapters' product.
+
+    x [T, I]            tokens × inputs, rows may be strided
+    A [S, P, R, I]      of each slot and part; ranks beyond the slot's own are never read
+    h [C, T, P · R]     float32; of C stretches of SPLIT inputs each, which `lora_expand` adds up in their order
+    ranks [S + 1]       int32, by slot, 0 = empty
+
+    order [T] int32             rows that have an adapter, by slot
+    blocks [1 + B, 3] int32     [0, 0] is their number; then slot, first in the order, count: BLOCK_ROWS rows at most
+
+A program has one block, one tile of ranks and one stretch of the inputs.  The stretches have one length for every
+batch, so a row's bits depend on no other row, and a step of one token still has work for more than one multiprocessor.
+Programs beyond the blocks, and beyond a slot's rank, end at once: which rows have which adapter is data.
+
+Roofline: bytes = e (r I + T I) for each adapter's block, FLOPs = 2 T r I.  Reference: `kernels/cpu/linear/by_torch.py`.
+
+y += B h, each row with the B of its own adapter: the second half of the adapters' product.
+
+    h [C, T, P · R]     float32, as `lora_shrink` leaves it: C sums, which are added up in their order
+    B [S, O, R]         of each slot, its scale in it; of a part that an adapter leaves alone zeros
+    y [T, O]            the base's product, rows may be strided
+    tiles [N, 3] int32  part, first output, the part's end: no tile of outputs crosses the parts of a fused layer
+
+`order`, `blocks` and `ranks` are those of `lora_shrink`.  A program has one block of rows and one tile of outputs, so
+nothing is added by two.  A row's loop is as long as its own adapter's rank.
+
+Roofline: bytes = e r O for each adapter's block + 2 e T O, FLOPs = 2 T r O.  Reference: `kernels/cpu/linear/by_torch.py`.
+
+The adapters of one linear layer on a GPU: their memory, and the two launches that add them to the base's product.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from trouper.kernels.cuda.lora_expand import BLOCK_N, lora_expand_
-from trouper.kernels.cuda.lora_shrink import BLOCK_ROWS, lora_shrink
+from trouper.kernels.cuda.attention import PRECISION
+from trouper.kernels.cuda.launch import Table, config_of, dot_type
 from trouper.kernels.lora import LoRAWeights, LowRank, rounded_rank
+
+BLOCK_ROWS = 16  # the least that the matrix units take
+SPLIT = 1024  # inputs
+
+# By ranks.
+SHRINK_CONFIGS: Table = {
+    "sm_90": (
+        (16, {"BLOCK_R": 16, "BLOCK_K": 128, "STAGES": 4, "num_warps": 4}),
+        (32, {"BLOCK_R": 32, "BLOCK_K": 128, "STAGES": 3, "num_warps": 4}),
+        (1 << 16, {"BLOCK_R": 64, "BLOCK_K": 64, "STAGES": 3, "num_warps": 4}),
+    )
+}
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _lora_shrink_kernel(
+    x_ptr,
+    a_ptr,
+    ranks_ptr,
+    order_ptr,
+    blocks_ptr,
+    h_ptr,
+    num_tokens,
+    x_stride_t,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741  # as in the formula
+    SPLIT: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    number = tl.program_id(0)
+    if number >= tl.load(blocks_ptr):
+        return
+    slot = tl.load(blocks_ptr + 3 * number + 3)
+    num_tiles: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    part = tl.program_id(1) // num_tiles
+    tile = tl.program_id(1) % num_tiles
+    slot_rank = tl.load(ranks_ptr + slot)
+    if tile * BLOCK_R >= slot_rank:
+        return
+    lane = tl.arange(0, BLOCK_M)
+    is_row = lane < tl.load(blocks_ptr + 3 * number + 5)
+    at = tl.load(blocks_ptr + 3 * number + 4) + lane
+    row = tl.load(order_ptr + at, mask=is_row, other=0).to(tl.int64)
+    rank = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_rank = rank < slot_rank
+    column = tl.program_id(2) * SPLIT + tl.arange(0, BLOCK_K)
+    matrix = (slot - 1).to(tl.int64) * P + part
+    x_at = x_ptr + row[:, None] * x_stride_t + column[None, :]
+    a_at = a_ptr + (matrix * R + rank)[:, None] * I + column[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for first in tl.range(0, SPLIT, BLOCK_K, num_stages=STAGES):
+        is_input = (first + column < I)[None, :]
+        x = tl.load(x_at + first, mask=is_row[:, None] & is_input, other=0.0)
+        a = tl.load(a_at + first, mask=is_rank[:, None] & is_input, other=0.0)
+        acc = tl.dot(x.to(DOT), tl.trans(a.to(DOT)), acc, input_precision=PRECISION)
+    h_row = tl.program_id(2).to(tl.int64) * num_tokens + row
+    h_at = h_ptr + h_row[:, None] * (P * R) + (part * R + rank)[None, :]
+    tl.store(h_at, acc, mask=is_row[:, None] & is_rank[None, :])
+
+
+def num_splits(num_in: int) -> int:
+    """Count the stretches of the inputs."""
+    return triton.cdiv(num_in, SPLIT)
+
+
+def lora_shrink(
+    x_TI: Tensor,
+    a_SPRI: Tensor,
+    ranks: Tensor,
+    order_T: Tensor,
+    blocks: Tensor,
+    *,
+    max_blocks: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return h [C, T, P · R]; rows without an adapter, and ranks that their adapter lacks, are arbitrary.
+
+    Args:
+        max_blocks: a bound of their number.
+    """
+    num_tokens, (_, num_parts, max_rank, num_in) = len(x_TI), a_SPRI.shape
+    assert x_TI.shape[1] == num_in, f"{x_TI.shape[1]} inputs for {num_in}"
+    assert x_TI.stride(1) == 1, "a token's inputs must be contiguous"
+    assert a_SPRI.is_contiguous(), "A must be contiguous"
+    splits, width = num_splits(num_in), num_parts * max_rank
+    if out is None:
+        out = torch.empty((splits, num_tokens, width), dtype=torch.float32, device=x_TI.device)
+    assert out.is_contiguous(), "h must be contiguous"
+    config = config_of(SHRINK_CONFIGS, x_TI.device, max_rank)
+    num_tiles = num_parts * triton.cdiv(max_rank, config["BLOCK_R"])
+    _lora_shrink_kernel[(max_blocks, num_tiles, splits)](
+        x_TI,
+        a_SPRI,
+        ranks,
+        order_T,
+        blocks,
+        out,
+        num_tokens,
+        x_TI.stride(0),
+        P=num_parts,
+        R=max_rank,
+        I=num_in,
+        SPLIT=min(SPLIT, triton.cdiv(num_in, config["BLOCK_K"]) * config["BLOCK_K"]),
+        DOT=dot_type(x_TI.dtype),
+        BLOCK_M=BLOCK_ROWS,
+        **config,
+    )
+    return out
+
+
+BLOCK_N = 128  # outputs of a tile
+
+# By ranks.
+EXPAND_CONFIGS: Table = {
+    "sm_90": (
+        (16, {"BLOCK_R": 16, "num_warps": 4}),
+        (1 << 16, {"BLOCK_R": 32, "num_warps": 4}),
+    )
+}
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _lora_expand_kernel(
+    h_ptr,
+    b_ptr,
+    ranks_ptr,
+    tiles_ptr,
+    order_ptr,
+    blocks_ptr,
+    y_ptr,
+    num_tokens,
+    y_stride_t,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    O: tl.constexpr,  # noqa: E741  # as in the formula
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    number = tl.program_id(0)
+    if number >= tl.load(blocks_ptr):
+        return
+    slot = tl.load(blocks_ptr + 3 * number + 3)
+    slot_rank = tl.load(ranks_ptr + slot)
+    if slot_rank == 0:
+        return
+    lane = tl.arange(0, BLOCK_M)
+    is_row = (lane < tl.load(blocks_ptr + 3 * number + 5))[:, None]
+    at = tl.load(blocks_ptr + 3 * number + 4) + lane
+    row = tl.load(order_ptr + at, mask=lane < tl.load(blocks_ptr + 3 * number + 5), other=0)
+    row = row.to(tl.int64)[:, None]
+    tile_at = tiles_ptr + 3 * tl.program_id(1)
+    part = tl.load(tile_at)
+    output = tl.load(tile_at + 1) + tl.arange(0, BLOCK_N)
+    is_output = output < tl.load(tile_at + 2)
+    b_row = (slot - 1).to(tl.int64) * O + output
+    rank = tl.arange(0, BLOCK_R)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, slot_rank, BLOCK_R):
+        is_rank = (first + rank < slot_rank)[None, :]
+        h_at = h_ptr + row * WIDTH + (part * R + first + rank)[None, :]
+        h = tl.load(h_at, mask=is_row & is_rank, other=0.0)
+        for split in tl.static_range(1, C):
+            more_at = h_at + (split * WIDTH) * num_tokens.to(tl.int64)
+            h += tl.load(more_at, mask=is_row & is_rank, other=0.0)
+        b_at = b_ptr + b_row[:, None] * R + (first + rank)[None, :]
+        b = tl.load(b_at, mask=is_output[:, None] & is_rank, other=0.0)
+        acc = tl.dot(h.to(DOT), tl.trans(b.to(DOT)), acc, input_precision=PRECISION)
+    y_at = y_ptr + row * y_stride_t + output[None, :]
+    mask = is_row & is_output[None, :]
+    y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32) + acc
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def lora_expand_(
+    y_TO: Tensor,
+    h_CTX: Tensor,
+    b_SOR: Tensor,
+    ranks: Tensor,
+    tiles: Tensor,
+    order_T: Tensor,
+    blocks: Tensor,
+    *,
+    max_blocks: int,
+) -> None:
+    """Add in place.
+
+    Args:
+        max_blocks: a bound of their number.
+    """
+    (splits, num_tokens, width), (_, num_out, max_rank) = h_CTX.shape, b_SOR.shape
+    assert y_TO.shape == (num_tokens, num_out), f"y is {tuple(y_TO.shape)}"
+    assert y_TO.stride(1) == 1, "a token's outputs must be contiguous"
+    assert b_SOR.is_contiguous(), "B must be contiguous"
+    _lora_expand_kernel[(max_blocks, len(tiles))](
+        h_CTX,
+        b_SOR,
+        ranks,
+        tiles,
+        order_T,
+        blocks,
+        y_TO,
+        num_tokens,
+        y_TO.stride(0),
+        C=splits,
+        WIDTH=width,
+        R=max_rank,
+        O=num_out,
+        DOT=dot_type(y_TO.dtype),
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=BLOCK_N,
+        **config_of(EXPAND_CONFIGS, y_TO.device, max_rank),
+    )
 
 
 class DeviceRows(NamedTuple):

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trouper.kernels.cuda.attention import attend, head_bytes
-from trouper.kernels.cuda.launch import Table, config_of, dot_type
-from trouper.kernels.cuda.ragged import column_of
+from trouper.kernels.cuda.launch import Table, column_of, config_of, dot_type
 
 # By `head_bytes`.
 CONFIGS: Table = {

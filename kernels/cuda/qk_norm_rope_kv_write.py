@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trouper.kernels.cuda.launch import Table, config_of
-from trouper.kernels.reference.kv_write import kv_write_reference
-from trouper.kernels.reference.rms_norm import rms_norm_reference
+from trouper.kernels.reference.norms import rms_norm_reference
+from trouper.kernels.reference.rope import kv_write_reference
 
 # By D: HEADS heads a program.
 CONFIGS: Table = {

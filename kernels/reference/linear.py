@@ -1,8 +1,17 @@
-"""Linear layers and what follows them in float64: the oracle of every `LinearMethod`."""
+"""Linear layers and what follows them in float64: the oracle of every `LinearMethod`.
 
+Products of integers with a scale for each group, bit by bit as the compiled kernel computes them (`kernels/cpu/linear/integer_bytes.py`).
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of some others open.
+from typing import NamedTuple, Protocol
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trouper.kernels.formats import LIMITS, Format
 from trouper.kernels.reference.activation import activate
 
 
@@ -27,3 +36,82 @@ def linear_add_reference(
 
 def _double(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.double()
+
+
+SMALLEST = 1e-30
+
+
+class Integers(Protocol):
+    """The parts of an `IntegerWeight` that a product needs."""
+
+    @property
+    def fmt(self) -> Format: ...
+    @property
+    def q_OI(self) -> Tensor: ...
+    @property
+    def scales_OG(self) -> Tensor: ...
+    @property
+    def zeros_OG(self) -> Tensor | None: ...
+    @property
+    def minima_OG(self) -> Tensor | None: ...
+    @property
+    def order_I(self) -> Tensor | None: ...
+
+
+class IntegerRows(NamedTuple):
+    """Rows of x as integers with a scale for each group of inputs."""
+
+    q_TGI: Tensor  # int32, in groups
+    scales_TG: Tensor  # float32
+
+
+def row_group(weight_group: int) -> int:
+    """Return how many inputs of a row share a scale: a divisor of the weight's groups."""
+    return 32 if weight_group % 32 == 0 else 16
+
+
+def quantize_rows_reference(x_TI: Tensor, fmt: Format, group: int) -> IntegerRows:
+    """Round rows to 8 bits beside four of the weight, to 16 beside int8."""
+    limit, groups = torch.tensor(LIMITS[fmt]), x_TI.float().unflatten(1, (-1, group))
+    largest = groups.abs().amax(2, keepdim=True)  # not a number where one of the group is not
+    is_finite = largest.isfinite()
+    inverse = torch.where(is_finite & (largest > SMALLEST), limit / largest, 0.0)
+    q_TGI = (torch.where(is_finite, groups, 0.0) * inverse).round().int()
+    return IntegerRows(q_TGI, (largest * (1.0 / limit)).squeeze(2))
+
+
+def integer_linear_reference(
+    x_TI: Tensor, weight: Integers, bias_O: Tensor | None = None
+) -> Tensor:
+    """Return x (s · (q - z) + m)ᵀ + b, [T, O], with the roundings of the kernel."""
+    num_out, num_in = weight.q_OI.shape
+    num_groups = weight.scales_OG.shape[1]
+    group, x_TI = row_group(num_in // num_groups), _in_order(x_TI, weight.order_I)
+    rows = quantize_rows_reference(x_TI, weight.fmt, group)
+    integers, minima_OG = weight.q_OI.double().unflatten(1, (num_groups, -1)), weight.minima_OG
+    if weight.zeros_OG is not None and weight.fmt == "int8":
+        minima_OG = -weight.zeros_OG.float() * weight.scales_OG.float()
+    elif weight.zeros_OG is not None:
+        integers -= weight.zeros_OG.unsqueeze(2)
+    integers = integers.flatten(1).unflatten(1, (-1, group))
+    total = torch.zeros(len(x_TI), num_out)
+    for g in range(num_in // group):
+        of_weight = g * group * num_groups // num_in
+        part = rows.q_TGI[:, g].double() @ integers[:, g].T  # exact, as in 32 bits
+        factor = weight.scales_OG[:, of_weight].float() * rows.scales_TG[:, g, None]
+        total = _fma(part.float(), factor, total)
+        if minima_OG is not None:
+            x_sum = rows.scales_TG[:, g] * rows.q_TGI[:, g].sum(1).float()
+            total = _fma(x_sum[:, None], minima_OG[:, of_weight], total)
+    if bias_O is not None:
+        total += bias_O.float()
+    return total.bfloat16()
+
+
+def _in_order(x_TI: Tensor, order_I: Tensor | None) -> Tensor:
+    return x_TI if order_I is None else x_TI[:, order_I]
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a · b + c in float32; in float64 the product is exact, and the sum so near that it hardly ever rounds twice."""
+    return (a.double() * b.double() + c.double()).float()

@@ -10,14 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from trouper.kernels.ops import HostTokens, Integers, OpsConfig, q_and_k
-from trouper.kernels.reference.act_and_mul import act_and_mul, clamped_swiglu
-from trouper.kernels.reference.activation import activate
+from trouper.kernels.reference.activation import act_and_mul, activate, clamped_swiglu
 from trouper.kernels.reference.attention_plan import QueryTile, plan_attention
-from trouper.kernels.reference.kv_write import kv_write_
-from trouper.kernels.reference.layer_norm import layer_norm, layer_norm_heads_
+from trouper.kernels.reference.norms import layer_norm, layer_norm_heads_, rms_norm, rms_norm_heads_
 from trouper.kernels.reference.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
-from trouper.kernels.reference.rms_norm import rms_norm, rms_norm_heads_
-from trouper.kernels.reference.rope import rope_, rotation_of
+from trouper.kernels.reference.rope import kv_write_, rope_, rotation_of
 
 
 class TorchOps:

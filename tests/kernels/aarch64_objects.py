@@ -4,6 +4,8 @@ A process of its own, since modules ask for the processor's features when they a
 functions that each calls, in JSON.
 """
 
+# ruff: noqa: E402
+
 import json
 import platform
 import re
@@ -12,25 +14,20 @@ from pathlib import Path
 
 platform.machine = lambda: "aarch64"  # before a module asks
 
-from llvmlite import binding  # noqa: E402
+from llvmlite import binding
 
-from trouper.kernels.codegen.builder import KernelBuilder  # noqa: E402
-from trouper.kernels.codegen.replay import replay  # noqa: E402
-from trouper.kernels.cpu.attention.decode import decode_attention, merge_partials  # noqa: E402
-from trouper.kernels.cpu.attention.prefill import prefill_attention  # noqa: E402
-from trouper.kernels.cpu.attention.unpaged import whole_attention  # noqa: E402
-from trouper.kernels.cpu.fused.act_and_mul import act_and_mul  # noqa: E402
-from trouper.kernels.cpu.fused.activate import activate  # noqa: E402
-from trouper.kernels.cpu.fused.center_norm import center_norm  # noqa: E402
-from trouper.kernels.cpu.fused.embed import embed  # noqa: E402
-from trouper.kernels.cpu.fused.finish_logits import finish_logits  # noqa: E402
-from trouper.kernels.cpu.fused.fused_add_norm import fused_add_norm  # noqa: E402
-from trouper.kernels.cpu.fused.mean_pool import mean_of_spans  # noqa: E402
-from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write  # noqa: E402
-from trouper.kernels.cpu.linear.integer_bytes import byte_matmul  # noqa: E402
-from trouper.kernels.cpu.linear.integer_rows import quantize_rows  # noqa: E402
-from trouper.kernels.cpu.linear.pack_integer import quantize_panels  # noqa: E402
-from trouper.kernels.cpu.sampling.sample_rows import sample_rows  # noqa: E402
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.replay import replay
+from trouper.kernels.cpu.attention.decode import decode_attention, merge_partials
+from trouper.kernels.cpu.attention.prefill import prefill_attention, whole_attention
+from trouper.kernels.cpu.fused.activations import act_and_mul, activate, finish_logits
+from trouper.kernels.cpu.fused.embed_and_pool import embed, mean_of_spans
+from trouper.kernels.cpu.fused.norms import center_norm, fused_add_norm
+from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from trouper.kernels.cpu.linear.integer_bytes import byte_matmul
+from trouper.kernels.cpu.linear.integer_panels import quantize_panels
+from trouper.kernels.cpu.linear.integer_rows import quantize_rows
+from trouper.kernels.cpu.sampling.sample_rows import sample_rows
 
 # What a processor without AVX2 is given: attention and norms of float32, weights of few bits, sampling.
 KERNELS = {

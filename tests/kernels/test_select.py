@@ -3,11 +3,10 @@
 import pytest
 import torch
 
+from trouper.kernels.cpu.linear.by_torch import OneDNNLinear, PlainLinear
 from trouper.kernels.cpu.linear.compressed import CompressedLinear
 from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.linear.integer import Fp4Linear, Int4Linear, Int8Linear
-from trouper.kernels.cpu.linear.onednn import OneDNNLinear
-from trouper.kernels.cpu.linear.plain import PlainLinear
 from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
 from trouper.kernels.linear import LinearConfig
 from trouper.kernels.select import Processor, WeightSpec, choose_linear

@@ -17,8 +17,7 @@ from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
-from trouper.kernels.cpu.rank_exchange import RankExchange
-from trouper.kernels.cpu.shared_group import SharedGroup
+from trouper.kernels.cpu.rank_exchange import RankExchange, SharedGroup
 
 
 def groups_of(config, size):

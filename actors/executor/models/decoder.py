@@ -21,8 +21,7 @@ from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.lora import LoRALinear
-from trouper.kernels.ops import CpuOps, Ops, OpsConfig, SharedOps
-from trouper.kernels.ranks import RankShare
+from trouper.kernels.ops import CpuOps, Ops, OpsConfig, RankShare, SharedOps
 
 OpsT = TypeVar("OpsT", bound=Ops)
 

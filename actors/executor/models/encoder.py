@@ -23,10 +23,9 @@ from trouper.kernels.cpu.attention.varlen import (
     tiles_of,
     varlen_attention,
 )
-from trouper.kernels.cpu.fused.layer_norm import LayerNorm
-from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
+from trouper.kernels.cpu.encoder_ops import LayerNorm, TokenEmbedding
 from trouper.kernels.linear import LinearMethod
-from trouper.kernels.reference.act_and_mul import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from trouper.kernels.reference.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from trouper.kernels.reference.rope import rope_, rotation_of
 
 ACT_AND_MUL = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_tanh": gelu_tanh_and_mul}

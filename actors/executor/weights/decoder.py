@@ -431,7 +431,7 @@ def _to_be_rounded(
 def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
     """The fused tensor, in memory of its own: the file may go away."""
     shapes = parameter.part_shapes
-    # 1 + w of Gemma's norms would lose w's last bits in bf16; see kernels/reference/rms_norm.py
+    # 1 + w of Gemma's norms would lose w's last bits in bf16; see kernels/reference/norms.py
     kept = torch.float32 if parameter.offset else place.dtype
     size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     fused = torch.empty(size, dtype=kept, device=place.device)

@@ -25,8 +25,7 @@ from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.gguf import is_gguf
 from trouper.config.pooler import LATE_INTERACTION, Dense, PoolerSpec, TokenClassifier
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
-from trouper.kernels.cpu.fused.layer_norm import LayerNorm
-from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
+from trouper.kernels.cpu.encoder_ops import LayerNorm, TokenEmbedding
 from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.reference.activation import activate
 from trouper.kernels.select import make_linear

@@ -1,5 +1,5 @@
 """Work of a thread on a tile of queries and the keys and values they see: the inside of
-`prefill.py` and of `whole_attention.py`.
+`prefill.py` and of `varlen.py`.
 
 At most `side` queries and `side` keys.  Queries lie along the *lanes* throughout.  A cell is one float32, or two bfloat16 for the machine's products
 (`dense.py` names their units):

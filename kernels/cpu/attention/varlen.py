@@ -8,7 +8,7 @@ sequence in both directions.
 A sequence's tokens from K on see the others, and are not seen.  `window` w: a token sees those at most w away.  `bias` [N, 2 P + ROWS] float32 is added to the scores by
 distance: bias[n, P + query - key]; P ≥ L.
 
-    native   bfloat16 and float32, D a multiple of 16: `whole_attention.py`
+    native   bfloat16 and float32, D a multiple of 16: `prefill.py`
     torch    elsewhere: sequences of one length are one dense [n, L] batch, a view that copies nothing;
              windows are cut into tiles of queries, so that the work grows with L w
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
 
-ROWS = 64  # queries of a tile: `SIDE` of whole_attention.py
+ROWS = 64  # queries of a tile: `WHOLE_SIDE` of prefill.py
 QUERY_TILE = 256  # in torch
 UNLIMITED = 2**62
 
@@ -110,8 +110,8 @@ def varlen_attention(
 def _native(
     qkv_T3ND: Tensor, tiles: np.ndarray, scale: float, window: int | None, bias: Tensor | None
 ) -> Tensor:
+    from trouper.kernels.cpu.attention.prefill import whole_attention
     from trouper.kernels.cpu.attention.tile import scratch_bytes
-    from trouper.kernels.cpu.attention.unpaged import whole_attention
 
     num_tokens, _, num_heads, width = qkv_T3ND.shape
     out_TE = qkv_T3ND.new_empty((num_tokens, num_heads * width))

@@ -9,6 +9,18 @@ A piece's rows are computed in the blocks of `cpu/linear/products.py`: the law o
 do not depend on the other tokens.  AMX is not used: its tiles want rows that follow each other.
 
 Roofline: bytes = e (O I of each expert that has tokens + T k (I + O)), FLOPs = 2 T k O I.
+
+Products of all experts, whose weights are integers, in one launch: each is read once a step.
+
+    x                rows of bfloat16, or their integers and records (`cpu/linear/integer_rows.py`)
+    W                of `chosen.py`: integers, scales, zeros and minima as `cpu/linear/integer.py` packs them, and biases
+    y [T k, O]       bfloat16, row a is that of choice a
+    order, spans     of `route.py`
+
+A piece's rows are computed in the blocks of a linear layer, dots or bytes: an output has the bits that the expert's
+own layer gives, whatever the other tokens.  AMX is not used: its tiles want rows that follow each other.
+
+Roofline: bytes = O I (bits / 8 + 2 / G) of each expert that has tokens, FLOPs = 2 T k O I.
 """
 
 from typing import Any
@@ -16,9 +28,13 @@ from typing import Any
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Value
 from trouper.kernels.codegen.features import has_bf16_dot
-from trouper.kernels.codegen.units import LANES, Unit
-from trouper.kernels.cpu.experts.chosen import Choices, expert_pieces
+from trouper.kernels.codegen.units import LANES, Kind, Unit
+from trouper.kernels.cpu.experts.routing import ADDRESSES, Choices, ExpertPiece, expert_pieces
+from trouper.kernels.cpu.linear.integer_bytes import BYTE_BLOCKING, ByteProduct
+from trouper.kernels.cpu.linear.integer_matmul import INTEGER_BLOCKINGS, IntegerDots
+from trouper.kernels.cpu.linear.integer_panels import KeptPanel
 from trouper.kernels.cpu.linear.products import BLOCKINGS, Block, Dots, Floats
+from trouper.kernels.formats import Format
 
 
 def grouped_matmul(code: KernelBuilder, unit: Unit) -> None:
@@ -50,3 +66,74 @@ def _rows(product: Dots, num_rows: Value, weight: Any, panel: Value, block: Bloc
     weights = [weight + p * product.pairs * LANES for p in at_panel]
     for row in code.loop(0, num_rows, block.rows):
         product.block(at_panel, row, block.rows, product.plain(weights, block.ahead))
+
+
+def grouped_bytes(
+    code: KernelBuilder,
+    fmt: Format,
+    scale_kind: Kind,
+    has_zeros: bool,
+    has_minima: bool,
+    group: int,
+) -> None:
+    """Write the kernel of the arguments rows' q and r, divisor, W, y, T k, I / 2, O / 16, pairs of a group, order, spans."""
+    x, records, divisor, weights, y, *sizes, order, spans = code.arguments(11)
+    choices, none, alone = Choices(code, order, divisor), [code.i64(0)] * ADDRESSES, code.i64(1)
+    arguments = [x, records, *none, y, *sizes, alone]
+    options = fmt, scale_kind, has_zeros, has_minima, group
+    work = ByteProduct(code, *options, arguments)
+    work.rows = choices
+    for piece in expert_pieces(code, weights, spans, work.num_panels):
+        choices.begin(piece)
+        work.take_weight(*piece.addresses)
+        before = 0
+        for block in BYTE_BLOCKING.few:
+            with code.when((piece.num_rows > before) & (piece.num_rows <= block.rows)):
+                for panel in code.loop(piece.first_panel, piece.stop, block.panels):
+                    work.block(panel, code.i64(0), block.rows)
+            before = block.rows
+        with code.when(piece.num_rows > before):
+            block = BYTE_BLOCKING.many
+            for panel in code.loop(piece.first_panel, piece.stop, block.panels):
+                for row in code.loop(0, piece.num_rows, block.rows):
+                    work.block(panel, row, block.rows)
+
+
+def grouped_integers(
+    code: KernelBuilder, fmt: Format, scale_kind: Kind, has_zeros: bool, has_minima: bool
+) -> None:
+    """Write the kernel of the arguments x, its stride in words, divisor, W, y, T k, I / 2, O / 16, pairs of a group, scratch, its bytes
+    a thread, order, spans.
+    """
+    x, stride, divisor, weights, y, *sizes, scratch, each, order, spans = code.arguments(13)
+    choices, none, alone = Choices(code, order, divisor), [code.i64(0)] * ADDRESSES, code.i64(1)
+    arguments = [x, stride, *none, y, *sizes, alone, scratch, each]
+    work = IntegerDots(code, fmt, scale_kind, has_zeros, has_minima, arguments)
+    work.rows = choices
+    thread = code.thread()
+    shape = INTEGER_BLOCKINGS["dots", fmt]
+    for piece in expert_pieces(code, weights, spans, work.num_panels):
+        choices.begin(piece)
+        work.take_weight(*piece.addresses)
+        before = 0
+        for block in shape.few:
+            with code.when((piece.num_rows > before) & (piece.num_rows <= block.rows)):
+                work.begin_few(block.rows, thread)
+                for panel in code.loop(piece.first_panel, piece.stop, block.panels):
+                    work.block(work.panels(panel, block.panels), code.i64(0), block.rows)
+            before = block.rows
+        with code.when(piece.num_rows > before):
+            _many_by_dots(work, piece, thread)
+
+
+def _many_by_dots(work: IntegerDots, piece: ExpertPiece, thread: Value) -> None:
+    """Compute blocks of many rows: the first keeps its panels as bfloat16 for the others."""
+    code = work.code
+    panels, rows, _ = INTEGER_BLOCKINGS["dots", work.fmt].many
+    mine = work.scratch_of(thread)
+    kept = [KeptPanel(mine + p * work.pairs * LANES) for p in range(panels)]
+    for panel in code.loop(piece.first_panel, piece.stop, panels):
+        at_panel = work.panels(panel, panels)
+        work.block(at_panel, code.i64(0), rows, kept)
+        for row in code.loop(rows, piece.num_rows, rows):
+            work.block(at_panel, row, rows, kept, is_first=False)

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from trouper.kernels.codegen.launch import compiled
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.cpu.experts.combine import combine
 from trouper.kernels.cpu.experts.products import ExpertProducts, Routed, make_product
-from trouper.kernels.cpu.experts.route import MAX_EXPERTS, SPAN, route
-from trouper.kernels.cpu.rows import num_threads_for
+from trouper.kernels.cpu.experts.routing import MAX_EXPERTS, SPAN, combine, route
+from trouper.kernels.cpu.memory import num_threads_for
 from trouper.kernels.experts import Routing
 from trouper.kernels.linear import LinearMethod
 

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from trouper.kernels.codegen import launch
 from trouper.kernels.codegen.units import LANES, Kind
-from trouper.kernels.cpu.experts.chosen import num_pieces
-from trouper.kernels.cpu.experts.grouped import grouped_matmul
-from trouper.kernels.cpu.experts.grouped_integers import grouped_bytes, grouped_integers
-from trouper.kernels.cpu.experts.route import SPAN
+from trouper.kernels.cpu.experts.grouped import grouped_bytes, grouped_integers, grouped_matmul
+from trouper.kernels.cpu.experts.routing import SPAN, num_pieces
 from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.linear.integer import IntegerLinear
 from trouper.kernels.cpu.linear.integer_matmul import scratch_bytes

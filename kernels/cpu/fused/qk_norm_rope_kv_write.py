@@ -20,7 +20,7 @@ tokens 1.5 ms, 12.9 in torch.  What it costs are the 2 H pages of the cache that
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind
-from trouper.kernels.cpu.fused.row_norm import row_norm
+from trouper.kernels.cpu.fused.norms import row_norm
 from trouper.kernels.formats import Norm
 
 

@@ -47,7 +47,7 @@ from trouper.kernels.cpu.linear.products import (
     pieces_of_many,
     product_of,
 )
-from trouper.kernels.cpu.rows import padded
+from trouper.kernels.cpu.memory import padded
 from trouper.kernels.linear import LinearMethod
 
 

@@ -34,15 +34,14 @@ from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
 from trouper.kernels.codegen.units import LANES, Unit
-from trouper.kernels.cpu.linear.gather_columns import gathered
 from trouper.kernels.cpu.linear.integer_bytes import BYTE_BLOCKING, byte_matmul
 from trouper.kernels.cpu.linear.integer_matmul import (
     INTEGER_BLOCKINGS,
     quantized_matmul,
     scratch_bytes,
 )
-from trouper.kernels.cpu.linear.integer_rows import RECORD, quantize_rows
-from trouper.kernels.cpu.linear.pack_integer import quantize_panels
+from trouper.kernels.cpu.linear.integer_panels import quantize_panels
+from trouper.kernels.cpu.linear.integer_rows import RECORD, gathered, quantize_rows
 from trouper.kernels.cpu.linear.quantization import (
     PANELS,
     IntegerWeight,
@@ -52,7 +51,7 @@ from trouper.kernels.cpu.linear.quantization import (
 )
 from trouper.kernels.formats import Format, integers_per_word
 from trouper.kernels.linear import LinearMethod
-from trouper.kernels.reference.integer_linear import row_group
+from trouper.kernels.reference.linear import row_group
 
 
 class IntegerLinear(LinearMethod):

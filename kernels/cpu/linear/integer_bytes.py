@@ -11,7 +11,7 @@ both scales. Two nibbles of weight are taken from a byte where they lie, and nev
     int8  two products of 16-bit integers to a lane
 
 Law: a row's result does not depend on the number of rows, nor on the processor: sums of integers are exact, and the order
-of the rest is that of the groups (`kernels/reference/integer_linear.py` has the same bits).
+of the rest is that of the groups (`kernels/reference/linear.py` has the same bits).
 
 Four panels are one stream of memory, as everywhere; of each group they are taken one after the other, so that only one panel's
 accumulators are in registers, and the totals, touched once a group, lie in the first cache.

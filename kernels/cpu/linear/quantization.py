@@ -51,7 +51,7 @@ def group_of(num_in: int, fmt: Format) -> int:
 
 
 def quantize(weight_OI: Tensor, fmt: Format, whole_OI: Tensor | None = None) -> IntegerWeight:
-    """Round a matrix whose inputs divide into groups.  `kernels/cpu/linear/pack_integer.py` does the same faster.
+    """Round a matrix whose inputs divide into groups.  `kernels/cpu/linear/integer_panels.py` does the same faster.
 
     Args:
         whole_OI: the matrix of whose inputs these are a part: of int8 it has the scales.

@@ -15,13 +15,13 @@ from trouper.kernels import codegen
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention import decode
 from trouper.kernels.cpu.attention.prefill import PARTS
-from trouper.kernels.cpu.fused.layer_norm import layer_norm_reference
+from trouper.kernels.cpu.encoder_ops import layer_norm_reference
 from trouper.kernels.cpu.ops import NativeOps
 from trouper.kernels.ops import OpsConfig
 from trouper.kernels.reference.activation import activate
+from trouper.kernels.reference.norms import rms_norm_reference
 from trouper.kernels.reference.ops import TorchOps
 from trouper.kernels.reference.paged_attention import paged_attention_reference
-from trouper.kernels.reference.rms_norm import rms_norm_reference
 from trouper.kernels.reference.rope import rope_table
 from trouper.kernels.select import can_be_native, make_ops
 

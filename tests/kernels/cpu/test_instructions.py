@@ -10,7 +10,7 @@ import torch
 from trouper.errors import TrouperValidationError
 from trouper.kernels.codegen import choice, units
 from trouper.kernels.cpu.linear.quantization import IntegerWeight
-from trouper.kernels.reference.integer_linear import integer_linear_reference
+from trouper.kernels.reference.linear import integer_linear_reference
 
 needs_native = pytest.mark.skipif(not units.is_available(), reason="needs native kernels")
 SOME = [("int4", 32, True, False), ("int4", 64, False, True), ("int8", 192, False, False)]

@@ -15,7 +15,7 @@ from trouper.kernels.cpu.linear.quantization import (
     quantize,
 )
 from trouper.kernels.linear import LinearConfig
-from trouper.kernels.reference.integer_linear import integer_linear_reference
+from trouper.kernels.reference.linear import integer_linear_reference
 from trouper.kernels.select import make_linear
 
 FORMATS = ("int4", "int8")

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from trouper.kernels.codegen import units
+from trouper.kernels.cpu.linear.by_torch import PlainLinear
 from trouper.kernels.cpu.linear.compressed import CompressedLinear
 from trouper.kernels.cpu.linear.dense import DenseLinear
-from trouper.kernels.cpu.linear.plain import PlainLinear
 from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
 from trouper.kernels.linear import LinearConfig
 from trouper.kernels.reference.linear import linear_reference

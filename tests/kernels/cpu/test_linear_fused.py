@@ -3,9 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from trouper.kernels.codegen import units
+from trouper.kernels.cpu.linear.by_torch import FUSED, OneDNNLinear, PlainLinear, packed_dtypes
 from trouper.kernels.cpu.linear.dense import DenseLinear
-from trouper.kernels.cpu.linear.onednn import FUSED, OneDNNLinear, packed_dtypes
-from trouper.kernels.cpu.linear.plain import PlainLinear
 from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
 from trouper.kernels.reference.activation import activate
 from trouper.kernels.reference.linear import linear_act_reference, linear_add_reference

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from trouper.kernels.codegen import units
+from trouper.kernels.cpu.linear.by_torch import PlainLoRA
 from trouper.kernels.cpu.linear.lora import NativeLoRA, can_adapt
-from trouper.kernels.cpu.linear.plain_lora import PlainLoRA
 from trouper.kernels.lora import AdapterRows, LowRank, RowTable
 
 PARTS, NUM_IN, NUM_SLOTS, MAX_RANK = (64, 32, 32), 96, 5, 20

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.kernels.cpu.linear.plain_lora import PlainLoRA
-from trouper.kernels.cuda.lora import DeviceRows, TritonLoRA, max_blocks
-from trouper.kernels.cuda.lora_shrink import BLOCK_ROWS
+from trouper.kernels.cpu.linear.by_torch import PlainLoRA
+from trouper.kernels.cuda.lora import BLOCK_ROWS, DeviceRows, TritonLoRA, max_blocks
 from trouper.kernels.lora import LowRank, RowTable
 
 PARTS, NUM_SLOTS, MAX_RANK = (160, 32, 24), 5, 40

@@ -53,11 +53,12 @@ def test_no_configuration_spills(kernel):
 
 def test_every_row_of_every_table_has_a_case():
     rows = set()
-    for module in pkgutil.iter_modules(trouper.kernels.cuda.__path__):
-        kernel = importlib.import_module(f"trouper.kernels.cuda.{module.name}")
-        for name in ("CONFIGS", "BLOCKS"):
-            for _, config in getattr(kernel, name, {}).get("sm_90", ()):
-                rows.add(id(config))
+    folder = trouper.kernels.cuda
+    for module in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
+        kernel = vars(importlib.import_module(module.name))
+        for name in kernel:
+            if name == "BLOCKS" or name.endswith("CONFIGS"):
+                rows |= {id(config) for _, config in kernel[name].get("sm_90", ())}
     assert rows == {id(case.config) for cases in CASES.values() for case in cases()}
     assert len(rows) > 15
 

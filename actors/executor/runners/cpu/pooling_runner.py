@@ -50,7 +50,7 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.attention.varlen import UNLIMITED, Group, positions_of
-from trouper.kernels.cpu.fused.row_pooling import RowPooling
+from trouper.kernels.cpu.encoder_ops import RowPooling
 
 logger = logging.getLogger(__name__)
 

@@ -47,8 +47,7 @@ from trouper.kernels.codegen.arena import Arena, Lender
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.sampling.sample import compile_sample
 from trouper.kernels.lora import AdapterRows
-from trouper.kernels.ops import CpuOps
-from trouper.kernels.ranks import RankGroup
+from trouper.kernels.ops import CpuOps, RankGroup
 from trouper.kernels.select import make_ops
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from trouper.actors.stages import Feedback, sends_tokens
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.codegen import units
-from trouper.kernels.ranks import RankGroup
+from trouper.kernels.ops import RankGroup
 
 
 class StageRunner(CpuRunner):
@@ -141,8 +141,10 @@ def open_group(
         UnsupportedFeatureError: there are no kernels for the sums.
     """
     check_sums(config, traits.hidden_size)
-    from trouper.kernels.cpu.rank_exchange import RankExchange  # they need llvmlite
-    from trouper.kernels.cpu.shared_group import SharedGroup
+    from trouper.kernels.cpu.rank_exchange import (
+        RankExchange,  # they need llvmlite
+        SharedGroup,
+    )
 
     sizes = group_sizes(config, ModelSizes(traits.hidden_size, traits.vocab_size), place.stage)
     try:

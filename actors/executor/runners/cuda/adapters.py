@@ -13,8 +13,7 @@ from trouper.actors.executor.adapters import AdapterSlots
 from trouper.actors.executor.runners.cuda.machine import Machine
 from trouper.actors.messages.plans import StepPlan
 from trouper.config.adapters import LoRAConfig
-from trouper.kernels.cuda.lora import DeviceRows, TritonLoRA, max_blocks
-from trouper.kernels.cuda.lora_shrink import BLOCK_ROWS
+from trouper.kernels.cuda.lora import BLOCK_ROWS, DeviceRows, TritonLoRA, max_blocks
 from trouper.kernels.lora import RowTable
 
 COLUMNS = 3  # of a block

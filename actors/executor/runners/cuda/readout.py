@@ -19,7 +19,7 @@ from trouper.actors.executor.sampling.sampler import token_logprobs
 from trouper.actors.messages.grammar import GrammarWork
 from trouper.actors.messages.plans import Sampling, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
-from trouper.kernels.cuda.logprobs import top_logprobs
+from trouper.kernels.cuda.sampling.logprobs import top_logprobs
 
 MAX_TOP = 128  # of the kernel
 

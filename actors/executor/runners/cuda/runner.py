@@ -52,11 +52,11 @@ from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
-from trouper.kernels.cuda.apply_penalties import apply_penalties
 from trouper.kernels.cuda.collectives import CollectiveSums
 from trouper.kernels.cuda.ops import DeviceTokens, TritonOps
-from trouper.kernels.cuda.sample import put_tokens_, sample
-from trouper.kernels.cuda.top_k_top_p import top_k_top_p
+from trouper.kernels.cuda.sampling.apply_penalties import apply_penalties
+from trouper.kernels.cuda.sampling.sample import put_tokens_, sample
+from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p
 
 
 class CudaRunner:

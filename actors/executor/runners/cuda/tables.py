@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trouper.actors.limits import MAX_BAD_WORD, MAX_EDITS
 from trouper.actors.messages.plans import NewSequence, Sampling
-from trouper.kernels.cuda.sampling_rows import NEVER, SamplingRows, make_sampling_rows
+from trouper.kernels.cuda.sampling.sampling_rows import NEVER, SamplingRows, make_sampling_rows
 
 
 class Field(NamedTuple):
@@ -147,7 +147,7 @@ class Changes:
 
 
 class Edit(NamedTuple):
-    """One edit of a request's logits; `kernels/cuda/sampling_rows.py` says how it is applied."""
+    """One edit of a request's logits; `kernels/cuda/sampling/sampling_rows.py` says how it is applied."""
 
     token: int
     value: float

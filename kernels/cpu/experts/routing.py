@@ -1,0 +1,222 @@
+"""y = Σ weight · expert's output, over a token's experts and the one that all tokens use.
+
+    each [T k, E]         outputs of the experts, those of a token together; E a multiple of 16
+    weights [T, k + 1]    float32; the last is the shared expert's
+    shared [T, E]         or absent
+    y [T, E]
+
+The sum is float32, in the order of the token's experts: a token's bits do not depend on the others.
+
+Roofline: bytes = e T (k + 2) E.
+
+Rows and weights of one expert after the other, for the kernels that multiply by all of them in one launch.
+
+    order, spans     of `route.py`; choice a of a token reads row a // divisor of x, and is row a of y
+    W [X, 5]         addresses of each expert's weight, scales, zeros, minima and bias; 0 where there is none
+
+A piece is twelve panels of an expert with all its rows; there are as many times as an expert has pieces as there are
+spans.
+
+From a router's logits to the experts of each token, their weights, and the tokens of each expert.
+
+    logits [T, S]        of any float kind; S a multiple of 16, at least X, and X + 1 with the gate of a shared expert
+    ids [T, k] int64     the experts of a token, the likeliest first; of two equal ones the first
+    weights [T, k + 1]   float32: of those; then the shared expert's: the sigmoid of its logit, or one
+    order [T k] int64    t · k + j of each choice, those of one expert together, by token
+    spans [., 3] int64   expert, first in order, number: of each expert that has tokens; then of none, up to min(X, T k)
+
+One thread does it.  Measured, one EPYC core, X = 128, k = 8: 1 row 1.0 µs, 16 rows 10 µs.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
+from trouper.kernels.codegen.units import LANES, Kind
+
+
+def combine(code: KernelBuilder, kind: Kind) -> None:
+    """Write the kernel of the arguments each, weights, k, shared or 0, y, E.  A piece is a token."""
+    each, weights, k, shared, ys, width = code.arguments(6)
+    for t in code.pieces():
+        first = code.pointer(each, kind) + t * k * width
+        own = code.pointer(weights, "f32") + t * (k + 1)
+        other, y = (code.pointer(start, kind) + t * width for start in (shared, ys))
+        for d in code.loop(0, width, LANES):
+            total = code.var(code.f32x16(0.0))
+            for j in code.loop(0, k):
+                total.set(code.fma(code.f32x16(own[j]), (first + j * width).load(d), total))
+            with code.when(shared > 0):
+                total.set(code.fma(code.f32x16(own[k]), other.load(d), total))
+            y.store(d, total)
+
+
+PANELS = 12  # of a piece: a multiple of the panels of every block
+ADDRESSES = 5
+
+
+class ExpertPiece(NamedTuple):
+    """A piece of work of one expert."""
+
+    first: Value  # of its choices, in the order
+    num_rows: Value
+    addresses: list[Value]
+    first_panel: Value
+    stop: Value
+
+
+class Choices:
+    """The `Rows` of a product that belong to the expert at hand."""
+
+    def __init__(self, code: KernelBuilder, order: Value, divisor: Value) -> None:
+        self._code, self._order, self._divisor = code, code.pointer(order, "i64"), divisor
+        self._first = self._num_rows = code.i64(0)
+
+    def begin(self, piece: ExpertPiece) -> None:
+        """Take the rows of a piece."""
+        self._first, self._num_rows = piece.first, piece.num_rows
+
+    def row(self, index: Value) -> Value:
+        return self._order[self._first + self._code.minimum(index, self._num_rows - 1)]
+
+    def x_row(self, row: Value) -> Value:
+        return row // self._divisor
+
+
+def num_pieces(num_spans: int, num_panels: int) -> int:
+    """Count the pieces of a call."""
+    return num_spans * -(-num_panels // PANELS)
+
+
+def expert_pieces(
+    code: KernelBuilder, weights: Value, spans: Value, num_panels: Value
+) -> Iterator[ExpertPiece]:
+    """Yield the pieces of experts that have tokens."""
+    per_expert = (num_panels + (PANELS - 1)) // PANELS
+    table = code.pointer(weights, "i64")
+    for piece in code.pieces():
+        span = code.pointer(spans, "i64") + piece // per_expert * SPAN
+        first_panel = piece % per_expert * PANELS
+        with code.when(span[2] > 0):
+            own = table + span[0] * ADDRESSES
+            addresses = [own[i] for i in range(ADDRESSES)]
+            stop = code.minimum(first_panel + PANELS, num_panels)
+            yield ExpertPiece(span[1], span[2], addresses, first_panel, stop)
+
+
+LOG2_E = math.log2(math.e)
+MAX_EXPERTS = 1024  # of the arrays on the stack: 16 KiB
+LOWEST = -3.0e38
+NONE = 2**30
+SPAN = 3
+
+
+def route(code: KernelBuilder, kind: Kind, is_normalised: bool, has_shared_gate: bool) -> None:
+    """Write the kernel of the arguments logits, S, T, X, k, ids, weights, order, spans, their number.  One piece."""
+    logits, stride, num_rows, num_experts, k, *outputs, num_spans = code.arguments(10)
+    ids, order, spans = (code.pointer(outputs[i], "i64") for i in (0, 2, 3))
+    weights = code.pointer(outputs[1], "f32")
+    counts, room = code.array("i64", MAX_EXPERTS), code.array("f32", LANES)
+    chooser = _Chooser(code, num_experts)
+    for _ in code.pieces():
+        for expert in code.loop(0, num_experts):
+            counts[expert] = 0
+        for t in code.loop(0, num_rows):
+            row, own = code.pointer(logits, kind) + t * stride, weights + t * (k + 1)
+            total = code.var(chooser.read(row))
+            if is_normalised:
+                total.set(code.like(total, 0.0))
+            for j in code.loop(0, k):
+                expert, power = chooser.take()
+                ids[t * k + j], own[j] = expert, power
+                counts[expert] = counts[expert] + 1
+                if is_normalised:
+                    total.set(total + power)
+            for j in code.loop(0, k):
+                own[j] = own[j] / total
+            own[k] = 1.0
+            if has_shared_gate:
+                last = row.load(num_experts // LANES * LANES)
+                room.store(0, 1.0 / (1.0 + code.exp2(last * -LOG2_E)))
+                own[k] = room[num_experts % LANES]
+        _sort(code, num_experts, num_rows * k, counts, ids, order, spans, num_spans)
+
+
+class _Chooser:
+    """The experts of one token, taken one after the other."""
+
+    def __init__(self, code: KernelBuilder, num_experts: Value) -> None:
+        self._code, self._num_experts = code, num_experts
+        self._stop = (num_experts + (LANES - 1)) // LANES * LANES
+        self._powers = code.array("f32", MAX_EXPERTS)
+        numbers = code.array("i32", LANES)
+        for lane in range(LANES):
+            numbers[lane] = lane
+        self._numbers = numbers.load()
+
+    def read(self, row: Pointer) -> Value:
+        """Read a token's logits; return the sum of e^(logit - the largest)."""
+        code, powers = self._code, self._powers
+        for d in code.loop(0, self._stop, LANES):
+            powers.store(d, row.load(d))
+        for d in code.loop(self._num_experts, self._stop):
+            powers[d] = LOWEST
+        largest = code.reduce_max(self._over(code.maximum, code.f32x16(LOWEST)))
+        total = code.var(code.f32x16(0.0))
+        for d in code.loop(0, self._stop, LANES):
+            power = code.exp2((powers.load(d) - largest) * LOG2_E)
+            powers.store(d, power)
+            total.set(total + power)
+        return code.reduce_sum(total)
+
+    def take(self) -> tuple[Value, Value]:
+        """Return the likeliest expert that is left, and its power; where a logit is not a number, any of them."""
+        code, powers = self._code, self._powers
+        largest = code.reduce_max(self._over(code.maximum, code.f32x16(-1.0)))
+        place = code.var(code.i32x16(NONE))
+        for d in code.loop(0, self._stop, LANES):
+            here = self._numbers + code.truncate(d, "i32")
+            is_it = powers.load(d).equals(largest)
+            place.set(code.minimum(place, code.select(is_it, here, NONE)))
+        first = code.sign_extend(code.reduce_min(place))
+        expert = code.minimum(first, self._num_experts - 1)
+        power = code.var(powers[expert])
+        powers[expert] = -1.0
+        return expert, power
+
+    def _over(self, fold: Callable[[Value, Value], Value], first: Value) -> Value:
+        found = self._code.var(first)
+        for d in self._code.loop(0, self._stop, LANES):
+            found.set(fold(self._powers.load(d), found))
+        return found
+
+
+def _sort(
+    code: KernelBuilder,
+    num_experts: Value,
+    num_choices: Value,
+    counts: Pointer,
+    ids: Pointer,
+    order: Pointer,
+    spans: Pointer,
+    num_spans: Value,
+) -> None:
+    """Write order and spans; `counts`, of each expert, are overwritten."""
+    num_found, first = code.var(0), code.var(0)
+    for expert in code.loop(0, num_experts):
+        number = code.var(counts[expert])
+        counts[expert] = first
+        with code.when(number > 0):
+            span = spans + num_found * SPAN
+            span[0], span[1], span[2] = expert, first, number
+            num_found.set(num_found + 1)
+        first.set(first + number)
+    for unused in code.loop(num_found, num_spans):
+        spans[unused * SPAN + 2] = 0
+    for choice in code.loop(0, num_choices):
+        expert = code.var(ids[choice])
+        place = code.var(counts[expert])
+        order[place] = choice
+        counts[expert] = place + 1

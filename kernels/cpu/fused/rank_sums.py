@@ -1,0 +1,252 @@
+"""The exchange that every operation over the ranks of a group is made of: write a part, tell, wait for the others, read all.
+
+Shared memory, the same for all ranks:
+
+    control [R, 2 lines]   of each rank: exchanges it has written, the labels of the last two, and in a line of its own how many
+                           threads sleep until it has written more
+    then whatever the operations exchange
+
+Memory of one rank alone, the state: exchanges that are done, the step, what was found wrong; written and read pieces.
+
+Laws:
+  * Parts lie in two places in turn. A rank writes exchange n + 2 when it has read n + 1, for which every rank has written,
+    and a rank writes n + 1 when it has read n: so no part is overwritten that is still read (`tests/simulation/rank_protocol.py` visits all interleavings).
+  * All ranks do the same exchanges in the same order. Each has a label, made of its step and its size. Another label under
+    the same number, or a rank that is two exchanges ahead, is the proof that they do not: then nothing is waited for any more, and the
+    group says what it found (`RankExchange.check`).
+  * A thread that waits spins, then lets others have the core, then sleeps.
+
+The sums over the ranks of a group, each with what follows it: one launch, the same bits on every rank.
+
+    s = Σ_r y_r            in float32, in the order of the ranks
+    s = norm(s) by p          where there is a post-norm
+    x += α · s,   z = norm(x) by w       as `fused_add_norm` does;  without x: z = s
+
+    y_r, x, z [T, D]   D a multiple of 16, rows may be strided;  w, p as `norms.py` reads them, or absent
+
+Roofline: bytes = e T D (R + 4), FLOPs = (R + 6) T D.
+"""
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
+from trouper.kernels.codegen.units import LANES, Kind
+from trouper.kernels.cpu.attention.decode import capped
+from trouper.kernels.cpu.exchange_sizes import CONTROL, LINE
+from trouper.kernels.cpu.fused.norms import row_norm
+from trouper.kernels.formats import Norm
+
+NUM_DONE, STEP, FAILED, THEIR_NUMBER, THEIR_LABEL, OUR_LABEL = range(6)  # of the state
+NUM_WRITTEN, NUM_READ = LINE, 2 * LINE
+STATE = 3 * LINE
+LABEL_BITS = 24  # of the number of rows
+# A peer is late by 1 to 30 µs.  A thread that spins or yields longer spends the share of the processor that it needs when the part is
+# there: beside four busy loops on two cores, the demo model's steps of 8 rows took twice as long with 200 yields as with 20.
+PAUSES, YIELDS = 500, 20
+FUTEX, SCHED_YIELD = {"x86_64": (202, 24)}.get(platform.machine(), (98, 124))  # Linux's numbers
+WAIT, WAKE, ALL_THREADS = 0, 1, 2**30  # among the threads of all processes
+
+
+class Exchange(NamedTuple):
+    """The arguments that every kernel of a group begins with."""
+
+    memory: Value
+    rank: Value
+    state: Value
+    syscall: Value
+
+
+def exchange(
+    code: KernelBuilder,
+    group: Exchange,
+    num_ranks: int,
+    num_rows: Value,
+    write: Callable[[Value, Value], None],
+    read: Callable[[Value, Value], None],
+) -> None:
+    """Write the body of a kernel whose pieces are half of them written, half of them read.
+
+    Args:
+        write: writes piece i of this rank's part to place 0 or 1.
+        read: reads piece i of all parts from there.
+    """
+    state = code.pointer(group.state, "i64")
+    own = code.pointer(group.memory, "i64") + group.rank * CONTROL
+    own_address = group.memory + group.rank * (8 * CONTROL)
+    number = code.fetch(state) + 1
+    place = number & 1
+    label = (state[STEP] << LABEL_BITS) | num_rows
+    half = code.num_pieces >> 1
+    has_waited = code.var(0)
+    for piece in code.pieces():
+        with code.when(piece < half):
+            write(piece, place)
+            with code.when(code.fetch_add(state + NUM_WRITTEN, 1) + 1 >= half):
+                own[place + 1] = label
+                code.fetch_add(own, 1)
+                with code.when(code.fetch(own + LINE) > 0):
+                    code.call_at(group.syscall, FUTEX, own_address, WAKE, ALL_THREADS, 0, 0, 0)
+        with code.when(piece >= half):
+            with code.when(has_waited < 1):
+                for peer in code.loop(0, num_ranks):
+                    _wait(code, group, peer, number, label)
+                has_waited.set(1)
+            read(piece - half, place)
+            with code.when(code.fetch_add(state + NUM_READ, 1) + 1 >= half):
+                state[NUM_WRITTEN], state[NUM_READ] = 0, 0
+                code.fetch_add(state, 1)
+
+
+def _wait(code: KernelBuilder, group: Exchange, peer: Value, number: Value, label: Value) -> None:
+    """Wait until a peer has written its part, and compare its label."""
+    state = code.pointer(group.state, "i64")
+    address = group.memory + peer * (8 * CONTROL)
+    flag = code.pointer(address, "i64")
+    seen, num_waits = code.var(code.fetch(flag)), code.var(0)
+    has_failed = code.fetch(state + FAILED)
+    wanted = code.select(has_failed > 0, 0, number)
+    for _ in code.while_(seen, wanted):
+        num_waits.set(num_waits + 1)
+        with code.when(num_waits <= PAUSES):
+            code.pause()
+        with code.when((num_waits > PAUSES) & (num_waits <= PAUSES + YIELDS)):
+            code.call_at(group.syscall, SCHED_YIELD)
+        with code.when(num_waits > PAUSES + YIELDS):
+            code.fetch_add(flag + LINE, 1)
+            before = code.fetch(flag)
+            with code.when(before < number):  # returns at once if the peer has written since
+                code.call_at(group.syscall, FUTEX, address, WAIT, before, 0, 0, 0)
+            code.fetch_add(flag + LINE, -1)
+        seen.set(code.fetch(flag))
+    theirs = (flag + 1)[number & 1]
+    differs = (seen > number + 1) | code.compare("!=", theirs, label)
+    with code.when(differs & (has_failed < 1)):
+        state[THEIR_NUMBER], state[THEIR_LABEL], state[OUR_LABEL] = seen, theirs, label
+        state[FAILED] = peer + 1
+
+
+ROWS = 4  # of a piece
+
+
+def shared_sum(code: KernelBuilder, kind: Kind, num_ranks: int, norm: Norm) -> None:
+    """Write the kernel of the arguments of the group, address and bytes of a part, y, its stride, x or 0, its stride, p or 0, w or 0, z, its stride, T, D, α, ε."""
+    *group, parts, part_bytes, ys, y_stride, xs, x_stride, post, weights, zs, z_stride, length, width, alpha, eps = code.arguments(18)  # fmt: skip
+    group = Exchange(*group)
+    alpha, eps = code.f32_argument(alpha), code.f32_argument(eps)
+    weight, post_weight = code.pointer(weights, "f32"), code.pointer(post, "f32")
+
+    def write(piece: Value, place: Value) -> None:
+        part = code.pointer(parts + (place * num_ranks + group.rank) * part_bytes, kind)
+        for row in _rows(code, piece, length):
+            y, target = code.pointer(ys, kind) + row * y_stride, part + row * width
+            for d in code.loop(0, width, LANES):
+                target.store(d, y.load(d))
+
+    def read(piece: Value, place: Value) -> None:
+        first = parts + place * num_ranks * part_bytes
+        for row in _rows(code, piece, length):
+            y = [code.pointer(first + r * part_bytes, kind) + row * width for r in range(num_ranks)]
+            z = code.pointer(zs, kind) + row * z_stride
+            total = partial(_total, y)
+
+            with code.when(xs < 1):
+                for d in code.loop(0, width, LANES):
+                    z.store(d, total(d))
+            with code.when(xs > 0):
+                x = code.pointer(xs, kind) + row * x_stride
+                with code.when(post < 1):
+                    for d in code.loop(0, width, LANES):
+                        x.store(d, code.fma(alpha, total(d), x.load(d)))
+                with code.when(post > 0):
+                    normed = row_norm(code, total, width, post_weight, eps, norm)
+                    for d in code.loop(0, width, LANES):
+                        x.store(d, code.fma(alpha, normed(d), x.load(d)))
+                with code.when(weights > 0):
+                    normed = row_norm(code, x.load, width, weight, eps, norm)
+                    for d in code.loop(0, width, LANES):
+                        z.store(d, normed(d))
+
+    exchange(code, group, num_ranks, length, write, read)
+
+
+def shared_heads_norm(code: KernelBuilder, kind: Kind, num_ranks: int, num_copies: int) -> None:
+    """Write the kernel that normalises q and k in place, each over the heads of all ranks.
+
+    Its arguments: those of the group, address and bytes of a part, qkv, its stride, the widths of q and k here, those of all
+    ranks together, weights of q and k [width here], T, ε.  `num_copies` ranks one after the other have the same keys.
+    """
+    *group, parts, part_bytes, xs, x_stride, q_width, k_width, q_size, k_size, q_weights, k_weights, length, eps = code.arguments(16)  # fmt: skip
+    group = Exchange(*group)
+    eps = code.f32_argument(eps)
+    sides = (  # start in a row, width here, width of all, weights, column of the sums, ranks that count
+        (code.i64(0), q_width, q_size, q_weights, 0, range(num_ranks)),
+        (q_width, k_width, k_size, k_weights, 1, range(0, num_ranks, num_copies)),
+    )
+
+    def write(piece: Value, place: Value) -> None:
+        part = code.pointer(parts + (place * num_ranks + group.rank) * part_bytes, "f32")
+        for row in _rows(code, piece, length):
+            for start, width, _, _, column, _ in sides:
+                x = code.pointer(xs, kind) + row * x_stride + start
+                squares = code.var(code.f32x16(0.0))
+                for d in code.loop(0, width, LANES):
+                    value = x.load(d)
+                    squares.set(code.fma(value, value, squares))
+                part[row * 2 + column] = code.reduce_sum(squares)
+
+    def read(piece: Value, place: Value) -> None:
+        first = parts + place * num_ranks * part_bytes
+        for row in _rows(code, piece, length):
+            for start, width, size, weights, column, ranks in sides:
+                squares = code.f32(0.0)
+                for r in ranks:
+                    part = code.pointer(first + r * part_bytes, "f32")
+                    squares = squares + part[row * 2 + column]
+                inverse = 1.0 / code.sqrt(squares / code.f32(size) + eps)
+                x, weight = code.pointer(xs, kind) + row * x_stride + start, code.pointer(weights, "f32")  # fmt: skip
+                for d in code.loop(0, width, LANES):
+                    x.store(d, x.load(d) * inverse * weight.load(d))
+
+    exchange(code, group, num_ranks, length, write, read)
+
+
+def shared_columns(code: KernelBuilder, kind: Kind, num_ranks: int) -> None:
+    """Write the kernel that puts each rank's columns of the logits into a sheet [R, V] of float32, as `finish_logits` does.
+
+    Its arguments: those of the group, product [R, W], its stride, the address of its first column, V, R, W, at least 16 or 0,
+    scale, cap or 0.
+    """
+    *group, xs, x_stride, ys, y_stride, length, width, scale, cap = code.arguments(12)
+    group = Exchange(*group)
+    scale, cap = code.f32_argument(scale), code.f32_argument(cap)
+
+    def write(piece: Value, place: Value) -> None:  # there is one sheet
+        for row in _rows(code, piece, length):
+            x, y = code.pointer(xs, kind) + row * x_stride, code.pointer(ys, "f32") + row * y_stride
+            for start in code.loop(0, width, LANES):
+                d = code.minimum(start, width - LANES)  # those before again
+                y.store(d, capped(code, x.load(d) * scale, cap))
+
+    exchange(code, group, num_ranks, length, write, lambda piece, place: None)
+
+
+def num_pieces(num_rows: int) -> int:
+    """Return the pieces of a launch: all rows are written and read."""
+    return 2 * -(-num_rows // ROWS)
+
+
+def _total(parts: Sequence[Pointer], d: Value) -> Value:
+    """Return sixteen sums from d on, in the order of the parts."""
+    found = parts[0].load(d)
+    for part in parts[1:]:
+        found = found + part.load(d)
+    return found
+
+
+def _rows(code: KernelBuilder, piece: Value, length: Value) -> Iterator[Value]:
+    first = piece * ROWS
+    return code.loop(first, code.minimum(first + ROWS, length))

@@ -1,0 +1,210 @@
+"""A norm over heads that several ranks share out (OLMo-2): each rank's sums of squares, and the norm by the sums of all.
+
+    part [T, X]    a rank's heads of q, or of k, side by side; rows may be strided; normalised in place
+    sums [T]       float32: Σ part² of the rank, then of all ranks
+    part = part / √(sums / num + ε) · w      num numbers of all ranks together
+
+Roofline: bytes = 3 e T X (two reads and a write), FLOPs = 5 T X.  A few µs each; they count as launches.
+
+x += α · norm(y);  out = x / √(mean(x²) + ε) · w: the residual sum and the next layer's norm in one pass.
+
+    x, y, out [T, E]   tokens × hidden size; rows may be strided; x is updated in place
+    w [E]              in x's dtype or in float32; y's own norm (Gemma's post norm) is optional, as are y and the norm
+
+The sum is rounded to x's dtype before it is normalised, as the separate operations do.
+
+Roofline: bytes = 4 e T E (3 reads and writes of E less without y), FLOPs = 6 T E.  Target 80 %.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trouper.kernels.cuda.launch import Table, config_of
+from trouper.kernels.reference.norms import rms_norm_reference
+
+# By X.  One row a program, so that a row's arithmetic never depends on the batch.
+HEADS_CONFIGS: Table = {"sm_90": ((1024, {"num_warps": 4}), (16384, {"num_warps": 8}))}
+
+
+@triton.jit
+def _sum_of_squares_kernel(
+    part_ptr, sums_ptr, part_stride_t, sums_stride_t, X: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    part = tl.load(part_ptr + token * part_stride_t + column, mask=column < X, other=0.0)
+    part = part.to(tl.float32)
+    tl.store(sums_ptr + token * sums_stride_t, tl.sum(part * part, 0))
+
+
+@triton.jit
+def _norm_by_sum_kernel(
+    part_ptr,
+    sums_ptr,
+    weight_ptr,
+    part_stride_t,
+    sums_stride_t,
+    num,
+    eps,
+    X: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < X
+    at = part_ptr + token * part_stride_t + column
+    part = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.load(sums_ptr + token * sums_stride_t) / num + eps)
+    tl.store(at, (part * scale * weight).to(part_ptr.dtype.element_ty), mask=mask)
+
+
+def sum_of_squares_(part_TX: Tensor, sums_T: Tensor) -> None:
+    """Write the sum of squares of each row."""
+    num_tokens, width = part_TX.shape
+    assert part_TX.stride(1) == 1, "part must be contiguous along the heads"
+    assert sums_T.shape == (num_tokens,), f"sums is {tuple(sums_T.shape)}"
+    assert sums_T.dtype == torch.float32, "sums must be float32"
+    _sum_of_squares_kernel[(num_tokens,)](
+        part_TX,
+        sums_T,
+        part_TX.stride(0),
+        sums_T.stride(0),
+        X=width,
+        BLOCK=triton.next_power_of_2(width),
+        **config_of(HEADS_CONFIGS, part_TX.device, width),
+    )
+
+
+def norm_by_sum_(
+    part_TX: Tensor, sums_T: Tensor, weight_X: Tensor, *, num: int, eps: float
+) -> None:
+    """Normalise rows in place by the sums of squares of `num` numbers, those of the other ranks included."""
+    num_tokens, width = part_TX.shape
+    assert part_TX.stride(1) == 1, "part must be contiguous along the heads"
+    assert weight_X.numel() == width, "a weight for each number"
+    _norm_by_sum_kernel[(num_tokens,)](
+        part_TX,
+        sums_T,
+        weight_X,
+        part_TX.stride(0),
+        sums_T.stride(0),
+        num,
+        eps,
+        X=width,
+        BLOCK=triton.next_power_of_2(width),
+        **config_of(HEADS_CONFIGS, part_TX.device, width),
+    )
+
+
+def heads_norm_reference(whole_TX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
+    """Return the norm of the heads of all ranks, side by side."""
+    return rms_norm_reference(whole_TX, weight_X, eps)
+
+
+# By E.  One row a program, so that a row's arithmetic never depends on the batch.
+NORM_CONFIGS: Table = {
+    "sm_90": (
+        (1024, {"num_warps": 4}),
+        (8192, {"num_warps": 8}),
+        (16384, {"num_warps": 16}),
+    )
+}
+
+
+@triton.jit
+def _fused_add_rms_norm_kernel(
+    x_ptr,
+    y_ptr,
+    weight_ptr,
+    post_weight_ptr,
+    out_ptr,
+    x_stride_t,
+    y_stride_t,
+    out_stride_t,
+    eps,
+    alpha,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_Y: tl.constexpr,
+    HAS_POST: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < E
+    x = tl.load(x_ptr + token * x_stride_t + column, mask=mask, other=0.0).to(tl.float32)
+    if HAS_Y:
+        y = tl.load(y_ptr + token * y_stride_t + column, mask=mask, other=0.0).to(tl.float32)
+        if HAS_POST:
+            post = tl.load(post_weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+            y = y * tl.rsqrt(tl.sum(y * y, 0) / E + eps) * post
+            y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+        rounded = (x + alpha * y).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + token * x_stride_t + column, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    if not HAS_NORM:
+        return
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    out = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps) * weight
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * out_stride_t + column, out, mask=mask)
+
+
+def fused_add_rms_norm(
+    x_TE: Tensor,
+    y_TE: Tensor | None,
+    weight_E: Tensor | None,
+    eps: float,
+    *,
+    alpha: float = 1.0,
+    post_weight_E: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the normalised rows [T, E], or x without a weight; `out` may be x itself when there is no y."""
+    num_tokens, width = x_TE.shape
+    if weight_E is None:
+        out = x_TE
+    elif out is None:
+        out = torch.empty_like(x_TE)
+    for name, rows in (("x", x_TE), ("y", y_TE), ("out", out)):
+        if rows is not None:
+            assert rows.shape == x_TE.shape, f"{name} is {tuple(rows.shape)}"
+            assert rows.stride(1) == 1, f"{name} must be contiguous along the hidden size"
+    _fused_add_rms_norm_kernel[(num_tokens,)](
+        x_TE,
+        y_TE,
+        weight_E,
+        post_weight_E,
+        out,
+        x_TE.stride(0),
+        0 if y_TE is None else y_TE.stride(0),
+        out.stride(0),
+        eps,
+        alpha,
+        E=width,
+        BLOCK=triton.next_power_of_2(width),
+        HAS_Y=y_TE is not None,
+        HAS_POST=post_weight_E is not None,
+        HAS_NORM=weight_E is not None,
+        **config_of(NORM_CONFIGS, x_TE.device, width),
+    )
+    return out
+
+
+def fused_add_rms_norm_reference(
+    x_TE: Tensor,
+    y_TE: Tensor | None,
+    weight_E: Tensor,
+    eps: float,
+    *,
+    alpha: float = 1.0,
+    post_weight_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (x after the sum, out), out of place."""
+    if y_TE is not None:
+        y_TE = y_TE if post_weight_E is None else rms_norm_reference(y_TE, post_weight_E, eps)
+        x_TE = (x_TE.double() + alpha * y_TE.double()).to(x_TE.dtype)
+    return x_TE, rms_norm_reference(x_TE, weight_E, eps)

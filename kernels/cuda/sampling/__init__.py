@@ -1,0 +1,1 @@
+"""The Triton kernels that draw tokens and report their log probabilities."""

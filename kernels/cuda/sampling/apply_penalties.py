@@ -1,0 +1,175 @@
+"""Everything that changes logits before a token is drawn: mask, edits, then penalties.
+
+    x[v] = logits[v], or -inf where the row's mask forbids v;   + every edit of v that applies
+    x[v] = x / ρ if x > 0 else x · ρ   for v in prompt or output (repetition penalty ρ)
+    x[v] -= frequency · count(v) + presence · [count(v) > 0]      over the output
+
+    logits [R, V]   any float type; not changed, as logprobs are those of the raw logits
+    edited [R, V]   float32; only rows with `is_edited` are written
+    rows, ends [R]  int32: device row, and the position of the token to be drawn; row -1 = padding
+
+A logit that is not finite becomes NaN, so that the row is found out when it is drawn.
+
+Roofline: bytes = (e + 4) R V for the R edited rows, and 4 R V more with penalties.  Target 70 %.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trouper.kernels.cuda.launch import config_of
+from trouper.kernels.cuda.sampling.sampling_rows import BLOCKS, SamplingRows
+
+
+@triton.jit
+def _apply_penalties_kernel(
+    logits_ptr,
+    edited_ptr,
+    rows_ptr,
+    ends_ptr,
+    tokens_ptr,
+    repetition_ptr,
+    frequency_ptr,
+    presence_ptr,
+    num_prompt_ptr,
+    is_edited_ptr,
+    is_masked_ptr,
+    mask_ptr,
+    history_ptr,
+    num_edits_ptr,
+    edit_ids_ptr,
+    edit_values_ptr,
+    edit_untils_ptr,
+    edit_lengths_ptr,
+    edit_conditions_ptr,
+    tokens_stride_r,
+    V,
+    WORDS,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    L_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    if row < 0:
+        return
+    if tl.load(is_edited_ptr + row) == 0:
+        return
+    end = tl.load(ends_ptr + i)
+    first = tl.program_id(1) * BLOCK
+    token = first + tl.arange(0, BLOCK)
+    in_range = token < V
+    raw = tl.load(logits_ptr + i * V + token, mask=in_range, other=0.0).to(tl.float32)
+    x = raw
+    if tl.load(is_masked_ptr + row) != 0:
+        word = tl.load(mask_ptr + row * WORDS + token // 32, mask=in_range, other=0)
+        x = tl.where((word >> (token % 32)) & 1 != 0, x, float("-inf"))
+    for edit in range(tl.load(num_edits_ptr + row)):
+        at = row * K + edit
+        token_id = tl.load(edit_ids_ptr + at)
+        if (token_id >= first) & (token_id < first + BLOCK):
+            applies = end < tl.load(edit_untils_ptr + at)
+            length = tl.load(edit_lengths_ptr + at)
+            if length > 0:
+                j = tl.arange(0, L_PAD)
+                wanted = tl.load(edit_conditions_ptr + at * L + j, mask=j < length, other=0)
+                begin = end - length
+                num_prompt = tl.load(num_prompt_ptr + row)
+                has_room = begin >= num_prompt
+                output_ptr = tokens_ptr + row * tokens_stride_r + begin + j
+                output = tl.load(
+                    output_ptr, mask=(j < length) & (begin + j >= num_prompt + j), other=0
+                )
+                differ = tl.sum(((wanted != output) & (j < length)).to(tl.int32), 0)
+                applies = applies & has_room & (differ == 0)
+            x = tl.where((token == token_id) & applies, x + tl.load(edit_values_ptr + at), x)
+    repetition = tl.load(repetition_ptr + row)
+    frequency = tl.load(frequency_ptr + row)
+    presence = tl.load(presence_ptr + row)
+    if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
+        history = tl.load(history_ptr + row * V + token, mask=in_range, other=0)
+        penalised = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+        x = tl.where(history != 0, penalised, x)
+        count = (history >> 1).to(tl.float32)
+        x = x - frequency * count - tl.where(count > 0, presence, 0.0)
+    x = tl.where(tl.abs(raw) < float("inf"), x, float("nan"))
+    tl.store(edited_ptr + i * V + token, x, mask=in_range)
+
+
+def apply_penalties(
+    logits_RV: Tensor,
+    rows_R: Tensor,
+    ends_R: Tensor,
+    tokens: Tensor,
+    sampling: SamplingRows,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return [R, V] float32, of which only the rows that are edited hold anything.
+
+    Args:
+        tokens: [M, …] int32, the permanent rows, for edits with a condition.
+    """
+    num_rows, vocab_size = logits_RV.shape
+    num_edits, longest = sampling.edit_conditions.shape[1:]
+    assert logits_RV.is_contiguous(), "logits must be contiguous"
+    assert sampling.history.shape[1] == vocab_size, "the rows are of another vocabulary"
+    out = torch.empty_like(logits_RV, dtype=torch.float32) if out is None else out
+    config = config_of(BLOCKS, logits_RV.device, vocab_size)
+    _apply_penalties_kernel[(num_rows, triton.cdiv(vocab_size, config["BLOCK"]))](
+        logits_RV,
+        out,
+        rows_R,
+        ends_R,
+        tokens,
+        sampling.repetition,
+        sampling.frequency,
+        sampling.presence,
+        sampling.num_prompt,
+        sampling.is_edited,
+        sampling.is_masked,
+        sampling.mask,
+        sampling.history,
+        sampling.num_edits,
+        sampling.edit_ids,
+        sampling.edit_values,
+        sampling.edit_untils,
+        sampling.edit_lengths,
+        sampling.edit_conditions,
+        tokens.stride(0),
+        vocab_size,
+        sampling.mask.shape[1],
+        K=num_edits,
+        L=longest,
+        L_PAD=triton.next_power_of_2(longest),
+        **config,
+    )
+    return out
+
+
+def apply_penalties_reference(
+    logits_V: Tensor, row: int, end: int, tokens: Tensor, sampling: SamplingRows
+) -> Tensor:
+    """Edit one row, in float64."""
+    x = logits_V.double()
+    if sampling.is_masked[row]:
+        bits = sampling.mask[row].unsqueeze(1) >> torch.arange(32) & 1
+        x = x.masked_fill(bits.flatten()[: len(x)] == 0, -torch.inf)
+    for edit in range(int(sampling.num_edits[row])):
+        length = int(sampling.edit_lengths[row, edit])
+        output = tokens[row, int(sampling.num_prompt[row]) : end]
+        ending = output[len(output) - length :] if length <= len(output) else None
+        condition = sampling.edit_conditions[row, edit, :length]
+        is_met = ending is not None and torch.equal(ending, condition)
+        if is_met and end < int(sampling.edit_untils[row, edit]):
+            x[sampling.edit_ids[row, edit]] += sampling.edit_values[row, edit].double()
+    history = sampling.history[row]
+    count = (history >> 1).double()
+    repetition = sampling.repetition[row].double()
+    penalised = torch.where(x > 0, x / repetition, x * repetition)
+    x = torch.where(history != 0, penalised, x)
+    x = x - sampling.frequency[row].double() * count
+    x = x - sampling.presence[row].double() * (count > 0)
+    return x.masked_fill(~logits_V.isfinite(), torch.nan).float()
