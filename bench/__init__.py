@@ -1,1 +1,1 @@
-"""Benchmarks: what `trouper bench` measures; only its commands import it, when they run."""
+"""Benchmarks: `trouper bench` measures engines, servers and kernels.  Only its commands import this package."""

@@ -9,8 +9,7 @@ from typing import Any
 from trouper import LLM, EngineArgs, SamplingParams
 from trouper.bench import steps
 from trouper.bench.datasets import random_requests
-from trouper.bench.figures import PERCENTILES, percentile
-from trouper.bench.plot import Latency, Point
+from trouper.bench.report import PERCENTILES, Latency, Point, percentile
 
 
 def measure(

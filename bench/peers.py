@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from trouper.bench import runner
-from trouper.bench.figures import repeats
+from trouper.bench.report import repeats
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 
 NAMES = ("trouper", "vllm", "llama.cpp", "transformers")

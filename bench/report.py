@@ -1,17 +1,25 @@
-"""Collect what every report says about the machine and the command; nothing that names a host or a user."""
+"""Collect what every report says about the machine and the command; nothing that names a host or a user.
+
+Sum up many measurements in a few figures.  Pure.
+
+A picture of throughput and latencies over concurrency.
+"""
 
 import json
 import platform
 import shutil
+import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trouper import __version__
 from trouper.actors.executor.topology import num_physical_cores
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.extras import install_hint
 
 PACKAGES = ("torch", "transformers", "tokenizers", "anyio", "trio", "llvmlite", "triton", "httpx2", "vllm")  # fmt: skip
 SECRETS = ("--api-key", "--hf-token")
@@ -85,3 +93,107 @@ def unwritable(parameter: str, path: str | None, error: OSError) -> TrouperValid
     return TrouperValidationError(
         f"cannot be written: {error.strerror}", parameter=parameter, value=path
     )
+
+
+PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """Linear between the two nearest ranks; q in [0, 100].  Raises ValueError without values."""
+    if not values or not 0 <= q <= 100:
+        raise ValueError("a percentile needs values, and q in [0, 100]")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * q / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def spread(values: Sequence[float]) -> float:
+    """(largest - smallest) / median: what five repeats leave uncertain."""
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+def summary(
+    values: Sequence[float], percentiles: Sequence[float] = PERCENTILES
+) -> dict[str, float]:
+    """mean, median, std, max and p<q>; empty without values."""
+    if not values:
+        return {}
+    figures = {
+        "mean": statistics.fmean(values),
+        "median": statistics.median(values),
+        "std": statistics.pstdev(values),
+        "max": max(values),
+    }
+    return figures | {f"p{q:g}": percentile(values, q) for q in percentiles}
+
+
+def repeats(seconds: Sequence[float]) -> dict[str, object]:
+    """Repeats of one measurement: median, spread and every value, in seconds."""
+    return {
+        "median_s": round(statistics.median(seconds), 6),
+        "spread": round(spread(seconds), 4),
+        "all_s": [round(value, 6) for value in seconds],
+    }
+
+
+def num_good(requests: Sequence[Mapping[str, float]], objectives: Mapping[str, float]) -> int:
+    """How many requests keep every objective; a figure that a request does not have is kept."""
+    return sum(
+        all(request.get(name, 0.0) <= limit for name, limit in objectives.items())
+        for request in requests
+    )
+
+
+class Latency(NamedTuple):
+    """The middle and the tail of one latency."""
+
+    median_ms: float
+    p99_ms: float
+
+
+class Point(NamedTuple):
+    """One measurement at one concurrency; its latencies go by the names that the picture gives them."""
+
+    concurrency: float
+    tokens_per_s: float
+    latencies: Mapping[str, Latency]
+
+
+def check_available() -> None:
+    """Before the measurement.  Raises UnsupportedFeatureError without matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise UnsupportedFeatureError(f"--plot needs matplotlib: {install_hint('bench')}")
+
+
+def plot(path: str, points: Sequence[Point], *, title: str, concurrency: str) -> None:
+    """Write a PNG with a title: throughput on top, below it each latency, all over `concurrency`."""
+    check_available()
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    points = sorted(points, key=lambda point: point.concurrency)
+    names = list(dict.fromkeys(name for point in points for name in point.latencies))
+    figure = Figure(figsize=(6, 3 * (1 + len(names))), layout="constrained")
+    figure.suptitle(title, wrap=True)
+    throughput, *below = figure.subplots(1 + len(names), sharex=True, squeeze=False)[:, 0]
+    xs = [point.concurrency for point in points]
+    throughput.plot(xs, [point.tokens_per_s for point in points], marker="o")
+    throughput.set(ylabel="output tokens/s")
+    for axes, name in zip(below, names, strict=True):
+        found = [
+            (point.concurrency, point.latencies[name])
+            for point in points
+            if name in point.latencies
+        ]
+        for label, pick in (("median", 0), ("99th percentile", 1)):
+            axes.plot(
+                [x for x, _ in found], [pair[pick] for _, pair in found], marker="o", label=label
+            )
+        axes.set(ylabel=f"{name}, ms")
+        axes.legend()
+    for axes in (throughput, *below):
+        axes.set_xlabel(concurrency)
+        axes.set_ylim(bottom=0)
+        axes.grid(visible=True, alpha=0.3)
+    figure.savefig(path, format="png", dpi=150)

@@ -1,9 +1,16 @@
-"""Load on any OpenAI-compatible server, and what its clients saw."""
+"""Load on any OpenAI-compatible server, and what its clients saw.
+
+When requests arrive.  Pure.
+
+Source: the serving benchmark of vLLM: gamma-distributed gaps (burstiness 1: a Poisson process), rescaled
+so that the last request arrives after exactly num / rate seconds.
+"""
 
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from time import perf_counter, process_time
 from typing import Any, Literal
 
@@ -11,11 +18,9 @@ import anyio
 import httpx2
 import msgspec
 
-from trouper.bench.arrivals import arrival_times
 from trouper.bench.client import Outcome, ask
 from trouper.bench.datasets import SampleRequest
-from trouper.bench.figures import num_good, summary
-from trouper.bench.plot import Latency, Point
+from trouper.bench.report import Latency, Point, num_good, summary
 from trouper.errors import TrouperError, TrouperValidationError
 
 PATHS = {"completions": "completions", "chat": "chat/completions"}
@@ -225,3 +230,20 @@ def points(records: Sequence[dict[str, Any]]) -> list[Point]:
         for record in records
         if "median_e2el_ms" in record
     ]
+
+
+def arrival_times(
+    num: int, rate: float, rng: random.Random, *, burstiness: float = 1.0
+) -> list[float]:
+    """Seconds from the start, ascending.
+
+    Args:
+        rate: requests per second; infinity: all at once.
+        burstiness: shape of the gamma distribution; below 1 in bursts, above 1 more even.
+    """
+    if math.isinf(rate):
+        return [0.0] * num
+    gaps = [rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(num)]
+    times = list(accumulate(gaps))
+    scale = num / rate / times[-1] if times and times[-1] > 0 else 1.0
+    return [time * scale for time in times]

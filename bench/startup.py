@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from trouper.bench.figures import repeats
+from trouper.bench.report import repeats
 from trouper.errors import TrouperError
 
 POLL_S = 0.01  # asking all the time would slow it down

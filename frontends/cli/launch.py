@@ -15,8 +15,8 @@ from typing import Annotated, Literal, NamedTuple
 import typer
 
 from trouper.errors import RemoteError, TrouperValidationError
-from trouper.frontends.cli.options import expand_options
-from trouper.frontends.cli.remote import CONNECTING, RemoteModel, RemoteOptions, RemoteServer
+from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.chat.remote import CONNECTING, RemoteModel, RemoteOptions, RemoteServer
 from trouper.frontends.cli.running import Interrupts, run_open
 
 # Agents insist on a key, and a server without keys takes any.

@@ -1,26 +1,31 @@
-"""`trouper`: the root command, and the one place where an exception becomes an exit code."""
+"""`trouper`: the root command, and the one place where an exception becomes an exit code.
 
+Environment variables that begin with TROUPER_ and that nothing reads: misspelt ones, most likely.
+"""
+
+import dataclasses
+import difflib
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
 
 from trouper import __version__
+from trouper.bench.cli.app import bench
+from trouper.config.args import EngineArgs
 from trouper.config.dotted import join_dotted
 from trouper.frontends.cli import output
-from trouper.frontends.cli.bench.app import bench
-from trouper.frontends.cli.chat import chat
+from trouper.frontends.cli.arguments.help import PanelCommand, TextCommand, WholeSentenceGroup
+from trouper.frontends.cli.batch.embed import embed, score
+from trouper.frontends.cli.batch.generate import generate
+from trouper.frontends.cli.batch.run_batch import run_batch
+from trouper.frontends.cli.chat.commands import chat, complete
 from trouper.frontends.cli.collect_env import collect_env
-from trouper.frontends.cli.complete import complete
-from trouper.frontends.cli.embed import embed, score
-from trouper.frontends.cli.generate import generate
-from trouper.frontends.cli.help import PanelCommand, TextCommand, WholeSentenceGroup
 from trouper.frontends.cli.launch import launch
 from trouper.frontends.cli.models import models
-from trouper.frontends.cli.run_batch import run_batch
-from trouper.frontends.cli.serve import serve
-from trouper.frontends.cli.variables import unknown_variables
+from trouper.frontends.cli.serve import ServerOptions, serve
 
 HELP_WIDTH = 100  # columns of the widest help
 app = typer.Typer(
@@ -71,13 +76,13 @@ def root(
         output.complain(line)
 
 
-def run_line(arguments: list[str] | None = None) -> int:
+def run_line(arguments: list[str] | None = None, commands: typer.Typer = app) -> int:
     """Run one command line and return its exit code; every error is one line on stderr."""
     # Shared with the command: its arguments go in, `debug` comes back.
     state: dict[str, Any] = {"arguments": sys.argv[1:] if arguments is None else arguments}
     output.prepare_streams()
     try:
-        code = app(
+        code = commands(
             join_dotted(state["arguments"]), prog_name="trouper", standalone_mode=False, obj=state
         )
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
@@ -107,3 +112,34 @@ def main() -> None:
         # the lock that it holds.
         os._exit(code)
     sys.exit(code)
+
+
+PREFIX = "TROUPER_"
+# Variables that are no option of `serve`.
+OWN = (
+    "ALLOW_RUNTIME_LORA_UPDATING", "BATCH_INVARIANT", "CHAT_TEMPLATE_RENDER_TIMEOUT", "CLUSTER_KEY", "CONFIG",
+    "CPU_BIND", "CPU_KVCACHE_SPACE", "DEVICE", "KEEP_ALIVE_ON_ENGINE_DEATH", "KERNELS", "LOG_STATS_INTERVAL",
+    "PP_LAYER_PARTITION", "RAY_CPUS_PER_WORKER", "SERVER_DEV_MODE", "SMOLLM2", "TEST_FAULT",
+)  # fmt: skip
+# Kubernetes sets these for every container beside a service of the name "trouper".
+OF_KUBERNETES = ("TROUPER_SERVICE_", "TROUPER_PORT_")
+
+
+def known_variables() -> list[str]:
+    """List the variables that some part of the program reads."""
+    options = [
+        field.name for kind in (EngineArgs, ServerOptions) for field in dataclasses.fields(kind)
+    ]
+    return [PREFIX + name.upper() for name in (*OWN, *options)]
+
+
+def unknown_variables(names: Iterable[str]) -> Iterator[str]:
+    """Name each variable that nothing reads, with the one that was probably meant."""
+    known = known_variables()
+    for name in sorted(names):
+        if not name.startswith(PREFIX) or name in known or name.startswith(OF_KUBERNETES):
+            continue
+        near = difflib.get_close_matches(name, known, 1, 0.75)
+        yield f"warning: nothing reads the variable {name}" + (
+            f"; did you mean {near[0]}?" if near else ""
+        )

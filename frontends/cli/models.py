@@ -10,7 +10,7 @@ import typer
 from trouper.config.gguf_files import gguf_models, gguf_names
 from trouper.config.model_path import is_plain
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.arguments.options import expand_options
 
 HEADINGS = ("model", "size", "type", "task", "served by")
 

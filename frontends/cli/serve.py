@@ -19,8 +19,8 @@ from trouper.config.resolve import EngineConfig, resolve, served_names
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 from trouper.frontends.cli import output
-from trouper.frontends.cli.adapters import lora_modules
-from trouper.frontends.cli.options import expand_options, json_object, read_config
+from trouper.frontends.cli.arguments.adapters import lora_modules
+from trouper.frontends.cli.arguments.options import expand_options, json_object, read_config
 
 if TYPE_CHECKING:
     from trouper.actors.executor.devices.launch_local import Launcher

@@ -26,6 +26,7 @@ from trouper.config.output_rules import Marks
 from trouper.config.resolve import EngineConfig, resolve
 from trouper.config.sampling import Frontend
 from trouper.errors import EngineDeadError, TrouperValidationError
+from trouper.frontends.python.autostart import HoldingTask, StartingGeneration, can_start
 from trouper.frontends.python.controls import AsyncControls
 from trouper.frontends.python.options import (
     check_unused,
@@ -33,7 +34,6 @@ from trouper.frontends.python.options import (
     plain_prompt,
     tokenization_options,
 )
-from trouper.frontends.python.starting import HoldingTask, StartingGeneration, can_start
 from trouper.inputs import PoolingPrompt, PromptType
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput

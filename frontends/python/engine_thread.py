@@ -1,31 +1,43 @@
-"""`EngineThread`: an engine on an event loop in a thread of its own, and the way there for blocking code."""
+"""`EngineThread`: an engine on an event loop in a thread of its own, and the way there for blocking code.
+
+An event loop in a thread of its own, with a portal to it.
+
+The controls of `controls.py` for code that waits for them, one line each.
+"""
 
 import atexit
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from concurrent.futures import Future
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
     ExitStack,
     contextmanager,
 )
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
+import anyio
 import trio
 from anyio.from_thread import BlockingPortal
 
 from trouper.config.args import EngineArgs
-from trouper.errors import EngineDeadError, EngineForkedError, TrouperError
+from trouper.config.model import ModelConfig
+from trouper.config.model_view import ConfigView, ModelView
+from trouper.errors import EngineDeadError, EngineForkedError, TrouperError, TrouperValidationError
 from trouper.frontends.python.async_engine import AsyncLLMEngine
-from trouper.frontends.python.portal_thread import PortalThread
+from trouper.frontends.python.controls import AsyncControls
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from trouper.actors.engine.generation import Generation
+
 
 T = TypeVar("T")
 THREADS = "trouper"  # begins the names of an engine's own threads: the portal's and the device's
@@ -186,3 +198,127 @@ def _close_at_exit(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
     close = method()
     if close is not None:
         close()
+
+
+class PortalThread:
+    """Entering starts the loop, leaving stops it.
+
+    As anyio's `start_blocking_portal`, but no generator: what is suspended in one runs when it is garbage, and in a
+    forked child, which has no such thread, it would wait for the loop for ever.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._portal: Future[BlockingPortal] = Future()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def __repr__(self) -> str:
+        return f"<PortalThread {'running' if self._thread.is_alive() else 'not running'}>"
+
+    def __enter__(self) -> BlockingPortal:
+        self._thread.start()
+        return self._portal.result()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        portal = self._portal.result()
+        try:
+            portal.call(portal.stop, error is not None)
+        except RuntimeError:
+            pass  # it has stopped already
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._serve, backend="trio")
+        except BaseException as error:  # noqa: ASYNC103  # a thread: it belongs to `__enter__`
+            if not self._portal.done():
+                self._portal.set_exception(error)
+
+    async def _serve(self) -> None:
+        async with BlockingPortal() as portal:
+            self._portal.set_result(portal)
+            await portal.sleep_until_stopped()
+
+
+P = ParamSpec("P")
+
+
+def blocking(
+    method: Callable[Concatenate[Any, P], Awaitable[T]],
+) -> Callable[Concatenate["BlockingControls", P], T]:
+    """Return a method of `AsyncLLMEngine` as one that waits for its result."""
+
+    @wraps(method)
+    def wait(self: "BlockingControls", *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.thread.call(method, self.thread.engine, *args, **kwargs)
+
+    return wait
+
+
+class BlockingControls:
+    """Base of `LLM` and `LLMEngine`: the same controls over an engine that runs in a thread."""
+
+    thread: EngineThread
+
+    sleep = blocking(AsyncControls.sleep)
+    wake_up = blocking(AsyncControls.wake_up)
+    is_sleeping = blocking(AsyncControls.is_sleeping)
+    pause_generation = blocking(AsyncControls.pause_generation)
+    resume_generation = blocking(AsyncControls.resume_generation)
+    is_paused = blocking(AsyncControls.is_paused)
+    reset_prefix_cache = blocking(AsyncControls.reset_prefix_cache)
+    reset_mm_cache = blocking(AsyncControls.reset_mm_cache)
+    add_lora = blocking(AsyncControls.add_lora)
+    remove_lora = blocking(AsyncControls.remove_lora)
+    pin_lora = blocking(AsyncControls.pin_lora)
+    list_loras = blocking(AsyncControls.list_loras)
+    start_profile = blocking(AsyncControls.start_profile)
+    stop_profile = blocking(AsyncControls.stop_profile)
+    get_metrics = blocking(AsyncControls.get_metrics)
+
+    def paused(self, mode: str = "keep", clear_cache: bool = False) -> AbstractContextManager[None]:
+        """Pause inside the block; on every way out the engine is again as it was before."""
+        return self.thread.entered(self.thread.engine.paused(mode, clear_cache=clear_cache))
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.thread.engine.model_config
+
+    def get_model_config(self) -> ModelView:
+        """Return the model under vLLM's names, with the length and the dtype in force."""
+        return self.thread.engine.get_model_config()
+
+    @property
+    def vllm_config(self) -> ConfigView:
+        """The configuration under vLLM's names, for scripts that read them."""
+        return self.thread.engine.vllm_config
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's transformers tokenizer; needs the extra `transformers`."""
+        self.thread.check_open()
+        tokenizer = self.thread.engine.tokenizer
+        if tokenizer is None:
+            raise TrouperValidationError("skip_tokenizer_init is set", parameter="tokenizer")
+        return tokenizer.hf_tokenizer()
+
+    def close(self) -> None:
+        """End the engine; memory, threads and tasks are gone when this returns.  Idempotent.
+
+        Called by one of the engine's own threads, or inside trio, it only begins the end, for which that thread must be free.
+        """
+        self.thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

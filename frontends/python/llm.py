@@ -7,7 +7,9 @@ from typing import Any, NoReturn, Self, cast
 from trouper.config.args import EngineArgs
 from trouper.errors import EnginePausedError, TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.python.beam_search import BeamSearchOutput, SearchLimits, beam_search
-from trouper.frontends.python.bulk import (
+from trouper.frontends.python.llm_engine import LLMEngine
+from trouper.frontends.python.llm_pooling import PoolingMethods
+from trouper.frontends.python.llm_requests import (
     Conversation,
     ProgressBar,
     as_chat_prompts,
@@ -17,8 +19,6 @@ from trouper.frontends.python.bulk import (
     progress_bar,
     submit,
 )
-from trouper.frontends.python.llm_engine import LLMEngine
-from trouper.frontends.python.llm_pooling import PoolingMethods
 from trouper.frontends.python.options import default_sampling_params, one_each
 from trouper.inputs import PromptType
 from trouper.lora import LoRARequest

@@ -11,9 +11,8 @@ from trouper.actors.engine.engine import EngineStatistics
 from trouper.config.args import EngineArgs
 from trouper.errors import ExecutionError
 from trouper.frontends.python.async_engine import AsyncLLMEngine
-from trouper.frontends.python.blocking import BlockingControls, blocking
 from trouper.frontends.python.controls import AsyncControls
-from trouper.frontends.python.engine_thread import EngineThread
+from trouper.frontends.python.engine_thread import BlockingControls, EngineThread, blocking
 from trouper.inputs import PoolingPrompt
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from trouper.errors import EnginePausedError, TrouperValidationError
-from trouper.frontends.python.blocking import BlockingControls
-from trouper.frontends.python.bulk import ProgressBar, as_list, progress_bar
+from trouper.frontends.python.engine_thread import BlockingControls
+from trouper.frontends.python.llm_requests import ProgressBar, as_list, progress_bar
 from trouper.frontends.python.options import check_unused, one_each
 from trouper.frontends.python.scoring import Pooled, Scorer, as_pairs, collect
 from trouper.inputs import PoolingPrompt

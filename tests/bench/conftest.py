@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from trouper.bench.studies.command import run_study
 from trouper.frontends.cli.main import run_line
 
 
@@ -31,3 +32,16 @@ def bench(capsys):
 def report(bench):
     """The report of a command, as `--json` prints it."""
     return lambda *arguments: json.loads(bench(*arguments, "--json").out)
+
+
+@pytest.fixture
+def study(capsys):
+    """Run a study's command with some arguments and return its report."""
+
+    def study(command, *arguments):
+        found = run_study(command, [*map(str, arguments), "--json"])
+        printed = capsys.readouterr()
+        assert found == 0, printed.err
+        return json.loads(printed.out)
+
+    return study

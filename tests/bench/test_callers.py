@@ -7,9 +7,9 @@ from time import perf_counter
 
 import pytest
 
-from trouper.bench.callers import END, Callers, Wire
-from trouper.bench.crowd import _calm, total
-from trouper.bench.stage import Turn
+from trouper.bench.studies.server.callers import END, Callers, Wire
+from trouper.bench.studies.server.overload import _calm, total
+from trouper.bench.studies.server.server_under_test import Turn
 
 HEAD = b"HTTP/1.1 200 \r\ntransfer-encoding: chunked\r\n\r\n"
 FRAMES = b"".join(b'c\r\ndata: {"a": %d}\n\n\r\n' % i for i in range(3))

@@ -1,25 +1,22 @@
 """Every benchmark on the bundled model, as small as it can be; mistakes in one line."""
 
 import json
-import signal
 import struct
 from importlib.util import find_spec
 
-import anyio
 import numpy as np
 import pytest
 import torch
 
-from trouper.bench import plot, roofs, startup, structured
+from trouper.bench import report, startup
 from trouper.bench import throughput as core
-from trouper.bench.kernels import OPS, TOLERANCE, Case, Shapes, WrongResultError, measure
-from trouper.bench.loop_gap import Heartbeat
+from trouper.bench.kernels import roofs
+from trouper.bench.kernels.cpu import OPS, TOLERANCE, Case, Shapes, WrongResultError, measure
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL
 from trouper.config.presets import GEOMETRIES
 from trouper.errors import UnsupportedFeatureError
 from trouper.extras import install_hint
-from trouper.frontends.cli.main import run_line
 from trouper.kernels.codegen import units
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "128"]
@@ -189,59 +186,6 @@ def test_one_batch_is_traced(bench, tmp_path):
     assert list(tmp_path.iterdir())
 
 
-def test_structured_compares_streams_by_a_schema_with_free_ones(report):
-    options = (
-        "--num-streams",
-        "2",
-        "--output-len",
-        "16",
-        "--num-rounds",
-        "1",
-        "--num-schemas",
-        "2",
-    )
-    found = report("structured", *SMALL, *options)
-    assert found["ratio"] == pytest.approx(found["structured_tok_s"] / found["free_tok_s"])
-    assert found["first_token_new_schema_ms"]["p50"] > 0
-    assert found["loop_gap_ms"]["max"] >= found["loop_gap_ms"]["p50"]
-    assert 0 < found["redrawn_share"] < 1
-    assert found["mask_ms_per_step"] > 0
-    assert found["missed"] == structured.missed(found)
-
-
-@pytest.mark.parametrize("loop", ["trio", "asyncio"])
-def test_the_gaps_of_the_loop(report, loop):
-    found = report("loop-gap", *TINY, "--loop", loop, "--idle", "0.01", "--interval-ms", "0.2")
-    assert found["num_tokens"] == 12
-    assert found["num_beats"] > 0
-    for state in ("idle_ms", "busy_ms"):
-        assert 0 <= found[state]["p50"] <= found[state]["p99.9"] <= found[state]["max"]
-
-
-@pytest.mark.parametrize("loop", ["trio", "asyncio"])
-def test_ctrl_c_while_gaps_are_measured_is_one_line(loop, monkeypatch, capsys):
-    hearts = []
-
-    async def interrupted(heart):
-        hearts.append(heart)
-        if len(hearts) == 2:  # the one beside the streams
-            signal.raise_signal(signal.SIGINT)
-        await anyio.sleep_forever()
-
-    monkeypatch.setattr(Heartbeat, "beat", interrupted)
-    assert run_line(["bench", "loop-gap", *TINY, "--loop", loop, "--idle", "0"]) == 130
-    assert capsys.readouterr() == ("", "trouper: interrupted\n")
-
-
-def test_quantization_tells_what_each_method_costs(report):
-    results = report("quantization", "--num-chars", "150", "--num-files", "2")["results"]
-    none, int8, int4 = results
-    assert none["mean_kl_nats"] == 0 <= int8["mean_kl_nats"] < int4["mean_kl_nats"] < 0.1
-    assert none["same_top_token"] == 1 >= int8["same_top_token"] > 0.9
-    assert int4["same_top_token"] > 0.7
-    assert abs(int4["perplexity"] / none["perplexity"] - 1) < 0.1
-
-
 QUICK = ["--roof-mib", "1", "--roof-gemm", "64", "--sample-ms", "0", "--context", "20"]
 QUICK += ["--block-size", "16", "--num-tokens", "1,3", "--cold-mib", "0"]
 
@@ -274,7 +218,7 @@ def test_every_operation_is_right_and_has_its_figures(report, dtype):
 
 def test_every_triton_kernel_is_right_and_has_its_figures(report):
     """On the device that there is; without one the interpreter takes its place."""
-    cuda_kernels = pytest.importorskip("trouper.bench.cuda_kernels", exc_type=ImportError)
+    cuda_kernels = pytest.importorskip("trouper.bench.kernels.cuda", exc_type=ImportError)
     device = "cuda" if torch.cuda.is_available() else "interpreter"
     quick = [*QUICK, "--dtype", "float32", "--num-tokens", "2"]
     with np.errstate(all="ignore"):
@@ -375,7 +319,6 @@ MISTAKES = [
         "throughput --backend hf-cb --dataset-name schema",
         "--dataset-name schema: not with --backend hf-cb",
     ),
-    ("ranks --device auto", "'--device'"),
     ("throughput --backend vllm", "--backend vllm needs vllm, which is not installed here"),
     ("throughput --backend vllm-chat", "--backend vllm-chat needs vllm, which is not"),
     ("throughput --backend vllm --async-engine", "--async-engine needs --backend trouper"),
@@ -397,8 +340,6 @@ MISTAKES = [
     ("latency --input-len 4000", "exceed the model's"),
     ("latency --num-iters 0", "'--num-iters'"),
     ("latency --plot /no/such/folder/x.png", "plot: cannot be written"),
-    ("loop-gap --interval-ms 0", "'--interval-ms'"),
-    ("structured --rate 0", "'--rate'"),
     ("kernels --op sort", "must be one of: linear"),
     ("kernels --num-tokens 0", "num_tokens"),
     ("startup -m /no/such/folder", "no such model folder"),
@@ -450,41 +391,9 @@ def test_options_of_the_engine_are_given_to_every_backend():
 
 
 def test_a_plot_without_matplotlib_is_one_line(bench, monkeypatch):
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    monkeypatch.setattr(report, "find_spec", lambda _: None)
     line = f"trouper: --plot needs matplotlib: {install_hint('bench')}\n"
     assert bench("latency", "--plot", "x.png", code=2).err == line
     assert bench("serve", "--plot", "x.png", code=2).err == line
     with pytest.raises(UnsupportedFeatureError):
-        plot.plot("x.png", [], title="", concurrency="")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("stall", [(), ("--stall",)])
-def test_stages_are_measured_beside_one(report, stall):
-    options = ("--model", "tiny", "--chunks", "1,3", "--chunk-tokens", "16", "--num-iters", "2")
-    found = report("pipeline", *options, *stall)
-    assert found["stall"] is bool(stall)
-    assert [record["num_chunks"] for record in found["results"]] == [1, 3]
-    assert all(record["gain"] > 0 for record in found["results"])
-    assert [round(record["bound"], 2) for record in found["results"]] == [1.0, 1.5]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_ranks_are_measured_beside_one_process(report):
-    options = ("--model", "tiny", "--rows", "1,3", "--prompt-tokens", "16", "--output-tokens", "4")
-    found = report("ranks", *options, "--num-iters", "1")["results"]
-    names = ["prompt of 16", "step of 1 rows", "step of 3 rows"]
-    assert [record["what"] for record in found] == names
-    assert all(record["ratio"] > 0 and record["num_ranks"] == 2 for record in found)
-
-
-def test_the_front_of_replicas_is_measured_with_hits_and_balance(report):
-    options = ("-dp", "1,2", "--streams", "4", "--output-len", "6", "--num-iters", "1")
-    found = report("replicas", *options)["results"]
-    assert all(found["front"][count]["us_per_token"] > 0 for count in ("1", "2"))
-    one, two = found["sharing"]["1"], found["sharing"]["2"]
-    assert two["hit_rate"] >= 0.95 * one["hit_rate"] > 0.5
-    assert two["max_over_min"] <= 1.2
-    assert len(two["work"]) == 2
+        report.plot("x.png", [], title="", concurrency="")

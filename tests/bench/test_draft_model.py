@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 
-from trouper.bench import draft_model
+from trouper.bench.studies.models import draft_model
 from trouper.config.model import DEMO_MODEL
 
 TENSORS = {

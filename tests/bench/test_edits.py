@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trouper.bench import edits, peers, runner
+from trouper.bench import peers, runner
+from trouper.bench.studies.models import edits
 
 VOCABULARY = 7
 

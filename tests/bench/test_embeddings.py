@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from trouper.bench.embeddings import Apart, bodies, documents, ratios
+from trouper.bench.studies.server.embeddings import Apart, bodies, documents, ratios
 
 
 def test_the_texts_are_the_same_each_time_and_as_many_as_asked_for():

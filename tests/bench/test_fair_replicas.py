@@ -7,8 +7,13 @@ from unittest.mock import patch
 import pytest
 
 from trouper.actors.scheduling.policy import Policy
-from trouper.bench.fairness import quantiles
-from trouper.bench.virtual_time import MACHINES, VirtualClient, VirtualRun, replicas_of
+from trouper.bench.studies.scheduling.virtual_time import (
+    MACHINES,
+    VirtualClient,
+    VirtualRun,
+    quantiles,
+    replicas_of,
+)
 
 MACHINE = MACHINES["cpu-135m"]
 

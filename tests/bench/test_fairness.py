@@ -7,9 +7,10 @@ from functools import cache
 import pytest
 
 from trouper.actors.messages.results import StepDone
-from trouper.bench import fair_server
-from trouper.bench.fairness import ORDERS, WORKLOADS, measure
-from trouper.bench.virtual_time import (
+from trouper.bench.studies.command import run_study
+from trouper.bench.studies.scheduling import fair_server
+from trouper.bench.studies.scheduling.fairness import ORDERS, WORKLOADS, fairness, measure
+from trouper.bench.studies.scheduling.virtual_time import (
     MACHINES,
     Played,
     VirtualClient,
@@ -18,7 +19,6 @@ from trouper.bench.virtual_time import (
     policy_of,
     teach,
 )
-from trouper.frontends.cli.main import run_line
 
 MACHINE = MACHINES["cpu-135m"]
 
@@ -128,16 +128,17 @@ def test_steps_are_foreseen():
     assert errors[int(0.9 * len(errors))] <= 0.2
 
 
-def test_the_command_shows_each_workload_in_each_order(report, bench):
-    found = report("fairness", "--workload", "titles-1", "--order", "fair", "--noise", "0")
+def test_the_command_shows_each_workload_in_each_order(study, capsys):
+    found = study(fairness, "--workload", "titles-1", "--order", "fair", "--noise", "0")
     assert [result["workload"] for result in found["results"]] == ["titles-1"]
-    table = bench("fairness", "--workload", "batch").out.splitlines()
+    assert run_study(fairness, ["--workload", "batch"]) == 0
+    table = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in table[1:]] == [["batch", order] for order in ORDERS]
 
 
 @pytest.mark.parametrize("option", ["workload", "order", "machine"])
 def test_an_unknown_name_is_an_error_that_lists_the_known(capsys, option):
-    assert run_line(["bench", "fairness", f"--{option}", "x"]) == 2
+    assert run_study(fairness, [f"--{option}", "x"]) == 2
     assert f"{option}: must be one of " in capsys.readouterr().err
 
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from trouper.bench import fallback, peers
+from trouper.bench import peers
+from trouper.bench.studies.models import fallback
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 

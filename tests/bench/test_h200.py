@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from trouper.bench import h200
-from trouper.bench.goals import GOALS, Ceilings, Goal, floor_s, table, workload
-from trouper.bench.h200 import Piece
+from trouper.bench.h200 import run
+from trouper.bench.h200.goals import GOALS, Ceilings, Goal, floor_s, table, workload
+from trouper.bench.h200.run import Piece
 
 WRITE = "import sys; open(sys.argv[1], 'w').write('{}')"
 
@@ -44,51 +44,51 @@ def test_a_goal_is_reached_by_its_share_of_the_floor_and_by_a_busy_device():
 
 def test_pieces_run_once_and_what_fails_runs_again(tmp_path):
     bad = Piece("bad", 20, ("-c", "print('this is why'); raise SystemExit(3)"))
-    good = Piece("good", 20, ("-c", WRITE, h200.REPORT))
+    good = Piece("good", 20, ("-c", WRITE, run.REPORT))
     silent = Piece("silent", 20, ("-c", "print('17 passed')"))
-    lines = list(h200.run_pieces([bad, good, silent], tmp_path, 60))
+    lines = list(run.run_pieces([bad, good, silent], tmp_path, 60))
     assert lines[0] == "bad: FAILED with 3: this is why"
     assert json.loads((tmp_path / "silent.json").read_text())["said"] == "17 passed"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.log", "good.json", "silent.json"]  # fmt: skip
-    again = list(h200.run_pieces([bad, good], tmp_path, 60))
+    again = list(run.run_pieces([bad, good], tmp_path, 60))
     assert again == [lines[0], "good: done before"]
 
 
 def test_a_piece_that_takes_too_long_is_ended_and_one_that_cannot_fit_is_not_begun(tmp_path):
     endless = Piece("endless", 0.5, ("-c", "import time; time.sleep(600)"))
-    assert list(h200.run_pieces([endless], tmp_path, 60)) == [
+    assert list(run.run_pieces([endless], tmp_path, 60)) == [
         "endless: FAILED after 0.5 s; see endless.log"
     ]
-    (line,) = h200.run_pieces([endless], tmp_path, -1)
+    (line,) = run.run_pieces([endless], tmp_path, -1)
     assert "NOT RUN" in line
 
 
 @pytest.mark.parametrize("is_tiny", [False, True])
 def test_every_goals_model_has_its_pieces(is_tiny):
-    names = [piece.name for piece in h200.pieces(is_tiny=is_tiny)]
+    names = [piece.name for piece in run.pieces(is_tiny=is_tiny)]
     assert names[0] == "tests"
     for model in {goal.model for goal in GOALS}:
-        assert {f"{kind}-{model}" for kind in ("kernels", "goals", h200.PEER)} < set(names)
-    assert f"ranks-{h200.MODELS[0]}" in names
+        assert {f"{kind}-{model}" for kind in ("kernels", "goals", run.PEER)} < set(names)
+    assert f"ranks-{run.MODELS[0]}" in names
     assert len(names) == len(set(names)) == 12
 
 
 def test_a_piece_for_two_gpus_is_left_out_where_there_is_one(tmp_path, monkeypatch):
-    two = Piece("two", 20, ("-c", WRITE, h200.REPORT), num_gpus=2)
-    monkeypatch.setattr(h200, "num_devices", lambda: 1)
-    assert list(h200.run_pieces([two], tmp_path, 60)) == [
+    two = Piece("two", 20, ("-c", WRITE, run.REPORT), num_gpus=2)
+    monkeypatch.setattr(run, "num_devices", lambda: 1)
+    assert list(run.run_pieces([two], tmp_path, 60)) == [
         "two: left out, it needs 2 GPUs and 1 can be seen"
     ]
-    monkeypatch.setattr(h200, "num_devices", lambda: 2)
-    list(h200.run_pieces([two], tmp_path, 60))
+    monkeypatch.setattr(run, "num_devices", lambda: 2)
+    list(run.run_pieces([two], tmp_path, 60))
     assert (tmp_path / "two.json").exists()
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(h200.report, "gpus", list)
+    monkeypatch.setattr(run.report, "gpus", list)
     monkeypatch.setattr(sys, "argv", ["h200", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="no GPU here"):
-        h200.main()
+        run.main()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -96,7 +96,7 @@ def test_outside_of_a_checkout_it_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["h200", "--tiny"])
     with pytest.raises(SystemExit, match="checkout"):
-        h200.main()
+        run.main()
 
 
 def test_a_shrunk_goal_is_small():

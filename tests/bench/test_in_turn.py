@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.bench.in_turn import InTurn
+from trouper.bench.studies.parallel.interleaved import InTurn
 
 pytestmark = pytest.mark.anyio
 

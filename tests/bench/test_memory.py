@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from trouper.bench.memory import measure, resident
+from trouper.bench.studies.models.memory import measure, resident
 from trouper.config.model import DEMO_MODEL
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's page map")

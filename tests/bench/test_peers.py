@@ -9,8 +9,8 @@ import pytest
 
 from trouper import __version__
 from trouper.bench import peers
+from trouper.bench.cli.options import terminable
 from trouper.frontends.cli import output
-from trouper.frontends.cli.bench.options import terminable
 
 WORKS = [peers.Workload(2, 3, 2), peers.Workload(1, 4, 1)]
 VOCABULARY = range(10, 20)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import trouper
-from trouper.bench.quantization import FILES
+from trouper.bench.studies.models.quantization import FILES
 
 
 def test_every_text_is_there():

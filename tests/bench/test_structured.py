@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from trouper.bench import parsers, structured
+from trouper.bench.studies.scheduling import structured
+from trouper.bench.studies.server import parsers
 from trouper.frontends.dialects.table import DIALECTS
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.chat_input import (
+from trouper.frontends.cli.arguments.options import SamplingOptions
+from trouper.frontends.cli.chat.conversation import (
+    AnswerEnd,
+    AnswerUsage,
+    Conversation,
+    load,
+    next_dropped,
+    num_dropped,
+)
+from trouper.frontends.cli.chat.input import (
     Command,
     Unknown,
     continued,
@@ -21,23 +30,15 @@ from trouper.frontends.cli.chat_input import (
     with_parameter,
     with_values,
 )
-from trouper.frontends.cli.conversation import (
-    Conversation,
-    load,
-    next_dropped,
-    num_dropped,
-)
-from trouper.frontends.cli.line_editor import (
+from trouper.frontends.cli.chat.line_editor import (
     MAX_ENTRIES,
     MessageHistory,
     entries_of,
     history_path,
 )
-from trouper.frontends.cli.options import SamplingOptions
+from trouper.frontends.cli.chat.session import CUT, GENERAL, OF_CHATS, ChatSubject, Session
+from trouper.frontends.cli.chat.terminal import PipeReader
 from trouper.frontends.cli.running import Interrupts
-from trouper.frontends.cli.session import CUT, GENERAL, OF_CHATS, ChatSubject, Session
-from trouper.frontends.cli.stats import AnswerEnd, AnswerUsage
-from trouper.frontends.cli.terminal import PipeReader
 
 
 @pytest.mark.parametrize(

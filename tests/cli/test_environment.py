@@ -1,13 +1,21 @@
-"""What a report of the environment says, and what it keeps to itself."""
+"""What a report of the environment says, and what it keeps to itself.
+
+Variables that nothing reads are named, with the ones that were probably meant.
+"""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from trouper.frontends import environment
-from trouper.frontends.cli.main import run_line
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli import collect_env
+from trouper.frontends.cli.main import known_variables, run_line, unknown_variables
 
 
 @pytest.fixture
@@ -20,13 +28,13 @@ def cgroup(tmp_path):
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(content)
         (tmp_path / "cgroup").write_text(membership)
-        return environment.cgroup_limits(tmp_path / "cgroup", root)
+        return collect_env.cgroup_limits(tmp_path / "cgroup", root)
 
     return cgroup
 
 
 def test_no_cgroups_are_no_limits(tmp_path):
-    found = environment.cgroup_limits(tmp_path / "none", tmp_path)
+    found = collect_env.cgroup_limits(tmp_path / "none", tmp_path)
     assert found == {"cpus": None, "memory_bytes": None}
 
 
@@ -58,7 +66,7 @@ def test_only_harmless_variables_are_shown(capsys, monkeypatch):
         assert "secret" not in out
         assert "OMP_NUM_THREADS" in out
         assert err == ""
-    assert set(json.loads(out)["environment"]) <= set(environment.VARIABLES)
+    assert set(json.loads(out)["environment"]) <= set(collect_env.VARIABLES)
 
 
 def test_text_and_json_tell_the_same(capsys):
@@ -75,7 +83,7 @@ def test_text_and_json_tell_the_same(capsys):
 
 def test_a_gpu_has_its_own_lines(capsys, monkeypatch):
     gpu = {"name": "H200", "memory_bytes": 140 * 2**30, "capability": "9.0"}
-    monkeypatch.setattr(environment, "torch_facts", lambda: {"gpus": [gpu]})
+    monkeypatch.setattr(collect_env, "torch_facts", lambda: {"gpus": [gpu]})
     run_line(["collect-env"])
     lines = "  gpus:\n    0:\n      name: H200\n      memory: 140.0 GiB\n      capability: 9.0\n"
     assert lines in capsys.readouterr().out
@@ -92,3 +100,35 @@ assert run_line(["collect-env"]) == 0
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "\ntorch: none\n" in done.stdout
     assert done.stderr == ""
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_misspelt_variable_is_named_with_the_likely_one(monkeypatch, capsys):
+    monkeypatch.setenv("TROUPER_APIKEY", "x")
+    assert run_line(["collect-env"]) == 0
+    line = "nothing reads the variable TROUPER_APIKEY; did you mean TROUPER_API_KEY?"
+    assert line in capsys.readouterr().err
+
+
+def test_known_ones_and_those_of_kubernetes_are_silent():
+    names = [*known_variables(), "TROUPER_PORT_8000_TCP", "TROUPER_SERVICE_HOST", "PATH"]
+    assert list(unknown_variables(names)) == []
+    (line,) = unknown_variables(["TROUPER_ZZZZZZZZ"])
+    assert line == "warning: nothing reads the variable TROUPER_ZZZZZZZZ"
+
+
+def test_every_variable_that_the_code_reads_is_known():
+    known = {*known_variables(), "TROUPER_COMPLETE"}
+    for folder in ("trouper/config", "actors", "frontends", "kernels"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r'"(TROUPER_[A-Z0-9_]*[A-Z0-9])"', file.read_text()):
+                assert name in known, (file, name)
+
+
+def test_an_adaptive_threshold_needs_a_threshold():
+    with pytest.raises(TrouperValidationError, match="has no effect without long_prefill"):
+        resolve(EngineArgs(long_prefill_token_threshold_adaptive=True))
+    args = EngineArgs(long_prefill_token_threshold_adaptive=True, long_prefill_token_threshold=512)
+    assert resolve(args).scheduler.long_prefill_token_threshold_adaptive

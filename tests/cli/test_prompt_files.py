@@ -9,9 +9,9 @@ import pytest
 import typer
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.cli import prompts, results
-from trouper.frontends.cli.prompts import PromptFileOptions, PromptSource, bounded_lines
-from trouper.frontends.cli.results import check_output, results_file
+from trouper.frontends.cli.batch import prompts, results
+from trouper.frontends.cli.batch.prompts import PromptFileOptions, PromptSource, bounded_lines
+from trouper.frontends.cli.batch.results import check_output, results_file
 
 COLUMNS = {"line": "int", "text": "text", "embed": "vector", "error": "text"}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.bench.parsers import HOSTILE, SLICE, hostile_text, parser_of
+from trouper.bench.studies.server.parsers import HOSTILE, SLICE, hostile_text, parser_of
 from trouper.frontends.dialects import core, json_scanner
 from trouper.frontends.dialects.calls import MAX_STEPS
 from trouper.frontends.dialects.core import AnswerParser

@@ -16,10 +16,12 @@ from tests.support.adapters import random_tensors, write_adapter
 from trouper import __version__
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.cli import options, output, serve, terminal
+from trouper.frontends.cli import output, serve
+from trouper.frontends.cli.arguments import options
+from trouper.frontends.cli.chat import terminal
+from trouper.frontends.cli.chat.session import CUT
+from trouper.frontends.cli.chat.terminal import quick_message
 from trouper.frontends.cli.main import run_line
-from trouper.frontends.cli.session import CUT
-from trouper.frontends.cli.terminal import quick_message
 
 GREEDY = ["--temperature", "0"]
 GENERATE_RESOLVE = "trouper.frontends.cli.running.resolve"
@@ -562,7 +564,7 @@ def test_a_wait_for_stdin_is_explained(monkeypatch):
         os.close(writing)
 
     monkeypatch.setattr(terminal, "SLOW_S", 0)
-    monkeypatch.setattr(terminal, "note", tell)
+    monkeypatch.setattr(terminal.output, "note", tell)
     with open(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         assert quick_message("hi") == "hi\n\nlate"

@@ -11,13 +11,14 @@ from trouper import EngineArgs
 from trouper.config.vllm_options import EQUIVALENT, NOT_IMPLEMENTED
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli import output, serve
-from trouper.frontends.cli.foreign import FOR_ENGINE, settle
-from trouper.frontends.cli.foreign_options import (
+from trouper.frontends.cli.arguments.other_programs import (
     COMMANDS,
+    FOR_ENGINE,
     OTHERS,
     SWITCHES,
     VLLM_SERVER,
     VLLM_SHORT,
+    settle,
 )
 from trouper.frontends.cli.main import app, run_line
 

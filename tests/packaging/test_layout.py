@@ -19,6 +19,7 @@ SOURCES = [
     for folder in (*FOLDERS, "docs", "scripts", "tests", "trouper")
     for path in (ROOT / folder).rglob("*.py")  # does not follow the links in trouper/
 ]
+CHECKOUT_ONLY = ("trouper.bench.studies", "trouper.bench.h200")
 BARE_IMPORT = re.compile(rf"^\s*(?:from|import)\s+(?:{'|'.join(FOLDERS)})\b", re.MULTILINE)
 
 
@@ -28,6 +29,7 @@ def test_every_package_of_the_tree_is_found():
         for init in (ROOT / folder).rglob("__init__.py"):
             parts = init.parent.relative_to(ROOT).parts
             found.add(".".join(parts if folder == "trouper" else ("trouper", *parts)))
+    found = {name for name in found if not name.startswith(CHECKOUT_ONLY)}
     assert sorted(PACKAGES) == sorted(found)
 
 

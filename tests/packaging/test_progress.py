@@ -10,7 +10,8 @@ import pytest
 from tqdm import tqdm
 
 from trouper.actors.executor.weights import decoder
-from trouper.frontends.cli import bulk_run, output
+from trouper.frontends.cli import output
+from trouper.frontends.cli.batch import prompt_run
 from trouper.frontends.cli.main import run_line
 
 PROMPTS = "a = 1\nb = 2\nc = 3\n"
@@ -42,7 +43,7 @@ def test_prompts_are_counted_and_stdout_holds_results_alone(capsys):
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("command", ["generate", "embed"])
 def test_a_bar_moves_in_tokens(capsys, monkeypatch, tmp_path, command):
-    monkeypatch.setattr(bulk_run, "TICK_S", 0)
+    monkeypatch.setattr(prompt_run, "TICK_S", 0)
     file = tmp_path / "prompts.txt"
     file.write_text(PROMPTS)
     options = ["--max-tokens", "40"] if command == "generate" else ["--runner", "pooling"]

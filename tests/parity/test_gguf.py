@@ -29,7 +29,7 @@ from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequanti
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.rendering.gguf_tokenizer import read_tokenizer
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.bench.edits import write_folder
+from trouper.bench.studies.models.edits import write_folder
 from trouper.config.args import EngineArgs
 from trouper.config.context import weight_bytes
 from trouper.config.gguf import TENSOR_TYPES, read_gguf

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from trouper.frontends.cli import remote
+from trouper.frontends.cli.chat import remote
+from trouper.frontends.cli.chat.conversation import AnswerUsage, stats_line
+from trouper.frontends.cli.chat.session import CUT
 from trouper.frontends.cli.main import run_line
-from trouper.frontends.cli.session import CUT
-from trouper.frontends.cli.stats import AnswerUsage, stats_line
 
 from .fake import chunk, error, events, response, serving
 from .process import started

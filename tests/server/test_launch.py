@@ -8,9 +8,9 @@ import tomllib
 
 import pytest
 
+from trouper.frontends.cli.chat.remote import RemoteModel
 from trouper.frontends.cli.launch import AGENTS, Backend
 from trouper.frontends.cli.main import run_line
-from trouper.frontends.cli.remote import RemoteModel
 
 from .fake import error, response, serving
 

@@ -229,7 +229,7 @@ def test_a_complete_batch_is_not_run_again(half, whole, capsys, monkeypatch):
     source, sink, part = half
     part.unlink()
     sink.write_bytes(b"".join(whole))
-    monkeypatch.setattr("trouper.frontends.cli.run_batch.run_engine", lambda *_: 1 / 0)
+    monkeypatch.setattr("trouper.frontends.cli.batch.run_batch.run_engine", lambda *_: 1 / 0)
     assert run_batch(source, sink) == 0
     assert capsys.readouterr().err == "5 requests, all answered before\n"
     assert sink.read_bytes() == b"".join(whole)
@@ -287,7 +287,7 @@ def test_answers_of_another_program_are_matched_by_custom_id(half, whole, monkey
     source, sink, part = half
     foreign = [line.replace(b"batch_req_", b"resp-") for line in whole]
     part.write_bytes(b"".join(foreign))
-    monkeypatch.setattr("trouper.frontends.cli.run_batch.run_engine", lambda *_: 1 / 0)
+    monkeypatch.setattr("trouper.frontends.cli.batch.run_batch.run_engine", lambda *_: 1 / 0)
     assert run_batch(source, sink) == 0
     assert sink.read_bytes() == b"".join(foreign)
 

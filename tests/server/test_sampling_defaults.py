@@ -18,7 +18,7 @@ from trouper.config.sampling import (
     sampling_source,
 )
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.options import SamplingOptions
+from trouper.frontends.cli.arguments.options import SamplingOptions
 from trouper.frontends.server.anthropic.requests import MessagesRequest
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.responses.requests import ResponsesRequest

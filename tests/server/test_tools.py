@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trouper.bench.parsers import HOSTILE, hostile_text
+from trouper.bench.studies.server.parsers import HOSTILE, hostile_text
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.shared.settings import ServerSettings
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import trouper.kernels.cuda
-from trouper.bench.sm90_cases import CASES
+from trouper.bench.h200.sm90_cases import CASES
 from trouper.kernels.cuda.launch import config_of
 
 
 def compiled(*arguments):
     done = subprocess.run(
-        [sys.executable, "-m", "trouper.bench.sm90", "--json", *arguments],
+        [sys.executable, "-m", "trouper.bench.h200.sm90", "--json", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,

@@ -1,0 +1,150 @@
+"""`trouper bench throughput`: many requests offline."""
+
+import sys
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trouper.bench.cli.options import DatasetOptions, ReportOptions, note, terminable, tokenizer_of
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.frontends.cli import output
+from trouper.frontends.cli.arguments.options import expand_options
+
+if TYPE_CHECKING:
+    from trouper.bench.throughput import Run
+
+PLAIN, PREQUEUED = "as they come", "prequeued"
+
+
+@expand_options
+def throughput(
+    ctx: typer.Context,
+    backend: Annotated[
+        Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf", "hf-cb"],
+        typer.Option(help="Engine that generates; others than trouper must be installed."),
+    ] = "trouper",
+    n: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
+    num_warmups: Annotated[
+        int, typer.Option(min=0, help="Untimed requests before the timed ones.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal requests.")] = 0,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Number of runs, whose medians and spread are shown.")
+    ] = 1,
+    prequeue_requests: Annotated[
+        bool,
+        typer.Option("--prequeue-requests", help="Queue all requests before any is scheduled."),
+    ] = False,
+    compare_prequeue: Annotated[
+        bool,
+        typer.Option(
+            "--compare-prequeue", help="Run each repeat with and without prequeueing, in turn."
+        ),
+    ] = False,
+    async_engine: Annotated[
+        bool, typer.Option("--async-engine", help="Run AsyncLLMEngine in place of LLM.")
+    ] = False,
+    disable_detokenize: Annotated[
+        bool, typer.Option("--disable-detokenize", help="Generate token ids without text.")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Trace the device; needs --profiler-config.")
+    ] = False,
+    hf_max_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Largest batch of --backend hf.")
+    ] = None,
+    *,
+    dataset: DatasetOptions,
+    report: ReportOptions,
+    engine_args: EngineArgs,
+) -> None:
+    """Measure offline throughput in requests/s and tokens/s."""
+    from trouper.bench import throughput as core
+    from trouper.bench.datasets import check_fit
+
+    wishes = core.Wishes(
+        backend=backend,
+        n=n,
+        prequeue_requests=prequeue_requests or compare_prequeue,
+        async_engine=async_engine,
+        profile=profile,
+        disable_detokenize=disable_detokenize,
+        hf_max_batch_size=hf_max_batch_size,
+        use_tqdm=output.is_terminal(sys.stderr),
+    )
+    wishes.check(engine_args, dataset.dataset_name)
+    report.check()
+    engine_args.seed = seed
+    config = resolve(engine_args, offline=True)
+    if dataset.dataset_name == "sharegpt" and dataset.dataset_path is None:
+        note("no --dataset-path: random prompts")
+    tokenizer, vocabulary = tokenizer_of(config.tokenizer)
+    requests = dataset.requests(tokenizer, vocabulary, seed, texts=wishes.is_chat)
+    warm_ups = dataset.requests(tokenizer, vocabulary, seed + 1, texts=wishes.is_chat)[:num_warmups]
+    check_fit([*requests, *warm_ups], config.max_model_len)
+    ways = (PLAIN, PREQUEUED) if compare_prequeue else (PREQUEUED if prequeue_requests else PLAIN,)
+    runs: dict[str, list[Run]] = {way: [] for way in ways}
+    with terminable(), core.open_engine(wishes, engine_args) as engine:
+        if warm_ups:
+            engine.generate_all(warm_ups, prequeue=ways[0] == PREQUEUED)
+        for _ in range(repeat):
+            for way in ways:
+                is_queued = way == PREQUEUED
+                runs[way].append(core.run_observed(engine, requests, prequeue=is_queued))
+    records = {way: _record(runs[way]) for way in ways}
+    lines = [line for way in ways for line in _lines(way if len(ways) > 1 else "", runs[way])]
+    first, *_ = records.values()
+    more: dict[str, Any] = {"ways": records} if len(ways) > 1 else {}
+    report.finish(ctx, {"model_id": config.model.name, "backend": backend, **first, **more}, lines)
+
+
+def _record(runs: "Sequence[Run]") -> dict[str, Any]:
+    """Return the results under vLLM's keys; the elapsed time is the median of the runs."""
+    from trouper.bench.report import repeats
+
+    seconds, tokens = median(run.seconds for run in runs), runs[0].num_tokens
+    return {
+        "elapsed_time": seconds,
+        "num_requests": runs[0].num_requests,
+        "total_num_tokens": tokens,
+        "total_output_tokens": runs[0].num_output_tokens,
+        "requests_per_second": runs[0].num_requests / seconds,
+        "tokens_per_second": tokens / seconds,
+        "output_tokens_per_second": runs[0].num_output_tokens / seconds,
+        "front_cpu_share": _front_share(runs),
+        "repeats": repeats([run.seconds for run in runs])
+        | {"all_steps": [run.num_steps for run in runs]},
+    }
+
+
+def _lines(way: str, runs: "Sequence[Run]") -> list[str]:
+    from trouper.bench.report import spread
+
+    run, seconds = runs[0], median(run.seconds for run in runs)
+    lines = [
+        f"Throughput: {run.num_requests / seconds:.2f} requests/s, {run.num_tokens / seconds:.2f} "
+        f"total tokens/s, {run.num_output_tokens / seconds:.2f} output tokens/s",
+        f"Total num prompt tokens: {run.num_prompt_tokens}",
+        f"Total num output tokens: {run.num_output_tokens}",
+    ]
+    front_share = _front_share(runs)
+    if front_share is not None:
+        lines.append(f"Processor time outside the device thread: {100 * front_share:.2f} %")
+    if len(runs) > 1:
+        share = 100 * spread([run.seconds for run in runs])
+        lines.append(f"{len(runs)} runs: median {seconds:.3f} s, spread {share:.1f} %")
+    steps = [run.num_steps for run in runs if run.num_steps is not None]
+    if steps:
+        lines.append(
+            f"Steps: {min(steps)}" + (f" to {max(steps)}" if max(steps) > min(steps) else "")
+        )
+    return [f"{way}:", *(f"  {line}" for line in lines)] if way else lines
+
+
+def _front_share(runs: "Sequence[Run]") -> float | None:
+    """Return the share of the elapsed time in which everything but the device used a processor."""
+    shares = [run.front_s / run.seconds for run in runs if run.front_s is not None]
+    return median(shares) if shares else None

@@ -1,0 +1,146 @@
+"""Show what the Triton kernels become on Hopper, without a GPU: registers, spills, instructions.
+
+    python -m trouper.bench.h200.sm90 [--kernel NAME] [--case NAME] [--json]
+
+Every row of every table of launch configurations is compiled, by calling the launchers themselves with
+tensors that have shapes but no memory, and a driver that compiles, disassembles and does not launch.
+Exits with 1 if a kernel spills, or lacks the matrix instruction that it is meant to use.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import triton
+from triton.backends.compiler import GPUTarget
+
+from trouper.bench.h200.sm90_cases import CASES
+from trouper.kernels.cuda.launch import INTERPRETED
+
+MAX_SHARED = 232_448  # bytes a block of an H200
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """One kernel as the driver would have loaded it."""
+
+    kernel: str
+    case: str
+    config: dict[str, int]
+    registers: int
+    stack: int  # bytes a thread; a spill is on it
+    spills: int  # instructions that load from or store to local memory
+    shared: int  # bytes a block
+    instructions: str  # of the matrix units: wgmma, mma or none
+    expected: str
+
+    @property
+    def is_good(self) -> bool:
+        return not self.stack and not self.spills and self.instructions == self.expected
+
+
+class OfflineDriver:
+    """A stand-in for Triton's driver: as much of it as a launch touches."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[str, bytes, int]] = []  # name, machine code, shared bytes
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": MAX_SHARED}
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return lambda *arguments: None
+
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        self.loaded.append((name, code, shared))
+        return object(), 0, 0, 0, 1024
+
+
+def compile_all(kernel: str = "", case: str = "") -> Iterator[Compiled]:
+    """Compile the cases whose names contain these."""
+    if INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set, and nothing would be compiled")
+    driver = OfflineDriver()
+    triton.runtime.driver.set_active(cast("Any", driver))
+    wanted = [cases() for name, cases in CASES.items() if kernel in name]
+    for one in (one for cases in wanted for one in cases if case in one.label):
+        driver.loaded.clear()
+        one.launch()
+        for position, (name, code, shared) in enumerate(driver.loaded):
+            is_first = position == 0  # the second merges what the first found
+            yield Compiled(
+                kernel=name.strip("_").removesuffix("_kernel"),
+                case=one.label,
+                config=dict(one.config) if is_first else {},
+                shared=shared,
+                expected=one.expected if is_first else "none",
+                **_disassemble(code),
+            )
+
+
+def _disassemble(code: bytes) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        text, usage = (
+            subprocess.run(
+                [TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for option in ("-sass", "--dump-resource-usage")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", text)),
+        "instructions": "wgmma" if "HGMMA" in text else "mma" if "HMMA" in text else "none",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels for Hopper.")
+    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument("--case", default="", help="only cases whose label contains this")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args()
+    if not options.json:
+        print("| kernel | case | configuration | registers | spills | shared, KiB | matrix |")
+        print("|---|---|---|---|---|---|---|")
+    num_bad = 0
+    for found in compile_all(options.kernel, options.case):
+        num_bad += not found.is_good
+        if options.json:
+            print(msgspec.json.encode(found).decode(), flush=True)
+            continue
+        config = ", ".join(f"{name} {value}" for name, value in found.config.items())
+        spills = found.spills or found.stack
+        print(
+            f"| {found.kernel} | {found.case} | {config} | {found.registers} | {spills} |"
+            f" {found.shared / 1024:.0f} | {found.instructions} |"
+            + f"  expected {found.expected}"
+            * (found.instructions != found.expected),
+            flush=True,
+        )
+    if num_bad:
+        sys.exit(f"{num_bad} kernels spill or miss their matrix instructions")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measurements of single operations against the peak rates of the machine."""

@@ -1,0 +1,502 @@
+"""Every operation of the CPU in `kernels/` at a model's shapes, beside the measured roofs.
+
+A new kernel is a function that yields `Case`s, and a line in `OPS`.  A case whose result is not that of
+its reference is not timed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.bench.kernels.roofs import Roofs, seconds_of
+from trouper.errors import TrouperError
+from trouper.kernels.codegen import units
+from trouper.kernels.cpu.attention.varlen import (
+    Group,
+    is_native,
+    tiles_of,
+    varlen_attention,
+    varlen_attention_reference,
+)
+from trouper.kernels.cpu.encoder_ops import LayerNorm, layer_norm_reference
+from trouper.kernels.cpu.sampling.row_layout import ROW
+from trouper.kernels.cpu.sampling.sample import sample, sample_reference
+from trouper.kernels.linear import LinearConfig
+from trouper.kernels.ops import CpuOps, HostTokens, OpsConfig
+from trouper.kernels.reference.activation import silu_and_mul_reference
+from trouper.kernels.reference.linear import linear_reference
+from trouper.kernels.reference.noise import gumbel, gumbel_reference
+from trouper.kernels.reference.norms import rms_norm, rms_norm_heads_, rms_norm_reference
+from trouper.kernels.reference.paged_attention import paged_attention_reference
+from trouper.kernels.reference.rope import (
+    kv_write_,
+    kv_write_reference,
+    rope_,
+    rope_reference,
+    rope_table,
+    rotation_of,
+)
+from trouper.kernels.select import make_linear, make_ops
+
+EPS = 1e-6
+TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 3e-2,
+    torch.float16: 3e-3,
+}  # relative to the largest
+NUM_CHECKED_TOKENS = 8  # of the noise, whose reference is slow
+NUM_CHECKED_ROWS = 8  # of a draw, whose reference sorts
+NUM_CHECKED_OUTPUTS = 1024  # of a product: a vocabulary in float64 is a gigabyte
+
+
+class WrongResultError(TrouperError):
+    """A kernel does not compute what its reference does."""
+
+
+class Shapes(NamedTuple):
+    """A model's, and a step's.  The defaults are those of Qwen3-0.6B."""
+
+    dtype: torch.dtype = torch.bfloat16
+    hidden: int = 1024
+    mlp: int = 3072
+    num_q: int = 16
+    num_kv: int = 8
+    width: int = 128
+    vocab: int = 151_936
+    block_size: int = 128
+    context: int = 1024  # tokens of each sequence that decodes
+    num_tokens: int = 1
+    cold_bytes: int = 2**28  # weights and caches are copied to so much, and read in turn
+    device: str = "cpu"
+
+    def copies(self, num_bytes: int) -> int:
+        """In a step every layer's weights come from memory; so they do here."""
+        return max(1, self.cold_bytes // num_bytes)
+
+    @property
+    def item(self) -> int:
+        return self.dtype.itemsize
+
+    def ops(self) -> CpuOps:
+        """Make the operations that a model of these shapes gets."""
+        return make_ops(
+            OpsConfig(
+                dtype=self.dtype,
+                num_q_heads=self.num_q,
+                num_kv_heads=self.num_kv,
+                head_dim=self.width,
+                hidden_size=self.hidden,
+                intermediate_size=self.mlp,
+                block_size=self.block_size,
+                norm_eps=EPS,
+                residual_scale=1.0,
+                activation="silu",
+                scale=self.width**-0.5,
+                softcap=None,
+            )
+        )
+
+    @classmethod
+    def of(cls, config: dict[str, Any], **more: Any) -> "Shapes":
+        """From a config.json."""
+        num_q = int(config["num_attention_heads"])
+        return cls(
+            hidden=int(config["hidden_size"]),
+            mlp=int(config["intermediate_size"]),
+            num_q=num_q,
+            num_kv=int(config.get("num_key_value_heads") or num_q),
+            width=int(config.get("head_dim") or int(config["hidden_size"]) // num_q),
+            vocab=int(config["vocab_size"]),
+            **more,
+        )
+
+
+class Case(NamedTuple):
+    """One call.  `run` may write in place, and `reference` is called before it, once."""
+
+    shape: str
+    run: Callable[[], Tensor]
+    reference: Callable[[], Tensor]
+    num_bytes: float
+    num_flops: float
+    num_repeats: int = 1  # of the operation, in one call of `run`
+
+
+def act_and_mul(s: Shapes) -> Iterator[Case]:
+    x = torch.randn(s.num_tokens, 2 * s.mlp).to(s.dtype)
+    yield Case(
+        f"[{s.num_tokens}, {2 * s.mlp}]",
+        partial(s.ops().act_and_mul, x),
+        lambda: silu_and_mul_reference(x),
+        3 * s.item * s.num_tokens * s.mlp,
+        6 * s.num_tokens * s.mlp,
+    )
+
+
+def kv_write(s: Shapes) -> Iterator[Case]:
+    num_slots = s.num_tokens + s.block_size
+    cache = torch.zeros(2, s.num_kv, num_slots, s.width, dtype=s.dtype)
+    kv = torch.randn(s.num_tokens, 2, s.num_kv, s.width).to(s.dtype)
+    slots = torch.randperm(num_slots)[: s.num_tokens]
+
+    def launch() -> Tensor:
+        kv_write_(cache, kv, slots)
+        return cache
+
+    num_bytes = 4 * s.item * s.num_tokens * s.num_kv * s.width
+    shape = f"[{s.num_tokens}, 2, {s.num_kv}, {s.width}]"
+    yield Case(shape, launch, lambda: kv_write_reference(cache, kv, slots), num_bytes, 0)
+
+
+def gemm(s: Shapes, *, is_compressed: bool = True) -> Iterator[Case]:
+    """The four products of a layer, and the logits of one token."""
+    heads = s.num_q * s.width
+    qkv = heads + 2 * s.num_kv * s.width
+    for num, inputs, outputs in (
+        (s.num_tokens, s.hidden, qkv),
+        (s.num_tokens, heads, s.hidden),
+        (s.num_tokens, s.hidden, 2 * s.mlp),
+        (s.num_tokens, s.mlp, s.hidden),
+        (1, s.hidden, s.vocab),
+    ):
+        yield _gemm(num, inputs, outputs, s, is_compressed)
+
+
+def _gemm(num: int, inputs: int, outputs: int, s: Shapes, is_compressed: bool) -> Case:
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(s.dtype)
+    x = torch.randn(num, inputs).to(s.dtype)
+    config = LinearConfig(is_compressed=is_compressed)
+    layers = [make_linear(weight, config=config) for _ in range(s.copies(weight.nbytes))]
+    turns = cycle(layers)
+    return Case(
+        f"[{num}, {inputs}] x [{inputs}, {outputs}]",
+        lambda: next(turns).apply(x),
+        lambda: linear_reference(x, weight[:NUM_CHECKED_OUTPUTS]),
+        layers[0].num_bytes + s.item * num * (inputs + outputs),
+        2 * num * inputs * outputs,
+    )
+
+
+def noise(s: Shapes) -> Iterator[Case]:
+    seeds, positions = np.arange(s.num_tokens, dtype=np.uint64), np.arange(s.num_tokens)
+    ids = np.arange(s.vocab)
+
+    def reference() -> Tensor:
+        rows = [
+            [gumbel_reference(int(seed), int(position), token) for token in range(NUM_CHECKED_TOKENS)]
+            for seed, position in zip(seeds, positions, strict=True)
+        ]  # fmt: skip
+        return torch.tensor(rows)
+
+    num_bytes, num_flops = 4 * s.num_tokens * s.vocab, 12 * s.num_tokens * s.vocab
+    shape = f"[{s.num_tokens}, {s.vocab}]"
+    yield Case(shape, lambda: gumbel(seeds, positions, ids), reference, num_bytes, num_flops)
+
+
+def draws(s: Shapes) -> Iterator[Case]:
+    """A token for each row: of the whole vocabulary, of 50, and of nine tenths of the mass."""
+    logits, positions = 3 * torch.randn(s.num_tokens, s.vocab), np.arange(s.num_tokens)
+    few, nothing = positions[:NUM_CHECKED_ROWS], np.zeros((s.num_tokens, 1), dtype=np.int64)
+    no_masks = np.zeros(s.num_tokens, dtype=np.int64)
+    for name, top_k, top_p in (("all", 0, 1.0), ("top-k 50", 50, 1.0), ("top-p 0.9", 0, 0.9)):
+        rows = np.zeros(s.num_tokens, dtype=ROW)
+        rows["temperature"], rows["top_k"], rows["top_p"] = 1.0, top_k, top_p
+        rows["log_min_p"], rows["seed"], rows["repetition"] = -np.inf, positions, 1.0
+        yield Case(
+            f"[{s.num_tokens}, {s.vocab}], {name}",
+            lambda rows=rows: torch.from_numpy(
+                sample(logits, positions, rows, positions, positions, nothing, no_masks)
+            ),
+            lambda rows=rows: torch.from_numpy(
+                sample_reference(logits, few, rows, few, few, nothing, no_masks)
+            ),
+            4 * s.num_tokens * s.vocab,
+            0,
+        )
+
+
+def decode_attention(s: Shapes) -> Iterator[Case]:
+    """Every token is the newest of a sequence of its own."""
+    starts, counts = [s.context - 1] * s.num_tokens, [1] * s.num_tokens
+    num_bytes = 2 * s.item * s.num_kv * s.context * s.num_tokens * s.width
+    num_flops = 4 * s.num_q * s.context * s.num_tokens * s.width
+    shape = f"{s.num_tokens} of {s.context}"
+    yield Case(shape, *_attention(s, starts, counts), num_bytes, num_flops)
+
+
+def prefill_attention(s: Shapes) -> Iterator[Case]:
+    """All tokens are one prompt."""
+    num = s.num_tokens
+    num_bytes = 2 * s.item * num * s.width * (s.num_q + s.num_kv)
+    num_flops = 2 * s.num_q * num * (num + 1) * s.width
+    if num > 1:
+        yield Case(f"{num} of {num}", *_attention(s, [0], [num]), num_bytes, num_flops)
+
+
+def _attention(
+    s: Shapes, starts: list[int], counts: list[int]
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """The call and its reference, over shuffled blocks whose tokens are all written."""
+    sizes = [-(-(start + count) // s.block_size) for start, count in zip(starts, counts, strict=True)]  # fmt: skip
+    blocks = np.random.default_rng(0).permutation(sum(sizes))
+    tables = np.split(blocks, np.cumsum(sizes)[:-1])
+    cache = torch.randn(2, s.num_kv, len(blocks) * s.block_size, s.width).to(s.dtype)
+    caches = cycle([cache, *(cache.clone() for _ in range(s.copies(cache.nbytes) - 1))])
+    slots = [(t[:, None] * s.block_size + np.arange(s.block_size)).ravel() for t in tables]
+    fresh = np.concatenate([w[a : a + c] for w, a, c in zip(slots, starts, counts, strict=True)])
+    qkv = torch.randn(sum(counts), s.num_q + 2 * s.num_kv, s.width).to(s.dtype)
+    kv = cache[:, :, torch.from_numpy(fresh)].permute(2, 0, 1, 3)
+    qkv[:, s.num_q :].unflatten(1, (2, s.num_kv)).copy_(kv)
+    q, ops = qkv[:, : s.num_q], s.ops()
+    ids = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+    for row, table in enumerate(tables):
+        ids[row, : len(table)] = table
+    plan = ops.plan(ids, range(len(tables)), starts, counts, None)
+    where = [slot.tolist() for slot in slots]
+    return (
+        lambda: ops.attend(qkv, next(caches), plan),
+        lambda: paged_attention_reference(q, cache, where, starts, counts, scale=s.width**-0.5),
+    )
+
+
+def qk_norm_rope_kv_write(s: Shapes) -> Iterator[Case]:
+    """Norm and rotation of q and k, and the write; checked by what is left of q."""
+    num_heads = s.num_q + 2 * s.num_kv
+    qkv = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
+    weight = torch.ones(s.num_q + s.num_kv, s.width, dtype=s.dtype)
+    frequencies = 10_000.0 ** -(torch.arange(0, s.width, 2) / s.width)
+    positions, slots = torch.arange(s.num_tokens), torch.randperm(s.num_tokens)
+    cache = torch.zeros(2, s.num_kv, s.num_tokens, s.width, dtype=s.dtype)
+    ops = s.ops()
+    tokens = HostTokens(torch.zeros_like(positions), positions, slots)
+    table = rope_table(frequencies, s.num_tokens, 1.0, s.dtype)
+    _, step = ops.begin_step(tokens, torch.zeros(1, s.hidden, dtype=s.dtype), 1.0, [table])
+
+    def launch() -> Tensor:
+        ops.qk_norm_rope_kv_write(qkv, weight, step, 0, cache)
+        return qkv[:, : s.num_q]
+
+    def reference() -> Tensor:
+        normed = rms_norm_reference(qkv[:, : s.num_q].double(), weight[0], EPS)
+        return rope_reference(normed, positions, frequencies)
+
+    num_items = s.num_tokens * num_heads * s.width
+    shape = f"[{s.num_tokens}, {num_heads}, {s.width}]"
+    yield Case(shape, launch, reference, 2 * s.item * num_items, 7 * num_items)
+
+
+def fused_add_rms_norm(s: Shapes) -> Iterator[Case]:
+    x, y = torch.randn(2, s.num_tokens, s.hidden).to(s.dtype)
+    weight, ops = torch.randn(s.hidden).to(s.dtype), s.ops()
+    total, num_items = x + y, s.num_tokens * s.hidden
+    yield Case(
+        f"[{s.num_tokens}, {s.hidden}]",
+        lambda: ops.fused_add_norm(x, y, weight),
+        lambda: rms_norm_reference(total, weight, EPS),
+        4 * s.item * num_items,
+        6 * num_items,
+    )
+
+
+def norm(s: Shapes) -> Iterator[Case]:
+    x = torch.randn(s.num_tokens, s.hidden).to(s.dtype)
+    weight = torch.randn(s.hidden).to(s.dtype)
+    yield Case(
+        f"[{s.num_tokens}, {s.hidden}]",
+        lambda: rms_norm(x, weight, EPS),
+        lambda: rms_norm_reference(x, weight, EPS),
+        2 * s.item * s.num_tokens * s.hidden,
+        4 * s.num_tokens * s.hidden,
+    )
+
+
+def head_norm(s: Shapes) -> Iterator[Case]:
+    num_heads = s.num_q + s.num_kv
+    x = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
+    weight = torch.ones(num_heads, s.width).to(s.dtype)  # so that again and again stays in range
+
+    def launch() -> Tensor:
+        rms_norm_heads_(x, weight, EPS)
+        return x
+
+    num_items = s.num_tokens * num_heads * s.width
+    yield Case(
+        f"[{s.num_tokens}, {num_heads}, {s.width}]",
+        launch,
+        lambda: rms_norm_reference(x, weight[0], EPS),
+        2 * s.item * num_items,
+        4 * num_items,
+    )
+
+
+def rope(s: Shapes) -> Iterator[Case]:
+    num_heads = s.num_q + s.num_kv
+    x = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
+    frequencies = 10_000.0 ** -(torch.arange(0, s.width, 2) / s.width)
+    positions = torch.arange(s.num_tokens)
+    rotation = rotation_of(rope_table(frequencies, s.num_tokens, 1.0, s.dtype), positions)
+
+    def launch() -> Tensor:
+        rope_(x, rotation)
+        return x
+
+    num_items = s.num_tokens * num_heads * s.width
+    yield Case(
+        f"[{s.num_tokens}, {num_heads}, {s.width}]",
+        launch,
+        lambda: rope_reference(x, positions, frequencies),
+        2 * s.item * num_items,
+        3 * num_items,
+    )
+
+
+def whole_attention(s: Shapes) -> Iterator[Case]:
+    """An encoder's, of sequences of at most 128 tokens."""
+    length = min(s.num_tokens, 128)
+    groups = [Group(0, s.num_tokens // length, length)]
+    num_tokens = groups[0].num_sequences * length
+    qkv = torch.randn(num_tokens, 3, s.num_q, s.width).to(s.dtype)
+    scale = s.width**-0.5
+    tiles = tiles_of(groups) if is_native(s.dtype, s.width) else None
+    yield Case(
+        f"{groups[0].num_sequences} x {length}, {s.num_q} heads of {s.width}",
+        partial(varlen_attention, qkv, groups, scale=scale, tiles=tiles),
+        partial(varlen_attention_reference, qkv, groups, scale=scale),
+        4 * s.item * num_tokens * s.num_q * s.width,
+        4 * num_tokens * length * s.num_q * s.width,
+    )
+
+
+def layer_norm(s: Shapes) -> Iterator[Case]:
+    x, residual = torch.randn(2, s.num_tokens, s.hidden).to(s.dtype)
+    weight, bias = torch.randn(2, s.hidden).to(s.dtype)
+    yield Case(
+        f"[{s.num_tokens}, {s.hidden}]",
+        partial(LayerNorm(weight, bias, EPS), x, residual),
+        lambda: layer_norm_reference(x.double() + residual.double(), weight, bias, EPS),
+        3 * s.item * s.num_tokens * s.hidden,
+        8 * s.num_tokens * s.hidden,
+    )
+
+
+def sum_of_ranks(s: Shapes) -> Iterator[Case]:
+    """Two ranks' sum with residual and norm, one of a recorded step's; there is none by torch."""
+    if not _has_shared_sum(s):
+        return
+    from trouper.bench.kernels import shared_sum as core
+
+    sums = core.Sums(s.num_tokens, s.hidden, s.dtype)
+    num_items = s.num_tokens * s.hidden
+    with core.both(sums.recorded) as run:
+        yield Case(
+            f"[{s.num_tokens}, {s.hidden}] of 2 ranks",
+            run,
+            sums.normed_reference,
+            6 * s.item * num_items,
+            8 * num_items,
+            core.NUM_SUMS,
+        )
+
+
+def sum_by_gloo(s: Shapes) -> Iterator[Case]:
+    """The sum alone, by gloo."""
+    if not _has_shared_sum(s):
+        return
+    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+    from trouper.bench.kernels import shared_sum as core
+
+    sums, store = core.Sums(s.num_tokens, s.hidden, s.dtype), HashStore()
+    num_items = s.num_tokens * s.hidden
+    with core.both(partial(sums.by_gloo, store=store)) as run:
+        yield Case(
+            f"[{s.num_tokens}, {s.hidden}] of 2 ranks",
+            run,
+            sums.sum_reference,
+            3 * s.item * num_items,
+            num_items,
+        )
+
+
+def _has_shared_sum(s: Shapes) -> bool:
+    return units.row_kind(s.dtype, s.hidden) is not None
+
+
+OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
+    "linear": gemm,
+    "linear, not compressed": partial(gemm, is_compressed=False),
+    "paged_attention, decode": decode_attention,
+    "paged_attention, prefill": prefill_attention,
+    "kv_write": kv_write,
+    "rope": rope,
+    "qk_norm_rope_kv_write": qk_norm_rope_kv_write,
+    "fused_add_rms_norm": fused_add_rms_norm,
+    "rms_norm": norm,
+    "rms_norm, heads": head_norm,
+    "act_and_mul": act_and_mul,
+    "varlen_attention": whole_attention,
+    "layer_norm": layer_norm,
+    "shared_sum": sum_of_ranks,
+    "shared_sum, by gloo": sum_by_gloo,
+    "noise": noise,
+    "sample": draws,
+}
+
+
+def shapes(
+    config: dict[str, Any] | None, num_tokens: Sequence[int], *, dtype: str, **more: Any
+) -> list[Shapes]:
+    """One for each number of tokens; without a config.json the defaults."""
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), **more}
+    make = Shapes if config is None else partial(Shapes.of, config)
+    return [make(num_tokens=num, **options) for num in num_tokens]
+
+
+def measure(
+    shapes: Sequence[Shapes],
+    roofs: Roofs,
+    ops: Sequence[str],
+    *,
+    table: Mapping[str, Callable[[Shapes], Iterable[Case]]] = OPS,
+    clock: Callable[[Callable[[], object]], float] = seconds_of,
+) -> Iterator[dict[str, Any]]:
+    """One record for each case, as it is done; `clock` gives the seconds of a call.  `error` is relative.
+
+    Raises:
+        WrongResultError: a result is not its reference's.
+    """
+    for name in ops:
+        for step in shapes:
+            torch.manual_seed(0)
+            for case in table[name](step):
+                error = _error(name, case, step.dtype)
+                seconds = clock(case.run) / case.num_repeats
+                yield {
+                    "op": name,
+                    "shape": case.shape,
+                    "error": float(f"{error:.2g}"),
+                    "us": round(1e6 * seconds, 2),
+                    "gb_s": round(case.num_bytes / seconds / 1e9, 2),
+                    "gflop_s": round(case.num_flops / seconds / 1e9, 2),
+                    "share_of_roof": round(roofs.share(case.num_bytes, case.num_flops, seconds), 3),
+                }
+
+
+def _error(name: str, case: Case, dtype: torch.dtype) -> float:
+    """The largest, as a share of the largest value; of integers, which must be equal, 0.
+
+    The reference may be of the first rows and columns only.
+    """
+    expected = case.reference()
+    found = case.run()[tuple(map(slice, expected.shape))]
+    largest = max(expected.double().abs().max().item(), torch.finfo(dtype).tiny)
+    error = (found.double() - expected.double()).abs().max().item() / largest
+    limit = TOLERANCE[dtype] if expected.is_floating_point() else 0
+    if not error <= limit:
+        raise WrongResultError(f"{name} {case.shape}: off by {error:.2g}, of {limit:g} allowed")
+    return error

@@ -1,0 +1,127 @@
+"""Measure what this machine can do at most: reading memory, and multiplying matrices.
+
+The roofs of a CUDA device, and its clock: events on the stream, with nothing left in the L2 cache.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from trouper.kernels.select import make_linear
+
+SAMPLE_S = 0.02  # a sample repeats the call for at least so long
+NUM_SAMPLES = 7
+
+
+class Roofs(NamedTuple):
+    """In bytes and operations per second."""
+
+    bytes_s: float
+    flops_s: float
+
+    def share(self, num_bytes: float, num_flops: float, seconds: float) -> float:
+        """The least time that either roof allows, as a share of the time taken."""
+        return max(num_bytes / self.bytes_s, num_flops / self.flops_s) / seconds
+
+
+def measure_roofs(dtype: torch.dtype, *, read_bytes: int = 2**29, gemm: int = 2048) -> Roofs:
+    """The best of several tries.
+
+    Args:
+        read_bytes: size of the array that is summed; larger than every cache.
+        gemm: side of the square matrices, multiplied as `kernels/linear` does.
+    """
+    array = torch.ones(read_bytes // 4, dtype=torch.float32)
+    read_s = min(samples(lambda: array.sum()))
+    layer = make_linear(torch.randn(gemm, gemm).to(dtype))
+    x = torch.randn(gemm, gemm).to(dtype)
+    gemm_s = min(samples(lambda: layer.apply(x)))
+    return Roofs(array.numel() * 4 / read_s, 2 * gemm**3 / gemm_s)
+
+
+def seconds_of(call: Callable[[], object], sample_s: float = SAMPLE_S) -> float:
+    """Median time of one call."""
+    return median(samples(call, sample_s))
+
+
+def once(call: Callable[[], object]) -> float:
+    started = perf_counter()
+    call()
+    return perf_counter() - started
+
+
+def samples(call: Callable[[], object], sample_s: float = SAMPLE_S) -> list[float]:
+    call()
+    started = perf_counter()
+    call()
+    num = max(1, int(sample_s / max(perf_counter() - started, 1e-7)))
+    times = []
+    for _ in range(NUM_SAMPLES):
+        started = perf_counter()
+        for _ in range(num):
+            call()
+        times.append((perf_counter() - started) / num)
+    return times
+
+
+NUM_CUDA_SAMPLES = 30
+NUM_WARM_UPS = 3  # the first call may compile
+# Several times the L2; and while it is written, the launches that follow are queued.
+FLUSH_BYTES = 2**29
+
+
+class DeviceClock:
+    """Callable: median seconds of one call, on the device."""
+
+    def __init__(self) -> None:
+        self._flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        return median(self.samples(call))
+
+    def samples(self, call: Callable[[], object]) -> list[float]:
+        for _ in range(NUM_WARM_UPS):
+            call()
+        events = [
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            for _ in range(NUM_CUDA_SAMPLES)
+        ]
+        for begin, end in events:
+            self._flushed.zero_()
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1000 for begin, end in events]
+
+
+def measure_cuda_roofs(
+    clock: DeviceClock, dtype: torch.dtype, *, copy_bytes: int, gemm: int
+) -> Roofs:
+    """The best of several copies, of bytes read and written, and products of square random matrices."""
+    source = torch.empty(copy_bytes, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    copy_s = min(clock.samples(lambda: target.copy_(source)))
+    a, b = torch.randn(2, gemm, gemm, device="cuda", dtype=dtype)
+    gemm_s = min(clock.samples(lambda: a @ b))
+    return Roofs(2 * copy_bytes / copy_s, 2 * gemm**3 / gemm_s)
+
+
+def clock_and_roofs(
+    device: str, dtype: str, *, roof_mib: int | None, roof_gemm: int | None, sample_s: float
+) -> tuple[Callable[[Callable[[], object]], float], Roofs]:
+    """Make the clock that times an operation on the device, "cpu", "cuda" or "interpreter" (once, on the CPU)."""
+    number: torch.dtype = getattr(torch, dtype)
+    if device == "cuda":
+        clock = DeviceClock()
+        num_bytes = (roof_mib or 4096) * 2**20
+        return clock, measure_cuda_roofs(
+            clock, number, copy_bytes=num_bytes, gemm=roof_gemm or 8192
+        )
+    found = measure_roofs(number, read_bytes=(roof_mib or 512) * 2**20, gemm=roof_gemm or 2048)
+    is_cpu = device == "cpu"
+    return partial(seconds_of, sample_s=sample_s) if is_cpu else once, found

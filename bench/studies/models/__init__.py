@@ -1,0 +1,1 @@
+"""Studies of adapters, draft models, quantization, memory and models computed by transformers."""

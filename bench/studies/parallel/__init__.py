@@ -1,0 +1,1 @@
+"""Studies of worker processes, pipeline stages, tensor-parallel ranks and replicas."""

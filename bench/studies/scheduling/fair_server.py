@@ -1,0 +1,166 @@
+"""Measurement of a real server: short requests beside long prompts, and streams beside one, as ratios within one run.
+
+A server for each order is started in turn, and asked by threads over HTTP.  Prompts are random token ids, so no prefix is shared.
+"""
+
+import http.client
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter, sleep
+from typing import Any
+
+from trouper.bench.studies.scheduling.virtual_time import quantiles
+from trouper.bench.studies.server.overload import demo_of_length
+from trouper.bench.studies.server.server_under_test import served
+
+ORDERS: dict[str, tuple[str, ...]] = {
+    "arrival": ("--max-step-ms", "0"),
+    "threshold": ("--max-step-ms", "0", "--long-prefill-token-threshold", "256"),
+    "fair": (),
+}
+NUM_OUTPUT = 8
+NUM_STREAMS = 16
+STREAM_TOKENS = 200
+NUM_ALONE = 9
+MOST_SHORT = 24  # beside one set of long prompts
+PAUSE_S = 0.2  # between two short requests
+TIMEOUT_S = 600.0
+
+
+class Asked:
+    """One streamed request, and the moments of its tokens."""
+
+    def __init__(self, port: int, dice: random.Random, num_prompt: int, max_tokens: int) -> None:
+        self.num_prompt = num_prompt
+        prompt = [dice.randrange(3, 200) for _ in range(num_prompt)]
+        body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self._body = json.dumps(body).encode()
+        self._port = port
+        self.tokens_s: list[float] = []
+        self.sent_s = 0.0
+
+    def stream(self) -> "Asked":
+        """Send it, and read to the end.  Raises RuntimeError: the server refuses it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
+        self.sent_s = perf_counter()
+        connection.request(
+            "POST", "/v1/completions", self._body, {"content-type": "application/json"}
+        )
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"status {response.status}: {response.read()[:200]!r}")
+        for line in response:
+            if line.startswith(b"data: {") and b'"text"' in line:
+                self.tokens_s.append(perf_counter())
+        connection.close()
+        return self
+
+    @property
+    def first_token_s(self) -> float:
+        return self.tokens_s[0] - self.sent_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.tokens_s, self.tokens_s[1:], strict=False)]
+
+
+def measure(
+    model: str | None,
+    orders: Sequence[str],
+    *,
+    num_long: Sequence[int] = (1, 3, 10),
+    long_tokens: int = 8000,
+    options: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Ask a server in each order; the model is the demo, with more positions, by default."""
+    results: list[dict[str, Any]] = []
+    with _model(model, long_tokens + 1000) as folder:
+        for order in orders:
+            with served(folder, *ORDERS[order], *options) as stage:
+                scene = _Scene(stage.port, long_tokens)
+                scene.warm()
+                results.append({"order": order, **scene.play(num_long)})
+            tell(f"{order}: measured")
+    return results
+
+
+@contextmanager
+def _model(model: str | None, num_positions: int) -> Iterator[str]:
+    if model is not None:
+        yield model
+    else:
+        with demo_of_length(num_positions) as folder:
+            yield folder
+
+
+class _Scene:
+    """The requests to one server."""
+
+    def __init__(self, port: int, long_tokens: int) -> None:
+        self._port, self._long_tokens = port, long_tokens
+        self._dice = random.Random(0)
+
+    def warm(self) -> None:
+        """Let the server learn what its steps take."""
+        for num_prompt in (60, 200, 300, 700, 1500, self._long_tokens // 2):
+            self._ask(num_prompt).stream()
+
+    def play(self, num_long: Sequence[int]) -> dict[str, Any]:
+        alone = [self._short().stream().first_token_s for _ in range(NUM_ALONE)]
+        long_alone = self._ask(self._long_tokens).stream().first_token_s
+        alone_s = quantiles(alone)["p50"]
+        beside = {num: self._beside(num, alone_s, long_alone) for num in num_long}
+        return {
+            "short_alone_s": quantiles(alone),
+            "long_alone_s": long_alone,
+            "beside": beside,
+            "streams": self._streams(),
+        }
+
+    def _beside(self, num_long: int, alone_s: float, long_alone_s: float) -> dict[str, Any]:
+        """Ask short requests, one after the other, while long prompts are computed."""
+        began_s = perf_counter()
+        longs = [self._ask(self._long_tokens) for _ in range(num_long)]
+        threads = [threading.Thread(target=each.stream) for each in longs]
+        for thread in threads:
+            thread.start()
+        shorts: list[Asked] = []
+        sleep(PAUSE_S)
+        while any(thread.is_alive() for thread in threads) and len(shorts) < MOST_SHORT:
+            shorts.append(self._short().stream())
+            sleep(PAUSE_S)
+        for thread in threads:
+            thread.join()
+        first = quantiles(short.first_token_s for short in shorts)
+        # What the long ones take by themselves, and what the short ones add to it.
+        own_s = num_long * long_alone_s + len(shorts) * alone_s
+        return {
+            "num_short": len(shorts),
+            "first_token_s": first,
+            "over_alone": {name: value / alone_s for name, value in first.items()},
+            "long_over_own": (max(each.tokens_s[0] for each in longs) - began_s) / own_s,
+        }
+
+    def _streams(self) -> dict[str, Any]:
+        """Read streams, without and with a long prompt beside them."""
+        found: dict[str, Any] = {}
+        for name, num_long in (("alone", 0), ("beside", 1)):
+            streams = [self._ask(20, STREAM_TOKENS) for _ in range(NUM_STREAMS)]
+            longs = [self._ask(self._long_tokens) for _ in range(num_long)]
+            threads = [threading.Thread(target=each.stream) for each in (*streams, *longs)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            found[name] = quantiles(gap for stream in streams for gap in stream.gaps_s)
+        return {"gap_s": found}
+
+    def _short(self) -> Asked:
+        return self._ask(self._dice.randrange(150, 600))
+
+    def _ask(self, num_prompt: int, max_tokens: int = NUM_OUTPUT) -> Asked:
+        return Asked(self._port, self._dice, num_prompt, max_tokens)

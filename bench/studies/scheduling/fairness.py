@@ -1,0 +1,312 @@
+"""Measurement of fair steps: short requests beside long prompts, streams beside documents, keys beside a greedy one.
+
+In virtual time: the real policy, and a machine whose steps take what was fitted to measured ones.  A figure is a ratio to
+the same request alone on the machine, or to the same workload in the order of arrival.
+
+Run it as `python -m trouper.bench.studies.scheduling.fairness [--machine cpu-7b] [--server]`.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from trouper.bench.cli.options import ReportOptions, note
+from trouper.bench.studies.command import run_study
+from trouper.bench.studies.scheduling.virtual_time import (
+    Played,
+    VirtualClient,
+    VirtualMachine,
+    VirtualRun,
+    policy_of,
+    quantiles,
+    teach,
+)
+from trouper.errors import invalid
+from trouper.frontends.cli.arguments.options import expand_options, integers
+
+LONG = 20_000  # tokens of a long prompt
+TITLES = 161, 586  # tokens of the requests that an agent sends beside it
+SATISFIED = 3.0  # times alone
+
+
+def titles(machine: VirtualMachine, num_long: int) -> list[VirtualClient]:
+    """Make title requests at moments that are spread over the computation of long prompts, all of one key."""
+    dice, unit = random.Random(5), machine.alone_s(LONG) * num_long
+    clients = [VirtualClient(0.001 * i, LONG, 64, "long", "a") for i in range(num_long)]
+    for i in range(24):
+        arrival_s = unit * (i + dice.random()) / 24 * 0.95 + 0.01
+        clients.append(VirtualClient(arrival_s, dice.choice(TITLES), 24, "short", "a"))
+    return clients
+
+
+def streams(machine: VirtualMachine) -> list[VirtualClient]:
+    """Make 16 streams, and ten documents beside them."""
+    chats = [VirtualClient(0.001 * i, 40, 600, "stream", f"u{i % 4}") for i in range(16)]
+    return [*chats, *(VirtualClient(2.0 + 0.01 * i, 10_000, 16, "long", "docs") for i in range(10))]
+
+
+def stream_and_prompt(machine: VirtualMachine) -> list[VirtualClient]:
+    """Make 16 streams, and one prompt of 20,000 tokens beside them."""
+    chats = [VirtualClient(0.001 * i, 40, 600, "stream", f"u{i % 4}") for i in range(16)]
+    return [*chats, VirtualClient(1.0, LONG, 16, "long", "docs")]
+
+
+def agents(machine: VirtualMachine) -> list[VirtualClient]:
+    """Make requests of five keys, of which few are very long, at 70 % of the machine's pace."""
+    dice, arrival_s = random.Random(3), 0.0
+    clients: list[VirtualClient] = []
+    for _ in range(250):
+        num_prompt = max(16, min(24_000, int(60 * dice.paretovariate(0.75))))
+        kind = "short" if num_prompt < 500 else "middle" if num_prompt < 4000 else "long"
+        num_output, key = dice.choice((16, 32, 64, 128)), f"k{dice.randrange(5)}"
+        clients.append(VirtualClient(0.0, num_prompt, num_output, kind, key))
+    work_s = sum(machine.alone_s(client.num_prompt) for client in clients)
+    for client in clients:
+        arrival_s += dice.expovariate(0.7 * len(clients) / work_s)
+        client.arrival_s = arrival_s
+    return clients
+
+
+def greedy_key(machine: VirtualMachine) -> list[VirtualClient]:
+    """Make twelve long prompts of one key, short requests of another and one long prompt of a third."""
+    dice, unit, arrival_s = random.Random(4), machine.alone_s(LONG), 1.0
+    clients = [VirtualClient(0.01 * i, LONG, 8, "greedy", "mallory") for i in range(12)]
+    while arrival_s < 10 * unit:
+        clients.append(
+            VirtualClient(arrival_s, dice.choice((100, 161, 300, 586)), 24, "short", "alice")
+        )
+        arrival_s += dice.expovariate(6 / unit)
+    return [*clients, VirtualClient(unit / 2, LONG, 24, "long", "bob")]
+
+
+def short_only(machine: VirtualMachine) -> list[VirtualClient]:
+    """Make short requests at 56 % of the machine's pace."""
+    dice, arrival_s = random.Random(6), 0.0
+    clients: list[VirtualClient] = []
+    for _ in range(300):
+        arrival_s += dice.expovariate(0.148 / 0.45 / machine.alone_s(150))
+        clients.append(VirtualClient(arrival_s, dice.randrange(60, 240), 32, "short", "k"))
+    return clients
+
+
+def overload(machine: VirtualMachine) -> list[VirtualClient]:
+    """Make short requests faster than the machine computes them."""
+    dice, unit = random.Random(6), machine.alone_s(150)
+    return [
+        VirtualClient(
+            i * unit * 0.9 * dice.uniform(0.5, 1.5), dice.randrange(60, 240), 32, "short", "k"
+        )
+        for i in range(200)
+    ]
+
+
+def batch(machine: VirtualMachine) -> list[VirtualClient]:
+    """Make twelve prompts of 8,000 tokens whose clients wait for the whole answer."""
+    return [
+        VirtualClient(0.001 * i, 8000, 64, "long", f"k{i % 2}", is_stream=False) for i in range(12)
+    ]
+
+
+def long_batch(machine: VirtualMachine) -> list[VirtualClient]:
+    """Make a batch of some five minutes whose clients wait for the whole answers."""
+    num_prompts = max(12, int(300 / machine.alone_s(8000)))
+    return [
+        VirtualClient(0.001 * i, 8000, 64, "long", f"k{i % 2}", is_stream=False)
+        for i in range(num_prompts)
+    ]
+
+
+def flood(machine: VirtualMachine) -> list[VirtualClient]:
+    """Make short requests at 90 % of the machine's pace beside a long prompt of their own key."""
+    dice, unit, arrival_s = random.Random(7), machine.alone_s(300), 0.0
+    clients = [VirtualClient(0.5, LONG, 8, "long", "a")]
+    for _ in range(400):
+        arrival_s += dice.expovariate(0.9 / unit)
+        clients.append(VirtualClient(arrival_s, 300, 4, "short", "a"))
+    return clients
+
+
+WORKLOADS: dict[str, Callable[[VirtualMachine], list[VirtualClient]]] = {
+    "titles-1": lambda machine: titles(machine, 1),
+    "titles-3": lambda machine: titles(machine, 3),
+    "titles-10": lambda machine: titles(machine, 10),
+    "streams": streams,
+    "stream-and-prompt": stream_and_prompt,
+    "agents": agents,
+    "greedy-key": greedy_key,
+    "short-only": short_only,
+    "overload": overload,
+    "batch": batch,
+    "long-batch": long_batch,
+    "flood": flood,
+}
+ORDERS: dict[str, dict[str, Any]] = {
+    "arrival": {"max_step_ms": 0},
+    "threshold": {"max_step_ms": 0, "long_prefill_token_threshold": 256},
+    "fair": {"max_step_ms": None},
+}
+
+
+def measure(
+    workload: str, machine: VirtualMachine, order: str, *, noise: float = 0.1
+) -> dict[str, Any]:
+    """Play a workload in one order, and describe what its clients saw."""
+    policy = policy_of(machine, **ORDERS[order])
+    if policy.turns is not None:
+        teach(policy.turns.times, machine)
+    played = VirtualRun(WORKLOADS[workload](machine), machine, policy, noise=noise).finish()
+    return {
+        "workload": workload,
+        "machine": machine.name,
+        "order": order,
+        **describe(played, machine),
+    }
+
+
+def describe(played: Played, machine: VirtualMachine) -> dict[str, Any]:
+    """Return figures of all clients, and of each kind."""
+    clients = played.clients
+    slowdowns = [c.first_token_s / machine.alone_s(c.num_prompt) for c in clients]
+    shares = [1 / slowdown for slowdown in slowdowns]
+    kinds = {
+        kind: _describe_kind([c for c in clients if c.kind == kind], machine)
+        for kind in dict.fromkeys(c.kind for c in clients)
+    }
+    return {
+        "total_s": played.total_s,
+        "jain_index": sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares)),
+        "satisfied": sum(slowdown <= SATISFIED for slowdown in slowdowns) / len(slowdowns),
+        "kinds": kinds,
+    }
+
+
+def _describe_kind(clients: Sequence[VirtualClient], machine: VirtualMachine) -> dict[str, Any]:
+    slowdowns = [c.first_token_s / machine.alone_s(c.num_prompt) for c in clients]
+    gaps = [gap for client in clients for gap in client.gaps_s]
+    return {
+        "num": len(clients),
+        "first_token_s": quantiles(client.first_token_s for client in clients),
+        "over_alone": quantiles(slowdowns),
+        "gap_s": quantiles(gaps),
+        "foretold": _num_foretold(clients),
+        "end_s": max(client.tokens_s[-1] for client in clients),
+    }
+
+
+def _num_foretold(clients: Sequence[VirtualClient]) -> float | None:
+    """Return the share of first tokens that came within 20 % of what was foretold; None: none was foretold exactly."""
+    ratios = [c.expected_s / c.first_token_s for c in clients if c.expected_s and not c.is_least]
+    return sum(abs(ratio - 1) <= 0.2 for ratio in ratios) / len(ratios) if ratios else None
+
+
+MACHINE = "cpu-135m"
+
+
+@expand_options
+def fairness(
+    ctx: typer.Context,
+    machine: Annotated[
+        str, typer.Option(help="Machine whose steps are played: cpu-135m, cpu-7b or gpu-7b.")
+    ] = MACHINE,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="Workload to play; repeatable; all by default.")
+    ] = None,
+    order: Annotated[
+        list[str] | None,
+        typer.Option(help="Order to play: arrival, threshold or fair; repeatable; all by default."),
+    ] = None,
+    server: Annotated[
+        bool,
+        typer.Option(
+            "--server", help="Measure servers on this machine, one for each order in turn."
+        ),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Model of the servers; the demo with more positions by default."
+        ),
+    ] = None,
+    num_long: Annotated[
+        Any,
+        typer.Option(
+            parser=integers, metavar="N,N,…", help="Long prompts at once, for the servers."
+        ),
+    ] = "1,3",
+    long_len: Annotated[
+        int, typer.Option(min=600, help="Tokens of a long prompt, for the servers.")
+    ] = 6000,
+    noise: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Deviation of a step's time, as a share of it.")
+    ] = 0.1,
+    *,
+    report: ReportOptions,
+) -> None:
+    """Play workloads against the scheduler in virtual time, or measure servers: short requests beside long prompts, streams, greedy keys."""
+    from trouper.bench.studies.scheduling import fair_server
+    from trouper.bench.studies.scheduling.virtual_time import MACHINES
+
+    report.check()
+    if server:
+        orders = _known("order", order, fair_server.ORDERS)
+        found = fair_server.measure(
+            model, orders, num_long=num_long, long_tokens=long_len, tell=note
+        )
+        report.finish(ctx, {"results": found}, _server_lines(found))
+        return
+    workloads = _known("workload", workload, WORKLOADS)
+    orders = _known("order", order, ORDERS)
+    (name,) = _known("machine", [machine], MACHINES)
+    results = [
+        measure(each, MACHINES[name], way, noise=noise) for each in workloads for way in orders
+    ]
+    report.finish(ctx, {"results": results}, _lines(results))
+
+
+def _known(option: str, wished: list[str] | None, known: dict[str, Any]) -> list[str]:
+    for name in wished or ():
+        if name not in known:
+            raise invalid(option, f"must be one of {', '.join(known)}", name)
+    return list(wished or known)
+
+
+def _server_lines(results: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Make a table with a line for each number of long prompts, and one for streams."""
+    for result in results:
+        alone_ms = 1000 * result["short_alone_s"]["p50"]
+        yield f"{result['order']}: a short request alone {alone_ms:.0f} ms, a long one {result['long_alone_s']:.2f} s"
+        for num, found in result["beside"].items():
+            over = found["over_alone"]
+            yield (
+                f"  beside {num:2} long: {found['num_short']} short, over alone p50 {over['p50']:.1f}, p95 {over['p95']:.1f}; "
+                f"the long over their own work and that of the short {found['long_over_own']:.2f}"
+            )
+        gaps = result["streams"]["gap_s"]
+        alone, beside = (1000 * gaps[name]["p99"] for name in ("alone", "beside"))
+        yield f"  gap between tokens of streams, p99: alone {alone:.0f} ms, beside a long prompt {beside:.0f} ms"
+
+
+def _lines(results: list[dict[str, Any]]) -> Iterator[str]:
+    """Make a table with a line for each kind of request."""
+    yield (
+        f"{'workload':18}{'order':10}{'total s':>8}  {'kind':8}"
+        f"{'first token s: p50':>19}{'p95':>8}{'p99':>8}{'over alone: p50':>17}{'p95':>8}{'max':>8}"
+        f"{'gap ms: p50':>13}{'p99':>7}"
+    )
+    for result in results:
+        head = f"{result['workload']:18}{result['order']:10}{result['total_s']:8.1f}"
+        for kind, found in result["kinds"].items():
+            first, over, gap = found["first_token_s"], found["over_alone"], found["gap_s"]
+            gaps = f"{1000 * gap['p50']:13.0f}{1000 * gap['p99']:7.0f}" if gap else ""
+            yield (
+                f"{head}  {kind:8}{first['p50']:19.2f}{first['p95']:8.2f}{first['p99']:8.2f}"
+                f"{over['p50']:17.1f}{over['p95']:8.1f}{over['max']:8.1f}{gaps}"
+            )
+            head = " " * len(head)
+
+
+if __name__ == "__main__":
+    sys.exit(run_study(fairness))

@@ -1,0 +1,1 @@
+"""Studies of the HTTP server, its event loop and its clients."""

@@ -1,0 +1,146 @@
+"""Kill an engine's worker process again and again while it streams, and compare every token with an unharmed run.
+
+    python -m trouper.bench.studies.server.faults --kill-every 10 --seconds 60 --streams 16
+
+Exit status 1 if a token is lost, doubled or other than it would have been.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import anyio
+
+from trouper.actors.engine.wiring import Engine, open_engine
+from trouper.actors.executor.devices.launch_local import LocalPeer, launch
+from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.params import SamplingParams
+
+PROMPTS = (
+    "def f(",
+    "class A:",
+    "import os",
+    "for x in",
+    "# A function that",
+    "x = [",
+    "if a",
+    "try:",
+)
+MAX_KILLS = 1000  # of which the budget of restarts may not be the limit
+
+
+class StreamedRun:
+    """Outputs of the streams of one run, and their longest silences."""
+
+    def __init__(self) -> None:
+        self.token_ids: dict[int, tuple[int, ...]] = {}
+        self.num_lost = self.num_doubled = 0
+        self.gaps_s: list[float] = []
+
+
+async def stream(engine: Engine, number: int, num_tokens: int, run: StreamedRun) -> None:
+    """Read one request; the even ones are greedy, the odd ones seeded."""
+    params = SamplingParams(
+        temperature=number % 2, seed=number, max_tokens=num_tokens, ignore_eos=True
+    )
+    prompt = f"{PROMPTS[number % len(PROMPTS)]} {number}"
+    told: list[int] = []
+    longest_s, last_s = 0.0, time.monotonic()
+    async for output in engine.generate(prompt, params, f"{number}-{id(run)}"):
+        token_ids = list(output.outputs[0].token_ids)
+        now = time.monotonic()
+        longest_s, last_s = max(longest_s, now - last_s), now
+        run.num_lost += len(token_ids) < len(told)
+        run.num_doubled += token_ids[: len(told)] != told
+        told = token_ids
+    run.token_ids[number] = tuple(told)
+    run.gaps_s.append(longest_s)
+
+
+async def run_streams(
+    engine: Engine, requests: range, num_tokens: int, num_streams: int
+) -> StreamedRun:
+    """Stream all requests, so many at once."""
+    run, limiter = StreamedRun(), anyio.CapacityLimiter(num_streams)
+
+    async def one(number: int) -> None:
+        async with limiter:
+            await stream(engine, number, num_tokens, run)
+
+    async with anyio.create_task_group() as tasks:
+        for number in requests:
+            tasks.start_soon(one, number)
+    return run
+
+
+async def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Run for so long with kills, then the same requests without."""
+    config = resolve(
+        EngineArgs(
+            model=args.model, dtype="float32", device_worker="process", max_num_seqs=args.streams,
+            max_worker_restarts=MAX_KILLS, worker_restart_window=1.0,
+        )
+    )  # fmt: skip
+    peers: list[LocalPeer] = []
+
+    def start(rank: int, *, files: Sequence[int] = ()) -> LocalPeer:
+        peers.append(launch(rank, files=files))
+        return peers[-1]
+
+    runs: list[StreamedRun] = []
+    num_kills = 0
+    async with open_engine(config, ProcessDevice(config, start)) as engine:
+        first = await run_streams(engine, range(args.streams), args.tokens, args.streams)
+
+        async def kill() -> None:
+            nonlocal num_kills
+            while True:
+                await anyio.sleep(args.kill_every)
+                os.kill(peers[-1].pid, signal.SIGKILL)
+                num_kills += 1
+
+        end_s = time.monotonic() + args.seconds
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(kill)
+            while time.monotonic() < end_s:
+                runs.append(
+                    await run_streams(engine, range(args.streams), args.tokens, args.streams)
+                )
+            tasks.cancel_scope.cancel()
+    num_other = sum(run.token_ids[i] != first.token_ids[i] for run in runs for i in first.token_ids)
+    return {
+        "kills": num_kills,
+        "workers": len(peers),
+        "streams": len(runs) * args.streams,
+        "streams_with_lost_tokens": sum(run.num_lost for run in runs),
+        "streams_with_doubled_tokens": sum(run.num_doubled for run in runs),
+        "streams_with_other_tokens": num_other,
+        "longest_silence_s": round(max(gap for run in runs for gap in run.gaps_s), 2),
+    }
+
+
+def main() -> None:
+    """Measure, print one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=None)
+    parser.add_argument(
+        "--kill-every", type=float, default=10.0, help="seconds between two kills of a worker"
+    )
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=400)
+    figures = anyio.run(partial(measure, parser.parse_args()), backend="trio")
+    sys.stdout.write(json.dumps(figures) + "\n")
+    is_bad = any(figures[name] for name in figures if name.startswith("streams_with"))
+    sys.exit(1 if is_bad else 0)
+
+
+if __name__ == "__main__":
+    main()

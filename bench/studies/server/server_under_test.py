@@ -1,0 +1,227 @@
+"""A server process on the demo model, the callers that ask it, and what both were seen to do."""
+
+import http.client
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+from trouper.bench.studies.server.callers import Callers, ClientCall
+
+TOKENS = "generation_tokens_total"
+PATIENCE_S = 60.0  # for the last answers
+BODY = '{"prompt": "def f(", "max_tokens": %d, "ignore_eos": true, "stream": true}'
+CATCH_UP_S = 0.1  # what came while a scrape was waited for is read
+IDLE_S = 6.0  # the server has closed every connection that stayed idle for so long
+
+
+class ServerUnderTest:
+    """Server process under load, with the callers that load it; they have no other work than `ask` gives them."""
+
+    def __init__(self, port: int, pid: int) -> None:
+        self.callers = Callers(port)
+        self.outcomes: Counter[str] = Counter()
+        self.port, self._pid = port, pid
+        self._random = random.Random(0)
+
+    def some(self, mean: int) -> int:
+        """A number of tokens: half as many to half as many again, so that clients do not march in step."""
+        return self._random.randint(mean // 2, mean + mean // 2)
+
+    def ask(self, max_tokens: int, kind: str, on_end: Callable[[ClientCall], object]) -> ClientCall:
+        """A streaming completion; its frames are counted under `kind`, its end in `outcomes`."""
+
+        def end(call: ClientCall) -> None:
+            self.outcomes[call.outcome] += 1
+            on_end(call)
+
+        return self.callers.call(completion(max_tokens), kind, end)
+
+    def ask_on(
+        self,
+        num: int,
+        max_tokens: int,
+        kind: str,
+        is_over: Callable[[], bool],
+    ) -> "list[Client]":
+        """Start so many clients, each of which asks again when it has its answer."""
+        clients = [Client(self, max_tokens, kind, is_over) for _ in range(num)]
+        for client in clients:
+            client.ask()
+        return clients
+
+    def play(self, seconds: float) -> "Turn":
+        """Let all clients go on for so long, and return what was seen in that time."""
+        before = self._get("/metrics")
+        self.callers.run_until(perf_counter() + CATCH_UP_S)
+        outcomes = self.outcomes.copy()
+        frames, server, begin = self.callers.num_frames.copy(), self._cpu_s(), perf_counter()
+        cpu = process_time()
+        self.callers.run_until(begin + seconds)
+        took, cpu = perf_counter() - begin, process_time() - cpu
+        server, frames = self._cpu_s() - server, self.callers.num_frames - frames
+        outcomes, after = self.outcomes - outcomes, self._get("/metrics")
+        return Turn(
+            took,
+            dict(frames),
+            outcomes,
+            _gaps(after) - _gaps(before),
+            int(_metric(after, TOKENS) - _metric(before, TOKENS)),
+            cpu,
+            server,
+        )
+
+    def end(self) -> dict[str, float]:
+        """Wait until all clients have their answers and their connections are closed, and return what the server holds then."""
+        self.callers.run_until(perf_counter() + PATIENCE_S, lambda: not self.callers.num_open)
+        if self.callers.num_open:
+            raise SystemExit(f"{self.callers.num_open} requests without an end")
+        while b'"server_load":0' not in self._get("/load"):
+            pass
+        self.callers.run_until(perf_counter() + IDLE_S)  # the task of this connection, too
+        process = Path(f"/proc/{self._pid}")
+        pages = int((process / "statm").read_text().split()[1])
+        metrics = self._get("/metrics")
+        return {
+            "rss_mib": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1),
+            "fds": len(list((process / "fd").iterdir())),
+            "threads": len(list((process / "task").iterdir())),
+            "tasks": _metric(metrics, "event_loop_tasks"),
+            "kv_cache_usage": _metric(metrics, "kv_cache_usage_perc"),
+        }
+
+    def _cpu_s(self) -> float:
+        """Processor time of all the server's threads so far."""
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    def _get(self, path: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        connection.request("GET", path)
+        answer = connection.getresponse().read()
+        connection.close()
+        return answer
+
+
+@cache
+def completion(max_tokens: int) -> bytes:
+    """A request for a stream."""
+    body = BODY % max_tokens
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+class Client:
+    """Asks again when it has its answer."""
+
+    def __init__(
+        self, stage: ServerUnderTest, max_tokens: int, kind: str, is_over: Callable[[], bool]
+    ) -> None:
+        self._stage = stage
+        self._max_tokens = max_tokens
+        self._kind = kind
+        self._is_over = is_over
+        self._call: ClientCall | None = None
+
+    def ask(self, _: ClientCall | None = None) -> None:
+        """Ask, unless the last request is still being answered or the run is over."""
+        if not (self._is_over() or (self._call is not None and self._call.outcome == "open")):
+            num_tokens = self._stage.some(self._max_tokens)
+            self._call = self._stage.ask(num_tokens, self._kind, self.ask)
+
+    def leave(self) -> None:
+        """Disconnect in the middle of the answer."""
+        if self._call is not None and self._call.outcome == "open":
+            self._stage.callers.drop(self._call)
+            self._stage.outcomes["left"] += 1
+
+
+@dataclass
+class Turn:
+    """Counts of what the clients saw in a stretch of time, or in several."""
+
+    seconds: float
+    frames: dict[str, int]  # read by the clients, by kind
+    requests: Counter[str]
+    gaps: Counter[float]  # {seconds: how often the server's event loop was late by at most that}
+    num_tokens: int  # generated by the server
+    client_s: float  # processor time
+    server_s: float
+
+    def tokens_s(self, kind: str) -> float:
+        return self.frames.get(kind, 0) / self.seconds
+
+    def __add__(self, other: "Turn") -> "Turn":
+        frames = {
+            kind: self.frames.get(kind, 0) + other.frames.get(kind, 0)
+            for kind in self.frames | other.frames
+        }
+        return Turn(
+            self.seconds + other.seconds,
+            frames,
+            self.requests + other.requests,
+            self.gaps + other.gaps,
+            self.num_tokens + other.num_tokens,
+            self.client_s + other.client_s,
+            self.server_s + other.server_s,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "seconds": round(self.seconds, 1),
+            "tokens_s": {kind: round(self.tokens_s(kind), 1) for kind in self.frames},
+            "tokens_s of the server": round(self.num_tokens / self.seconds, 1),
+            "requests": dict(self.requests),
+            "loop_late_ms": lateness(self.gaps),
+            "cores": {
+                "server": round(self.server_s / self.seconds, 3),
+                "clients": round(self.client_s / self.seconds, 3),
+            },
+        }
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[ServerUnderTest]:
+    """Run a server until the block ends; one that then ends otherwise than with 0 is an error."""
+    command = [sys.executable, "-m", "trouper", "serve", *arguments, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        line = next(line for line in server.stderr if "serving" in line)
+        stage = ServerUnderTest(int(re.findall(r":(\d+)", line)[-1]), server.pid)
+        try:
+            yield stage
+        finally:
+            stage.callers.close()
+            server.terminate()
+            server.stderr.read()
+    if server.returncode:
+        raise SystemExit(f"the server ended with {server.returncode}")
+
+
+def _gaps(metrics: bytes) -> Counter[float]:
+    found = re.findall(rb'event_loop_gap_seconds_bucket\{le="(\S+)"\} (\S+)', metrics)
+    return Counter({float(bound): int(float(num)) for bound, num in found})
+
+
+def _metric(metrics: bytes, name: str) -> float:
+    found = re.search(rf"^trouper:{name}(?:\{{\S*\}})? (\S+)$".encode(), metrics, re.MULTILINE)
+    return float(found.group(1)) if found else -1.0
+
+
+def lateness(counts: Counter[float]) -> dict[str, float]:
+    """Bounds of the histogram that hold so many of its values."""
+    total = max(counts.values(), default=0)
+
+    def within(share: float) -> float:
+        return 1000 * min(bound for bound, num in counts.items() if num >= share * total)
+
+    return {"p99_at_most": within(0.99), "p99.9_at_most": within(0.999), "max_at_most": within(1)}

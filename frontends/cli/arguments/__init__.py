@@ -1,0 +1,1 @@
+"""Options that several commands share, and what happens to options that trouper does not have."""

@@ -1,0 +1,101 @@
+"""Command lines that put a model, a text or an option in the wrong place: each error shows the right command.
+
+Ollama and llama.cpp take models and texts in other places, and a model's path that is read as a prompt would be continued
+by the demo model without a word.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli import output
+from trouper.frontends.cli.arguments.other_programs import refuse_others
+
+if TYPE_CHECKING:
+    from trouper.config.resolve import EngineConfig
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
+# Tasks of a pooling model, and what such a model makes.
+MAKES = {"embed": "makes embeddings", "token_embed": "makes embeddings of tokens"}
+
+
+def check_texts(
+    texts: Iterable[str] | None, model: str | None, command: str, argument: str
+) -> None:
+    """Refuse a text that names a model where no model is given, and warn of other paths.
+
+    Raises:
+        typer.BadParameter: the text is a GGUF file's name or a model's folder.
+    """
+    for text in texts or () if model is None else ():
+        fix = f"to use it as the model: trouper {command} -m {text}"
+        if text.endswith(".gguf") or _is_model(text):
+            raise typer.BadParameter(f"{text!r} names a model; {fix} TEXT", param_hint=argument)
+        if _exists(text) or HUB_NAME.fullmatch(text):
+            files = f"; for a file of texts: --prompt-file {text}"
+            more = files if _exists(text) else ""
+            output.complain(f"warning: {text!r} is taken as text; {fix}{more}")
+
+
+def check_generates(config: "EngineConfig") -> None:
+    """Refuse a pooling model for a command that generates.  Raises TrouperValidationError."""
+    if config.pooler is None:
+        return
+    makes = MAKES.get(config.pooler.task, "classifies texts")
+    fix = "embed" if makes != "classifies texts" else "embed --task classify"
+    rule = f"the model {config.model.name!r} {makes} and does not generate text; use trouper {fix}"
+    raise TrouperValidationError(rule, parameter="model")
+
+
+def check_pools(config: "EngineConfig") -> None:
+    """Refuse a model that generates for a command that pools.  Raises TrouperValidationError."""
+    if config.pooler is not None:
+        return
+    rule = "generates text; use trouper generate, or add --runner pooling to embed with it"
+    raise TrouperValidationError(f"the model {config.model.name!r} {rule}", parameter="model")
+
+
+def check_no_text(ctx: Any) -> None:
+    """Refuse a text behind the arguments of `chat` or `complete`, which take it with -q.  Raises typer's usage error."""
+    text = " ".join(ctx.args)
+    if not text:
+        return
+    if ctx.info_name == "complete" and (text.endswith(".gguf") or _exists(text)):
+        ctx.fail(
+            f"unexpected argument {text!r}: complete asks a server; for a model here: trouper generate -m {text} TEXT"
+        )
+    model = "" if ctx.info_name == "complete" else "MODEL "
+    ctx.fail(
+        f'unexpected argument {text!r}; give the text with -q: trouper {ctx.info_name} {model}-q "{text}"'
+    )
+
+
+def check_command_first(ctx: Any, arguments: list[str], commands: Mapping[str, Any]) -> None:
+    """Refuse a command's option, or a model, where the name of the command belongs.  Raises typer's usage error."""
+    first = arguments[0]
+    name = first.partition("=")[0]
+    if first.startswith("-"):
+        if not any(name in (*p.opts, *p.secondary_opts) for p in ctx.command.params):
+            is_known = any(name in p.opts for c in commands.values() for p in c.params)
+            command = next((word for word in arguments if word in commands), "chat")
+            if is_known:
+                words = " ".join(word for word in arguments if word != command)
+                ctx.fail(f"{name} belongs behind a command: trouper {command} {words}")
+            refuse_others(name)
+    elif first not in commands and (first.endswith(".gguf") or _exists(first)):
+        ctx.fail(f"no such command: {first}; to talk to this model: trouper chat -m {first}")
+
+
+def _exists(text: str) -> bool:
+    try:
+        return bool(text) and Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, no such user
+        return False
+
+
+def _is_model(text: str) -> bool:
+    return _exists(text) and (Path(text).expanduser() / "config.json").is_file()

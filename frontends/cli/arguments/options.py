@@ -1,0 +1,409 @@
+"""Options that several commands share.
+
+`expand_options` turns each dataclass among a command's parameters into one option a field, so
+`EngineArgs` is a command line without being written twice.
+"""
+
+import dataclasses
+import inspect
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, cast, get_args, get_origin
+
+import typer
+
+from trouper.config.args import EngineArgs
+from trouper.config.vllm_options import NOT_IMPLEMENTED
+from trouper.frontends.cli import output
+from trouper.frontends.cli.arguments.other_programs import FOR_ENGINE, VLLM_SERVER, take
+from trouper.params import SamplingParams
+from trouper.structured_outputs import StructuredOutputsParams
+
+DEFAULT_MAX_TOKENS = (
+    128  # where the model names none; more than the library's 16, for use at a terminal
+)
+
+SHORT = {
+    "model": "-m",
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+}
+# Panels of `--help`: every field of EngineArgs but `seed`, which is the sampling's.  Each switch has its
+# `--no-…`.
+ENGINE_HELP: dict[str, dict[str, str]] = {
+    "Model": {
+        "model": "Folder, GGUF file or hub id (ORG/NAME, or ORG/NAME:Q4_K_M); the bundled demo model when left out.",
+        "tokenizer": "Folder or hub id of the tokenizer; the model's own when left out.",
+        "skip_tokenizer_init": "Load no tokenizer: prompts and outputs are token ids.",
+        "trust_remote_code": "Run a model's own Python code where nothing else knows it: of a local folder, or of --code-revision.",
+        "revision": "Branch, tag or commit of the model on the hub.",
+        "code_revision": "Full commit on the hub whose Python code may be run.",
+        "tokenizer_revision": "Branch, tag or commit of the tokenizer on the hub.",
+        "hf_token": "Access token for the model hub.",
+        "download_dir": "Folder in which downloads are kept.",
+        "load_format": "auto, safetensors, gguf, or dummy for random weights of a folder or of a preset such as qwen3-0.6b.",
+        "model_impl": "Code that computes the model: trouper's own, transformers, or auto (own where there is any).",
+        "hf_overrides": "Fields that win over those of the model's config.json, as JSON.",
+        "device": "Device to run on: auto (a usable GPU, else the CPU), cpu or cuda.",
+        "device_worker": "Where the model runs: inline (a thread of this process), process (its own, which may "
+        "die and is started again), or auto (process in serve of a model that generates on the CPU, else inline).",
+        "tensor_parallel_size": "Number of processes that share out each layer: its heads and the width of its MLP; on GPUs each has one.",
+        "pipeline_parallel_size": "Number of processes that share out the layers, as stages of a pipeline.",
+        "data_parallel_size": "Number of replicas of the model, among which requests are shared out.",
+        "distributed_executor_backend": "Launcher of the workers: mp (this machine, or those of --nnodes) or ray.",
+        "nnodes": "Number of machines that share out the workers; all have the same TROUPER_CLUSTER_KEY.",
+        "node_rank": "Number of this machine: 0 serves, the others only run workers.",
+        "master_addr": "Address of machine 0, at which it listens for the others.",
+        "master_port": "Port of machine 0 at which it listens for the others.",
+        "dtype": "Type of the weights: auto (as stored), float32, bfloat16 or float16.",
+        "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
+        "compress_weights": "Keep bfloat16 weights in 12 bits, exactly; by default with --max-num-seqs below 8.",
+        "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; by default (auto) the model's own, or what fits the KV cache.",
+        "generation_config": "Source of sampling defaults: auto (the model's), vllm (temperature 1 and nothing else), or a folder.",
+        "override_generation_config": "Sampling defaults that win over the model's.",
+        "enable_prompt_embeds": "Accept prompts that are embeddings.",
+        "chat_template": "Chat template, or a file with one, in place of the model's.",
+        "structured_outputs_config": "Defaults of structured outputs as JSON: backend, disable_any_whitespace, "
+        "disable_additional_properties, enable_in_reasoning.",
+        "reasoning_config": "Marks around the model's reasoning as JSON: reasoning_start_str, reasoning_end_str.",
+        "served_model_name": "Name of the model for clients; repeatable.",
+    },
+    "Pooling": {
+        "runner": "Kind of engine: auto, generate or pooling.",
+        "convert": "Conversion into a pooling model: auto, none, embed or classify.",
+        "pooler_config": "Settings of the pooler as JSON.",
+    },
+    "KV cache": {
+        "block_size": "Tokens in a block of the KV cache.",
+        "num_gpu_blocks_override": "Number of KV blocks, in place of as many as fit the memory.",
+        "kv_cache_memory_bytes": "Memory for the KV cache in bytes, e.g. 8G; by default half of what the weights leave.",
+        "gpu_memory_utilization": "Share of the device's memory to use.",
+        "enable_prefix_caching": "Reuse the blocks of equal prefixes; on by default.",
+        "prefix_caching_hash_algo": "Hash of prefixes: sha256; others of vLLM are not supported yet.",
+    },
+    "Scheduler": {
+        "max_num_seqs": "Sequences that run at once.",
+        "max_num_batched_tokens": "Largest number of tokens in one step.",
+        "max_num_scheduled_tokens": "Token budget of a step; max-num-batched-tokens by default.",
+        "max_num_active_seqs": "Limit on running sequences that does not change the size of buffers.",
+        "max_num_queued_reqs": "Refuse new requests once this many are open.",
+        "max_num_queued_tokens": "Refuse new requests once this many prompt tokens are waiting.",
+        "enable_chunked_prefill": "Split long prompts over several steps; on by default.",
+        "long_prefill_token_threshold": "Largest number of tokens of one long prompt in a step; 0 is off.",
+        "long_prefill_token_threshold_adaptive": "Apply the threshold under load only.",
+        "scheduling_policy": "Order of waiting requests: priority or fcfs.",
+        "max_step_ms": "Milliseconds that a step may take, so streams pause no longer; learnt by a server; 0 is no limit.",
+        "async_scheduling": "Plan a step while the previous one runs; on by default.",
+        "speculative_config": 'Verify drafted tokens, e.g. {"method": "ngram", "num_speculative_tokens": 5}; the text stays the same.',
+        "scheduler_reserve_full_isl": "Admit a prompt only when all its blocks fit; on by default.",
+        "watermark": "Share of blocks that admission leaves free.",
+        "stream_interval": "Tokens between two outputs of a stream.",
+    },
+    "Adapters": {
+        "enable_lora": "Serve requests with LoRA adapters.",
+        "max_loras": "Number of different adapters among the running requests.",
+        "max_lora_rank": "Largest rank of an adapter.",
+        "max_cpu_loras": "Number of adapters that are loaded at once; 32 by default, 8 on a GPU.",
+        "lora_dtype": "Type of the adapters' matrices: auto, which is the model's own.",
+        "lora_target_modules": "Module that adapters may change, such as q_proj; repeatable; all by default.",
+    },
+    "Engine": {
+        "renderer_num_workers": "Number of tasks that tokenise prompts.",
+        "max_logprobs": "Most logprobs that a request may ask for; -1 is the vocabulary.",
+        "enforce_eager": "Run without CUDA graphs, and on the CPU without recorded decode steps.",
+        "cudagraph_capture_sizes": "Batch sizes to capture, e.g. 1,2,4,8.",
+        "batch_invariant": "Generate the same tokens, bit for bit, alone and in any batch; slower on a GPU.",
+        "enable_sleep_mode": "Accepted for compatibility; sleeping always works.",
+        "max_worker_restarts": "Unexplained losses of the worker process that the engine survives in the window.",
+        "worker_restart_window": "Seconds in which losses of the worker process are counted.",
+        "step_timeout": "Seconds after which a step counts as hung; learnt from the steps before by default.",
+        "shutdown_timeout": "Seconds in which open requests may finish at shutdown.",
+        "disable_log_stats": "Collect and log no statistics.",
+        "otlp_traces_endpoint": "Address to send spans to; needs OpenTelemetry.",
+        "profiler_config": "Settings of the profiler as JSON.",
+    },
+}
+
+
+def _sampling(text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Sampling", metavar=metavar)
+
+
+MATCHED = ("json_object", "regex", "choice")  # options that become fields of `structured_outputs`
+
+
+@dataclasses.dataclass
+class SamplingOptions:
+    """The sampling options of a command line; None leaves the model's own default."""
+
+    max_tokens: Annotated[int | None, _sampling("Largest number of tokens to generate.")] = None
+    min_tokens: Annotated[int | None, _sampling("Tokens to generate before the text may end.")] = (
+        None
+    )
+    temperature: Annotated[
+        float | None, _sampling("Randomness of the text; 0 takes the likeliest token.")
+    ] = None
+    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens of this total.")] = None
+    top_k: Annotated[int | None, _sampling("Keep this many likeliest tokens; 0 is off.")] = None
+    min_p: Annotated[float | None, _sampling("Drop tokens below this share of the best.")] = None
+    presence_penalty: Annotated[
+        float | None, _sampling("Penalty on tokens that are already in the text.")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, _sampling("Penalty on tokens by the number of their uses.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _sampling("Factor that makes repeated tokens less likely.")
+    ] = None
+    seed: Annotated[int | None, _sampling("Seed of the sampling; equal seeds give equal text.")] = (
+        None
+    )
+    stop: Annotated[
+        list[str] | None, _sampling("End the text before this string; repeatable.", metavar="TEXT")
+    ] = None
+    ignore_eos: Annotated[
+        bool, _sampling("Continue after an end-of-text token.", "--ignore-eos")
+    ] = False
+    json_schema: Annotated[
+        str | None,
+        _sampling(
+            "Make the text JSON that the schema allows: a file, or the schema itself if it begins with {.",
+            metavar="FILE|JSON",
+        ),
+    ] = None
+    json_object: Annotated[bool, _sampling("Make the text a JSON object.", "--json-object")] = False
+    regex: Annotated[
+        str | None, _sampling("Make the whole text match this regular expression.", metavar="TEXT")
+    ] = None
+    choice: Annotated[
+        list[str] | None,
+        _sampling("Make the text this one, or another of these; repeatable.", metavar="TEXT"),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """Return only the options that the command line sets, as the fields of a request.
+
+        Raises:
+            typer.BadParameter: the file of the schema cannot be read.
+        """
+        fields = {
+            name: value
+            for name, value in vars(self).items()
+            if value is not None and value is not False
+        }
+        matched = {name: fields.pop(name) for name in MATCHED if name in fields}
+        schema = fields.pop("json_schema", None)
+        if schema is not None:
+            matched["json"] = _schema_text(schema)
+        return {**fields, "structured_outputs": matched} if matched else fields
+
+    def params(self, model_defaults: dict[str, Any], **more: Any) -> SamplingParams:
+        """Return sampling parameters: given options win over the model's defaults, and those over the library's.
+
+        Raises:
+            TrouperValidationError: a value outside its range; the message names the parameter.
+        """
+        values: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS, **model_defaults}
+        given = self.given()
+        matched = given.pop("structured_outputs", None)
+        if matched is not None:
+            given["structured_outputs"] = StructuredOutputsParams(**matched)
+        return SamplingParams(**{**values, **given, **more})
+
+
+def _schema_text(given: str) -> str:
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return Path(given).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{given}: {error}", param_hint="--json-schema") from None
+
+
+def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Make the values of a TOML or YAML file the defaults of this command's options.
+
+    Raises:
+        typer.BadParameter: it is neither, or names no option.
+    """
+    if path is None:
+        return None
+    given = {name.replace("-", "_"): value for name, value in _read_table(path).items()}
+    options = {p.name: p for p in ctx.command.params if p.param_type_name == "option"}
+    foreign = ctx.meta.setdefault(FOR_ENGINE, {})
+    for name in given.keys() & (NOT_IMPLEMENTED.keys() | VLLM_SERVER.keys()) - options.keys():
+        value = given.pop(name)
+        if name not in foreign:
+            take(foreign, name, value, name)
+    if unknown := given.keys() - options.keys() | given.keys() & {"config"}:
+        raise typer.BadParameter(f"{path} names no options: {', '.join(sorted(unknown))}")
+    ctx.default_map = {
+        name: value if options[name].multiple else _as_typed(value) for name, value in given.items()
+    }
+    return path
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """Read the options of a file; its name says whether it is YAML.
+
+    vLLM's files are YAML.  An option without a value is left out, as there.
+    """
+    try:
+        text = path.read_text("utf-8")
+        if path.suffix not in (".yaml", ".yml"):
+            return _toml(text)
+        table: Any = import_module("yaml").safe_load(text)  # huggingface_hub needs the package
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}") from None
+    except Exception as error:  # the YAML package's own error is no ValueError
+        raise typer.BadParameter(f"{path}: {' '.join(str(error).split())}") from None
+    if table is None:
+        return {}
+    if not isinstance(table, dict) or not all(
+        isinstance(n, str) for n in cast("dict[Any, Any]", table)
+    ):
+        raise typer.BadParameter(f"{path}: must have lines such as `max-num-seqs: 8`")
+    return {n: v for n, v in cast("dict[str, Any]", table).items() if v is not None}
+
+
+def _toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; it is read as TOML, and as YAML if its name ends in .yaml"
+        ) from None
+
+
+def _as_typed(value: Any) -> Any:
+    """Return lists and tables as they would stand in a command line."""
+    if isinstance(value, list):
+        return ",".join(map(str, cast("list[Any]", value)))
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
+def expand_options(
+    command: Callable[..., None],
+    *,
+    reads_variables: bool = False,
+    engine_defaults: Mapping[str, Any] | None = None,
+) -> Callable[..., None]:
+    """Let typer see an option for each field of the command's dataclass parameters, and `--debug`.
+
+    With `reads_variables` an option that is not given takes the value of `TROUPER_…`, if there is one.  `engine_defaults`
+    are this command's own defaults of options of the engine.
+    """
+    own = inspect.signature(command).parameters
+    groups: dict[str, Any] = {
+        p.name: p.annotation for p in own.values() if dataclasses.is_dataclass(p.annotation)
+    }
+    parameters = [p for p in own.values() if p.name not in groups]
+    for group in groups.values():
+        options = (
+            _engine_options(engine_defaults or {}) if group is EngineArgs else _options_of(group)
+        )
+        parameters += map(_read_from_variable, options) if reads_variables else options
+    parameters += [_debug_option()]
+
+    @wraps(command)
+    def expanded(**values: Any) -> None:
+        if values.pop("debug"):
+            values["ctx"].obj["debug"] = True
+        for name, group in groups.items():
+            # An option that the command declares itself goes to the command, not to the group.
+            fields = [field.name for field in dataclasses.fields(group) if field.name not in own]
+            foreign: dict[str, Any] = {}
+            if group is EngineArgs:
+                foreign = values["ctx"].meta.get(FOR_ENGINE, {})
+            values[name] = group(**{f: values.pop(f) for f in fields if f in values}, **foreign)
+        try:
+            command(**values)
+        except BrokenPipeError:
+            # The reader of stdout has ended, as in `trouper generate … | head -1`; that is no error.
+            output.silence_stdout()
+            raise typer.Exit(output.EXIT_BROKEN_PIPE) from None
+
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+    expanded.__annotations__ = {p.name: p.annotation for p in parameters}
+    return expanded
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword_only, default=default, annotation=annotation)
+
+
+def _read_from_variable(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Let an option of engine or server take its value from `TROUPER_…` where the command line gives none."""
+    (option,) = parameter.annotation.__metadata__
+    own = f"TROUPER_{parameter.name.upper()}"
+    others = [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
+    option.envvar = list(dict.fromkeys([own, *others]))
+    option.show_envvar = False
+    return parameter
+
+
+def _options_of(group: type[Any]) -> list[inspect.Parameter]:
+    return [_parameter(f.name, f.default, f.type) for f in dataclasses.fields(group)]
+
+
+def _engine_options(defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Return one option for each field of the engine's arguments but the seed."""
+    fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
+    parameters: list[inspect.Parameter] = []
+    for panel, texts in ENGINE_HELP.items():
+        for name, text in texts.items():
+            option = _engine_option(name, fields[name].type, panel, text)
+            default = defaults.get(name, fields[name].default)
+            parameters.append(_parameter(name, default, option))
+    return parameters
+
+
+def _engine_option(name: str, wished: Any, panel: str, text: str) -> Any:
+    """Return a field as an option of a type that typer knows: bool, int, float, str or list[str]."""
+    kinds = set(get_args(wished)) - {NoneType} if get_args(wished) else {wished}
+    flag = f"--{name.replace('_', '-')}"
+    settings: dict[str, Any] = {"help": text, "rich_help_panel": panel}
+    shown: Any = str
+    if kinds == {bool}:
+        shown, flag = bool, f"{flag}/{flag.replace('--', '--no-', 1)}"
+        settings["show_default"] = False  # the texts say which are on
+    elif list[str] in kinds:
+        shown, settings["metavar"] = list[str], "TEXT"
+    elif list[int] in kinds:
+        settings |= {"parser": integers, "metavar": "N,N,…"}
+    elif Any in kinds or any(get_origin(kind) is dict for kind in kinds):
+        settings |= {"parser": json_object, "metavar": "JSON"}
+    elif str not in kinds:
+        (shown,) = kinds
+    flags = [flag, SHORT[name]] if name in SHORT else [flag]
+    return Annotated[shown | None, typer.Option(*flags, **settings)]
+
+
+def _debug_option() -> inspect.Parameter:
+    text = "Show the traceback of an error."
+    option = typer.Option("--debug", help=text, rich_help_panel="Engine")
+    return _parameter("debug", False, Annotated[bool, option])
+
+
+def integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.strip("[]").split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of integers such as 1,2,4") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("not a JSON object")
+    return cast("dict[str, Any]", value)

@@ -1,0 +1,1 @@
+"""Commands that run many prompts or requests through one engine: `generate`, `embed`, `score`, `run-batch`."""

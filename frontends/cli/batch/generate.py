@@ -1,0 +1,260 @@
+"""`trouper generate`: complete prompts from the command line, a file or a pipe."""
+
+import sys
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from msgspec.structs import asdict
+
+from trouper.config.args import EngineArgs
+from trouper.frontends.cli import output
+from trouper.frontends.cli.arguments.adapters import LoraOption, chosen_adapter
+from trouper.frontends.cli.arguments.misplaced import check_generates, check_texts
+from trouper.frontends.cli.arguments.options import SamplingOptions, expand_options
+from trouper.frontends.cli.batch.prompt_run import BulkRun, Outcomes
+from trouper.frontends.cli.batch.prompts import Prompt, PromptFileOptions, PromptSource
+from trouper.frontends.cli.batch.results import (
+    Columns,
+    OutputFileOption,
+    ResultWriter,
+    check_output,
+    results_file,
+)
+from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
+from trouper.lora import LoRARequest
+from trouper.outputs import RequestOutput
+from trouper.params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from trouper.actors.engine.generation import Generation
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
+
+COLUMNS: Columns = {
+    "line": "int", "prompt": "text", "outputs": "outputs", "num_prompt_tokens": "int", "num_cached_tokens": "int",
+    "num_tokens": "int", "first_token_s": "float", "total_s": "float", "error": "text",
+}  # fmt: skip
+
+
+@expand_options
+def generate(
+    ctx: typer.Context,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", show_default=False, help="Text that the model continues."),
+    ] = None,
+    n: Annotated[int, typer.Option(help="Number of completions for each prompt.")] = 1,
+    stream: Annotated[
+        bool | None,
+        typer.Option(help="Print text as it comes; on by default for one completion."),
+    ] = None,
+    lora: LoraOption = None,
+    echo: Annotated[bool, typer.Option(help="Print the prompt before its text.")] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON per prompt.")
+    ] = False,
+    stats: Annotated[
+        bool | None,
+        typer.Option(help="Print tokens and times on stderr; on by default at a terminal."),
+    ] = None,
+    output_file: OutputFileOption = None,
+    *,
+    source: PromptFileOptions,
+    sampling: SamplingOptions,
+    engine_args: EngineArgs,
+) -> None:
+    """Complete one or more prompts.
+
+    Without PROMPT the whole of stdin is one prompt. A failing prompt reports its error; the rest continue.
+    """
+    check_texts(prompts, engine_args.model, "generate", "PROMPT")
+    check_output(output_file, COLUMNS, source.prompt_file)
+    if sampling.seed is not None:
+        engine_args.seed = sampling.seed
+    with PromptSource(prompts, source, "PROMPT") as given:
+        is_single, are_records = given.is_single, as_json or output_file is not None
+        if stream is None:
+            stream = is_single and n == 1 and not are_records
+        if stream and (n > 1 or are_records):
+            rule = "needs n = 1, no --json and no --output-file"
+            raise typer.BadParameter(rule, param_hint="--stream")
+        adapter = chosen_adapter(lora, engine_args)
+        config = resolve_offline(engine_args)
+        check_generates(config)
+        model = config.model
+        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        params = sampling.params(model.default_sampling, n=n, output_kind=kind)
+        output.tell_sampling(model, asdict(params))
+        outcomes, figures = Outcomes("prompts", is_single=is_single), _Figures()
+        with ExitStack() as stack:
+            if are_records:
+                file = stack.enter_context(results_file(output_file, COLUMNS))
+                printer = _RecordPrinter(file)
+            else:
+                printer = _TextPrinter(echo, params)
+            completing = _Completing(given, params, adapter, printer, outcomes, figures)
+            run_engine(engine_args, completing.run_all)
+    if stats or (stats is None and (given.is_from_file or output.is_terminal(sys.stderr))):
+        print(figures, file=sys.stderr)
+    outcomes.check()
+
+
+class _Completing:
+    """The completion of all prompts, whose results come in their order."""
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        params: SamplingParams,
+        adapter: LoRARequest | None,
+        printer: "_TextPrinter | _RecordPrinter",
+        outcomes: Outcomes,
+        figures: "_Figures",
+    ) -> None:
+        self._prompts = prompts
+        self._params = params
+        self._adapter = adapter
+        self._printer = printer
+        self._outcomes = outcomes
+        self._figures = figures
+        self._numbers = count()
+
+    async def run_all(self, engine: "AsyncLLMEngine", _: Interrupts) -> None:
+        self._figures.note_ready()
+        # Pieces of lines leave no place for a bar.
+        is_wanted = self._params.output_kind is RequestOutputKind.FINAL_ONLY
+        total = self._prompts.count() if output.is_terminal(sys.stderr) else None
+        with output.progress(total, "prompts", is_wanted=is_wanted) as bar:
+            open_one = partial(self._open_one, engine)
+            finish = partial(self._finish, bar)
+            run = BulkRun(self._prompts, open_one, finish, self._note_failure)
+            await run.answer_all(engine, bar)
+
+    def _open_one(self, engine: "AsyncLLMEngine", text: str) -> "Generation[RequestOutput]":
+        number = str(next(self._numbers))
+        return engine.generate(text, self._params, number, lora_request=self._adapter)
+
+    async def _finish(
+        self, bar: "tqdm[NoReturn]", prompt: Prompt, generation: "Generation[RequestOutput]"
+    ) -> None:
+        num_tokens = 0
+        async for result in generation:
+            self._figures.note_output(result)
+            num_tokens += sum(len(completion.token_ids) for completion in result.outputs)
+            with output.printing_beside(bar):
+                self._printer.show(prompt, result)
+            if result.error is not None:
+                raise result.error.to_exception()
+            if result.finished:
+                self._outcomes.succeed(len(result.prompt_token_ids), num_tokens)
+
+    def _note_failure(self, prompt: Prompt, error: Exception) -> None:
+        message = self._outcomes.fail(prompt, error)
+        self._printer.show_error(prompt, message)
+
+
+class _TextPrinter:
+    """Printer of prompts and texts, with a blank line between two results."""
+
+    def __init__(self, echo: bool, params: SamplingParams) -> None:
+        self._echo = echo
+        self._params = params
+        self._begun: Prompt | None = None
+
+    def show(self, prompt: Prompt, result: RequestOutput) -> None:
+        """Print what is new; several completions come one after the other, each with its prompt."""
+        for completion in sorted(result.outputs, key=lambda completion: completion.index):
+            if self._begun is not prompt or completion.index > 0:
+                if self._begun is prompt:
+                    print()
+                self._begin(prompt)
+            print(completion.text, end="", flush=True)
+        if result.finished and result.error is None:
+            print(flush=True)
+            # Most plain texts end at max_tokens, and half a JSON object is of no use.
+            is_cut = any(completion.finish_reason == "length" for completion in result.outputs)
+            if is_cut and self._params.structured_outputs is not None:
+                output.note(
+                    f"[cut at {self._params.max_tokens} tokens, before the end of the structure; see --max-tokens]"
+                )
+
+    def show_error(self, prompt: Prompt, message: str) -> None:
+        """End the line of a text that broke off; the error itself is on stderr."""
+        if self._begun is prompt:
+            print()
+
+    def _begin(self, prompt: Prompt) -> None:
+        if self._begun is not None:
+            print()
+        self._begun = prompt
+        print(prompt.text if self._echo else "", end="", flush=True)
+
+
+class _RecordPrinter:
+    """Writer of one record per prompt."""
+
+    def __init__(self, file: ResultWriter) -> None:
+        self._file = file
+
+    def show(self, prompt: Prompt, result: RequestOutput) -> None:
+        if result.error is None:
+            self._file.write({**prompt.place(), **_as_json(prompt.text or "", result)})
+
+    def show_error(self, prompt: Prompt, message: str) -> None:
+        self._file.write({**prompt.place(), "prompt": prompt.text, "error": message})
+
+
+class _Figures:
+    """The tokens and times of a run, for the last line on stderr."""
+
+    def __init__(self) -> None:
+        self._started = perf_counter()
+        self._ready = self._first_text = self._ended = self._started
+        self._num_prompt_tokens = self._num_tokens = 0
+
+    def note_ready(self) -> None:
+        self._ready = perf_counter()
+
+    def note_output(self, result: RequestOutput) -> None:
+        self._ended = perf_counter()
+        if self._num_tokens == 0:
+            self._first_text = self._ended
+        self._num_tokens += sum(len(completion.token_ids) for completion in result.outputs)
+        if result.finished:
+            self._num_prompt_tokens += len(result.prompt_token_ids)
+
+    def __str__(self) -> str:
+        seconds = max(self._ended - self._ready, 1e-9)
+        return (
+            f"{self._num_tokens} tokens from {self._num_prompt_tokens} in {seconds:.2f} s "
+            f"({self._num_tokens / seconds:.0f} tok/s); first text after "
+            f"{1000 * (self._first_text - self._ready):.0f} ms; "
+            f"engine ready after {self._ready - self._started:.1f} s"
+        )
+
+
+def _as_json(prompt: str, result: RequestOutput) -> dict[str, Any]:
+    completions = sorted(result.outputs, key=lambda completion: completion.index)
+    metrics = result.metrics
+    return {
+        "prompt": prompt,
+        "outputs": [
+            {
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
+            for completion in completions
+        ],
+        "num_prompt_tokens": len(result.prompt_token_ids),
+        "num_cached_tokens": result.num_cached_tokens,
+        "num_tokens": sum(len(completion.token_ids) for completion in completions),
+        "first_token_s": metrics and metrics.time_to_first_token_s,
+        "total_s": metrics and metrics.e2e_s,
+    }

@@ -1,0 +1,234 @@
+"""Many prompts through one engine: each has its result or its error, in order, and none ends the others."""
+
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+import anyio.to_thread
+import typer
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from trouper.errors import GenerationError, TrouperClientError, TrouperValidationError
+from trouper.frontends.cli import output
+from trouper.frontends.cli.batch.prompts import Prompt, PromptSource
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from trouper.actors.engine.generation import Generation
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
+
+WINDOW = (
+    1024  # prompts that are open at once, or twice max_num_seqs; their results wait for their turn
+)
+MAX_SHOWN = 10  # errors that are shown one by one
+CHUNK = 64  # prompts that are read at once; of a pipe one, since the next may take its time
+TICK_S = 0.25  # between two looks at the number of tokens
+# Parameters of errors about a text; other errors are about the options, so all texts would have them.
+ABOUT_TEXTS = ("prompt", "text", "input", "messages", "document")
+Item = tuple[Prompt, "Generation[Any] | Exception"]
+Open = Callable[[str], "Generation[Any]"]
+Finish = Callable[[Prompt, "Generation[Any]"], Awaitable[None]]
+
+
+class Outcomes:
+    """Counts of a run, and what it says on stderr.
+
+    `fail` is called for each prompt that failed, also to put the error into its place among the results.
+    """
+
+    def __init__(self, what: str, *, is_single: bool, too_long: str = "") -> None:
+        """Make the counts; `too_long` is the advice for a text that the model cannot read whole."""
+        self._what = what  # "texts"
+        self._is_single = is_single
+        self._too_long = too_long
+        self._is_engines_fault = False
+        self.num_prompts = 0
+        self.num_failed = 0
+        self.num_prompt_tokens = 0
+        self.num_tokens = 0  # generated
+        self._began = self._ended = 0.0
+
+    def begin(self) -> None:
+        self._began = anyio.current_time()
+
+    def end(self) -> None:
+        self._ended = anyio.current_time()
+
+    def succeed(self, num_prompt_tokens: int, num_tokens: int = 0) -> None:
+        self.num_prompts += 1
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_tokens += num_tokens
+
+    def fail(self, prompt: Prompt, error: Exception) -> str:
+        """Show an error and return its message."""
+        self.num_prompts += 1
+        self.num_failed += 1
+        self._is_engines_fault |= not isinstance(error, TrouperClientError)
+        message = output.explain(error)[1]
+        if self._too_long and "(max_model_len)" in message:
+            message = f"{message} {self._too_long}"
+        if self._is_single:
+            output.complain(message)
+        elif self.num_failed <= MAX_SHOWN:
+            output.complain(f"{prompt.label}: {message}")
+        return message
+
+    def summary(self) -> str:
+        """Return the line that ends a run."""
+        seconds = max(self._ended - self._began, 1e-9)
+        total = self.num_prompt_tokens + self.num_tokens
+        made = f" and made {self.num_tokens:,}" if self.num_tokens else ""
+        tokens = f"read {self.num_prompt_tokens:,} tokens{made} in {seconds:.1f} s"
+        return f"{self.num_prompts} {self._what}: {tokens} ({total / seconds:,.0f} tokens/s)"
+
+    def check(self) -> None:
+        """End the command with the exit code of the failures, if there are any."""
+        if not self.num_failed:
+            return
+        if not self._is_single:
+            output.complain(f"{self.num_failed} of {self.num_prompts} {self._what} failed")
+        raise typer.Exit(output.EXIT_CRASH if self._is_engines_fault else output.EXIT_USAGE)
+
+
+def is_about_text(error: Exception) -> bool:
+    """Whether an error is about one prompt, so that the others go on."""
+    if isinstance(error, TrouperClientError):
+        parameter = getattr(error, "parameter", None)
+        return parameter is None or str(parameter).startswith(ABOUT_TEXTS)
+    return isinstance(error, GenerationError)
+
+
+class BulkRun:
+    """A run of prompts.  `WINDOW` of them are open at once; the others stay in their file."""
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        open_one: Open,
+        finish: Finish,
+        note_failure: Callable[[Prompt, Exception], None],
+    ) -> None:
+        """Make a run.
+
+        Args:
+            open_one: makes the request of a text.
+            finish: reads a request to its end and shows its results.
+            note_failure: called for a prompt that failed, in its turn.
+        """
+        self._prompts = prompts
+        self._open_one = open_one
+        self._finish = finish
+        self._note_failure = note_failure
+        self._opened: set[Generation[Any]] = set()
+
+    async def answer_all(self, engine: "AsyncLLMEngine", bar: "tqdm[Any]") -> None:
+        """Answer all prompts.  Raises what is not about a single text."""
+        error: Exception | None = None
+        window = max(WINDOW, 2 * engine.config.scheduler.max_num_seqs)
+        # The writer holds one.
+        send, receive = anyio.create_memory_object_stream[Item](window - 1)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(show_tokens, engine, bar, name="progress")
+                tasks.start_soon(self._read, send, bar, name="reader")
+                try:
+                    await self._write(receive, bar)
+                except Exception as raised:
+                    error = raised  # carried out of the group, so that it is not wrapped in another
+                tasks.cancel_scope.cancel()
+        finally:
+            receive.close()
+            for generation in self._opened:
+                generation.close()
+        if error is not None:
+            raise error
+
+    async def _read(self, send: "MemoryObjectSendStream[Item]", bar: "tqdm[Any]") -> None:
+        num_read = 0
+        with send:
+            async for prompt in Reading(self._prompts):
+                num_read += 1
+                await send.send((prompt, await self._begun(prompt)))
+        bar.total = num_read  # of a pipe it is not known before
+
+    async def _begun(self, prompt: Prompt) -> "Generation[Any] | Exception":
+        if prompt.text is None:
+            return TrouperValidationError(prompt.error or "no text")
+        try:
+            generation = self._open_one(prompt.text)
+            self._opened.add(generation)
+            await generation.prepare()
+            generation.open()
+        except Exception as error:
+            return error  # the writer shows it in its turn
+        return generation
+
+    async def _write(self, receive: "MemoryObjectReceiveStream[Item]", bar: "tqdm[Any]") -> None:
+        async for prompt, generation in receive:
+            try:
+                if isinstance(generation, Exception):
+                    raise generation
+                await self._finish(prompt, generation)
+            except Exception as error:
+                if not is_about_text(error):
+                    raise
+                self._note_failure(prompt, error)
+            if not isinstance(generation, Exception):
+                generation.close()
+                self._opened.discard(generation)
+            bar.update()
+
+
+class Reading:
+    """`async for prompt in Reading(prompts)`: reads in a thread, for a pipe may make it wait."""
+
+    def __init__(self, prompts: PromptSource) -> None:
+        self._items = iter(prompts)
+        self._num = 1 if prompts.is_pipe else CHUNK
+        self._read: deque[Prompt] = deque()
+        self._limiter = anyio.CapacityLimiter(1)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Prompt:
+        if not self._read:
+            # Abandoned when the command ends: a read from a pipe cannot be cancelled.
+            self._read.extend(
+                await anyio.to_thread.run_sync(
+                    self._next_chunk, abandon_on_cancel=True, limiter=self._limiter
+                )
+            )
+        if not self._read:
+            raise StopAsyncIteration
+        return self._read.popleft()
+
+    def _next_chunk(self) -> list[Prompt]:
+        return list(islice(self._items, self._num))
+
+
+async def show_tokens(engine: "AsyncLLMEngine", bar: "tqdm[Any]") -> None:
+    """Show in the bar how many tokens the engine has computed, until it is cancelled."""
+    if bar.disable:
+        return
+    began, before = anyio.current_time(), _num_tokens(engine)
+    while True:
+        await anyio.sleep(TICK_S)
+        num_tokens = _num_tokens(engine) - before
+        rate = num_tokens / (anyio.current_time() - began)
+        bar.set_postfix_str(f"{num_tokens:,} tokens, {rate:,.0f}/s")
+
+
+def _num_tokens(engine: "AsyncLLMEngine") -> int:
+    scheduler = engine.statistics().scheduler
+    return scheduler.num_prompt_tokens + scheduler.num_generation_tokens
+
+
+def note_summary(outcomes: Outcomes, wanted: bool | None, *, is_from_file: bool) -> None:
+    """Print the closing line: by default at a terminal, and for a file of prompts."""
+    if wanted or (wanted is None and (is_from_file or output.is_terminal(sys.stderr))):
+        print(outcomes.summary(), file=sys.stderr)

@@ -1,0 +1,1 @@
+"""`trouper chat` and `trouper complete`: sessions at a terminal, with a local engine or a server."""

@@ -1,0 +1,176 @@
+"""The line editor of interactive sessions, by prompt_toolkit, and the file of what was typed before.
+
+prompt_toolkit is imported here only, and this module only by a session at a terminal: the import takes a
+tenth of a second.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import History
+from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.output import create_output
+from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.utils import is_dumb_terminal
+
+from trouper.frontends.cli.chat.input import continued
+
+PROMPT, CONTINUATION = "> ", "... "
+MAX_ENTRIES = 1000
+MAX_ENTRY = 64 * 2**10  # characters; a longer message is not kept
+MAX_FILE = 8 * 2**20  # bytes that are read of the file; only its end counts
+LEAVE = "to leave the session, press Ctrl-D or type /bye"
+
+
+class _Cleared(NamedTuple):
+    """The result of a prompt that Ctrl-C has cleared."""
+
+    had_text: bool
+
+
+class LineEditor:
+    """Reads messages at a terminal.  A paste is one message, whatever lines it has."""
+
+    def __init__(self, history: "MessageHistory", note: Callable[[str], None]) -> None:
+        """Make an editor; `note` shows one line to the user."""
+        self._note = note
+        self.history = history
+        # None lets prompt_toolkit do without escape sequences.
+        output = None if is_dumb_terminal() else create_output(sys.stdout)
+        if isinstance(output, Vt100_Output):
+            # Without menus nothing depends on the position of the cursor, and not every terminal reports it.
+            output.enable_cpr = False
+        self._session: PromptSession[Any] = PromptSession(
+            PROMPT,
+            multiline=True,
+            prompt_continuation=_continuation,
+            history=history,
+            key_bindings=_bindings(),
+            output=output,
+            reserve_space_for_menu=0,
+            enable_suspend=True,
+        )
+
+    async def read(self) -> str | None:
+        """Return the next message, or None at the end (Ctrl-D)."""
+        while True:
+            try:
+                found = await self._session.prompt_async(
+                    handle_sigint=False, set_exception_handler=False
+                )
+            except EOFError:
+                return None
+            except KeyboardInterrupt:  # Ctrl-C at a dumb terminal, which has no bindings
+                self._note(LEAVE)
+                continue
+            if not isinstance(found, _Cleared):
+                return str(found)
+            if not found.had_text:
+                self._note(LEAVE)
+
+
+def _continuation(width: int, line_number: int, wrap_count: int) -> str:
+    """Mark the lines of a message, but not the rows of one long line."""
+    return "" if wrap_count else CONTINUATION
+
+
+def _bindings() -> KeyBindings:
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _(event: Any) -> None:
+        buffer = event.current_buffer
+        text = continued(buffer.text)
+        if text is None:
+            buffer.validate_and_handle()
+        else:
+            buffer.text = text
+            buffer.cursor_position = len(text)
+
+    @bindings.add("escape", "enter")
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @bindings.add("c-c")
+    def _(event: Any) -> None:
+        # The first clears the line, so a second in a row meets an empty one.
+        event.app.exit(result=_Cleared(bool(event.current_buffer.text)))
+
+    return bindings
+
+
+class MessageHistory(History):
+    """Messages typed in sessions, one JSON string a line, in a file that only its owner reads.
+
+    The newest `MAX_ENTRIES` are kept.  A file that cannot be written is no error: entries then last as
+    long as the session.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
+        self._path = path or Path(os.devnull)
+        self.is_kept = path is not None
+
+    def load_history_strings(self) -> Iterable[str]:
+        """Return the entries of the file, the newest first."""
+        try:
+            with self._path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - MAX_FILE))
+                entries = entries_of(file.read(MAX_FILE))
+        except OSError:
+            return []
+        if len(entries) > MAX_ENTRIES or size > MAX_FILE:
+            entries = entries[-MAX_ENTRIES:]
+            with contextlib.suppress(OSError):
+                self._replace(entries)
+        return reversed(entries)
+
+    def store_string(self, string: str) -> None:
+        if self.is_kept and len(string) <= MAX_ENTRY:
+            with contextlib.suppress(OSError):
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _write(self._path, os.O_APPEND, [string])
+
+    def _replace(self, entries: list[str]) -> None:
+        newest = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        _write(newest, os.O_TRUNC, entries)
+        newest.replace(self._path)
+
+
+def _write(path: Path, flag: int, entries: list[str]) -> None:
+    """Write entries in one call, so that two sessions do not mix theirs."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
+    try:
+        os.fchmod(file, 0o600)
+        os.write(file, "".join(f"{json.dumps(entry)}\n" for entry in entries).encode())
+    finally:
+        os.close(file)
+
+
+def entries_of(data: bytes) -> list[str]:
+    """Return the entries of a history file; lines that are none, such as half of one, are left out."""
+    entries: list[str] = []
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, str):
+                entries.append(entry)
+    return entries
+
+
+def history_path(name: str) -> Path | None:
+    """Return the history file of a command, by the XDG base directories; None for a user without a home."""
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():
+        try:
+            state = Path.home() / ".local" / "state"
+        except RuntimeError:
+            return None
+    return state / "trouper" / f"{name}_history"

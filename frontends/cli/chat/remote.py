@@ -1,0 +1,293 @@
+"""A client of servers with OpenAI's API, for use at a terminal.
+
+A refusal of the request itself (400, 401, 404 …) is a client error; every other failure until the end of an
+answer is a RemoteError.  No request is sent twice.
+"""
+
+import dataclasses
+import re
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast
+
+import anyio
+import msgspec
+import typer
+from anyio import AsyncContextManagerMixin
+
+from trouper.errors import RemoteError, TrouperClientError, TrouperValidationError
+from trouper.frontends.cli.chat.conversation import AnswerEnd, AnswerUsage, ContextFullError
+
+if TYPE_CHECKING:
+    from httpx2 import URL, AsyncClient, EventSource, Response
+
+CONNECTING = "connecting …"
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
+CONNECT_S = 10.0
+SILENCE_S = 600.0  # a long prompt on a slow machine is silent for minutes
+LAST_WORDS_S = 1.0  # for a stream to end after `[DONE]`, so that its connection can be used again
+MAX_BODY = 2**20  # bytes of a reply that is no stream
+MAX_MESSAGE = 400
+TRY_AGAIN = (408, 429)
+TOO_LONG = (400, 413, 422)
+# The codes and words of servers (trouper and vLLM, OpenAI, llama.cpp, Ollama) for a prompt that is too long.
+FULL = re.compile(
+    r"context_length_exceeded|exceed_context_size|context (length|size|window)|max_model_len",
+    re.IGNORECASE,
+)
+
+Show = Callable[[str], None]
+
+
+def _option(text: str, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Server", **more)
+
+
+@dataclasses.dataclass
+class RemoteOptions:
+    """The address of the server, the model, and the key to send."""
+
+    url: Annotated[str | None, _option("Base address of an OpenAI-compatible server.")] = None
+    model_name: Annotated[
+        str | None, _option("Model to ask; the first of the server's when left out.")
+    ] = None
+    api_key: Annotated[
+        str | None, _option("API key to send to the server.", envvar="TROUPER_API_KEY")
+    ] = None
+
+
+class RemoteModel(msgspec.Struct):
+    """A model as a server lists it."""
+
+    id: str
+    max_model_len: int | None = None  # vLLM's servers say it
+
+
+class RemoteServer(AsyncContextManagerMixin):
+    """A server that answers for one model; entering looks the model up if none is named."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        """Raises TrouperValidationError: the address or the key cannot be used."""
+        self._url = _base_url(options.url or DEFAULT_URL)
+        self._model = options.model_name
+        self._headers: dict[str, str] = {}
+        if options.api_key is not None:
+            if not (options.api_key.isascii() and options.api_key.isprintable()):
+                raise TrouperValidationError("must be printable ASCII", parameter="api_key")
+            self._headers["authorization"] = f"Bearer {options.api_key}"
+        self._client: AsyncClient
+        self.max_model_len: int | None = None  # if the server says it
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The server and the model, for `/show`."""
+        return {"server": str(self._url), "model": self._model or ""}
+
+    def __repr__(self) -> str:
+        return f"<RemoteServer {self._url}>"
+
+    @property
+    def url(self) -> str:
+        """The address that routes are relative to, without a slash at its end."""
+        return str(self._url).rstrip("/")
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        import httpx2
+
+        timeout = httpx2.Timeout(SILENCE_S, connect=CONNECT_S)
+        async with httpx2.AsyncClient(
+            base_url=self._url, headers=self._headers, timeout=timeout
+        ) as self._client:
+            if self._model is None:
+                first = (await self._models())[0]
+                self._model, self.max_model_len = first.id, first.max_model_len
+            yield self
+
+    async def chat(
+        self, fields: dict[str, Any], messages: list[dict[str, Any]], show: Show
+    ) -> AnswerEnd:
+        """Pass each piece of the answer to a conversation to `show`; otherwise as `complete`."""
+        return await self._ask("chat/completions", {"messages": messages, **fields}, show)
+
+    async def complete(self, fields: dict[str, Any], prompt: str, show: Show) -> AnswerEnd:
+        """Pass each piece of the text that follows a prompt to `show`.  Leaving closes the connection.
+
+        Returns how it ended, with the counts of tokens if `fields` request them (`stream_options`).
+
+        Raises:
+            ContextFullError: the server refuses the request because it is too long.
+            TrouperClientError: the server refuses the request for another reason.
+            RemoteError: anything else, also in the middle of the answer.
+        """
+        return await self._ask("completions", {"prompt": prompt, **fields}, show)
+
+    async def _ask(self, path: str, fields: dict[str, Any], show: Show) -> AnswerEnd:
+        body = {"model": self._model, **fields, "stream": True}
+        with self._explained():
+            async with self._client.sse(path, method="POST", json=body) as source:
+                await _check_status(source.response)
+                return await _read(source, show)
+
+    async def model(self) -> RemoteModel:
+        """Find the model that is asked in the server's list.
+
+        Raises:
+            TrouperValidationError: it is not there.
+            TrouperClientError, RemoteError: there is no list.
+        """
+        models = await self._models()
+        found = next((model for model in models if model.id == self._model), None)
+        if found is None:
+            names = _plain(", ".join(model.id for model in models))
+            rule = f"the server has no such model, only: {names}"
+            raise TrouperValidationError(rule, parameter="model_name", value=self._model)
+        return found
+
+    async def _models(self) -> list[RemoteModel]:
+        """Return the models that the server lists, at least one."""
+        with self._explained():
+            async with self._client.stream("GET", "models") as response:
+                await _check_status(response)
+                body = await _bounded_body(response)
+        try:
+            models = msgspec.json.decode(body, type=_Models).data
+        except msgspec.MsgspecError:
+            models = []
+        if not models:
+            raise RemoteError(
+                f"{self._url}models lists no model: is this an OpenAI-compatible server? "
+                "(--model-name names one)"
+            )
+        return models
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
+        """Raise the client library's errors as errors of this command line."""
+        import httpx2
+
+        try:
+            yield
+        except httpx2.ConnectError as error:
+            raise RemoteError(f"cannot connect to {self._url}: {_plain(str(error))}") from error
+        except httpx2.TimeoutException as error:
+            raise RemoteError(f"no answer from {self._url} in time") from error
+        except httpx2.TransportError as error:
+            reason = _plain(str(error)) or type(error).__name__
+            raise RemoteError(f"the answer from {self._url} broke off: {reason}") from error
+
+
+class _RemoteDelta(msgspec.Struct):
+    content: str | None = None
+
+
+class _RemoteChoice(msgspec.Struct):
+    text: str | None = None
+    delta: _RemoteDelta | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_RemoteChoice] = msgspec.field(default_factory=list[_RemoteChoice])
+    error: Any = None
+    usage: AnswerUsage | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[RemoteModel]
+
+
+async def _read(source: "EventSource", show: Show) -> AnswerEnd:
+    """Read a stream to its end."""
+    error: Exception | None = None
+    usage: AnswerUsage | None = None
+    reason: str | None = None
+    is_over = False
+    # The library's generators end in order at their end or when they are cancelled inside, not when dropped.
+    with anyio.CancelScope() as rest:
+        async for event in source:
+            if event.data == "[DONE]":
+                is_over = True
+                rest.deadline = anyio.current_time() + LAST_WORDS_S
+                continue
+            try:
+                chunk = _show_chunk(event.data, show)
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    reason = choice.finish_reason or reason
+            except Exception as raised:
+                error = raised
+                rest.cancel()
+    if error is not None:
+        raise error
+    if not is_over and reason is None:
+        raise RemoteError("the answer broke off before its end")
+    return AnswerEnd(usage, reason)
+
+
+def _show_chunk(data: str, show: Show) -> _Chunk:
+    try:
+        chunk = msgspec.json.decode(data, type=_Chunk)
+    except msgspec.MsgspecError:
+        raise RemoteError("the server sends events that are no chunks of an answer") from None
+    if chunk.error is not None:
+        raise RemoteError(f"the server failed: {_message_of(chunk.error)}")
+    for choice in chunk.choices:
+        text = choice.text or (choice.delta and choice.delta.content)
+        if text:
+            show(text)
+    return chunk
+
+
+async def _check_status(response: "Response") -> None:
+    status = response.status_code
+    if status == 200:
+        return
+    body = await _bounded_body(response)
+    try:
+        error = msgspec.json.decode(body, type=dict[str, Any]).get("error")
+    except msgspec.MsgspecError:
+        error = None
+    told = _message_of(error)
+    text = f"the server answers {status}: {told or response.reason_phrase}"
+    if status in TOO_LONG and FULL.search(f"{_code_of(error)} {told}"):
+        raise ContextFullError(text)
+    if 400 <= status < 500 and status not in TRY_AGAIN:
+        raise TrouperClientError(text)
+    raise RemoteError(text)
+
+
+def _message_of(error: Any) -> str:
+    message = cast("dict[str, Any]", error).get("message") if isinstance(error, dict) else error
+    return _plain(message) if isinstance(message, str) else ""
+
+
+def _code_of(error: Any) -> str:
+    found = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
+    return f"{found.get('code')} {found.get('type')}"
+
+
+async def _bounded_body(response: "Response") -> bytes:
+    body = bytearray()
+    async for piece in response.aiter_bytes():
+        if len(body) < MAX_BODY:
+            body += piece
+    return bytes(body)
+
+
+def _plain(text: str) -> str:
+    """Return foreign text fit for a terminal: short, and without control characters."""
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_MESSAGE])
+
+
+def _base_url(text: str) -> "URL":
+    """Return the address that routes are relative to; `/v1` when only a host is given."""
+    import httpx2
+
+    try:
+        url = httpx2.URL(text)
+    except httpx2.InvalidURL as error:
+        raise TrouperValidationError(str(error), parameter="url") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise TrouperValidationError("must be http://… or https://…", parameter="url", value=text)
+    return url.copy_with(path=f"{url.path.rstrip('/') or '/v1'}/")
