@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trouper.actors.executor.devices.model_host import ModelHost
+from trouper.actors.executor.workers.model_host import ModelHost
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.scheduling.policy import Policy
 

@@ -75,7 +75,7 @@ def peers(
     report: ReportOptions,
 ) -> None:
     """Run several engines on the same prompts, in turn; show medians, spread and ratios."""
-    from trouper.actors.executor.topology import num_physical_cores
+    from trouper.actors.runtime.startup import num_physical_cores
     from trouper.bench import peers as core
 
     works = [core.parse_workload(text) for text in workload or core.WORKLOADS]

@@ -16,8 +16,8 @@ from typing import Annotated, Any, cast
 import typer
 
 from trouper import __version__
-from trouper.actors.executor.environment import torch_facts
-from trouper.actors.executor.topology import num_physical_cores
+from trouper.actors.executor.device import torch_facts
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.config.memory import UNLIMITED, control_groups, read_number, read_text
 from trouper.frontends.cli.arguments.options import expand_options
 

@@ -4,8 +4,8 @@ import signal
 
 import anyio
 
-from trouper.actors.executor.devices.nodes.host import Host
-from trouper.actors.executor.devices.place import PlaceFacts
+from trouper.actors.executor.workers.machines.host import Host
+from trouper.actors.executor.workers.model_files import PlaceFacts
 from trouper.config.nodes import NodesConfig, cluster_key
 from trouper.config.resolve import EngineConfig
 

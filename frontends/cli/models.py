@@ -109,7 +109,7 @@ def _split_files(path: Path) -> list[Path]:
 
 
 def _entry(path: Path, name: str, files: list[Path] | None = None) -> dict[str, Any]:
-    from trouper.actors.executor.servable import judge
+    from trouper.actors.executor.workers.compatibility import judge
 
     verdict = judge(path)
     if files is None:

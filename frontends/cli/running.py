@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 from anyio.abc import TaskStatus
 
-from trouper.actors.executor.devices.torch_libraries import load_ahead
-from trouper.actors.runtime.garbage import collections_paused
+from trouper.actors.runtime.startup import collections_paused, load_ahead
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import EngineConfig, resolve
 from trouper.config.sampling import Frontend

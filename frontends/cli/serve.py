@@ -23,7 +23,7 @@ from trouper.frontends.cli.arguments.adapters import lora_modules
 from trouper.frontends.cli.arguments.options import expand_options, json_object, read_config
 
 if TYPE_CHECKING:
-    from trouper.actors.executor.devices.launch_local import Launcher
+    from trouper.actors.executor.workers.launching import Launcher
 
 LOOPBACK = "127.0.0.1"
 LARGEST_HEAD = 2**17  # bytes; the HTTP parser itself gives up at twice this size
@@ -315,7 +315,7 @@ def serve(
     # several inherit files, and processors are bound before torch is imported: the engine says to what
     is_alone = is_process and resolved.num_workers == 1 and resolved.nodes is None
     if is_alone and resolved.cpu_bind is None:
-        from trouper.actors.executor.devices.launch_ahead import LaunchedAhead
+        from trouper.actors.executor.workers.launching import LaunchedAhead
 
         with LaunchedAhead() as launcher:
             _run(options, engine_args, launcher)

@@ -13,10 +13,10 @@ from anyio import AsyncContextManagerMixin
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine, EngineStatistics, open_engine
 from trouper.actors.executor.device import Device
-from trouper.actors.executor.devices.launch_local import Launcher, launch
-from trouper.actors.executor.devices.model_files import sample_model
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
+from trouper.actors.executor.workers.launching import Launcher, launch
+from trouper.actors.executor.workers.model_files import sample_model
 from trouper.actors.messages.sinks import MakeVisible
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
@@ -404,7 +404,7 @@ async def _open_devices(config: EngineConfig, launcher: Launcher) -> AsyncGenera
     if config.nodes is None:
         yield [ProcessDevice(config, launcher, replica=r, files=files) for r in replicas]
     else:
-        from trouper.actors.executor.devices.nodes.open_crews import open_crews
+        from trouper.actors.executor.workers.machines.opening import open_crews
 
         async with open_crews(config, config.nodes) as crew_of:
             yield [ProcessDevice(config, replica=r, crew=crew_of(r), files=files) for r in replicas]

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tests.scheduling.test_policy import Desk
 from tests.support.engines import expected, simulated_engine
 from trouper import SamplingParams
-from trouper.actors.executor.draft_pace import (
+from trouper.actors.executor.speculation.drafter import FEW_ALIKE, find, last_match, num_equal
+from trouper.actors.executor.speculation.matching import MOST_TOKENS, SEPARATOR, RecentAnswers
+from trouper.actors.executor.speculation.pace import (
     CHANCES,
     CHANCES_OF_MODEL,
     LONGEST_PAUSE,
@@ -21,8 +23,6 @@ from trouper.actors.executor.draft_pace import (
     RUNS,
     Pace,
 )
-from trouper.actors.executor.drafts import FEW_ALIKE, find, last_match, num_equal
-from trouper.actors.executor.recent_answers import MOST_TOKENS, SEPARATOR, RecentAnswers
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL
 from trouper.config.resolve import resolve

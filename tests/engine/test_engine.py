@@ -9,8 +9,8 @@ import pytest
 import trio
 import trio.testing
 
+from tests.simulation.simulated_device import Conditions, StepError
 from tests.support.engines import STEP_S, engine_config, expected, simulated_engine
-from trouper.actors.executor.devices.simulated import Conditions, StepError
 from trouper.actors.rendering import renderer
 from trouper.errors import EngineDeadError, ExecutionError, TrouperValidationError
 from trouper.params import RequestOutputKind, SamplingParams

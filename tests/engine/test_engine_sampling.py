@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import trio
 
+from tests.simulation.simulated_device import simulated_logprobs, simulated_tokens
 from tests.support.engines import VOCAB_SIZE, engine_config, expected, simulated_engine
-from trouper.actors.executor.devices.simulated import simulated_logprobs, simulated_tokens
 from trouper.actors.messages.plans import Sampling
 from trouper.errors import TrouperValidationError
 from trouper.outputs import Logprob

@@ -6,9 +6,9 @@ import anyio
 import pytest
 import trio.testing
 
+from tests.simulation.simulated_device import Conditions
 from tests.support.engines import STEP_S, expected, simulated_engine
 from trouper.actors.engine.lifecycle import TRANSITIONS, EngineState, Event, Lifecycle
-from trouper.actors.executor.devices.simulated import Conditions
 from trouper.errors import (
     EngineDeadError,
     ProfilerAlreadyActiveError,

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 
+from tests.simulation.simulated_device import MEMORY, Conditions
 from tests.support.engines import expected, simulated_engine
 from trouper import SamplingParams
 from trouper.actors.engine import controls
 from trouper.actors.engine.lifecycle import EngineState
-from trouper.actors.executor.devices.simulated import MEMORY, Conditions
 
 pytestmark = pytest.mark.anyio
 PROMPT = [1, 2, 3]

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.executor.batch import SHORT_ENTRY, SHORT_PROMPT, make_batch
-from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.steps.batch import SHORT_ENTRY, SHORT_PROMPT, make_batch
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan

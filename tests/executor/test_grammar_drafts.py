@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.executor.draft_pace import STEP_COSTS, Shares, best_length
-from trouper.actors.executor.drafts import num_equal
-from trouper.actors.executor.grammar_drafts import (
+from trouper.actors.executor.sampling.ahead import AheadMatcher, FreeAhead
+from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
+from trouper.actors.executor.sampling.sampler import Sampler
+from trouper.actors.executor.speculation.drafter import num_equal
+from trouper.actors.executor.speculation.grammar_drafts import (
     FORCED,
     NUM_ALIKE,
     PRIOR_WEIGHT,
@@ -24,11 +26,9 @@ from trouper.actors.executor.grammar_drafts import (
     like_places,
     look_ahead,
 )
-from trouper.actors.executor.recent_answers import SEPARATOR
-from trouper.actors.executor.request_slots import RequestSlots
-from trouper.actors.executor.sampling.ahead import AheadMatcher, FreeAhead
-from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
-from trouper.actors.executor.sampling.sampler import Sampler
+from trouper.actors.executor.speculation.matching import SEPARATOR
+from trouper.actors.executor.speculation.pace import STEP_COSTS, Shares, best_length
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.grammar import Grammar, GrammarRules
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling

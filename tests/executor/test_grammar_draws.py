@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from trouper import SamplingParams, StructuredOutputsParams
-from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR, GrammarMasks
 from trouper.actors.executor.sampling.sampler import Sampler
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
 from trouper.actors.rendering.grammars import Grammars

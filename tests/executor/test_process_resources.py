@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-from trouper.actors.executor.devices.model_host import WIDE
 from trouper.actors.executor.runners.cpu.process_resources import (
     NICER,
     NICEST,
@@ -15,6 +14,7 @@ from trouper.actors.executor.runners.cpu.process_resources import (
     compute_with,
     start_nice,
 )
+from trouper.actors.executor.workers.model_host import WIDE
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="threads are nice one by one")
 

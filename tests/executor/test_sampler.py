@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.executor.request_slots import PromptSpan, RequestSlots
 from trouper.actors.executor.sampling.penalties import BadWords
 from trouper.actors.executor.sampling.sampler import Sampler, prompt_logprobs, token_logprobs
+from trouper.actors.executor.steps.request_slots import PromptSpan, RequestSlots
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling

@@ -16,10 +16,10 @@ import torch
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.devices.threaded import DEVICE_THREAD, ThreadedDevice
 from trouper.actors.executor.runners.cpu.process_resources import NICER
-from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import StepDone, StepFailed
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -266,7 +266,7 @@ async def test_a_device_that_computes_on_every_core_is_nice_to_the_loop(
     slow, config, monkeypatch, is_tiny, nicer
 ):
     monkeypatch.setattr(SlowRunner, "is_tiny", is_tiny)
-    monkeypatch.setattr("trouper.actors.executor.devices.model_host.num_physical_cores", lambda: 2)
+    monkeypatch.setattr("trouper.actors.executor.workers.model_host.num_physical_cores", lambda: 2)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     device = ThreadedDevice(config)

@@ -5,10 +5,10 @@ import pytest
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.simulation.simulated_device import Conditions
 from tests.support.engines import STEP_S, engine_config, simulated_engine
 from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
 from trouper.actors.engine.wiring import cache_labels
-from trouper.actors.executor.devices.simulated import Conditions
 from trouper.actors.messages.results import DeviceBack, DeviceLost
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.replica_metrics import (

@@ -10,9 +10,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from tests.simulation.simulated_device import Conditions, SimulatedDevice
 from tests.support.engines import STEP_S, VOCAB_SIZE, InlineThreads, engine_config
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice
 from trouper.errors import GenerationError, UnsupportedFeatureError
 from trouper.params import RequestOutputKind, SamplingParams
 

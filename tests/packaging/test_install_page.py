@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trouper.actors.executor.kv_memory import kv_cache_specs
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
+from trouper.actors.executor.steps.kv_memory import kv_cache_specs
 from trouper.config.context import KV_SHARE, LEAST_CONTEXT
 from trouper.config.presets import GEOMETRIES
 

@@ -5,7 +5,7 @@ Its ranks meet through gloo as they do through NCCL.
 
 import os
 
-from trouper.actors.executor.devices import worker
+from trouper.actors.executor.workers import worker
 
 
 def run() -> None:

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 
+from trouper.actors.executor.links.worker_links import CrewSizes, ModelSizes, create_crew_files
 from trouper.actors.executor.models.decoder import rank_share
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.sharding import Shard
-from trouper.actors.executor.parallel.ranks import CrewSizes, ModelSizes, create_crew_files
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
 from trouper.kernels.codegen import units

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from trouper import SamplingParams
-from trouper.actors.executor.devices.launch_local import launch
 from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.workers.launching import launch
 from trouper.config import devices
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve

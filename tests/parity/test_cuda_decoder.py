@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.actors.executor.batch import make_batch
 from trouper.actors.executor.models.decoder import ops_config
 from trouper.actors.executor.models.families.registry import decoder_traits
-from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.steps.batch import make_batch
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan

@@ -8,8 +8,8 @@ import torch
 
 from trouper import LLM, SamplingParams
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.launch_local import launch
 from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.workers.launching import launch
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 

@@ -20,7 +20,6 @@ from transformers import (
 
 from trouper import LLM
 from trouper.actors.executor.device import PendingResult
-from trouper.actors.executor.devices import model_host
 from trouper.actors.executor.models.encoder import Encoder, rounded
 from trouper.actors.executor.models.encoder_traits import encoder_traits
 from trouper.actors.executor.runners.cpu import pooling_runner
@@ -31,6 +30,7 @@ from trouper.actors.executor.runners.cpu.pooling_runner import (
     PoolingRunner,
     slices,
 )
+from trouper.actors.executor.workers import model_host
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from trouper.actors.executor.batch import make_batch
 from trouper.actors.executor.device import PendingResult
-from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.runners.cpu import pooling_runner, recorded_steps
 from trouper.actors.executor.runners.cpu.pooling_runner import PoolingRunner
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
+from trouper.actors.executor.steps.batch import make_batch
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.plans import PoolEntry, PoolPlan, Sampling
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve

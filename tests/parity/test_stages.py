@@ -10,8 +10,8 @@ import torch
 
 from tests.support.adapters import random_tensors, write_adapter
 from trouper import LLM, SamplingParams
+from trouper.actors.executor.links.worker_links import CrewSizes, ModelSizes, create_crew_files
 from trouper.actors.executor.models.families.registry import decoder_traits
-from trouper.actors.executor.parallel.ranks import CrewSizes, ModelSizes, create_crew_files
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
 from trouper.actors.messages.identifiers import SequenceId

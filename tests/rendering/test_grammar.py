@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from trouper import SamplingParams, StructuredOutputsParams
-from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.grammar import GrammarMasks
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
 from trouper.actors.rendering.grammars import Grammars

@@ -1,6 +1,6 @@
 """What tests of several workers of a device share: options, and a launcher that remembers whom it has started."""
 
-from trouper.actors.executor.devices.launch_local import launch
+from trouper.actors.executor.workers.launching import launch
 
 OPTIONS = {
     "dtype": "float32",

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from trouper.actors.executor.devices import launch_local
+from trouper.actors.executor.workers import launching
 from trouper.frontends.cli.main import main
 
 if __name__ == "__main__":
-    launch_local.launch = partial(launch_local.launch, module="tests.robustness.faulty_worker")
+    launching.launch = partial(launching.launch, module="tests.robustness.faulty_worker")
     main()

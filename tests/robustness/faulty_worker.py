@@ -10,8 +10,8 @@ import resource
 import signal
 from pathlib import Path
 
-from trouper.actors.executor.devices import worker
-from trouper.actors.executor.devices.model_host import ModelHost
+from trouper.actors.executor.workers import worker
+from trouper.actors.executor.workers.model_host import ModelHost
 
 POISON = 7  # a prompt that begins with it
 FIRST_STEP = 5  # in which a fault may come

@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 
-from trouper.actors.executor.devices.worker import end_with_the_engine
+from trouper.actors.executor.workers.worker import end_with_the_engine
 
 arguments = sys.argv[1:]
 if arguments[0] == "--place":

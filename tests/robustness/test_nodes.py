@@ -16,8 +16,8 @@ import pytest
 from tests.support.accepting import accept
 from tests.workers.test_model_files import change
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.nodes.launch_nodes import open_nodes
 from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.workers.machines.launch_hosts import open_nodes
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL
 from trouper.config.nodes import CLUSTER_KEY

@@ -32,7 +32,7 @@ def workers_of(parent):
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        is_worker = b"trouper.actors.executor.devices.worker" in words
+        is_worker = b"trouper.actors.executor.workers.worker" in words
         if entry.name.isdigit() and is_worker and str(parent).encode() in words and state != "Z":
             found.append(int(entry.name))
     return found

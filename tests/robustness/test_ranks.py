@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.launch_local import MODULE
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
+from trouper.actors.executor.workers.launching import MODULE
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.kernels.codegen import units

@@ -16,9 +16,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.nodes import launch_ray
-from trouper.actors.executor.devices.nodes.open_crews import open_crews
 from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.workers.machines import launch_ray
+from trouper.actors.executor.workers.machines.opening import open_crews
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError

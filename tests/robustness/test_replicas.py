@@ -11,9 +11,9 @@ import pytest
 
 from tests.robustness.faulty_worker import POISON
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.launch_local import MODULE, launch
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
+from trouper.actors.executor.workers.launching import MODULE, launch
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import GenerationError

@@ -11,7 +11,7 @@ import trio.testing
 from tests.support.engines import engine_config
 from trouper import extras
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.devices.model_host import log_phase
+from trouper.actors.executor.workers.model_host import log_phase
 from trouper.frontends.server.program.start_report import CLEAR, REDRAW_S, LoadingLine, summarise
 
 INFO = DeviceInfo(num_blocks=1001, block_size=16, dtype="float32", name="cpu")

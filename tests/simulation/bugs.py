@@ -11,13 +11,12 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-import trouper.actors.executor.devices.simulated as simulated_module
+import tests.simulation.simulated_device as simulated_module
 import trouper.actors.rendering.renderer as renderer_module
 import trouper.actors.scheduling.sequence_table as table_module
 import trouper.actors.scheduling.sequences as sequences_module
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.request_table import RequestTable
-from trouper.actors.executor.devices.simulated import SimulatedDevice
 from trouper.actors.messages.controls import Pause
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.output_stats import OutputStatsCollector
@@ -37,6 +36,7 @@ from trouper.actors.scheduling.step_time import StepTimes
 from trouper.errors import EngineDeadError
 
 from .scenario import draw, draw_with_drafts
+from .simulated_device import SimulatedDevice
 
 Faulty = Callable[..., Any]
 Made = Callable[[Any], Faulty]

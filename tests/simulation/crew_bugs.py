@@ -4,11 +4,10 @@ from unittest.mock import patch
 
 import anyio.lowlevel
 
-from trouper.actors.executor.devices.open_calls import OpenCalls
+from trouper.actors.executor.devices.outstanding import OpenCalls, StateInForce
 from trouper.actors.executor.devices.process import ProcessDevice
-from trouper.actors.executor.devices.state_in_force import StateInForce
 from trouper.actors.executor.devices.supervision import Death, RestartBudget
-from trouper.actors.executor.devices.wire import Loaded
+from trouper.actors.executor.workers.wire import Loaded
 from trouper.actors.messages.results import DeviceLost, StepDone
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy

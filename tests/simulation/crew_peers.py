@@ -15,11 +15,10 @@ import anyio
 import trio
 
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.devices import wire
-from trouper.actors.executor.devices.launch_local import CLOSED, Exit
-from trouper.actors.executor.devices.open_calls import DECISIVE
-from trouper.actors.executor.devices.simulated import MEMORY, SimulatedDevice
-from trouper.actors.executor.devices.wire import (
+from trouper.actors.executor.devices.outstanding import DECISIVE
+from trouper.actors.executor.workers import wire
+from trouper.actors.executor.workers.launching import CLOSED, Exit
+from trouper.actors.executor.workers.wire import (
     Broken,
     Call,
     Close,
@@ -42,6 +41,7 @@ from .clients import Broken as BrokenOracle
 from .crew_scenario import SIGKILL, SIGSEGV, Fate
 from .ports import InjectedError, Trouble
 from .scenario import STEP_S, VOCAB_SIZE
+from .simulated_device import MEMORY, SimulatedDevice
 
 GARBAGE = (b"\x7f" * 9, b"\x09\x04\x00\x00\x00oops", b"\x09\xff\xff\xff\xff")
 NEVER = float("inf")

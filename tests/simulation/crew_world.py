@@ -10,10 +10,10 @@ import anyio
 import msgspec
 
 from trouper.actors.engine.wiring import Engine
-from trouper.actors.executor.devices.launch_local import Peer
-from trouper.actors.executor.devices.local_crew import launch_all
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import MAX_LOSSES, WorkerState
+from trouper.actors.executor.workers.launching import Peer
+from trouper.actors.executor.workers.local_workers import launch_all
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone, StepFailed
 from trouper.config.resolve import EngineConfig

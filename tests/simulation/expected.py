@@ -8,12 +8,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from trouper.actors.executor.devices.simulated import simulated_tokens
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 
 from .pooling_scenario import PoolingWish
 from .scenario import EOS, VOCAB_SIZE, Wish
+from .simulated_device import simulated_tokens
 
 EOS_TEXT = "<e>"
 LETTERS = "abcdef"

@@ -9,10 +9,9 @@ import anyio
 import trio
 
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.devices.nodes import channel, front, host
-from trouper.actors.executor.devices.place import PlaceFacts
-from trouper.actors.executor.devices.simulated import SimulatedDevice
-from trouper.actors.executor.devices.wire import (
+from trouper.actors.executor.workers.machines import channel, coordinator, host
+from trouper.actors.executor.workers.model_files import PlaceFacts
+from trouper.actors.executor.workers.wire import (
     MAX_FRAME,
     Call,
     Close,
@@ -23,12 +22,13 @@ from trouper.actors.executor.devices.wire import (
     Returned,
     encode,
 )
-from trouper.actors.executor.devices.worker_process import Exit
+from trouper.actors.executor.workers.worker_process import Exit
 from trouper.actors.messages.plans import StepPlan
 from trouper.config.nodes import NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 
 from .seconds import SimulationFault
+from .simulated_device import SimulatedDevice
 from .virtual_network import MACHINE, PROGRAM, VirtualSocket
 
 KEY = b"a key of these machines"
@@ -96,7 +96,7 @@ class VirtualGroup:
     """Stands for `WorkerGroup`: what blocks there waits here."""
 
     def __init__(self, world: Any, front: tuple[str, int], address: str, key: bytes, *_: Any) -> None:  # fmt: skip
-        self._world, self._front, self._key = world, front, key
+        self._world, self._front, self._key = world, coordinator, key
         self._controls: dict[int, VirtualSocket] = {}
         self.processes: dict[int, VirtualWorker] = {}
 
@@ -145,7 +145,7 @@ class VirtualGroup:
         self._controls = {}
 
 
-class WatchedFront(front.Front):
+class WatchedFront(coordinator.Front):
     """Notes that a machine was taken which does not belong."""
 
     async def _serve_host(self, hello: Any, channel: Any, address: str) -> None:

@@ -20,16 +20,15 @@ import trio
 
 from tests.support.engines import InlineThreads, engine_config
 from trouper.actors.engine.wiring import Engine, open_engine
-from trouper.actors.executor.devices.nodes import (
+from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.workers.machines import (
+    authentication,
     channel,
-    front,
+    coordinator,
     host,
-    launch_nodes,
-    proof,
+    launch_hosts,
     remote_peer,
 )
-from trouper.actors.executor.devices.process import ProcessDevice
-from trouper.actors.executor.devices.simulated import SimulatedDevice, simulated_tokens
 from trouper.actors.messages.plans import Sampling
 from trouper.errors import RetryableRequestError
 from trouper.params import SamplingParams
@@ -49,6 +48,7 @@ from .hosts_places import (
 from .hosts_scenario import FAULTS_S, VOCABULARY, HostsScenario, MachineFault
 from .scheduling import run_deterministically
 from .seconds import SimulationFault, run_for_seconds
+from .simulated_device import SimulatedDevice, simulated_tokens
 from .virtual_network import MACHINE, PROGRAM, VirtualNetwork, VirtualSocket
 
 PATIENCE_S = 400.0  # after the faults, for all that is open: a first step may take 120 s
@@ -103,7 +103,7 @@ class HostsWorld:
         async with trio.open_nursery() as self._nursery:
             for node in range(1, scenario.num_hosts + 1):
                 self.hosts[node] = self.start_host(node, f"10.0.0.{node}")
-            async with front.listening(self.front):
+            async with coordinator.listening(self.front):
                 with trio.move_on_after(FAULTS_S + PATIENCE_S) as patience:
                     await self._serve()
                 if patience.cancelled_caught:
@@ -151,12 +151,12 @@ class HostsWorld:
         )  # fmt: skip
 
     def _devices(self) -> list[ProcessDevice]:
-        async def make_group(node: int, order: int) -> launch_nodes.HostGroup:
-            return launch_nodes.HostGroup(self.front, await self.front.host(node), order)
+        async def make_group(node: int, order: int) -> launch_hosts.HostGroup:
+            return launch_hosts.HostGroup(self.front, await self.front.host(node), order)
 
         config = self._config()
         crews = [
-            launch_nodes.NodesCrew(config, layout, replica, self.front, make_group)
+            launch_hosts.NodesCrew(config, layout, replica, self.front, make_group)
             for replica, layout in enumerate(self.scenario.layouts)
         ]
         return [ProcessDevice(config, replica=r, crew=crew) for r, crew in enumerate(crews)]
@@ -231,7 +231,7 @@ class HostsWorld:
         """Wait; the front must know of a silence before it has lasted for long."""
         link, began_s = self.front._hosts.get(node), trio.current_time()
         with trio.move_on_after(lasts_s) as whole:
-            await trio.sleep(proof.VANISHED_S + proof.KEEP_ALIVE_S + 1.0)
+            await trio.sleep(authentication.VANISHED_S + authentication.KEEP_ALIVE_S + 1.0)
             address = self.hosts[node].address
             is_cut = self.network.cut_s("front", address) <= began_s
             is_kept = self.front._hosts.get(node) is link
@@ -274,10 +274,10 @@ class HostsWorld:
             if kind == "garbage":
                 await connection.write_all(b"GET / HTTP/1.1\r\n" * 9)
             elif kind == "impostor":
-                greeting = await connection.read_exactly(proof.GREETING_BYTES)
-                sent, _ = proof.answer(b"a key that was guessed", greeting)
+                greeting = await connection.read_exactly(authentication.GREETING_BYTES)
+                sent, _ = authentication.answer(b"a key that was guessed", greeting)
                 await connection.write_all(sent + channel.encode(hello))
-        with trio.move_on_after(3 * proof.PROOF_S) as patience, suppress(OSError):
+        with trio.move_on_after(3 * authentication.PROOF_S) as patience, suppress(OSError):
             while True:
                 await connection.wait_readable()
                 if not connection.recv(2**10):
@@ -300,7 +300,7 @@ def _virtual(world: HostsWorld) -> Iterator[None]:
     """Put virtual sockets where the modules of the nodes have real ones."""
     anyio: Any = VirtualAnyio()
     with ExitStack() as patches:
-        for module in (channel, front, host, launch_nodes, remote_peer):
+        for module in (channel, coordinator, host, launch_hosts, remote_peer):
             patches.enter_context(patch.object(module, "anyio", anyio))
         dial: Callable[..., Any] = world.network.dial
         patches.enter_context(patch.object(host, "dial", dial))

@@ -10,7 +10,6 @@ from typing import Any
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.engine.snapshot import EngineSnapshot
 from trouper.actors.engine.wiring import Engine
-from trouper.actors.executor.devices.simulated import simulated_logprobs
 from trouper.actors.messages.controls import Pause
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.sequences import Sequence, State
@@ -25,6 +24,7 @@ from trouper.errors import (
 from .clients import Broken, Case
 from .expected import Expected, expected, sampling_of, text_of
 from .scenario import VOCAB_SIZE
+from .simulated_device import simulated_logprobs
 
 
 def require(holds: bool, law: str, *facts: object) -> None:

@@ -10,7 +10,7 @@ import argparse
 from collections import deque
 from collections.abc import Callable
 
-from trouper.actors.executor.parallel.ranks import HIDDEN_ENTRIES
+from trouper.actors.executor.links.worker_links import HIDDEN_ENTRIES
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import StepDone

@@ -6,7 +6,6 @@ import anyio
 import msgspec
 
 import trouper.actors.output.pooler as pooler_module
-from trouper.actors.executor.devices.simulated_pooling import SimulatedEncoder
 from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
@@ -16,6 +15,7 @@ from trouper.actors.scheduling.pooling_time import PoolingTime
 
 from .bugs import BUGS, bug, planted
 from .pooling_scenario import draw_pooling
+from .simulated_encoder import SimulatedEncoder
 
 __all__ = ["BUGS", "planted"]
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from trouper.actors.engine.lifecycle import EngineState
-from trouper.actors.executor.devices.simulated_pooling import simulated_result
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
 from trouper.actors.scheduling.pooling_time import PoolingTime
@@ -16,6 +15,7 @@ from trouper.errors import TrouperValidationError
 
 from .expected import expected_prompt, expected_types
 from .oracles import check_error, check_faults, require
+from .simulated_encoder import simulated_result
 
 __all__ = ["at_rest", "check_case", "check_delay", "check_faults", "check_idle"]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from trouper.actors.executor.devices.simulated_pooling import SimulatedEncoder, simulated_result
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.actors.messages.requests import AdmitPooling
@@ -20,6 +19,7 @@ from trouper.pooling import PoolingParams
 
 from .replicas_world import VOCABULARY, ReplicasWorld, Scenario
 from .seconds import SimulationFault, run_for_seconds
+from .simulated_encoder import SimulatedEncoder, simulated_result
 
 SIZE = 3  # numbers of a vector
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine
-from trouper.actors.executor.devices.simulated_pooling import SimulatedEncoder
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import PoolPlan
 from trouper.actors.messages.requests import Render
@@ -26,6 +25,7 @@ from .clients import Broken, Story
 from .pooling_scenario import PoolingScenario
 from .ports import SimThreads, Watched
 from .scenario import Scenario
+from .simulated_encoder import SimulatedEncoder
 from .world import STEP_S, World, config_of
 
 

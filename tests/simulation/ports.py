@@ -8,7 +8,6 @@ from typing import Any
 import anyio
 import trio
 
-from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice, StepError
 from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import StepPlan
@@ -16,6 +15,7 @@ from trouper.actors.messages.results import StepDone, StepFailed
 from trouper.actors.scheduling.step_time import StepWork
 
 from .scenario import STEP_S, Scenario
+from .simulated_device import Conditions, SimulatedDevice, StepError
 
 
 class InjectedError(RuntimeError):

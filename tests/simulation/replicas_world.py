@@ -11,11 +11,6 @@ import random
 from collections import Counter, deque
 from typing import Any
 
-from trouper.actors.executor.devices.simulated import (
-    Conditions,
-    SimulatedDevice,
-    simulated_tokens,
-)
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.messages.requests import Admit
@@ -28,6 +23,7 @@ from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
 
 from .seconds import SimulationFault, run_for_seconds
+from .simulated_device import Conditions, SimulatedDevice, simulated_tokens
 
 VOCABULARY = 40
 MAX_TURNS = 20_000  # of one schedule; the longest that ends takes a tenth of them

@@ -14,7 +14,6 @@ import trio
 import trio.testing
 
 from tests.support.engines import STEP_S, VOCAB_SIZE, engine_config, simulated_engine
-from trouper.actors.executor.devices.simulated import Conditions, simulated_tokens
 from trouper.actors.messages.plans import Sampling
 from trouper.config.adapters import AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import (
@@ -27,6 +26,7 @@ from trouper.lora import LoRARequest
 from trouper.params import SamplingParams
 
 from .ports import SimThreads
+from .simulated_device import Conditions, simulated_tokens
 
 pytestmark = pytest.mark.trio
 NUM_SLOTS, MAX_LORAS, NUM_ADAPTERS = 3, 2, 5

@@ -5,16 +5,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from trouper.actors.executor.devices.simulated import (
-    Conditions,
-    SimulatedDevice,
-    StepError,
-    simulated_tokens,
-)
-from trouper.actors.executor.devices.simulated_pooling import SimulatedEncoder, simulated_result
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, PoolEntry, PoolPlan, Sampling, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+
+from .simulated_device import Conditions, SimulatedDevice, StepError, simulated_tokens
+from .simulated_encoder import SimulatedEncoder, simulated_result
 
 VOCAB = 50
 GREEDY = Sampling(temperature=0.0)

@@ -4,8 +4,8 @@ import pytest
 
 from tests.simulation.hosts_world import HostsWorld
 from tests.simulation.seconds import first_found
-from trouper.actors.executor.devices.nodes import front, proof, remote_peer
 from trouper.actors.executor.devices.supervision import Death
+from trouper.actors.executor.workers.machines import authentication, coordinator, remote_peer
 from trouper.errors import GenerationError
 
 NUM_SCHEDULES = 100
@@ -25,12 +25,12 @@ def test_schedules_end_with_the_tokens_that_each_request_has_alone():
 
 
 def the_system_is_not_asked_to_look_for_the_other_side(patch):
-    patch.setattr(proof, "tune", lambda connection: None)
-    patch.setattr(front, "tune", lambda connection: None)
+    patch.setattr(authentication, "tune", lambda connection: None)
+    patch.setattr(coordinator, "tune", lambda connection: None)
 
 
 def a_host_that_has_come_is_not_told(patch):
-    right = front.Front._serve_host
+    right = coordinator.Front._serve_host
 
     async def faulty(self, *args):
         waiting = list(self._arrived)
@@ -38,11 +38,11 @@ def a_host_that_has_come_is_not_told(patch):
         await right(self, *args)
         self._arrived.extend(waiting)
 
-    patch.setattr(front.Front, "_serve_host", faulty)
+    patch.setattr(coordinator.Front, "_serve_host", faulty)
 
 
 def a_host_that_is_gone_is_kept(patch):
-    right = front.Front._serve_host
+    right = coordinator.Front._serve_host
 
     async def faulty(self, hello, *args):
         await right(self, hello, *args)
@@ -51,40 +51,40 @@ def a_host_that_is_gone_is_kept(patch):
 
     def note(self, *args):
         made(self, *args)
-        front.Front.last = self
+        coordinator.Front.last = self
 
-    made = front.HostLink.__init__
-    patch.setattr(front.HostLink, "__init__", note)
-    patch.setattr(front.Front, "last", None, raising=False)
-    patch.setattr(front.Front, "_serve_host", faulty)
+    made = coordinator.HostLink.__init__
+    patch.setattr(coordinator.HostLink, "__init__", note)
+    patch.setattr(coordinator.Front, "last", None, raising=False)
+    patch.setattr(coordinator.Front, "_serve_host", faulty)
 
 
 def two_hosts_of_a_number_are_taken(patch):
-    right = front.Front._refusal
+    right = coordinator.Front._refusal
 
     def faulty(self, hello):
         refusal = right(self, hello)
         return refusal if refusal is None or refusal.is_final else None
 
-    patch.setattr(front.Front, "_refusal", faulty)
+    patch.setattr(coordinator.Front, "_refusal", faulty)
 
 
 def an_order_that_is_given_up_is_not_told(patch):
-    patch.setattr(front.HostLink, "give_up", lambda self, order: None)
+    patch.setattr(coordinator.HostLink, "give_up", lambda self, order: None)
 
 
 def any_proof_will_do(patch):
-    right = proof.Listening.judge
+    right = authentication.Listening.judge
 
     def faulty(self, answer):
         _, verdict = right(self, answer)
         return True, verdict
 
-    patch.setattr(proof.Listening, "judge", faulty)
+    patch.setattr(authentication.Listening, "judge", faulty)
 
 
 def a_stranger_may_take_its_time(patch):
-    patch.setattr(front, "PROOF_S", 10**6)
+    patch.setattr(coordinator, "PROOF_S", 10**6)
 
 
 def a_lost_machine_is_a_requests_fault(patch):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import anyio
 import trio
 
-from trouper.actors.executor.devices.nodes import proof
+from trouper.actors.executor.workers.machines import authentication
 
 NEVER = math.inf
 PROGRAM: ContextVar[str] = ContextVar("PROGRAM")  # that this task belongs to
@@ -95,7 +95,7 @@ class VirtualNetwork:
         here = MACHINE.get()
         await trio.sleep(2 * self.delay_s(here, address))
         if self.cut_s(here, address) < NEVER:
-            await trio.sleep(proof.PROOF_S)
+            await trio.sleep(authentication.PROOF_S)
             raise TimeoutError("timed out")
         if address not in self._listeners:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "nothing listens there")
@@ -111,15 +111,15 @@ class VirtualNetwork:
             await trio.sleep(1.0)
         connection = await self.connect(address[0])
         try:
-            proof.tune(connection)  # type: ignore[arg-type]
-            with trio.fail_after(proof.PROOF_S):
-                greeting = await connection.read_exactly(proof.GREETING_BYTES)
-            sent, wanted = proof.answer(key, greeting)
+            authentication.tune(connection)  # type: ignore[arg-type]
+            with trio.fail_after(authentication.PROOF_S):
+                greeting = await connection.read_exactly(authentication.GREETING_BYTES)
+            sent, wanted = authentication.answer(key, greeting)
             await connection.write_all(sent)
-            with trio.fail_after(proof.PROOF_S):
-                verdict = await connection.read_exactly(proof.VERDICT_BYTES)
+            with trio.fail_after(authentication.PROOF_S):
+                verdict = await connection.read_exactly(authentication.VERDICT_BYTES)
             if verdict != wanted:
-                raise proof.WrongKeyError(f"{address[0]}:{address[1]} has another key")
+                raise authentication.WrongKeyError(f"{address[0]}:{address[1]} has another key")
         except trio.TooSlowError:
             connection.close()
             raise TimeoutError("timed out") from None

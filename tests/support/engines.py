@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 import anyio.lowlevel
 import trio
 
+from tests.simulation.simulated_device import Conditions, SimulatedDevice, simulated_tokens
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice, simulated_tokens
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.messages.results import DeviceLost
 from trouper.config.model import ModelConfig

@@ -7,18 +7,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from trouper.actors.executor.devices.crew_sizes import crew_sizes
-from trouper.actors.executor.parallel import ranks
-from trouper.actors.executor.parallel.links import close_files
-from trouper.actors.executor.parallel.ranks import (
+from trouper.actors.executor.links import worker_links
+from trouper.actors.executor.links.worker_links import (
     CrewSizes,
     ModelSizes,
     RankPlace,
+    close_files,
     create_crew_files,
     group_sizes,
     open_worker_links,
 )
 from trouper.actors.executor.runners.cpu.recorded_steps import MAX_LOGITS
+from trouper.actors.executor.workers.local_workers import crew_sizes
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, UnsupportedFeatureError
@@ -104,7 +104,7 @@ def test_the_ranks_of_a_stage_share_one_memory_and_only_the_last_has_a_sheet(cre
 
 def test_too_little_memory_is_an_error_before_any_is_taken(monkeypatch):
     before = num_open()
-    monkeypatch.setattr(ranks, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(worker_links, "available_bytes", lambda: 1000)
     # two rings of hidden states with two entries, two of tokens with three, a group of each stage
     wanted = 2 * 2 * 64 + 2 * 3 * 8 + 600 + 500
     with pytest.raises(

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from trouper.actors.executor.devices import launch_local
-from trouper.actors.executor.devices.launch_ahead import LaunchedAhead
-from trouper.actors.executor.devices.wire import FrameReader, Prepare
-from trouper.actors.runtime.garbage import collections_paused
+from trouper.actors.executor.workers import launching
+from trouper.actors.executor.workers.launching import LaunchedAhead
+from trouper.actors.executor.workers.wire import FrameReader, Prepare
+from trouper.actors.runtime.startup import collections_paused
 
 
 class FakePeer:
@@ -33,7 +33,7 @@ def launched(monkeypatch):
         peers.append(FakePeer(rank, files))
         return peers[-1]
 
-    monkeypatch.setattr(launch_local, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     return peers
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from trouper.actors.executor.devices import model_files
-from trouper.actors.executor.devices.model_files import check_model, sample_model
-from trouper.actors.executor.devices.wire import Load
-from trouper.actors.executor.devices.worker import Worker
+from trouper.actors.executor.workers import model_files
+from trouper.actors.executor.workers.model_files import check_model, sample_model
+from trouper.actors.executor.workers.wire import Load
+from trouper.actors.executor.workers.worker import Worker
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL
 from trouper.config.resolve import resolve

@@ -11,23 +11,23 @@ import anyio.to_thread
 import pytest
 
 from tests.support.accepting import accept
-from trouper.actors.executor.devices.launch_local import CLOSED
-from trouper.actors.executor.devices.nodes import channel as messages
-from trouper.actors.executor.devices.nodes import proof
-from trouper.actors.executor.devices.nodes.channel import Channel, ChannelError, HostHello, Start
-from trouper.actors.executor.devices.nodes.front import Front
-from trouper.actors.executor.devices.nodes.host import Host, Orders
-from trouper.actors.executor.devices.nodes.launch_nodes import (
+from trouper.actors.executor.links.worker_links import CrewSizes
+from trouper.actors.executor.workers.launching import CLOSED
+from trouper.actors.executor.workers.machines import authentication
+from trouper.actors.executor.workers.machines import channel as messages
+from trouper.actors.executor.workers.machines.channel import Channel, ChannelError, HostHello, Start
+from trouper.actors.executor.workers.machines.coordinator import Front
+from trouper.actors.executor.workers.machines.host import Host, Orders
+from trouper.actors.executor.workers.machines.launch_hosts import (
     HostGroup,
     NodesCrew,
     listen,
     open_nodes,
 )
-from trouper.actors.executor.devices.nodes.remote_peer import RemotePeer
-from trouper.actors.executor.devices.place import PlaceFacts
-from trouper.actors.executor.devices.wire import MAX_FRAME, Close, FrameReader, encode
-from trouper.actors.executor.devices.worker_process import Exit
-from trouper.actors.executor.parallel.ranks import CrewSizes
+from trouper.actors.executor.workers.machines.remote_peer import RemotePeer
+from trouper.actors.executor.workers.model_files import PlaceFacts
+from trouper.actors.executor.workers.wire import MAX_FRAME, Close, FrameReader, encode
+from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.args import EngineArgs
 from trouper.config.nodes import CLUSTER_KEY, NodesConfig
 from trouper.config.resolve import resolve
@@ -75,9 +75,9 @@ def prove(dialler_key, listener_key):
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            proof.dial(listener.getsockname(), dialler_key).close()
+            authentication.dial(listener.getsockname(), dialler_key).close()
             found.append(None)
-        except proof.WrongKeyError as error:
+        except authentication.WrongKeyError as error:
             found.append(error)
         thread.join()
     return found
@@ -94,18 +94,18 @@ def test_a_wrong_key_is_told_to_the_dialler():
 
 
 def test_no_proof_of_one_side_is_one_of_the_other_nor_of_another_time():
-    one, two = proof.Listening(KEY), proof.Listening(KEY)
-    sent, wanted = proof.answer(KEY, one.greeting)
+    one, two = authentication.Listening(KEY), authentication.Listening(KEY)
+    sent, wanted = authentication.answer(KEY, one.greeting)
     assert one.judge(sent) == (True, wanted)
     assert two.judge(sent) == (False, bytes(33))
-    theirs = sent[: proof.CHALLENGE_BYTES]
+    theirs = sent[: authentication.CHALLENGE_BYTES]
     assert one.judge(theirs + wanted[1:])[0] is False
-    assert one.judge(bytes(proof.ANSWER_BYTES))[0] is False
+    assert one.judge(bytes(authentication.ANSWER_BYTES))[0] is False
 
 
 def test_what_listens_but_is_not_trouper_is_named():
     with pytest.raises(ConnectionError, match="not trouper"):
-        proof.answer(KEY, b"HTTP/1.1".ljust(proof.GREETING_BYTES))
+        authentication.answer(KEY, b"HTTP/1.1".ljust(authentication.GREETING_BYTES))
 
 
 # Messages
@@ -289,7 +289,7 @@ async def test_how_a_worker_has_ended_is_told_by_its_host():
 
 @pytest.mark.anyio
 async def test_a_host_serves_the_next_front_when_one_is_gone(monkeypatch):
-    monkeypatch.setattr("trouper.actors.executor.devices.nodes.host.DIAL_AGAIN_S", 0.01)
+    monkeypatch.setattr("trouper.actors.executor.workers.machines.host.DIAL_AGAIN_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
     async with running(a_host(address)):
@@ -327,7 +327,7 @@ async def test_a_host_that_does_not_belong_is_refused_and_ends(host, parameter, 
 
 @pytest.mark.anyio
 async def test_both_sides_log_each_state_of_a_second_host_of_a_number_once(monkeypatch, caplog):
-    monkeypatch.setattr("trouper.actors.executor.devices.nodes.host.DIAL_AGAIN_S", 0.001)
+    monkeypatch.setattr("trouper.actors.executor.workers.machines.host.DIAL_AGAIN_S", 0.001)
     refused, accepted = anyio.Semaphore(0), anyio.Semaphore(0)
     note, follow = Host._note_refusal, Orders.follow
 
@@ -372,17 +372,17 @@ async def test_both_sides_log_each_state_of_a_second_host_of_a_number_once(monke
 @pytest.mark.anyio
 async def test_strangers_neither_hold_up_the_front_nor_end_it(monkeypatch, caplog):
     """As many silent ones as there are places keep no host out: the eldest makes room."""
-    monkeypatch.setattr("trouper.actors.executor.devices.nodes.front.MAX_UNPROVEN", 3)
+    monkeypatch.setattr("trouper.actors.executor.workers.machines.coordinator.MAX_UNPROVEN", 3)
     async with a_front() as (front, address):
         strangers = [socket.create_connection(address) for _ in range(3)]
         for stranger in strangers:
             stranger.setblocking(False)
             await anyio.wait_readable(stranger)
-            assert stranger.recv(1000).startswith(proof.MAGIC)
+            assert stranger.recv(1000).startswith(authentication.MAGIC)
         with socket.create_connection(address) as one_more:
             one_more.setblocking(False)
             await anyio.wait_readable(one_more)
-            assert one_more.recv(1000).startswith(proof.MAGIC)
+            assert one_more.recv(1000).startswith(authentication.MAGIC)
             await anyio.wait_readable(strangers[0])
             assert strangers[0].recv(1000) == b""
             strangers[1].sendall(b"GET / HTTP/1.1\r\n" * 10)
@@ -415,7 +415,7 @@ async def test_a_key_holder_that_says_nonsense_is_left_alone():
             messages.encode(messages.WorkerHello(9, 9)),
             messages.encode(messages.Started(1)),
         ):
-            connection = await anyio.to_thread.run_sync(proof.dial, address, KEY)
+            connection = await anyio.to_thread.run_sync(authentication.dial, address, KEY)
             connection.sendall(data)
             connection.setblocking(False)
             await anyio.wait_readable(connection)
@@ -446,7 +446,7 @@ async def test_an_address_that_cannot_be_had_is_named(key):
 
 @pytest.mark.anyio
 async def test_a_worker_that_does_not_connect_is_an_error(monkeypatch):
-    monkeypatch.setattr("trouper.actors.executor.devices.nodes.front.CONNECT_S", 0.01)
+    monkeypatch.setattr("trouper.actors.executor.workers.machines.coordinator.CONNECT_S", 0.01)
     async with a_front() as (front, _):
         front.expect(1, 0)
         with pytest.raises(DeviceStartError, match="worker 3 of a test has not connected"):

@@ -9,10 +9,10 @@ import anyio.to_thread
 import pytest
 
 from tests.support.accepting import accept, receive_message
-from trouper.actors.executor.devices.launch_local import launch
-from trouper.actors.executor.devices.nodes import channel as messages
-from trouper.actors.executor.devices.nodes import proof
-from trouper.actors.executor.devices.nodes.channel import (
+from trouper.actors.executor.workers.launching import launch
+from trouper.actors.executor.workers.machines import authentication
+from trouper.actors.executor.workers.machines import channel as messages
+from trouper.actors.executor.workers.machines.channel import (
     Accepted,
     Channel,
     End,
@@ -25,14 +25,14 @@ from trouper.actors.executor.devices.nodes.channel import (
     Start,
     Started,
 )
-from trouper.actors.executor.devices.nodes.host import Orders
-from trouper.actors.executor.devices.nodes.launch_nodes import (
+from trouper.actors.executor.workers.machines.host import Orders
+from trouper.actors.executor.workers.machines.launch_hosts import (
     MAX_HOSTS_LOST,
     LocalGroup,
     NodesCrew,
     listen,
 )
-from trouper.actors.executor.devices.worker_process import Exit
+from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.nodes import CLUSTER_KEY, NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 
@@ -48,13 +48,13 @@ def anyio_backend(request):
 
 @pytest.fixture(autouse=True)
 def hosts_come_back_at_once(monkeypatch):
-    monkeypatch.setattr("trouper.actors.executor.devices.nodes.host.DIAL_AGAIN_S", 0.001)
+    monkeypatch.setattr("trouper.actors.executor.workers.machines.host.DIAL_AGAIN_S", 0.001)
 
 
 @asynccontextmanager
 async def played_host(address):
     """The channel of a host that does what the test has it do."""
-    connection = await anyio.to_thread.run_sync(proof.dial, address, KEY)
+    connection = await anyio.to_thread.run_sync(authentication.dial, address, KEY)
     connection.setblocking(False)
     channel = Channel(connection)
     channel.send(HostHello(messages.protocol(), 1, 2))
@@ -108,7 +108,7 @@ async def test_a_host_that_dies_of_each_order_is_not_tried_for_ever():
 
 @pytest.mark.parametrize("answers", [(), (Listens,)], ids=["at all", "the start"])
 async def test_a_host_that_does_not_answer_is_an_error_and_gives_the_order_up(answers, monkeypatch):
-    monkeypatch.setattr("trouper.actors.executor.devices.nodes.front.CONNECT_S", 0.02)
+    monkeypatch.setattr("trouper.actors.executor.workers.machines.coordinator.CONNECT_S", 0.02)
     async with a_front() as (front, address), played_host(address) as channel:
         found = []
 
@@ -300,7 +300,7 @@ def test_a_name_of_every_address_is_refused_where_it_is_bound(monkeypatch):
     def serve_at(address, backlog):
         return socket.create_server(("0.0.0.0", 0), backlog=backlog)
 
-    monkeypatch.setattr("trouper.actors.executor.devices.nodes.launch_nodes.serve_at", serve_at)
+    monkeypatch.setattr("trouper.actors.executor.workers.machines.launch_hosts.serve_at", serve_at)
     with pytest.raises(TrouperValidationError, match="every address") as caught:
         listen(NodesConfig("mp", 2, 0, "everywhere", 1))
     assert caught.value.parameter == "master_addr"

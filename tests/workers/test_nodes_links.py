@@ -7,11 +7,11 @@ from contextlib import closing
 
 import pytest
 
-from trouper.actors.executor.devices.nodes import accept_links, proof
-from trouper.actors.executor.devices.nodes import channel as messages
-from trouper.actors.executor.devices.nodes.accept_links import Hearing, LinkAcceptor
-from trouper.actors.executor.devices.nodes.channel import ChannelError, LinkHello
-from trouper.actors.executor.parallel.links import close_files
+from trouper.actors.executor.links.worker_links import close_files
+from trouper.actors.executor.workers.machines import accept_links, authentication
+from trouper.actors.executor.workers.machines import channel as messages
+from trouper.actors.executor.workers.machines.accept_links import Hearing, LinkAcceptor
+from trouper.actors.executor.workers.machines.channel import ChannelError, LinkHello
 
 KEY = b"a key of these machines"
 
@@ -24,7 +24,7 @@ def listener():
 
 def dial(listener, hello, key=KEY):
     """What a place sends whose link this is; and whether the other side keeps it, when it has said so."""
-    with proof.dial(listener.getsockname(), key) as link:
+    with authentication.dial(listener.getsockname(), key) as link:
         link.sendall(messages.encode(hello))
         return link.recv(10)
 
@@ -54,10 +54,10 @@ def test_a_side_that_sends_a_byte_just_in_time_has_five_seconds_for_all(monkeypa
                 raise TimeoutError
             return b"."
 
-    monkeypatch.setattr(proof, "monotonic", lambda: now_s)
+    monkeypatch.setattr(authentication, "monotonic", lambda: now_s)
     with pytest.raises(TimeoutError):
-        proof.receive_exactly(Slow(), proof.ANSWER_BYTES)
-    assert now_s == pytest.approx(proof.PROOF_S)
+        authentication.receive_exactly(Slow(), authentication.ANSWER_BYTES)
+    assert now_s == pytest.approx(authentication.PROOF_S)
 
 
 def test_silent_strangers_hold_up_no_link(listener, monkeypatch):
@@ -95,7 +95,7 @@ def test_links_come_in_any_order_past_those_that_are_not_wanted(listener):
 
 def answer_to(near):
     """What a dialler says to a side that hears it, and reads of it."""
-    sent, verdict = proof.answer(KEY, near.recv(proof.GREETING_BYTES))
+    sent, verdict = authentication.answer(KEY, near.recv(authentication.GREETING_BYTES))
     return sent, verdict
 
 
@@ -153,6 +153,6 @@ def test_another_key_is_told_to_the_dialler_and_ends_the_connection(pair):
     near, far = pair
     hearing = Hearing(far, b"another key")
     near.sendall(answer_to(near)[0])
-    with pytest.raises(proof.WrongKeyError):
+    with pytest.raises(authentication.WrongKeyError):
         read(hearing)
-    assert near.recv(100) == bytes(proof.VERDICT_BYTES)
+    assert near.recv(100) == bytes(authentication.VERDICT_BYTES)

@@ -7,16 +7,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from trouper.actors.executor.devices.crew_sizes import crew_sizes
-from trouper.actors.executor.devices.nodes.channel import Start
-from trouper.actors.executor.devices.nodes.group import WorkerGroup
-from trouper.actors.executor.devices.nodes.launch_nodes import (
-    ranks_by_node,
-    with_dials,
+from trouper.actors.executor.links.worker_links import (
+    CrewSizes,
+    close_files,
+    crew_links,
+    open_worker_links,
 )
-from trouper.actors.executor.devices.place import PlaceFacts
-from trouper.actors.executor.parallel.links import close_files
-from trouper.actors.executor.parallel.ranks import CrewSizes, crew_links, open_worker_links
+from trouper.actors.executor.workers.local_workers import crew_sizes
+from trouper.actors.executor.workers.machines.channel import Start
+from trouper.actors.executor.workers.machines.launch_hosts import ranks_by_node, with_dials
+from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
+from trouper.actors.executor.workers.model_files import PlaceFacts
 from trouper.config.args import EngineArgs
 from trouper.config.nodes import CLUSTER_KEY, RAY_CPUS, NodesConfig, nodes_config
 from trouper.config.pooler import Dense, PoolerSpec

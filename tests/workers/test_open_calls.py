@@ -2,8 +2,8 @@
 
 import pytest
 
-from trouper.actors.executor.devices.open_calls import OpenCalls
-from trouper.actors.executor.devices.wire import ErrorText, Returned
+from trouper.actors.executor.devices.outstanding import OpenCalls
+from trouper.actors.executor.workers.wire import ErrorText, Returned
 from trouper.errors import TrouperValidationError
 
 BAD = ErrorText("TrouperValidationError", "too wide", "lora_path")

@@ -8,10 +8,10 @@ import pytest
 import trio
 
 from tests.scheduling.test_pooling_policy import admit, done, ids
+from tests.simulation.simulated_device import Conditions
+from tests.simulation.simulated_encoder import SimulatedEncoder, simulated_result
 from tests.support.engines import STEP_S, InlineThreads, Losable, engine_config
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.simulated import Conditions
-from trouper.actors.executor.devices.simulated_pooling import SimulatedEncoder, simulated_result
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.plans import PoolEntry

@@ -11,7 +11,7 @@ from trouper.actors.executor.devices.supervision import (
     MIN_STEP_S,
     call_deadline_s,
 )
-from trouper.actors.executor.devices.wire import Call, Returned
+from trouper.actors.executor.workers.wire import Call, Returned
 from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve

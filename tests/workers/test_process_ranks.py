@@ -12,10 +12,10 @@ import trio.testing
 
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.devices import process
-from trouper.actors.executor.devices.launch_local import CLOSED, Exit
-from trouper.actors.executor.devices.model_files import FileSample
 from trouper.actors.executor.devices.process import NO_CALL, ProcessDevice
-from trouper.actors.executor.devices.wire import (
+from trouper.actors.executor.workers.launching import CLOSED, Exit
+from trouper.actors.executor.workers.model_files import FileSample
+from trouper.actors.executor.workers.wire import (
     MAX_INLINE,
     Broken,
     Call,

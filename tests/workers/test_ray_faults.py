@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trouper.actors.executor.devices.nodes import launch_ray
-from trouper.actors.executor.devices.nodes.launch_ray import open_ray
+from trouper.actors.executor.workers.machines import launch_ray
+from trouper.actors.executor.workers.machines.launch_ray import open_ray
 from trouper.config.args import EngineArgs
 from trouper.config.nodes import NodesConfig
 from trouper.config.resolve import resolve

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import trio
 
+from tests.simulation.simulated_device import Conditions, SimulatedDevice
 from tests.support.engines import (
     STEP_S,
     VOCAB_SIZE,
@@ -17,7 +18,6 @@ from tests.support.engines import (
     expected,
 )
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice
 from trouper.actors.messages.results import DeviceBack, DeviceLost
 from trouper.actors.messages.stats import AdapterStats, total
 from trouper.config.args import EngineArgs

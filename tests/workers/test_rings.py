@@ -6,9 +6,13 @@ import threading
 import numpy as np
 import pytest
 
-from trouper.actors.executor.parallel.links import close_files
-from trouper.actors.executor.parallel.ranks import CrewSizes, create_crew_files, open_worker_links
-from trouper.actors.executor.parallel.rings import Ring, RingFiles, create_ring
+from trouper.actors.executor.links.rings import Ring, RingFiles, create_ring
+from trouper.actors.executor.links.worker_links import (
+    CrewSizes,
+    close_files,
+    create_crew_files,
+    open_worker_links,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files")
 

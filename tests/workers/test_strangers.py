@@ -1,6 +1,6 @@
 """Connections without a proof: who makes room, who is not heard, and what the log says."""
 
-from trouper.actors.executor.devices.nodes.strangers import (
+from trouper.actors.executor.workers.machines.authentication import (
     LOG_S,
     MAX_ADDRESSES,
     MAX_FAILURES,

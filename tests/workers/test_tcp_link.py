@@ -6,8 +6,8 @@ import socket
 import numpy as np
 import pytest
 
-from trouper.actors.executor.parallel.ranks import CrewSizes, open_worker_links
-from trouper.actors.executor.parallel.tcp_link import HEADER, LinkLostError, TcpLink
+from trouper.actors.executor.links.tcp_link import HEADER, LinkLostError, TcpLink
+from trouper.actors.executor.links.worker_links import CrewSizes, open_worker_links
 
 
 def tcp_pair():

@@ -10,8 +10,8 @@ import trio.testing
 
 from tests.simulation.hosts_places import VirtualAnyio
 from tests.simulation.virtual_network import MACHINE, PROGRAM, VirtualNetwork
-from trouper.actors.executor.devices.nodes import channel, front, proof
-from trouper.actors.executor.devices.nodes.channel import Channel, Listen
+from trouper.actors.executor.workers.machines import authentication, channel, coordinator
+from trouper.actors.executor.workers.machines.channel import Channel, Listen
 
 from .test_nodes import KEY, a_front, tcp_pair
 
@@ -19,10 +19,10 @@ TCP = socket.IPPROTO_TCP
 WANTED = {
     (socket.SOL_SOCKET, "SO_KEEPALIVE"): 1,
     (TCP, "TCP_NODELAY"): 1,
-    (TCP, "TCP_KEEPIDLE"): proof.KEEP_ALIVE_S,
-    (TCP, "TCP_KEEPINTVL"): proof.KEEP_ALIVE_S,
-    (TCP, "TCP_KEEPCNT"): proof.VANISHED_S // proof.KEEP_ALIVE_S,
-    (TCP, "TCP_USER_TIMEOUT"): proof.VANISHED_S * 1000,
+    (TCP, "TCP_KEEPIDLE"): authentication.KEEP_ALIVE_S,
+    (TCP, "TCP_KEEPINTVL"): authentication.KEEP_ALIVE_S,
+    (TCP, "TCP_KEEPCNT"): authentication.VANISHED_S // authentication.KEEP_ALIVE_S,
+    (TCP, "TCP_USER_TIMEOUT"): authentication.VANISHED_S * 1000,
 }
 
 
@@ -34,14 +34,14 @@ def test_both_sides_of_a_proven_connection_ask_the_system_to_look_for_the_other(
     accepted = []
 
     def note(connection):
-        proof.tune(connection)
+        authentication.tune(connection)
         accepted.append(options_of(connection))
 
-    monkeypatch.setattr(front, "tune", note)
+    monkeypatch.setattr(coordinator, "tune", note)
 
     async def connect():
         async with a_front() as (_, address):
-            with await trio.to_thread.run_sync(proof.dial, address, KEY) as dialled:
+            with await trio.to_thread.run_sync(authentication.dial, address, KEY) as dialled:
                 assert options_of(dialled) == WANTED
 
     trio.run(connect)
@@ -57,8 +57,8 @@ def test_a_connection_that_is_not_tuned_asks_for_nothing():
 @pytest.mark.parametrize(
     ("sends", "is_tuned", "gone_after_s"),
     [
-        (False, True, proof.KEEP_ALIVE_S + proof.VANISHED_S),
-        (True, True, proof.VANISHED_S),  # what is not acknowledged
+        (False, True, authentication.KEEP_ALIVE_S + authentication.VANISHED_S),
+        (True, True, authentication.VANISHED_S),  # what is not acknowledged
         (True, False, None),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_channel_to_a_machine_that_has_vanished_ends_if_it_asked(sends, is_tun
         far = await network.connect("front")
         near, _ = listener.accept()
         if is_tuned:
-            proof.tune(near)
+            authentication.tune(near)
         link = Channel(near)
         began_s = trio.current_time()
         network.switch_off("host")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.devices import wire
+from trouper.actors.executor.workers import wire
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
 from trouper.actors.messages.identifiers import SequenceId

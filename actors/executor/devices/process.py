@@ -17,13 +17,7 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult, timed
-from trouper.actors.executor.devices.launch_local import CrewLauncher, Launcher, launch
-from trouper.actors.executor.devices.local_crew import LocalCrew
-from trouper.actors.executor.devices.model_files import FileSample
-from trouper.actors.executor.devices.model_host import check_call, log_phase
-from trouper.actors.executor.devices.open_calls import OpenCalls
-from trouper.actors.executor.devices.state_in_force import StateInForce
-from trouper.actors.executor.devices.submitted_plan import SubmittedPlan
+from trouper.actors.executor.devices.outstanding import OpenCalls, StateInForce, SubmittedPlan
 from trouper.actors.executor.devices.supervision import (
     Death,
     RestartBudget,
@@ -33,7 +27,19 @@ from trouper.actors.executor.devices.supervision import (
     call_deadline_s,
     next_state,
 )
-from trouper.actors.executor.devices.wire import (
+from trouper.actors.executor.devices.worker_link import (
+    WorkerLink,
+    receive_from_any,
+    send_adapter,
+    send_to_all,
+    take_what_has_come,
+)
+from trouper.actors.executor.links.tcp_link import LinkLostError
+from trouper.actors.executor.workers.launching import CrewLauncher, Launcher, launch
+from trouper.actors.executor.workers.local_workers import LocalCrew
+from trouper.actors.executor.workers.model_files import FileSample
+from trouper.actors.executor.workers.model_host import check_call, log_phase
+from trouper.actors.executor.workers.wire import (
     Broken,
     Call,
     Close,
@@ -46,14 +52,6 @@ from trouper.actors.executor.devices.wire import (
     WireError,
     as_exception,
 )
-from trouper.actors.executor.devices.worker_link import (
-    WorkerLink,
-    receive_from_any,
-    send_adapter,
-    send_to_all,
-    take_what_has_come,
-)
-from trouper.actors.executor.parallel.tcp_link import LinkLostError
 from trouper.actors.messages.grammar import Grammar, GrammarReady, PrepareGrammar, Vocabulary
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, PoolDone, StepDone, StepFailed

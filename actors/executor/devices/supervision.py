@@ -18,7 +18,6 @@ from trouper.actors.messages.results import LossCause
 
 BACKOFF_S = (0.0, 1.0, 4.0)  # before the first, second and any later start in a row
 MAX_LOSSES = 16  # explained or not, within the window; more where more unexplained ones are allowed
-STDERR_LINES = 64  # of a worker's last words that are kept for the report of its death
 
 MIN_STEP_S, FIRST_STEP_S = 10.0, 120.0  # the first step of a shape may compile its kernels
 DEADLINE_FACTOR = 20.0  # over the slow end of what such steps have taken
@@ -226,8 +225,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def keep_last_lines(lines: Sequence[str]) -> tuple[str, ...]:
-    """The last lines that a report of a death keeps."""
-    return tuple(lines[-STDERR_LINES:])

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import anyio
 import anyio.to_thread
 
-from trouper.actors.executor.devices.launch_local import Exit, Peer
-from trouper.actors.executor.devices.wire import (
+from trouper.actors.executor.workers.launching import Exit, Peer
+from trouper.actors.executor.workers.wire import (
     MAX_INLINE,
     Call,
     Frame,

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE
-from trouper.actors.executor.request_slots import PromptSpan, RequestSlots
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR, GrammarMasks
 from trouper.actors.executor.sampling.penalties import Penalties
+from trouper.actors.executor.steps.request_slots import PromptSpan, RequestSlots
 from trouper.actors.messages.grammar import Grammar, GrammarWork
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.messages.results import TokenLogprobs

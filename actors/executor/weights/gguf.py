@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.models.parameters import WHOLE, Cut, HeadOrder, Parameter, Span
 from trouper.actors.executor.models.sharding import part_of, part_of_integers, row_order
+from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.config.gguf import Gguf, GgufTensor, read_gguf
 from trouper.config.gguf_encoders import encoder_shapes

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.kv_memory import KVCache, layer_cache_specs
 from trouper.actors.executor.models.hf_decoder import HfDecoder
+from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.kv_memory import KVCache, layer_cache_specs
 from trouper.config.model import ModelConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.ops import HostTokens

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.models.parameters import Cut, Parameter
 from trouper.actors.executor.models.sharding import part_of
-from trouper.actors.executor.topology import num_physical_cores
+from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.runtime.startup import num_physical_cores
 
 DUMMY_STD = 0.02
 CHUNK = 2**22  # numbers a thread draws at once: 8 MiB

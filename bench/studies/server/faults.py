@@ -17,8 +17,8 @@ from functools import partial
 import anyio
 
 from trouper.actors.engine.wiring import Engine, open_engine
-from trouper.actors.executor.devices.launch_local import LocalPeer, launch
 from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.workers.launching import LocalPeer, launch
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.params import SamplingParams

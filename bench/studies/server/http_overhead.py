@@ -21,8 +21,8 @@ from typing import Any
 
 import anyio
 
+from tests.simulation.simulated_device import Conditions, SimulatedDevice
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice
 from trouper.actors.runtime.threads import WorkerThreads
 from trouper.bench.report import about, write
 from trouper.config.args import EngineArgs

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.actors.executor.batch import make_batch
-from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.steps.batch import make_batch
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.kernels.cuda.embed import Embedded, embed, embed_reference

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.sampler import Sampler
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
 from trouper.kernels.cuda.sampling.apply_penalties import apply_penalties, apply_penalties_reference

@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 import torch
 
-from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.batch import Batch, make_batch
-from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs
 from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.families.registry import decoder_traits
-from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.sampling.sampler import Sampler
+from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import Batch, make_batch
+from trouper.actors.executor.steps.kv_memory import KVCache, kv_cache_specs
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import StepPlan
 from trouper.config.model import ModelConfig

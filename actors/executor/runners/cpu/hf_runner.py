@@ -8,16 +8,16 @@ from functools import partial
 
 import torch
 
-from trouper.actors.executor.adapters import AdapterSlots
-from trouper.actors.executor.batch import make_batch
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.kv_memory import KVCache, layer_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.hf_decoder import HfDecoder
-from trouper.actors.executor.profiler import Profiler
-from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory
+from trouper.actors.executor.runners.model_runner import Profiler
 from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
 from trouper.actors.executor.sampling.sampler import Sampled, Sampler, prompt_logprobs
+from trouper.actors.executor.steps.adapter_slots import AdapterSlots
+from trouper.actors.executor.steps.batch import make_batch
+from trouper.actors.executor.steps.kv_memory import KVCache, layer_cache_specs, num_kv_blocks
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.hf_model import load_hf_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone

@@ -22,19 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
 from trouper.actors.executor.models.families.registry import decoder_traits, generating_sibling
 from trouper.actors.executor.models.traits import DecoderTraits
-from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.runners.cpu.process_resources import (
     compute_with,
     give_back_free_memory,
 )
 from trouper.actors.executor.runners.cpu.recorded_steps import RecordedEncoderSteps
 from trouper.actors.executor.runners.cpu.unpaged_decoder import UnpagedDecoder
+from trouper.actors.executor.runners.model_runner import Profiler
+from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.weights.encoder import (
     Project,
     Tensors,

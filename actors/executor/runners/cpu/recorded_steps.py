@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.batch import Batch
 from trouper.actors.executor.models.decoder import Decoder
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.sampling.sampler import Sampler
+from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import Batch
 from trouper.kernels.codegen.arena import Arena
 from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.attention.varlen import Group, tiles_of

@@ -15,12 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.adapters import AdapterSlots
-from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.batch import Batch, make_batch
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.drafts import Drafter
-from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.sharding import (
@@ -30,13 +25,18 @@ from trouper.actors.executor.models.sharding import (
     shard_traits,
     traits_of,
 )
-from trouper.actors.executor.profiler import Profiler
-from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.runners.cpu.draft_model import DraftModel
 from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
+from trouper.actors.executor.runners.model_runner import Profiler
 from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
 from trouper.actors.executor.sampling.sampler import Sampled, Sampler, prompt_logprobs
+from trouper.actors.executor.speculation.drafter import Drafter
+from trouper.actors.executor.steps.adapter_slots import AdapterSlots
+from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import Batch, make_batch
+from trouper.actors.executor.steps.kv_memory import KVCache, kv_cache_specs, num_kv_blocks
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import adapted_parameters, load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs

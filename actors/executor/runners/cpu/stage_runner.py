@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import rank_share
-from trouper.actors.executor.models.families.registry import decoder_traits
-from trouper.actors.executor.models.sharding import OPTION, Shard, model_stages
-from trouper.actors.executor.models.traits import DecoderTraits
-from trouper.actors.executor.parallel.links import Link
-from trouper.actors.executor.parallel.ranks import (
+from trouper.actors.executor.links.worker_links import (
     CrewSizes,
+    Link,
     ModelSizes,
     RankPlace,
     group_sizes,
     open_worker_links,
 )
+from trouper.actors.executor.models.decoder import rank_share
+from trouper.actors.executor.models.families.registry import decoder_traits
+from trouper.actors.executor.models.sharding import OPTION, Shard, model_stages
+from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone

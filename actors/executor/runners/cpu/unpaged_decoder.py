@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError

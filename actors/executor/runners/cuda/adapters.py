@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trouper.actors.executor.adapters import AdapterSlots
 from trouper.actors.executor.runners.cuda.machine import Machine
+from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.actors.messages.plans import StepPlan
 from trouper.config.adapters import LoRAConfig
 from trouper.kernels.cuda.lora import BLOCK_ROWS, DeviceRows, TritonLoRA, max_blocks

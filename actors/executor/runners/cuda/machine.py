@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.device import PendingResult
+from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.errors import TrouperValidationError
 
 

@@ -11,9 +11,9 @@ from functools import cache
 import numpy as np
 
 from trouper.actors.executor.device import PendingResult
-from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.runners.cuda.tables import Changes, Layout, allowed_bits
 from trouper.actors.executor.sampling.grammar import GrammarMasks
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.grammar import GrammarWork
 from trouper.actors.messages.plans import NewSequence, StepPlan
 from trouper.actors.messages.results import StepDone

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.runners.cuda.machine import Machine
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
 from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
 from trouper.actors.executor.sampling.sampler import token_logprobs
+from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.messages.grammar import GrammarWork
 from trouper.actors.messages.plans import Sampling, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs

@@ -10,10 +10,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.kv_memory import KVCache, KVCacheSpec
 from trouper.actors.executor.runners.cuda.machine import Machine
 from trouper.actors.executor.runners.cuda.step_inputs import pack
 from trouper.actors.executor.runners.cuda.tables import Layout, TableViews, views
+from trouper.actors.executor.steps.kv_memory import KVCache, KVCacheSpec
 from trouper.actors.messages.plans import NewSequence
 from trouper.errors import TrouperValidationError
 

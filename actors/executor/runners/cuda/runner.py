@@ -21,7 +21,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult
-from trouper.actors.executor.kv_memory import kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.decoder import (
     LOGITS_AT_ONCE,
     Decoder,
@@ -30,8 +29,6 @@ from trouper.actors.executor.models.decoder import (
 )
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.sharding import ALONE, Shard, check_shards, shard_traits
-from trouper.actors.executor.profiler import Profiler
-from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.runners.cuda.adapters import DeviceAdapters
 from trouper.actors.executor.runners.cuda.machine import CudaMachine, Graph, Machine
 from trouper.actors.executor.runners.cuda.masks import DeviceMasks
@@ -47,6 +44,9 @@ from trouper.actors.executor.runners.cuda.step_inputs import (
     shape_of,
 )
 from trouper.actors.executor.runners.cuda.tables import Changes, Layout, is_penalised
+from trouper.actors.executor.runners.model_runner import Profiler
+from trouper.actors.executor.steps.kv_memory import kv_cache_specs, num_kv_blocks
+from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import adapted_parameters, load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone

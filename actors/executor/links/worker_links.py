@@ -1,0 +1,260 @@
+"""A link between two workers: hidden states from a stage to the next, tokens from the last to the first.
+
+On one machine a link is a ring in memory that both sides have, between machines a connection.
+
+The files that the workers of a device share when its layers are cut into ranks, and what each of them inherits.
+
+    worker          stage · ranks + rank
+    group           memory of the ranks of a stage, in which they add up (`kernels/cpu/rank_exchange.py`)
+    hidden states   from each rank of a stage to the same rank of the next: all ranks have all of them
+    tokens          from rank 0 of the last stage, which samples, to the first stage, whose other ranks embed them
+
+On GPUs there is one stage, and sums and tokens go from device to device: of the group there is an empty file, by which the ranks find each other.
+
+Workers of one machine have rings between them, those of several have connections.  All is inherited by descriptor, so nothing of it outlives the processes.
+"""
+
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from trouper.actors.executor.links.rings import Ring, RingFiles, create_ring
+from trouper.actors.executor.links.tcp_link import TcpLink
+from trouper.actors.stages import num_ring_entries
+from trouper.config.memory import available_bytes
+from trouper.config.resolve import EngineConfig
+from trouper.errors import DeviceStartError
+from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
+
+
+class Link(Protocol):
+    """One side of a link between two stages."""
+
+    def send(self, step: int, payload: np.ndarray) -> None:
+        """Send a message; waits for room."""
+        ...
+
+    def receive(self, out: np.ndarray, *, wait: bool) -> tuple[int, int] | None:
+        """Copy the next message to the beginning of `out`; returns its step and its size, or None if it has not come."""
+        ...
+
+    def close(self) -> None:
+        """Give memory and descriptors back.  Idempotent."""
+        ...
+
+
+def close_files(files: Iterable[Sequence[int]]) -> None:
+    """Close descriptors, each once."""
+    for file in {file for some in files for file in some}:
+        os.close(file)
+
+
+def open_next(files: list[int], num_entries: int, entry_bytes: int) -> Link:
+    """Open the link whose descriptors come first, and take them out of the list: three of a ring, one of a connection."""
+    if stat.S_ISSOCK(os.fstat(files[0]).st_mode):
+        return TcpLink(files.pop(0), entry_bytes)
+    ring, files[:3] = RingFiles(*files[:3]), []
+    return Ring(ring, num_entries, entry_bytes)
+
+
+# Of hidden states: one that is sent while the other is read.  A sender may wait for room here; behind it nothing waits
+# that the receiver needs.
+HIDDEN_ENTRIES = 2
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TOKEN_BYTES = 8  # int64
+# A recorded step has the logits of all of its rows, at most `recorded_steps.MAX_LOGITS` numbers.  Any other may have more rows
+# than the sheet, as for the logprobs of a prompt, and has them in turns.
+MIN_SHEET_NUMBERS = 2**23
+
+
+class RankPlace(NamedTuple):
+    """The stage and the rank of a worker."""
+
+    stage: int
+    rank: int
+
+    @classmethod
+    def of(cls, worker: int, config: EngineConfig) -> "RankPlace":
+        return cls(*divmod(worker, config.tensor_parallel_size))
+
+    def samples(self, config: EngineConfig) -> bool:
+        """Whether this worker has all logits: it alone samples, and answers plans."""
+        return self == (config.num_stages - 1, 0)
+
+
+class WorkerLinks(NamedTuple):
+    """The links of one worker to the others; None where it has no such neighbour."""
+
+    group: int | None  # the descriptor of the group's memory
+    hidden_in: Link | None
+    hidden_out: Link | None
+    tokens_in: Link | None
+    tokens_out: tuple[Link, ...]
+
+    def close(self) -> None:
+        """Close all.  Idempotent."""
+        for link in (self.hidden_in, self.hidden_out, self.tokens_in, *self.tokens_out):
+            if link is not None:
+                link.close()
+
+
+class ModelSizes(NamedTuple):
+    """The widths that what workers share depends on."""
+
+    hidden_size: int
+    vocab_size: int
+
+
+def group_sizes(config: EngineConfig, model: ModelSizes, stage: int) -> ExchangeSizes:
+    """Return the sizes of what the ranks of a stage share; only those of the last one have logits."""
+    scheduler, sheet = config.scheduler, 0
+    if stage == config.num_stages - 1:
+        sheet = max(scheduler.max_num_seqs * model.vocab_size, MIN_SHEET_NUMBERS)
+    rows = scheduler.max_num_scheduled_tokens
+    part = rows * max(model.hidden_size * ITEM_BYTES[config.dtype], 64)  # at least a vote
+    return ExchangeSizes(config.tensor_parallel_size, part, sheet)
+
+
+class CrewSizes(NamedTuple):
+    """The sizes of all that the workers of a device share."""
+
+    num_stages: int
+    num_ranks: int
+    hidden_bytes: int  # of the hidden states of the largest step
+    token_bytes: int  # of the tokens of a step with all sequences; 0: they go from device to device
+    group_bytes: tuple[
+        int, ...
+    ]  # of the memory of the ranks of each stage; empty: there is one rank
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelSizes) -> "CrewSizes":
+        scheduler, num_ranks = config.scheduler, config.tensor_parallel_size
+        if config.device == "cuda":
+            return cls(1, num_ranks, 0, 0, (0,))
+        stages = range(config.num_stages if num_ranks > 1 else 0)
+        groups = tuple(group_sizes(config, model, stage).num_bytes for stage in stages)
+        row_bytes = model.hidden_size * ITEM_BYTES[config.dtype]
+        hidden_bytes = scheduler.max_num_scheduled_tokens * row_bytes
+        token_bytes = scheduler.max_num_seqs * TOKEN_BYTES
+        return cls(config.num_stages, num_ranks, hidden_bytes, token_bytes, groups)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the device."""
+        return self.num_stages * self.num_ranks
+
+
+class LinkEnds(NamedTuple):
+    """A link between two workers, by their numbers."""
+
+    name: str
+    sender: int
+    receiver: int
+    num_entries: int
+    entry_bytes: int
+
+
+def crew_links(sizes: CrewSizes) -> list[LinkEnds]:
+    """Return the links between the workers of a device, in the order in which each inherits those that it has."""
+    num_ranks, last = sizes.num_ranks, sizes.num_stages - 1
+    found = [
+        LinkEnds(f"hidden {worker}", worker, worker + num_ranks, HIDDEN_ENTRIES, sizes.hidden_bytes)
+        for worker in range(last * num_ranks)
+    ]
+    sampler, entries = last * num_ranks, num_ring_entries(sizes.num_stages)
+    found += [
+        LinkEnds(f"tokens {worker}", sampler, worker, entries, sizes.token_bytes)
+        for worker in range(num_ranks)
+        if worker != sampler and sizes.token_bytes
+    ]
+    return found
+
+
+def create_crew_files(
+    sizes: CrewSizes,
+    workers: Sequence[int] | None = None,
+    connections: Mapping[str, int] | None = None,
+) -> list[tuple[int, ...]]:
+    """Make all that the workers of one place share; returns the descriptors of each.
+
+    Args:
+        workers: those of this place, which has all ranks of a stage or none; None: all of the device.
+        connections: the descriptors of links to other places by name, which stay the caller's if this fails.
+
+    Raises:
+        DeviceStartError: the system has not so much memory, or no descriptors.
+    """
+    workers = range(sizes.num_workers) if workers is None else workers
+    links = crew_links(sizes)
+    rings = [link for link in links if link.sender in workers and link.receiver in workers]
+    stages = sorted({worker // sizes.num_ranks for worker in workers})
+    groups = {stage: sizes.group_bytes[stage] for stage in stages if sizes.group_bytes}
+    _check_memory([*groups.values(), *(link.num_entries * link.entry_bytes for link in rings)])
+    files: dict[int, list[int]] = {worker: [] for worker in workers}
+    made: list[Sequence[int]] = []
+    try:
+        for stage, num_bytes in groups.items():
+            made.append((_create_memory(num_bytes),))
+            for worker in range(stage * sizes.num_ranks, (stage + 1) * sizes.num_ranks):
+                files[worker] += made[-1]
+        for link in links:
+            if link in rings:
+                made.append(create_ring(link.num_entries, link.entry_bytes))
+            for end in {link.sender, link.receiver} & files.keys():
+                files[end] += made[-1] if link in rings else ((connections or {})[link.name],)
+    except DeviceStartError:
+        close_files(made)
+        raise
+    return [tuple(some) for some in files.values()]
+
+
+def open_worker_links(worker: int, files: Sequence[int], sizes: CrewSizes) -> WorkerLinks:
+    """Open the links of a worker by the descriptors that it has inherited."""
+    rest = list(files)
+    group = rest.pop(0) if sizes.num_ranks > 1 else None
+    opened = [
+        (link, open_next(rest, link.num_entries, link.entry_bytes))
+        for link in crew_links(sizes)
+        if worker in (link.sender, link.receiver)
+    ]
+
+    def found(name: str, side: str) -> tuple[Link, ...]:
+        return tuple(
+            one
+            for link, one in opened
+            if link.name.startswith(name) and getattr(link, side) == worker
+        )
+
+    return WorkerLinks(
+        group,
+        next(iter(found("hidden", "receiver")), None),
+        next(iter(found("hidden", "sender")), None),
+        next(iter(found("tokens", "receiver")), None),
+        found("tokens", "sender"),
+    )
+
+
+def _check_memory(parts: Sequence[int]) -> None:
+    wanted, free = sum(parts), available_bytes()
+    if free is not None and wanted > free:
+        raise DeviceStartError(
+            f"the workers share {wanted} bytes for their sums, hidden states and logits, {free} are free"
+        )
+
+
+def _create_memory(num_bytes: int) -> int:
+    """Make a file of so many zeros whose memory is there, or this fails."""
+    try:
+        file = os.memfd_create("trouper-ranks", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise DeviceStartError(f"cannot share memory between ranks: {error}") from None
+    try:
+        if num_bytes:
+            os.posix_fallocate(file, 0, num_bytes)
+    except OSError as error:
+        os.close(file)
+        raise DeviceStartError(f"cannot share {num_bytes} bytes between ranks: {error}") from None
+    return file

@@ -1,0 +1,104 @@
+"""The seam between a device and the model that computes its plans: on the CPU, on a GPU, generating or pooling.
+
+Torch's profiler around the work of a model runner.
+"""
+
+import logging
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
+from trouper.actors.messages.plans import PoolPlan, StepPlan
+from trouper.errors import ProfilerAlreadyActiveError
+
+
+class ModelRunner(Protocol):
+    """A model with its memory on one device, synchronous and without scheduling state.
+
+    It belongs to the thread that calls `load`.  Plans run in the order of the calls.
+    """
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether one thread computes the model sooner than several, which wait for each other."""
+        ...
+
+    def load(self) -> DeviceInfo:
+        """Read the weights and take all memory: everything that can fail at start.
+
+        Raises:
+            TrouperValidationError: the checkpoint does not fit the config, or the memory is too small.
+        """
+        ...
+
+    def execute(
+        self, plan: StepPlan | PoolPlan
+    ) -> StepResult | PendingResult[StepResult | None] | None:
+        """Run a plan of the kind that the model is for, or launch it; None: another worker answers.
+
+        After an exception the rows of the plan must be given again.
+        """
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Give memory back: at level 1 the KV memory, and weights as far as the host keeps them; at level 2 both."""
+        ...
+
+    def wake(self, tags: frozenset[str]) -> None:
+        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
+        ...
+
+    def start_profile(self, folder: str, prefix: str) -> None:
+        """Trace what follows.
+
+        Raises:
+            ProfilerAlreadyActiveError: a trace has begun already.
+        """
+        ...
+
+    def stop_profile(self) -> None:
+        """Write the trace; without one, warn and do nothing else."""
+        ...
+
+    def release(self) -> None:
+        """Give back memory that nothing refers to any more."""
+        ...
+
+    def close(self) -> None:
+        """Give back all memory and threads.  Idempotent."""
+        ...
+
+
+logger = logging.getLogger(__name__)
+
+
+class Profiler:
+    """At most one trace at a time."""
+
+    def __init__(self) -> None:
+        self._profile: tuple[torch.profiler.profile, Path] | None = None
+
+    def start(self, folder: str, prefix: str) -> None:
+        """Trace what follows, until `stop` writes a Chrome trace into the folder.
+
+        Raises:
+            ProfilerAlreadyActiveError: it runs already.
+        """
+        if self._profile is not None:
+            raise ProfilerAlreadyActiveError("stop_profile first")
+        profile = torch.profiler.profile()
+        profile.start()
+        self._profile = profile, Path(folder) / f"{prefix}-{time.time_ns()}.json"
+
+    def stop(self) -> None:
+        """Write the trace; without one, warn and do nothing else."""
+        if self._profile is None:
+            logger.warning("stop_profile without start_profile")
+            return
+        (profile, file), self._profile = self._profile, None
+        profile.stop()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(file))

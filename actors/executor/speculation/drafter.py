@@ -1,0 +1,305 @@
+"""Drafts of the tokens that come next, taken from where the text went on alike before or from a second model, and what became of them.
+
+    known tokens  … 5 8 2 7 9 | 5 8 2          the last three stood before,
+    drafts                            7 9      so what followed is verified: one step samples up to three tokens
+
+Laws:
+  * A draft changes no token.  Each is sampled from the logits behind the tokens before it, with the noise of its own
+    position, as if it had been alone in its step; what a wrong draft led to is dropped.
+  * A draft is a function of the tokens in the slot, of how the drafts of the slot fared since it was given away, and of what
+    sequences of the same cache salt and adapter have answered.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from trouper.actors.executor.sampling.grammar import GrammarMasks
+from trouper.actors.executor.sampling.results import PromptLogprobs, entry_failures
+from trouper.actors.executor.sampling.sampler import Sampled
+from trouper.actors.executor.speculation.grammar_drafts import GrammarDrafts
+from trouper.actors.executor.speculation.matching import SEPARATOR, RecentAnswers, places_alike
+from trouper.actors.executor.speculation.pace import CHANCES_OF_MODEL, Pace
+from trouper.actors.executor.steps.request_slots import RequestSlots
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.results import StepDone, TokenLogprobs
+from trouper.config.speculation import SpeculativeConfig
+
+LEAST_OF_OTHERS = 3  # tokens that must agree with another's answer: fewer say little of this one
+# Where so few tokens agree, a place near the passage that the text has followed says more than the latest one: tokens
+# before it and behind it, and for how many tokens it has.
+FEW_ALIKE, BEFORE, BEHIND, AGE = 2, 4, 24, 16
+
+
+class SecondModel(Protocol):
+    """A model of its own that proposes drafts; `cpu/draft_model.py` is one.
+
+    `cost`: of a drafted token, in steps of the model that verifies them.
+    """
+
+    @property
+    def cost(self) -> float: ...
+
+    def place(self, slot: int, *, has_drafts: bool) -> None: ...
+
+    def propose(self, plan: StepPlan, lengths: Sequence[int]) -> list[list[int]]: ...
+
+    def keep(self, slot: int, end: int, num_right: int) -> None: ...
+
+
+class Drafter:
+    """Drafts for the sequences in the slots, one step after the other.
+
+    Args:
+        grammars: of the slots, which have a say in their drafts.
+        model: proposes them; None: the text does.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        slots: RequestSlots,
+        grammars: GrammarMasks,
+        model: SecondModel | None = None,
+    ) -> None:
+        self._config, self._model = config, model
+        self._slots = slots
+        self._paces: dict[int, Pace] = {}  # by slot; those with a grammar have none
+        self._drafts: list[list[int]] = []  # of each entry of the step that runs
+        most = config.suffix_decoding_max_cached_requests if config.method == "suffix" else 0
+        self._recent = RecentAnswers(most) if most else None
+        self._bound = GrammarDrafts(
+            slots,
+            grammars,
+            longest=config.suffix_decoding_max_tree_depth,
+            most_answers=most,
+        )
+        self._families: dict[int, str] = {}  # by slot
+        # By slot: where the next step begins, as what is before it is computed.
+        self._ends: dict[int, int] = {}
+        # By slot: how many tokens agreed for its last draft, where they stood, and where it begins.
+        self._found: dict[int, tuple[int, int | None, int]] = {}
+        # By slot: a place, and the position that follows it.
+        self._trails: dict[int, tuple[int, int]] = {}
+
+    def leave(self, slot: int) -> None:
+        """Keep what the slot's sequence has answered; another is about to take the slot."""
+        end, num_prompt = self._ends.pop(slot, 0), int(self._slots.num_prompt[slot])
+        self._bound.leave(slot, end)
+        if self._recent is not None and end > num_prompt + 1:
+            # with the end of the prompt, behind which the same answer may begin
+            first = max(0, num_prompt - self._config.suffix_decoding_max_tree_depth)
+            token_ids = self._slots.token_ids[slot, first:end]
+            self._recent.add(self._families[slot], token_ids)
+
+    def place(self, slot: int, family: str = "", *, has_grammar: bool) -> None:
+        """Forget how the drafts of the slot fared: another sequence has taken it."""
+        self._families[slot] = family
+        for held in (self._paces, self._found, self._trails):
+            held.pop(slot, None)
+        if has_grammar:
+            self._bound.place(slot, family)
+        else:
+            self._paces[slot] = self._pace()
+        if self._model is not None:
+            self._model.place(slot, has_drafts=not has_grammar)
+
+    def _pace(self) -> Pace:
+        most = self._config.num_speculative_tokens
+        if self._model is None:
+            return Pace(most)
+        return Pace(most, self._model.cost, CHANCES_OF_MODEL, least=1)
+
+    def settled(self, plan: StepPlan) -> StepPlan:
+        """Return a plan with the positions that were not known when it was made; it is the next to run."""
+        starts = plan.num_computed_tokens
+        if plan.num_unknown_tokens:
+            starts = tuple(
+                self._ends[slot] if unknown else start
+                for slot, start, unknown in zip(
+                    plan.request_slots, starts, plan.num_unknown_tokens, strict=True
+                )
+            )
+            plan = msgspec.structs.replace(plan, num_computed_tokens=starts)
+        for slot, start, count in zip(
+            plan.request_slots, starts, plan.num_scheduled_tokens, strict=True
+        ):
+            self._ends[slot] = start + count
+        return plan
+
+    def propose(self, plan: StepPlan) -> np.ndarray | None:
+        """Write drafts into the slots, behind the tokens that the plan computes.
+
+        Returns:
+            How many for each entry [C]; None if there are none.
+        """
+        if self._model is not None:
+            rooms = plan.num_lookahead_tokens or (0,) * len(plan.request_slots)
+            lengths = [
+                self._length(*entry) for entry in zip(plan.request_slots, rooms, strict=True)
+            ]
+            self._drafts = self._model.propose(plan, lengths)
+            for i, (slot, room) in enumerate(zip(plan.request_slots, rooms, strict=True)):
+                if room and slot not in self._paces:
+                    self._drafts[i] = self._draft(slot, plan.num_computed_tokens[i] + 1, room)
+            return self._counts()
+        if not plan.num_lookahead_tokens:
+            return None
+        entries = plan.request_slots, plan.num_computed_tokens, plan.num_lookahead_tokens
+        self._drafts = [
+            self._draft(slot, start + 1, room) if room else []
+            for slot, start, room in zip(*entries, strict=True)
+        ]
+        return self._counts()
+
+    def _counts(self) -> np.ndarray | None:
+        return np.array([len(draft) for draft in self._drafts]) if any(self._drafts) else None
+
+    def _length(self, slot: int, room: int) -> int:
+        pace = self._paces.get(slot)
+        return 0 if pace is None or not room or pace.rests() else pace.length(0, room)
+
+    def _draft(self, slot: int, end: int, room: int) -> list[int]:
+        pace = self._paces.get(slot)
+        if pace is None:
+            found = self._bound.draft(slot, end, room)
+            self._slots.token_ids[slot, end : end + len(found)] = found
+            return found
+        if pace.rests():
+            return []
+        token_L = self._slots.token_ids[slot]
+        recent = None if self._recent is None else self._recent.of(self._families[slot])
+        match = find(token_L[:end], self._config, recent, self._trail(slot, end))
+        if match is None:
+            return []
+        if match.num_alike > FEW_ALIKE:
+            self._follow(slot, match.place, end)
+        room = min(room, match.num_following(self._config))
+        draft = match.draft(pace.length(match.num_alike, room))
+        self._found[slot] = match.num_alike, match.place, end
+        token_L[end : end + len(draft)] = draft
+        return draft.tolist()
+
+    def _trail(self, slot: int, end: int) -> int | None:
+        """Return where the token at `end` would stand in the passage that the text has followed of late."""
+        place, since = self._trails.get(slot, (0, -AGE))
+        return place + end - since if end - since < AGE else None
+
+    def _follow(self, slot: int, place: int | None, end: int) -> None:
+        if place is not None:
+            self._trails[slot] = place, end
+
+    def _note(self, slot: int, num_drafted: int, num_right: int) -> None:
+        """Take what became of a slot's draft."""
+        if self._model is not None:
+            self._paces[slot].note(0, num_drafted, num_right)
+            return
+        num_alike, place, end = self._found[slot]
+        self._paces[slot].note(num_alike, num_drafted, num_right)
+        if num_right:
+            self._follow(slot, place, end)
+
+    def verify(self, plan: StepPlan, sampled: Sampled, prompt_logprobs: PromptLogprobs) -> StepDone:
+        """Answer the plan with the tokens up to the first that its draft did not foresee."""
+        tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
+        token_ids: list[tuple[int, ...]] = []
+        found: list[tuple[TokenLogprobs, ...]] = []
+        for i, (slot, draft, is_sampled) in enumerate(
+            zip(plan.request_slots, self._drafts, plan.num_sampled_tokens, strict=True)
+        ):
+            drawn = [next(tokens) for _ in range(len(draft) + 1)] if is_sampled else []
+            num_right = num_equal(draft, drawn)
+            if draft and slot in self._bound:
+                self._bound.note(slot, num_right)
+            elif draft:
+                self._note(slot, len(draft), num_right)
+                if self._model is not None:
+                    end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]
+                    self._model.keep(slot, end, num_right)
+            token_ids.append(tuple(drawn[: num_right + 1]))
+            if sampled.logprobs:
+                own = [next(logprobs) for _ in drawn][: num_right + 1]
+                found.append(tuple(each for each in own if each is not None))
+        kept, failed = entry_failures(token_ids)
+        for slot, run in zip(plan.request_slots, kept, strict=True):
+            self._ends[slot] += max(0, len(run) - 1)
+        num_drafts = tuple(map(len, self._drafts))
+        return StepDone(plan.step, kept, tuple(found), prompt_logprobs, failed, num_drafts)
+
+
+class Match(NamedTuple):
+    """A place where a text went on behind the same tokens as the one that is continued."""
+
+    text: np.ndarray  # from there on
+    num_alike: int
+    place: int | None  # in the sequence's own text; None: in another's answer
+
+    def num_following(self, config: SpeculativeConfig) -> int:
+        """Count the tokens that may be drafted from it."""
+        most, factor = config.num_speculative_tokens, config.suffix_decoding_max_spec_factor
+        if factor is not None and config.method == "suffix":
+            most = min(most, max(1, int(self.num_alike * factor)))
+        if self.place is None:  # another's answer ends
+            ends = np.flatnonzero(self.text[:most] == SEPARATOR)
+            return int(ends[0]) if len(ends) else min(most, len(self.text))
+        return most
+
+    def draft(self, length: int) -> np.ndarray:
+        """Return the next tokens of it; what repeats itself goes on to do so: past its end it begins again."""
+        return np.resize(self.text[:length], length)
+
+
+def find(
+    token_L: np.ndarray,
+    config: SpeculativeConfig,
+    recent: np.ndarray | None = None,
+    near: int | None = None,
+) -> Match | None:
+    """Find where known tokens [L] went on before, or others did; None where they end in something new.
+
+    Args:
+        recent: answers of others, with separators: they serve where more tokens agree than in the text itself.
+        near: a place before which the same text is likely to go on, where few tokens agree.
+    """
+    if config.method == "ngram":
+        longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
+    else:
+        longest, shortest = config.suffix_decoding_max_tree_depth, 1
+    place, num_alike = last_match(token_L, token_L, longest, near)
+    if recent is not None and len(recent) and num_alike < longest:
+        behind, most = last_match(recent, token_L, longest)
+        if most > num_alike and most >= LEAST_OF_OTHERS:
+            return Match(recent[behind:], most, None)
+    return Match(token_L[place:], num_alike, place) if num_alike >= shortest else None
+
+
+def last_match(
+    text_M: np.ndarray, token_L: np.ndarray, longest: int, near: int | None = None
+) -> tuple[int, int]:
+    """Find the latest place in a text, and not its end, where the most of the last tokens stand, at most `longest`.
+
+    Args:
+        near: of few tokens, the first place about this one goes before the latest.
+
+    Returns:
+        The position behind it, and how many tokens agree; 0 if the last token does not stand there.
+    """
+    found = list(places_alike(text_M, token_L, longest))
+    if not found:
+        return len(text_M), 0
+    ends, num_alike = found[-1], len(found)
+    if near is not None and num_alike <= FEW_ALIKE:
+        close = ends[(ends > near - BEFORE) & (ends <= near + BEHIND)]
+        if len(close):
+            return int(close[0]), num_alike
+    return int(ends[-1]), num_alike
+
+
+def num_equal(draft: Sequence[int], drawn: Sequence[int]) -> int:
+    """Count the tokens of a draft that are the ones drawn in their places, up to the first that is not."""
+    for i, (guess, token) in enumerate(zip(draft, drawn, strict=False)):
+        if guess != token:
+            return i
+    return min(len(draft), len(drawn))

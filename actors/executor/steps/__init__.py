@@ -1,0 +1,1 @@
+"""State that a device keeps between steps, and the batch that it gathers for the next step."""

@@ -1,0 +1,368 @@
+"""The front's listener: hosts of other machines connect to it, and workers that they have started.
+
+Laws:
+  * No byte of a connection is taken as a message before both sides have proved that they have the same key.
+  * Connections that have not proved it make room for each other, by address: silent ones keep no host out.
+  * A host is known from its hello to the end of its connection, and one at a time for each machine.
+  * A worker's connection is taken for an order that waits for it, and closed otherwise.
+"""
+
+import contextlib
+import logging
+import socket
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.abc import TaskStatus
+
+from trouper.actors.executor.workers.machines.authentication import (
+    PROOF_S,
+    Strangers,
+    WrongKeyError,
+    tune,
+)
+from trouper.actors.executor.workers.machines.channel import (
+    Accepted,
+    Channel,
+    ChannelError,
+    End,
+    Ended,
+    Failed,
+    GiveUp,
+    HostHello,
+    Listen,
+    Listens,
+    Message,
+    Refused,
+    Start,
+    Started,
+    WorkerHello,
+    first_message,
+    protocol,
+)
+from trouper.actors.executor.workers.worker_process import Exit
+from trouper.actors.runtime.future import Future
+from trouper.errors import DeviceStartError
+
+logger = logging.getLogger(__name__)
+MAX_UNPROVEN = 64  # connections whose proof is under way: 104 bytes each, for `PROOF_S`
+CONNECT_S = 30.0  # for a worker that has been ordered to connect, and for a host's answer
+
+
+class HostGoneError(DeviceStartError):
+    """The host of a machine has gone while it was asked for something."""
+
+
+class HostLink:
+    """A machine's host, as the front reaches it."""
+
+    def __init__(self, node: int, address: str, channel: Channel) -> None:
+        self.node, self.address = node, address
+        self.refused: set[str] = set()  # addresses of others with its number; few have the key
+        self._channel = channel
+        # By kind, order and rank; at most one of a kind for each worker.
+        self._asked: dict[tuple[str, int, int], Future[object]] = {}
+        self._is_gone = False
+
+    def __repr__(self) -> str:
+        return f"<HostLink of node {self.node} at {self.address}, {len(self._asked)} open>"
+
+    async def prepare(self, order: int) -> tuple[str, int]:
+        """Have it listen for links; returns where.
+
+        Raises:
+            DeviceStartError: it cannot, does not answer, or is gone.
+        """
+        port = await self._answer_in_time(Listen(order), order)
+        assert isinstance(port, int)
+        return self.address, port
+
+    async def start(self, start: Start) -> None:
+        """Have it start workers.
+
+        Raises:
+            DeviceStartError: it cannot, does not answer, or is gone; of the first and the last nothing is left.
+        """
+        await self._answer_in_time(start, start.order)
+
+    def give_up(self, order: int) -> None:
+        """Have it end what it has of an order, or will have; never waits."""
+        self._send(GiveUp(order))
+
+    async def end(self, order: int, rank: int, grace_s: float) -> Exit:
+        """Have it end a worker; one whose host is gone has ended with it."""
+        try:
+            found = await self._ask(End(order, rank, grace_s), ("end", order, rank))
+        except HostGoneError as error:
+            return Exit(None, stderr=(str(error),), was_machine_lost=True)
+        assert isinstance(found, Exit)
+        return found
+
+    async def _answer_in_time(self, message: Message, order: int) -> object:
+        with anyio.move_on_after(CONNECT_S):
+            return await self._ask(message, ("start", order, 0))
+        raise DeviceStartError(f"node {self.node} has not answered in {CONNECT_S:g} s")
+
+    async def _ask(self, message: Message, key: tuple[str, int, int]) -> object:
+        self._asked[key] = future = Future()
+        try:
+            if self._is_gone:
+                self._fail(future)
+            else:
+                self._send(message)
+            return await future.wait()
+        finally:
+            if self._asked.get(key) is future:
+                del self._asked[key]
+
+    def _send(self, message: Message) -> None:
+        """Send an order; one that cannot be sent ends the connection, whose reader alone says that the host is gone."""
+        try:
+            self._channel.send(message)
+        except OSError:
+            self._channel.close()
+
+    def note(self, message: Message) -> None:
+        """Take what it answers."""
+        match message:
+            case Listens(order, port):
+                self._settle(("start", order, 0), port)
+            case Started(order):
+                self._settle(("start", order, 0), None)
+            case Failed(order, text):
+                if (future := self._asked.get(("start", order, 0))) is not None:
+                    future.fail(DeviceStartError(f"node {self.node}: {text}"))
+            case Ended(order, rank, ended):
+                self._settle(("end", order, rank), ended)
+            case _:
+                logger.warning("node %d sent a %s", self.node, type(message).__name__)
+
+    def lose(self) -> None:
+        """End all that is asked of it: it is gone."""
+        self._is_gone = True
+        for future in self._asked.values():
+            self._fail(future)
+
+    def _settle(self, key: tuple[str, int, int], value: object) -> None:
+        if (future := self._asked.get(key)) is not None:
+            future.set(value)
+
+    def _fail(self, future: Future[object]) -> None:
+        future.fail(HostGoneError(f"node {self.node} at {self.address} is gone"))
+
+
+class Front:
+    """Listener for other machines, and their hosts.
+
+    Args:
+        listener: bound and listening; it is closed at the end.
+        num_nodes: machines, this one counted.
+        num_workers: on each of them.
+    """
+
+    def __init__(
+        self, listener: socket.socket, key: bytes, num_nodes: int = 1, num_workers: int = 1
+    ) -> None:
+        self._listener, self._key = listener, key
+        self._num_nodes, self._num_workers = num_nodes, num_workers
+        self._hosts: dict[int, HostLink] = {}
+        self._arrived: deque[Future[None]] = deque()  # one for each replica that waits for a host
+        self._expected: dict[tuple[int, int], Future[socket.socket]] = {}
+        self._num_orders = 0
+        self._strangers = Strangers(MAX_UNPROVEN)
+
+    def __repr__(self) -> str:
+        return f"<Front: {len(self._hosts)} hosts, {len(self._expected)} workers expected>"
+
+    async def listen(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Accept connections until it is cancelled."""
+        with self._listener:
+            self._listener.setblocking(False)
+            async with anyio.create_task_group() as connections:
+                task_status.started()
+                while True:
+                    await anyio.wait_readable(self._listener)
+                    try:
+                        connection, peer = self._listener.accept()
+                    except OSError:
+                        await anyio.sleep(0.05)  # no descriptors, or it has gone again
+                        continue
+                    if not self._strangers.is_welcome(peer[0], anyio.current_time()):
+                        connection.close()
+                        continue
+                    proving = anyio.CancelScope()
+                    out = self._strangers.enter(proving, peer[0])
+                    if isinstance(out, anyio.CancelScope):
+                        out.cancel()
+                    connections.start_soon(self._serve, connection, peer[0], proving)
+
+    def next_order(self) -> int:
+        """Return a number that no crew has had."""
+        self._num_orders += 1
+        return self._num_orders
+
+    async def host(self, node: int) -> HostLink:
+        """Wait until the host of a machine is there."""
+        if node not in self._hosts:
+            logger.warning("waiting for node %d of %d", node, self._num_nodes)
+        while node not in self._hosts:
+            arrived: Future[None] = Future()
+            self._arrived.append(arrived)
+            await arrived.wait()
+        return self._hosts[node]
+
+    def expect(self, order: int, rank: int) -> None:
+        """Take the connection of a worker when it comes, for `worker` to fetch."""
+        self._expected[order, rank] = Future()
+
+    async def worker(self, order: int, rank: int, name: str) -> socket.socket:
+        """Wait for the connection of a worker that is expected, whose name is for people.
+
+        Raises:
+            DeviceStartError: it does not come.
+        """
+        with anyio.move_on_after(CONNECT_S):
+            connection = await self._expected[order, rank].wait()
+            del self._expected[order, rank]
+            return connection
+        raise DeviceStartError(f"{name} has not connected in {CONNECT_S:g} s")
+
+    def forget(self, order: int) -> None:
+        """Expect no worker of this order any more; connections that were not fetched are closed."""
+        for key in [key for key in self._expected if key[0] == order]:
+            future = self._expected.pop(key)
+            if future.is_done:
+                future.result().close()
+
+    # Connections
+
+    async def _serve(
+        self, connection: socket.socket, address: str, proving: anyio.CancelScope
+    ) -> None:
+        """Have a connection prove itself while `proving` lasts, and take its first message."""
+        connection.setblocking(False)
+        channel = Channel(connection)
+        hello: Message | None = None
+        try:
+            tune(connection)
+            proving.deadline = anyio.current_time() + PROOF_S
+            with proving:
+                hello = await self._first_message(channel)
+                self._strangers.note_proof(address)
+            if hello is None:
+                self._log_failure(address, "it says nothing")
+        except WrongKeyError:
+            self._log_failure(address, "it has another TROUPER_CLUSTER_KEY, and is refused")
+        except (OSError, ChannelError) as error:
+            self._log_failure(address, str(error))
+        finally:
+            self._strangers.leave(proving)
+            if hello is None:
+                channel.close()
+        match hello:
+            case None:
+                pass
+            case WorkerHello(order, rank):
+                self._take_worker((order, rank), channel)
+            case HostHello():
+                await self._serve_host(hello, channel, address)
+            case _:
+                channel.close()
+
+    def _log_failure(self, address: str, words: str) -> None:
+        num_failures = self._strangers.note_failure(address, anyio.current_time())
+        if num_failures is not None:
+            more = (
+                f" ({num_failures} connections since the last such line)"
+                if num_failures > 1
+                else ""
+            )
+            logger.warning("a connection of %s: %s%s", address, words, more)
+
+    async def _first_message(self, channel: Channel) -> Message:
+        """Talk to a fresh connection as `first_message` says.
+
+        Raises:
+            OSError: the other side has hung up.
+            WrongKeyError: it has another key.
+            ChannelError: what it says is no message.
+        """
+        talk = first_message(self._key)
+        data, num_wanted = next(talk)
+        while True:
+            if data:
+                channel.send_bytes(data)
+            answer = await channel.receive_exactly(num_wanted)
+            try:
+                data, num_wanted = talk.send(answer)
+            except StopIteration as end:
+                return end.value
+
+    def _take_worker(self, key: tuple[int, int], channel: Channel) -> None:
+        future = self._expected.get(key)
+        if future is None or future.is_done:  # of an order that has been given up
+            channel.close()
+        else:
+            future.set(channel.detach())
+
+    async def _serve_host(self, hello: HostHello, channel: Channel, address: str) -> None:
+        """Read what a host answers until it is gone."""
+        if (refusal := self._refusal(hello)) is not None:
+            self._log_refusal(refusal, hello.node, address)
+            with contextlib.suppress(OSError):
+                channel.send(refusal)
+            channel.close()
+            return
+        host = self._hosts[hello.node] = HostLink(hello.node, address, channel)
+        logger.warning("node %d of %d is there, at %s", hello.node, self._num_nodes, address)
+        while self._arrived:
+            self._arrived.popleft().set(None)
+        try:
+            with contextlib.suppress(OSError):  # the first read finds the end
+                channel.send(Accepted())
+            while (message := await channel.receive()) is not None:
+                host.note(message)
+        except ChannelError as error:
+            logger.warning("node %d: %s", hello.node, error)
+        finally:
+            del self._hosts[hello.node]
+            host.lose()
+            channel.close()
+            logger.warning("node %d of %d is gone", hello.node, self._num_nodes)
+
+    def _log_refusal(self, refusal: Refused, node: int, address: str) -> None:
+        """Log it, but once of a host that comes again and again."""
+        told = set[str]() if refusal.is_final else self._hosts[node].refused
+        if address not in told:
+            told.add(address)
+            logger.warning("%s: %s", address, refusal.message)
+
+    def _refusal(self, hello: HostHello) -> Refused | None:
+        if hello.protocol != protocol():
+            return Refused("it has another version of trouper", True)
+        if hello.num_nodes != self._num_nodes or not 0 < hello.node < self._num_nodes:
+            words = f"node {hello.node} of {hello.num_nodes}, and the front has {self._num_nodes}"
+            return Refused(words, True)
+        if hello.num_workers != self._num_workers:
+            words = f"{hello.num_workers} workers on node {hello.node} by its -pp, -tp and -dp, and {self._num_workers} by the front's"
+            return Refused(words, True)
+        if hello.node in self._hosts:
+            return Refused(f"node {hello.node} is there already", False)
+        return None
+
+
+@asynccontextmanager
+async def listening(front: Front) -> AsyncGenerator[None]:
+    """Accept connections while the block runs; what the block raises comes out as it is, and in no group."""
+    problem: Exception | None = None
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(front.listen, name="front")
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        tasks.cancel_scope.cancel()
+    if problem is not None:
+        raise problem

@@ -1,0 +1,276 @@
+"""Start the workers of a device on several machines.
+
+Every machine has as many workers as any other, those of a replica one after another, so replicas lie whole on a machine where their
+number allows.  Workers of one machine share rings, to those of another goes a connection; the machine with the later ranks dials.
+"""
+
+import errno
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol
+
+import anyio
+import anyio.to_thread
+
+from trouper.actors.executor.links.worker_links import crew_links
+from trouper.actors.executor.workers.launching import CrewLauncher, Launcher, Peer, launch
+from trouper.actors.executor.workers.local_workers import crew_sizes, end_all, launch_all
+from trouper.actors.executor.workers.machines.authentication import serve_at
+from trouper.actors.executor.workers.machines.channel import Start
+from trouper.actors.executor.workers.machines.coordinator import (
+    Front,
+    HostGoneError,
+    HostLink,
+    listening,
+)
+from trouper.actors.executor.workers.machines.remote_peer import END_S, RemotePeer
+from trouper.actors.executor.workers.machines.worker_group import WorkerGroup, outer_links
+from trouper.actors.executor.workers.worker_process import Exit
+from trouper.config.nodes import NodesConfig, cluster_key, is_every_address
+from trouper.config.resolve import EngineConfig
+from trouper.errors import DeviceStartError, invalid
+
+BACKLOG = 128
+MAX_HOSTS_LOST = 3  # in one start: a host that dies of each order is not tried for ever
+
+
+class GroupPort(Protocol):
+    """The workers of an order on one machine, as the front has them started."""
+
+    async def prepare(self) -> tuple[str, int]:
+        """Listen for links; returns where."""
+        ...
+
+    async def start(self, start: Start) -> list[Peer]:
+        """Start the workers; returns them by rank."""
+        ...
+
+    def close(self) -> None:
+        """Give up what was prepared, unless it has been started.  Idempotent."""
+        ...
+
+
+class LocalGroup:
+    """The workers on the front's own machine."""
+
+    def __init__(self, front: tuple[str, int], key: bytes, launcher: Launcher) -> None:
+        self._group = WorkerGroup(front, front[0], key)
+        self._address, self._launcher = front[0], launcher
+
+    async def prepare(self) -> tuple[str, int]:
+        return self._address, self._group.listen()
+
+    async def start(self, start: Start) -> list[Peer]:
+        try:
+            files = await anyio.to_thread.run_sync(self._group.connect_links, start)
+        except OSError as error:
+            raise DeviceStartError(f"cannot connect the stages: {error}") from None
+        return await launch_all(self._launcher, start.first_number, start.ranks, files)
+
+    def close(self) -> None:
+        self._group.close()
+
+
+class HostGroup:
+    """The workers on the machine of a host."""
+
+    def __init__(self, front: Front, host: HostLink, order: int) -> None:
+        self._front, self._host, self._order = front, host, order
+        self._has_started = False
+
+    async def prepare(self) -> tuple[str, int]:
+        return await self._host.prepare(self._order)
+
+    async def start(self, start: Start) -> list[Peer]:
+        await self._host.start(start)
+        end = partial(self._host.end, start.order)
+        peers = await connected_peers(self._front, start, end, f"on node {self._host.node}")
+        self._has_started = True
+        return peers
+
+    def close(self) -> None:
+        if not self._has_started:
+            self._host.give_up(self._order)
+
+
+async def connected_peers(
+    front: Front, start: Start, end: Callable[[int, float], Awaitable[Exit]], where: str
+) -> list[Peer]:
+    """Take the connections of workers that have been started elsewhere.
+
+    Args:
+        end: has their place end the worker of a rank.
+        where: they are, for people.
+
+    Raises:
+        DeviceStartError: one does not connect; all are ended.
+    """
+    peers: list[Peer] = []
+    try:
+        for rank in start.ranks:
+            name = f"worker {start.first_number + rank} {where}"
+            connection = await front.worker(start.order, rank, name)
+            peers.append(RemotePeer(connection, partial(end, rank), name, where))
+    except BaseException:
+        await end_all(peers)  # noqa: ASYNC102  # shielded inside
+        with anyio.CancelScope(shield=True), anyio.move_on_after(END_S):
+            for rank in start.ranks[len(peers) :]:
+                await end(rank, 0.0)  # noqa: ASYNC102  # shielded and bounded
+        raise
+    return peers
+
+
+class NodesCrew:
+    """`CrewLauncher` of one replica.
+
+    Args:
+        ranks: by machine, or by place of a machine.
+        make_group: makes the group of a machine, for the workers of an order.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        ranks: Mapping[int, tuple[int, ...]],
+        replica: int,
+        front: Front,
+        make_group: Callable[[int, int], Awaitable[GroupPort]],
+    ) -> None:
+        self._front, self._make_group = front, make_group
+        self._first_number = replica * config.workers_per_replica
+        self._ranks = ranks
+        self._sizes = crew_sizes(config) if config.workers_per_replica > 1 else None
+
+    def __repr__(self) -> str:
+        return f"<NodesCrew of {self._ranks}>"
+
+    async def __call__(self) -> Sequence[Peer]:
+        num_lost = 0
+        while True:
+            order = self._front.next_order()
+            try:
+                return await self._start(order)
+            except HostGoneError:  # between two of its answers
+                num_lost += 1
+                if num_lost == MAX_HOSTS_LOST:
+                    raise
+            finally:
+                self._front.forget(order)  # the next order waits until the host is back
+
+    async def release(self) -> None:
+        pass  # nothing is held between two starts
+
+    async def _start(self, order: int) -> Sequence[Peer]:
+        groups = [await self._make_group(node, order) for node in self._ranks]
+        starts = [
+            Start(order, ranks, self._first_number, self._sizes) for ranks in self._ranks.values()
+        ]
+        for start in starts:
+            for rank in start.ranks:
+                self._front.expect(order, rank)
+        try:
+            addresses = [await group.prepare() for group in groups]
+            return await self._start_all(groups, with_dials(starts, addresses))
+        finally:
+            for group in groups:
+                group.close()
+
+    async def _start_all(
+        self, groups: Sequence[GroupPort], starts: Sequence[Start]
+    ) -> Sequence[Peer]:
+        """Start all groups at once; if one fails, all are ended."""
+        peers: dict[int, Peer] = {}
+        errors: list[DeviceStartError] = []
+
+        async def start_one(group: GroupPort, start: Start) -> None:
+            try:
+                started = await group.start(start)
+                peers.update(zip(start.ranks, started, strict=True))
+            except DeviceStartError as error:
+                errors.append(error)
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for group, start in zip(groups, starts, strict=True):
+                    tasks.start_soon(start_one, group, start)
+            if errors:
+                raise errors[0]
+        except BaseException:
+            await end_all(list(peers.values()))  # noqa: ASYNC102  # shielded inside
+            raise
+        return [peers[rank] for rank in sorted(peers)]
+
+
+def ranks_by_node(
+    config: EngineConfig, nodes: NodesConfig, replica: int
+) -> dict[int, tuple[int, ...]]:
+    """Say which ranks of a replica are on which machine, in the order of both."""
+    found: dict[int, tuple[int, ...]] = {}
+    num_ranks, num_stages = config.tensor_parallel_size, config.num_stages
+    for stage in range(num_stages):
+        number = replica * num_stages + stage
+        node = nodes.node_of(number, num_stages * config.data_parallel_size)
+        ranks = range(stage * num_ranks, (stage + 1) * num_ranks)  # which share memory
+        found[node] = (*found.get(node, ()), *ranks)
+    return found
+
+
+def with_dials(starts: Sequence[Start], addresses: Sequence[tuple[str, int]]) -> list[Start]:
+    """Tell each group which links it dials: those to groups before it.
+
+    So the first group dials none, and every other one only such as do not wait for it: there is no circle.
+    """
+    group_of = {rank: i for i, start in enumerate(starts) for rank in start.ranks}
+    found: list[Start] = []
+    for i, start in enumerate(starts):
+        dials: dict[str, tuple[str, int]] = {}
+        for link in () if start.sizes is None else crew_links(start.sizes):
+            ends = {group_of[link.sender], group_of[link.receiver]}
+            if link.name in outer_links(start) and max(ends) == i:
+                dials[link.name] = addresses[min(ends)]
+        found.append(Start(start.order, start.ranks, start.first_number, start.sizes, dials))
+    return found
+
+
+def listen(nodes: NodesConfig) -> socket.socket:
+    """Listen for the hosts, at the front's address alone.
+
+    Raises:
+        TrouperValidationError: address or port cannot be had, or a name stands for all addresses; it names the one.
+    """
+    try:
+        listener = serve_at((nodes.address, nodes.port), BACKLOG)
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise invalid(
+                "master_port", f"cannot listen there: {error.strerror}", nodes.port
+            ) from None
+        raise invalid(
+            "master_addr", f"is no address of this machine: {error.strerror}", nodes.address
+        ) from None
+    if is_every_address(listener.getsockname()[0]):
+        listener.close()
+        raise invalid("master_addr", "stands for every address of this machine", nodes.address)
+    return listener
+
+
+@asynccontextmanager
+async def open_nodes(
+    config: EngineConfig, nodes: NodesConfig, launcher: Launcher = launch
+) -> AsyncGenerator[Callable[[int], CrewLauncher]]:
+    """Listen for the other machines while the block runs; yields what starts the workers of a replica."""
+    key = cluster_key()
+    front = Front(listener := listen(nodes), key, nodes.num_nodes, config.num_workers)
+    address = nodes.address, listener.getsockname()[1]
+
+    async def make_group(node: int, order: int) -> GroupPort:
+        if node == 0:
+            return LocalGroup(address, key, launcher)
+        return HostGroup(front, await front.host(node), order)
+
+    async with listening(front):
+        yield lambda replica: NodesCrew(
+            config, ranks_by_node(config, nodes, replica), replica, front, make_group
+        )

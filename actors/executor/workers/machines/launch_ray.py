@@ -1,0 +1,266 @@
+"""Start the workers of a device where Ray has room for them.
+
+Ray gives places and starts one small actor at each, which starts our own workers; no step passes through it. A place is a
+bundle with room for all ranks of a stage, since these share memory. The connections of the workers are the sign of their life: Ray
+itself tells of a lost machine later than they do. A new crew asks for new places, wherever there is room by then.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib import import_module
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from trouper.actors.executor.workers.launching import CrewLauncher, Peer
+from trouper.actors.executor.workers.machines.authentication import serve_at
+from trouper.actors.executor.workers.machines.channel import Start
+from trouper.actors.executor.workers.machines.coordinator import Front, listening
+from trouper.actors.executor.workers.machines.launch_hosts import (
+    BACKLOG,
+    NodesCrew,
+    connected_peers,
+)
+from trouper.actors.executor.workers.machines.remote_peer import END_S
+from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
+from trouper.actors.executor.workers.model_files import PlaceFacts
+from trouper.actors.executor.workers.worker_process import Exit
+from trouper.config.nodes import NodesConfig
+from trouper.config.resolve import EngineConfig
+from trouper.errors import DeviceStartError
+
+PLACE_S = 60.0  # for Ray to find places
+LOOK_S = 0.5  # between two looks whether it has
+ANSWER_S = 60.0  # for an actor: its process imports this module first
+
+
+class RayPlace:
+    """The actor of a place; Ray calls its methods one after another, in the main thread of a process of its own."""
+
+    def __init__(self, front: tuple[str, int], key: bytes, num_cpus: int) -> None:
+        self._front, self._key = front, key
+        self._group: WorkerGroup | None = None
+        os.environ["OMP_NUM_THREADS"] = str(num_cpus)  # of each worker; Ray sets it to those of all
+
+    def listen(self) -> tuple[str, int]:
+        """Listen for links; returns where."""
+        address = import_module("ray").util.get_node_ip_address()
+        facts = PlaceFacts(num_workers=1)  # Ray shares out the cores
+        self._group = WorkerGroup(self._front, address, self._key, facts.as_argument())
+        return address, self._group.listen()
+
+    def start(self, order: bytes) -> str | None:
+        """Start the workers of a `Start`; returns what is wrong, if anything is."""
+        assert self._group is not None
+        try:
+            self._group.connect(msgspec.msgpack.decode(order, type=Start))
+            self._group.spawn()
+        except DeviceStartError as error:
+            self._group.kill()
+            return str(error)
+        return None
+
+    def reap(self, rank: int, grace_s: float) -> bytes:
+        """Let a worker exit for so long, then kill it; returns its `Exit`."""
+        assert self._group is not None
+        return msgspec.msgpack.encode(self._group.reap(rank, grace_s))
+
+
+class RayGroup:
+    """`GroupPort` of the workers that one actor starts."""
+
+    def __init__(self, ray: Any, actor: Any, front: Front, number: int) -> None:
+        self._ray, self._actor, self._front, self._number = ray, actor, front, number
+
+    async def prepare(self) -> tuple[str, int]:
+        return await self._answer(self._actor.listen)
+
+    async def start(self, start: Start) -> list[Peer]:
+        problem = await self._answer(self._actor.start, msgspec.msgpack.encode(start))
+        if problem is not None:
+            raise DeviceStartError(f"place {self._number} of Ray: {problem}")
+        return await connected_peers(
+            self._front, start, self._end, f"at place {self._number} of Ray"
+        )
+
+    def close(self) -> None:
+        pass  # the actor goes with its place, which the crew gives back
+
+    async def _end(self, rank: int, grace_s: float) -> Exit:
+        try:
+            data = await self._answer(self._actor.reap, rank, grace_s, limit_s=grace_s + END_S)
+        except DeviceStartError as error:
+            return Exit(None, stderr=(str(error),), was_machine_lost=True)
+        return msgspec.msgpack.decode(data, type=Exit)
+
+    async def _answer(self, method: Any, *args: object, limit_s: float = ANSWER_S) -> Any:
+        """Call a method of the actor and wait for its answer, in a thread: both may take a round trip.
+
+        Raises:
+            DeviceStartError: its machine is gone, or it does not answer.
+        """
+
+        def ask() -> object:
+            return self._ray.get(method.remote(*args), timeout=limit_s)
+
+        try:
+            return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
+        except self._ray.exceptions.RayError as error:
+            kind = type(error).__name__
+            raise DeviceStartError(f"place {self._number} of Ray is gone: {kind}") from None
+
+
+class RayCrew:
+    """`CrewLauncher` of one replica; it holds the places of its last crew."""
+
+    def __init__(
+        self, ray: Any, config: EngineConfig, nodes: NodesConfig, replica: int, front: Front,
+        address: tuple[str, int], key: bytes,
+    ) -> None:  # fmt: skip
+        self._ray, self._front = ray, front
+        self._address, self._key, self._num_cpus = address, key, nodes.cpus_per_worker
+        num_ranks = config.tensor_parallel_size
+        self._bundle = {"CPU": num_ranks * nodes.cpus_per_worker}
+        places = {
+            stage: tuple(range(stage * num_ranks, (stage + 1) * num_ranks))
+            for stage in range(config.num_stages)
+        }
+        self._num_places = len(places)
+        self._crew = NodesCrew(config, places, replica, front, self._make_group)
+        self._places: Any = None  # a placement group
+        self._actors: list[Any] = []
+
+    def __repr__(self) -> str:
+        return f"<RayCrew of {self._num_places} x {self._bundle}>"
+
+    async def __call__(self) -> Sequence[Peer]:
+        await self.release()
+        try:
+            await self._find_places()
+            return await self._crew()
+        except BaseException:
+            await self.release()  # noqa: ASYNC102  # shielded inside
+            raise
+
+    async def release(self) -> None:
+        """Give the places back, and end what runs there.  Idempotent."""
+        actors, places = self._actors, self._places
+        self._actors, self._places = [], None
+
+        def give_back() -> None:
+            lost = contextlib.suppress(self._ray.exceptions.RayError)  # with all that was there
+            for actor in actors:
+                with lost:
+                    self._ray.kill(actor)
+            if places is not None:
+                with lost:
+                    self._ray.util.remove_placement_group(places)
+
+        with anyio.CancelScope(shield=True):  # bounded: neither call waits
+            await anyio.to_thread.run_sync(give_back)
+
+    async def _find_places(self) -> None:
+        """Ask Ray for places, and start an actor at each.
+
+        Raises:
+            DeviceStartError: it has no room, or is gone.
+        """
+        try:
+            await anyio.to_thread.run_sync(self._ask_for_places)
+            is_there = False
+            with anyio.move_on_after(PLACE_S):
+                while not is_there:
+                    is_there = await anyio.to_thread.run_sync(self._places.wait, LOOK_S)
+            if is_there:
+                await anyio.to_thread.run_sync(self._start_actors)
+                return
+            free = await anyio.to_thread.run_sync(self._ray.available_resources)
+        except self._ray.exceptions.RayError as error:
+            raise DeviceStartError(f"Ray finds no places: {type(error).__name__}") from None
+        wanted = f"{self._num_places} x {{CPU: {self._bundle['CPU']}}}"
+        raise DeviceStartError(
+            f"Ray has no room: the workers want {wanted}, {free.get('CPU', 0):g} is free"
+        )
+
+    def _ask_for_places(self) -> None:
+        bundles = [self._bundle] * self._num_places
+        self._places = self._ray.util.placement_group(bundles, strategy="PACK")
+
+    def _start_actors(self) -> None:
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        for index in range(self._num_places):
+            actor_class = self._ray.remote(RayPlace).options(
+                num_cpus=self._bundle["CPU"],
+                scheduling_strategy=strategy(self._places, placement_group_bundle_index=index),
+            )
+            self._actors.append(actor_class.remote(self._address, self._key, self._num_cpus))
+
+    async def _make_group(self, place: int, order: int) -> RayGroup:
+        return RayGroup(self._ray, self._actors[place], self._front, place)
+
+
+@asynccontextmanager
+async def open_ray(
+    config: EngineConfig, nodes: NodesConfig
+) -> AsyncGenerator[Callable[[int], CrewLauncher]]:
+    """Use Ray while the block runs, the cluster that this process has joined or else joins; yields what starts a replica's workers.
+
+    Raises:
+        DeviceStartError: there is no cluster, or no port of this machine.
+    """
+    ray: Any = import_module("ray")
+    import_module("ray.util.scheduling_strategies")
+    was_there = ray.is_initialized()
+    if not was_there:
+        await anyio.to_thread.run_sync(_join, ray)
+    key = secrets.token_bytes(32)  # of this engine alone
+    crews: list[RayCrew] = []
+    try:
+        listener = _listen(ray.util.get_node_ip_address())
+        front, address = Front(listener, key), listener.getsockname()[:2]
+
+        def crew_of(replica: int) -> CrewLauncher:
+            crews.append(RayCrew(ray, config, nodes, replica, front, address, key))
+            return crews[-1]
+
+        async with listening(front):
+            yield crew_of
+    finally:
+        with anyio.CancelScope(shield=True):  # bounded: Ray's own calls do not wait for places
+            for crew in crews:
+                await crew.release()
+            if not was_there:
+                await anyio.to_thread.run_sync(ray.shutdown)
+
+
+def _listen(address: str) -> socket.socket:
+    """Listen for workers, at any port.
+
+    Raises:
+        DeviceStartError: there is no such address, or no port.
+    """
+    try:
+        return serve_at((address, 0), BACKLOG)
+    except OSError as error:
+        raise DeviceStartError(f"cannot listen at {address}: {error}") from None
+
+
+def _join(ray: Any) -> None:
+    """Join the cluster of this machine, or that of RAY_ADDRESS; in a thread, where Ray leaves signals alone.
+
+    Raises:
+        DeviceStartError: there is none.
+    """
+    try:
+        # its warning here is that it leaves signals alone
+        ray.init(address="auto", logging_level="error")
+    except ConnectionError:
+        raise DeviceStartError(
+            "no cluster of Ray: run `ray start --head` here, or set RAY_ADDRESS"
+        ) from None

@@ -1,0 +1,168 @@
+"""Samples of a model's files, by which another model on another machine, or in the folder by now, is found before it is loaded.
+
+A sample is the size of a file and a digest of its head, where the names, shapes and dtypes of its tensors stand, and of windows
+that are spread over it.  That takes a few ms, and finds another revision or a fine-tune; it is no proof that nothing differs.
+Config, tokenizer, seed and adapters come from the engine, and need no comparison.
+
+Facts of a place that its workers go by instead of the front's: paths of the same files, and how many share the cores.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from trouper.actors.executor.weights.checkpoint import tensor_files
+from trouper.config.gguf import SPLIT, is_gguf
+from trouper.config.pooler import PoolerSpec
+from trouper.config.resolve import EngineConfig
+from trouper.errors import TrouperValidationError, invalid
+
+HEAD_BYTES, WINDOW_BYTES = 2**16, 2**12
+NUM_WINDOWS = 64  # of all files together, but at least `LEAST_WINDOWS` of each
+LEAST_WINDOWS = 3
+
+
+class FileSample(msgspec.Struct, frozen=True):
+    """A file as far as it is compared; names may differ."""
+
+    name: str
+    num_bytes: int
+    digest: str
+
+    def describe(self) -> str:
+        return f"{self.num_bytes} bytes, digest {self.digest}"
+
+
+def sample_model(config: EngineConfig) -> tuple[FileSample, ...]:
+    """Take a sample of the weights, and of code that may be run; none of dummy weights, or where a file cannot be read: the load says so."""
+    if config.load_format == "dummy":
+        return ()
+    try:
+        files = _weights(Path(config.model.path))
+        for dense in () if config.pooler is None else config.pooler.dense:
+            files += _weights(Path(dense.folder))
+        if config.code_path is not None:
+            files += sorted(Path(config.code_path).glob("*.py"))
+        num_windows = max(NUM_WINDOWS // len(files), LEAST_WINDOWS)
+        return tuple(_sample(file, num_windows) for file in files)
+    except (OSError, TrouperValidationError):
+        return ()
+
+
+def check_model(config: EngineConfig, wanted: Sequence[FileSample]) -> None:
+    """Compare the files here with those of the engine.
+
+    Args:
+        wanted: what the engine's machine had at its start; none: nothing is compared.
+
+    Raises:
+        TrouperValidationError: one differs; the message names it.
+    """
+    found = sample_model(config) if wanted else ()
+    if not found:
+        return
+    difference = _difference(found, wanted)
+    if difference is not None:
+        rule = (
+            f"is not the model that the engine was started with: {difference}; "
+            "the same files must be on every machine, and stay while the engine runs"
+        )
+        raise invalid("model", rule, config.model.path)
+
+
+def _difference(found: Sequence[FileSample], wanted: Sequence[FileSample]) -> str | None:
+    if len(found) != len(wanted):
+        return f"{len(found)} files here, {len(wanted)} there"
+    for here, there in zip(found, wanted, strict=True):
+        if (here.num_bytes, here.digest) != (there.num_bytes, there.digest):
+            return f"{here.name} has {here.describe()} here, {there.describe()} there"
+    return None
+
+
+def _weights(path: Path) -> list[Path]:
+    if not is_gguf(path):
+        return [path / name for name in tensor_files(path)]
+    split = SPLIT.fullmatch(path.name)
+    if split is None:
+        return [path]
+    count = int(split[3])
+    return [path.with_name(f"{split[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+
+
+def _sample(path: Path, num_windows: int) -> FileSample:
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        num_bytes = os.fstat(file).st_size
+        digest = hashlib.sha256(os.pread(file, HEAD_BYTES, 0))
+        last = max(num_bytes - WINDOW_BYTES, 0)
+        for i in range(num_windows):
+            digest.update(os.pread(file, WINDOW_BYTES, last * i // (num_windows - 1)))
+    finally:
+        os.close(file)
+    return FileSample(path.name, num_bytes, digest.hexdigest()[:16])
+
+
+class PlaceFacts(msgspec.Struct, frozen=True):
+    """Facts that a worker takes from the place where it runs, and not from the front's plan."""
+
+    num_workers: int  # that share the machine's cores
+    model: str | None = None  # None: the path is the front's
+    tokenizer: str | None = None
+    code_path: str | None = None
+    draft_model: str | None = None
+    dense: tuple[str, ...] = ()  # folders of the modules that a model which pools ends in
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """Take the paths that this machine has resolved itself."""
+        draft = config.draft_model
+        return cls(
+            config.num_workers,
+            config.model.path,
+            config.tokenizer,
+            config.code_path,
+            None if draft is None else draft.path,
+            _dense_folders(config.pooler),
+        )
+
+    def localise(self, config: EngineConfig) -> EngineConfig:
+        """Return the front's plan with the paths of this place."""
+        replace = msgspec.structs.replace
+        found = replace(config, num_workers_here=self.num_workers)
+        if self.model is None:
+            return found
+        draft = config.draft_model
+        if draft is not None and self.draft_model is not None:
+            draft = replace(draft, path=self.draft_model)
+        return replace(
+            found,
+            model=replace(config.model, path=self.model),
+            tokenizer=self.tokenizer,
+            code_path=self.code_path,
+            draft_model=draft,
+            pooler=self._localise_pooler(config.pooler),
+        )
+
+    def _localise_pooler(self, pooler: PoolerSpec | None) -> PoolerSpec | None:
+        if pooler is None or len(pooler.dense) != len(self.dense):  # none, or another model's
+            return pooler
+        pairs = zip(pooler.dense, self.dense, strict=True)
+        dense = tuple(msgspec.structs.replace(each, folder=folder) for each, folder in pairs)
+        return msgspec.structs.replace(pooler, dense=dense)
+
+    def as_argument(self) -> bytes:
+        """Encode it for a worker's command line."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def of_argument(cls, text: str) -> Self:
+        """Decode it again."""
+        return msgspec.json.decode(text, type=cls)
+
+
+def _dense_folders(pooler: PoolerSpec | None) -> tuple[str, ...]:
+    return () if pooler is None else tuple(each.folder for each in pooler.dense)

@@ -1,0 +1,266 @@
+"""A device's process: `python -m trouper.actors.executor.workers.worker [--place JSON] CONTROL PARENT [FILE …]`.
+
+CONTROL is the descriptor of a socket to the engine, PARENT the process that starts this one, each FILE belongs to the links between stages. The worker reads frames and answers them
+in order; the main thread owns the model. It ends with the engine by two guards that are set before torch is imported:
+a thread that waits for the socket's hang-up, and the kernel's signal at the parent's death. On another machine than the
+engine's the socket is one of TCP, through which no descriptor goes. Signals of a terminal are
+the engine's business.
+"""
+
+import ctypes
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from trouper.actors.executor.device import PendingResult, StepResult
+from trouper.actors.executor.workers.model_files import PlaceFacts, check_model
+from trouper.actors.executor.workers.model_host import GrammarThread, ModelHost
+from trouper.actors.executor.workers.wire import (
+    MAX_FRAME,
+    MAX_INLINE,
+    Broken,
+    Call,
+    Close,
+    Frame,
+    FrameReader,
+    Load,
+    Loaded,
+    LogRecord,
+    Prepare,
+    Progress,
+    Returned,
+    WireError,
+    describe_error,
+    encode,
+)
+from trouper.actors.messages.grammar import PrepareGrammar, Vocabulary
+from trouper.actors.rendering.matchers import ReceivedGrammars
+from trouper.actors.runtime.startup import collections_paused, set_torch_environment
+
+READ_BYTES = 2**18
+MAX_FILES = 16  # memory files that one read may bring; a frame has one at most
+# After a step, before the worker sleeps until the next frame: a plan and its answer cross in 0.1 ms, and a thread that
+# sleeps is woken as late again.  With one processor the engine would only wait for it.
+AWAKE_S = 2e-4 if (os.cpu_count() or 1) > 1 else 0.0
+POLL_S = 5e-5  # between two looks at a launched step, and at what has come behind it
+PR_SET_PDEATHSIG = 1
+EXIT_ORPHANED, EXIT_BROKEN = 70, 71
+
+
+def main() -> None:
+    """Serve one engine, then exit."""
+    arguments = sys.argv[1:]
+    place = None
+    if arguments[0] == "--place":
+        place, arguments = PlaceFacts.of_argument(arguments[1]), arguments[2:]
+    control, parent = socket.socket(fileno=int(arguments[0])), int(arguments[1])
+    files = tuple(map(int, arguments[2:]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # it may be closed
+        faulthandler.enable()
+    end_with_the_engine(control, parent)
+    Worker(control, files, place).run()
+
+
+def end_with_the_engine(control: socket.socket, parent: int) -> None:
+    """Set both guards against living on without the engine."""
+    threading.Thread(target=_exit_at_hang_up, args=(control.fileno(),), daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the kernel was asked
+            os._exit(EXIT_ORPHANED)
+
+
+def _exit_at_hang_up(control: int) -> None:
+    poll = select.poll()
+    # Hang-up is always told; of TCP only when both sides have closed, so the end of the other is asked for.
+    poll.register(control, getattr(select, "POLLRDHUP", 0))
+    poll.poll()
+    os._exit(EXIT_ORPHANED)
+
+
+class Worker:
+    """Reads frames, runs what they ask for and writes the answers, in the main thread; grammars are compiled in another."""
+
+    def __init__(
+        self, control: socket.socket, files: tuple[int, ...] = (), place: PlaceFacts | None = None
+    ) -> None:
+        self._control, self._files = control, files
+        self._place = place  # None: the front's own machine
+        self._grammars = ReceivedGrammars()
+        self._is_remote = control.family != socket.AF_UNIX
+        self._frames = FrameReader(
+            self._grammars.make, max_inline=MAX_FRAME if self._is_remote else MAX_INLINE
+        )
+        self._writing = threading.Lock()  # log records come from any thread, and so do grammars
+        self._preparing = GrammarThread(self._write)
+        self._host: ModelHost | None = None
+        # Launched steps whose results are still to come: at most those in flight.
+        self._launched: deque[PendingResult[StepResult | None]] = deque()
+        self._awake_until_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Worker: {self._host!r}, {len(self._launched)} steps launched>"
+
+    def run(self) -> None:
+        """Answer frames until the engine closes the worker; a worker that is broken says why, and exits."""
+        logging.basicConfig(handlers=[_ForwardedLog(self._write)], level=logging.INFO, force=True)
+        try:
+            while self._answer(self._next_frame()):
+                pass
+        except BaseException as error:  # noqa: ASYNC103  # a process: the engine is told, and it ends
+            self._write(Broken(words := describe_error(error)))
+            if self._is_remote and sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # this machine's log says it, too
+                sys.stderr.write(f"{words.kind}: {words.message}\n")
+            logging.shutdown()
+            os._exit(EXIT_BROKEN)
+        os._exit(0)  # threads of libraries are not waited for
+
+    def _next_frame(self) -> Frame:
+        """Wait for a frame, and meanwhile for the results of launched steps."""
+        while True:
+            while self._launched and self._launched[0].is_ready():
+                self._finish_first()
+            frame = self._frames.take()
+            if frame is not None:
+                return frame
+            is_here = bool(select.select([self._control], [], [], 0)[0])
+            if not is_here and time.monotonic() < self._awake_until_s:
+                continue
+            if not is_here and self._launched:
+                time.sleep(POLL_S)
+                continue
+            data, files, _, _ = socket.recv_fds(self._control, READ_BYTES, MAX_FILES)
+            if not data:
+                os._exit(EXIT_ORPHANED)
+            self._frames.feed(data, files)
+
+    def _answer(self, frame: Frame) -> bool:
+        """Do what a frame asks for.  Returns False for the last one."""
+        match frame:
+            case Prepare():
+                _import_torch()
+            case Load():
+                self._load(frame)
+            case Call():
+                self._call(frame)
+            case Vocabulary():
+                self._grammars.take(frame)
+                self._preparing.do(self._grammars.read_vocabulary)
+            case PrepareGrammar():
+                self._prepare(frame)
+            case Close():
+                self._finish_all()
+                if self._host is not None:
+                    self._host.close()
+                return False
+            case _:
+                self._step(frame)
+        return True
+
+    def _load(self, load: Load) -> None:
+        config = load.config if self._place is None else self._place.localise(load.config)
+        check_model(config, load.files)
+        self._host = ModelHost(config, load.rank, self._files)
+        info = self._host.load(lambda phase: self._write(Progress(phase)))
+        if load.sleep_level:
+            self._host.call("sleep", load.sleep_level)
+            if load.woken:
+                self._host.call("wake", frozenset(load.woken))
+        if load.profile is not None:
+            self._host.call("start_profile", *load.profile)
+        self._write(Loaded(info))
+
+    def _call(self, call: Call) -> None:
+        self._finish_all()
+        arguments: dict[str, tuple[object, ...]] = {
+            "sleep": (call.level,),
+            "wake": (frozenset(call.tags),),
+            "load_adapter": (call.slot, call.adapter),
+            "start_profile": (call.folder, call.prefix),
+        }
+        try:
+            self._loaded.call(call.method, *arguments.get(call.method, ()))
+        except Exception as error:
+            self._write(Returned(call.number, describe_error(error)))
+        else:
+            self._write(Returned(call.number))
+
+    def _prepare(self, order: PrepareGrammar) -> None:
+        for key in order.released:
+            self._grammars.release(key)
+        source = order.grammar.rules.source
+        assert source is not None, "a grammar that need not be compiled"
+        self._preparing.do(lambda: self._grammars.hold(source), order.grammar.key)
+
+    def _step(self, plan: Any) -> None:
+        result = self._loaded.execute(plan)
+        if isinstance(result, PendingResult):
+            self._launched.append(result)
+        elif result is not None:
+            self._write(result)
+        self._awake_until_s = time.monotonic() + AWAKE_S
+
+    @property
+    def _loaded(self) -> ModelHost:
+        if self._host is None:
+            raise WireError("a plan or a call before the model")
+        return self._host
+
+    def _finish_first(self) -> None:
+        result = self._launched.popleft().finish()
+        if isinstance(result, PendingResult):
+            raise TypeError("a finished step is still pending")
+        if result is not None:  # else another rank answers
+            self._write(result)
+
+    def _finish_all(self) -> None:
+        while self._launched:
+            self._finish_first()
+
+    def _write(self, frame: Frame) -> None:
+        data, file = encode(frame, is_inline=self._is_remote)
+        with self._writing:
+            try:
+                if file is not None:
+                    socket.send_fds(self._control, [data], [file])
+                else:
+                    self._control.sendall(data)
+            except OSError:  # the engine is gone; the guard ends this process
+                pass
+            finally:
+                if file is not None:
+                    os.close(file)
+
+
+def _import_torch() -> None:
+    set_torch_environment()
+    with collections_paused(is_frozen=True):
+        import torch  # noqa: F401
+
+
+class _ForwardedLog(logging.Handler):
+    """Sends log records to the engine, which logs them under the worker's name."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(LogRecord(record.name, record.levelno, self.format(record)))
+        except Exception:
+            self.handleError(record)
+
+
+if __name__ == "__main__":
+    main()
