@@ -6,15 +6,28 @@ The public names below are loaded on first use, so `import trouper` costs millis
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trouper.compat import install
+
 if TYPE_CHECKING:
     from trouper.config.args import AsyncEngineArgs, EngineArgs
-    from trouper.config.pooler import PoolerConfig
+    from trouper.config.checkpoint.pooler import PoolerConfig
     from trouper.frontends.python.async_engine import AsyncLLM, AsyncLLMEngine
     from trouper.frontends.python.llm import LLM
     from trouper.frontends.python.llm_engine import LLMEngine
     from trouper.inputs import TextPrompt, TokensPrompt
     from trouper.lora import LoRARequest
-    from trouper.outputs import CompletionOutput, RequestOutput
+    from trouper.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from trouper.params import (
         BeamSearchParams,
         RepetitionDetectionParams,
@@ -22,30 +35,21 @@ if TYPE_CHECKING:
         SamplingParams,
     )
     from trouper.pooling import PoolingParams
-    from trouper.pooling_outputs import (
-        ClassificationOutput,
-        ClassificationRequestOutput,
-        EmbeddingOutput,
-        EmbeddingRequestOutput,
-        PoolingOutput,
-        PoolingRequestOutput,
-        ScoringOutput,
-        ScoringRequestOutput,
-    )
     from trouper.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
+install()
 
 _HOMES = {
-    "ClassificationOutput": "trouper.pooling_outputs",
-    "ClassificationRequestOutput": "trouper.pooling_outputs",
-    "EmbeddingOutput": "trouper.pooling_outputs",
-    "EmbeddingRequestOutput": "trouper.pooling_outputs",
-    "PoolingOutput": "trouper.pooling_outputs",
-    "PoolingRequestOutput": "trouper.pooling_outputs",
-    "ScoringOutput": "trouper.pooling_outputs",
-    "ScoringRequestOutput": "trouper.pooling_outputs",
-    "PoolerConfig": "trouper.config.pooler",
+    "ClassificationOutput": "trouper.outputs",
+    "ClassificationRequestOutput": "trouper.outputs",
+    "EmbeddingOutput": "trouper.outputs",
+    "EmbeddingRequestOutput": "trouper.outputs",
+    "PoolingOutput": "trouper.outputs",
+    "PoolingRequestOutput": "trouper.outputs",
+    "ScoringOutput": "trouper.outputs",
+    "ScoringRequestOutput": "trouper.outputs",
+    "PoolerConfig": "trouper.config.checkpoint.pooler",
     "PoolingParams": "trouper.pooling",
     "AsyncEngineArgs": "trouper.config.args",
     "BeamSearchParams": "trouper.params",

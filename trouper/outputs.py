@@ -1,7 +1,10 @@
-"""Outputs of generation as callers get them.  Part of the shared vocabulary."""
+"""Outputs of generation and of pooling models, in the form that callers get.
 
-from importlib import import_module
-from typing import Any, Literal
+Pooled results are float32 numpy arrays; `PoolingOutput.data` is a tensor over the same memory.  numpy is not imported
+here, because a program that only generates has no need to wait for it.
+"""
+
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import msgspec
 
@@ -14,20 +17,22 @@ from trouper.errors import (
 )
 from trouper.lora import LoRARequest
 
-POOLED = (
-    "ClassificationOutput", "ClassificationRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
-    "PoolingOutput", "PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput",
-)  # fmt: skip
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[np.float32]]
+
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+T = TypeVar("T")
 
 
 def __getattr__(name: str) -> Any:
-    """Find the outputs of pooling here too, as vLLM's programs do; loaded on first use, because they need numpy."""
-    if name not in POOLED:
+    """Make the type `Array` on first use, so that importing this module does not import numpy."""
+    if name != "Array":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("trouper.pooling_outputs"), name)
+    import numpy as np
 
-
-FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+    return np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -163,3 +168,99 @@ class RequestOutput(msgspec.Struct):
                 old.cumulative_logprob = new.cumulative_logprob
                 old.finish_reason = new.finish_reason
                 old.stop_reason = new.stop_reason
+
+
+class PoolingOutput(msgspec.Struct, frozen=True, eq=False):
+    """The finished result: [size] for a text, [tokens, size] for token tasks, [] for a score."""
+
+    array: "Array"
+
+    @property
+    def data(self) -> Any:
+        """Make a torch tensor over the same memory."""
+        from torch import from_numpy  # pyright: ignore[reportUnknownVariableType]  # partly typed
+
+        return from_numpy(self.array)
+
+
+class EmbeddingOutput(msgspec.Struct, frozen=True):
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+    @classmethod
+    def from_base(cls, output: PoolingOutput) -> Self:
+        """Convert a finished result; raises ValueError unless the result has one dimension."""
+        return cls(_one_dimension(output, "embedding"))
+
+
+class ClassificationOutput(msgspec.Struct, frozen=True):
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+    @classmethod
+    def from_base(cls, output: PoolingOutput) -> Self:
+        """Convert a finished result; raises ValueError unless the result has one dimension."""
+        return cls(_one_dimension(output, "class probabilities"))
+
+
+class ScoringOutput(msgspec.Struct, frozen=True):
+    score: float
+
+    @classmethod
+    def from_base(cls, output: PoolingOutput) -> Self:
+        """Convert a finished result; raises ValueError unless the result is one number."""
+        if output.array.size != 1:
+            raise ValueError(f"a score is one number, not {output.array.shape}")
+        return cls(float(output.array.reshape(())))
+
+
+class PoolingRequestOutput(msgspec.Struct, Generic[T]):
+    """The one output of a pooling request.  An aborted one has empty data and `error.code == "aborted"`."""
+
+    request_id: str
+    outputs: T
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    error: RequestError | None = None
+    late_chunking: None = None
+    metrics: RequestStateStats | None = None
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    @classmethod
+    def from_base(cls, output: PoolingRequestOutput[PoolingOutput]) -> Self:
+        empty = EmbeddingOutput([])
+        made = empty if output.error else EmbeddingOutput.from_base(output.outputs)
+        return cls(**_fields(output, made))
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    @classmethod
+    def from_base(cls, output: PoolingRequestOutput[PoolingOutput]) -> Self:
+        empty = ClassificationOutput([])
+        made = empty if output.error else ClassificationOutput.from_base(output.outputs)
+        return cls(**_fields(output, made))
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    @classmethod
+    def from_base(cls, output: PoolingRequestOutput[PoolingOutput]) -> Self:
+        made = ScoringOutput(0.0) if output.error else ScoringOutput.from_base(output.outputs)
+        return cls(**_fields(output, made))
+
+
+def _fields(output: PoolingRequestOutput[PoolingOutput], made: object) -> dict[str, Any]:
+    return {name: getattr(output, name) for name in output.__struct_fields__} | {"outputs": made}
+
+
+def _one_dimension(output: PoolingOutput, what: str) -> list[float]:
+    if output.array.ndim != 1:
+        raise ValueError(f"{what} have one dimension, not the shape {output.array.shape}")
+    return output.array.tolist()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 import msgspec
 
-from trouper.config.pooler import PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.params import RequestOutputKind
 

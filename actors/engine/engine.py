@@ -38,22 +38,21 @@ from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.renderer import Renderer
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.runtime.threads import Threads
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.config.adapters import AdapterFiles, read_adapter
-from trouper.config.output_rules import Marks
+from trouper.config.generation import Marks
 from trouper.config.resolve import EngineConfig
 from trouper.errors import EngineDeadError, RetryableRequestError, TrouperValidationError
 from trouper.inputs import PoolingPrompt, PromptType
 from trouper.lora import LoRARequest
 from trouper.metrics import Metric
-from trouper.outputs import RequestOutput
+from trouper.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
-from trouper.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 
 class EngineStatistics(msgspec.Struct, frozen=True):

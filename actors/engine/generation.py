@@ -18,10 +18,9 @@ from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.requests import Render
 from trouper.actors.replies.slot import ExpectedToken, Slot
 from trouper.lora import LoRARequest
-from trouper.outputs import RequestOutput
+from trouper.outputs import PoolingRequestOutput, RequestOutput
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
-from trouper.pooling_outputs import PoolingRequestOutput
 
 Params = SamplingParams | PoolingParams
 Output = TypeVar("Output", bound=RequestOutput | PoolingRequestOutput[Any])

@@ -33,10 +33,10 @@ from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
-from trouper.actors.rendering.pooling import PoolingPrompts
+from trouper.actors.rendering.prompts.pooling import PoolingPrompts
+from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.renderer import Renderer
-from trouper.actors.rendering.text import Prompts
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.runtime.threads import Threads, WorkerThreads

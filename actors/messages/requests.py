@@ -10,7 +10,7 @@ from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.grammar import Grammar
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.sinks import GenerationSink, MakeVisible, PoolingSink, ReplySink
-from trouper.config.output_rules import Marks
+from trouper.config.generation import Marks
 from trouper.inputs import PoolingPrompt
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams

@@ -10,12 +10,12 @@ from typing import Protocol
 import anyio
 
 from trouper.outputs import (
+    Array,
     FinishReason,
     LogprobsOnePosition,
     RequestError,
     RequestStateStats,
 )
-from trouper.pooling_outputs import Array
 
 
 class VisibleText(Protocol):

@@ -20,11 +20,10 @@ from trouper.actors.messages.inboxes import PoolerInbox
 from trouper.actors.messages.outputs import PooledRequest
 from trouper.actors.output.postprocessing import finish
 from trouper.actors.runtime.threads import Threads
-from trouper.config.pooler import PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import GenerationError, TrouperError, TrouperValidationError
-from trouper.outputs import RequestError
+from trouper.outputs import Array, RequestError
 from trouper.pooling import LateInteractionParams
-from trouper.pooling_outputs import Array
 
 logger = logging.getLogger("trouper")
 LARGE = 2**16  # numbers; normalising so many takes 0.1 ms

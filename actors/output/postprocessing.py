@@ -8,10 +8,10 @@ import math
 
 import numpy as np
 
-from trouper.config.pooler import PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import GenerationError, TrouperValidationError
+from trouper.outputs import Array
 from trouper.pooling import PoolingParams
-from trouper.pooling_outputs import Array
 
 LEAST_NORM = 1e-12  # as torch's `normalize`
 

@@ -21,8 +21,8 @@ from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
 from trouper.actors.messages.requests import Admit, AdmitPooling, Render
 from trouper.actors.messages.stats import GrammarStats
-from trouper.actors.rendering.grammar_trials import UntriedGrammarError
-from trouper.actors.rendering.text import Rendered
+from trouper.actors.rendering.grammar.trial_processes import UntriedGrammarError
+from trouper.actors.rendering.prompts.prompts import Rendered
 from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.runtime.threads import Threads
 from trouper.errors import GenerationError, GrammarError, TrouperError, TrouperValidationError

@@ -3,8 +3,7 @@
 import numpy as np
 
 from trouper.actors.replies.slot import Slot
-from trouper.outputs import RequestError
-from trouper.pooling_outputs import Array, PoolingOutput, PoolingRequestOutput
+from trouper.outputs import Array, PoolingOutput, PoolingRequestOutput, RequestError
 
 
 class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):

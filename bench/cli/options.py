@@ -17,7 +17,7 @@ from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 
 if TYPE_CHECKING:
-    from trouper.actors.rendering.tokenizer import Tokenizer
+    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
     from trouper.bench.datasets import SampleRequest
 
 POSITIVE: dict[str, Any] = {"min": 1}
@@ -204,7 +204,7 @@ def tokenizer_of(folder: str | None) -> "tuple[Tokenizer, list[int]]":
     Raises:
         TrouperValidationError: there is none.
     """
-    from trouper.actors.rendering.tokenizer import Tokenizer
+    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 
     if folder is None:
         raise TrouperValidationError("a benchmark needs one", parameter="skip_tokenizer_init")

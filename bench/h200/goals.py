@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, Literal, NamedTuple
 
-from trouper.config.presets import GEOMETRIES
+from trouper.config.checkpoint.presets import GEOMETRIES
 
 BYTES_S, FLOPS_S = 4.3e12, 790e12  # of an H200, where a run has measured none
 MAX_IDLE = 0.05  # of a decode step

@@ -6,7 +6,7 @@ import anyio
 
 from trouper.actors.executor.workers.machines.host import Host
 from trouper.actors.executor.workers.model_files import PlaceFacts
-from trouper.config.nodes import NodesConfig, cluster_key
+from trouper.config.parallel import NodesConfig, cluster_key
 from trouper.config.resolve import EngineConfig
 
 

@@ -15,7 +15,7 @@ import typer
 from trouper import __version__
 from trouper.bench.cli.app import bench
 from trouper.config.args import EngineArgs
-from trouper.config.dotted import join_dotted
+from trouper.config.command_line import join_dotted
 from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.help import PanelCommand, TextCommand, WholeSentenceGroup
 from trouper.frontends.cli.batch.embed import embed, score

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trouper.config.gguf_files import gguf_models, gguf_names
-from trouper.config.model_path import is_plain
+from trouper.config.checkpoint.model_path import is_plain
+from trouper.config.gguf.files import gguf_models, gguf_names
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.arguments.options import expand_options
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, runtime_checkable
 
-from trouper.config.sampling import describe_sampling
+from trouper.config.generation import describe_sampling
 from trouper.errors import (
     RemoteError,
     TrouperClientError,

@@ -14,7 +14,7 @@ import anyio
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.config.nodes import NodesConfig
+from trouper.config.parallel import NodesConfig
 from trouper.config.resolve import EngineConfig, resolve, served_names
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint

@@ -18,13 +18,12 @@ from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.executor.workers.launching import Launcher, launch
 from trouper.actors.executor.workers.model_files import sample_model
 from trouper.actors.messages.sinks import MakeVisible
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
+from trouper.config.generation import Frontend, Marks
 from trouper.config.model import ModelConfig
-from trouper.config.model_view import ConfigView, ModelView, vllm_config
-from trouper.config.output_rules import Marks
 from trouper.config.resolve import EngineConfig, resolve
-from trouper.config.sampling import Frontend
+from trouper.config.view import ConfigView, ModelView, vllm_config
 from trouper.errors import EngineDeadError, TrouperValidationError
 from trouper.frontends.python.autostart import HoldingTask, StartingGeneration, can_start
 from trouper.frontends.python.controls import AsyncControls
@@ -36,10 +35,9 @@ from trouper.frontends.python.options import (
 )
 from trouper.inputs import PoolingPrompt, PromptType
 from trouper.lora import LoRARequest
-from trouper.outputs import RequestOutput
+from trouper.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
-from trouper.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 
 class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):

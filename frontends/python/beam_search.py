@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self, TypeGuard, cast
 
 import msgspec
 
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.inputs import PromptType, TokensPrompt

@@ -28,7 +28,7 @@ from anyio.from_thread import BlockingPortal
 
 from trouper.config.args import EngineArgs
 from trouper.config.model import ModelConfig
-from trouper.config.model_view import ConfigView, ModelView
+from trouper.config.view import ConfigView, ModelView
 from trouper.errors import EngineDeadError, EngineForkedError, TrouperError, TrouperValidationError
 from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.frontends.python.controls import AsyncControls

@@ -11,14 +11,14 @@ from trouper.frontends.python.llm_requests import ProgressBar, as_list, progress
 from trouper.frontends.python.options import check_unused, one_each
 from trouper.frontends.python.scoring import Pooled, Scorer, as_pairs, collect
 from trouper.inputs import PoolingPrompt
-from trouper.pooling import PoolingParams
-from trouper.pooling_outputs import (
+from trouper.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
+from trouper.pooling import PoolingParams
 
 Params = PoolingParams | Sequence[PoolingParams] | None
 Prompts = PoolingPrompt | Sequence[PoolingPrompt]

@@ -12,12 +12,12 @@ import numpy as np
 from trouper.actors.engine.generation import Generation
 from trouper.actors.output.pooler import MAX_QUERIES
 from trouper.actors.output.postprocessing import cosines
-from trouper.config.pooler import PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid, prompt_named
 from trouper.frontends.python.cooperative import InTurns
 from trouper.inputs import PairPrompt, PoolingPrompt
+from trouper.outputs import Array, PoolingOutput, PoolingRequestOutput
 from trouper.pooling import LateInteractionParams, PoolingParams
-from trouper.pooling_outputs import Array, PoolingOutput, PoolingRequestOutput
 
 if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine

@@ -13,8 +13,8 @@ from trouper.bench import throughput as core
 from trouper.bench.kernels import roofs
 from trouper.bench.kernels.cpu import OPS, TOLERANCE, Case, Shapes, WrongResultError, measure
 from trouper.config.args import EngineArgs
+from trouper.config.checkpoint.presets import GEOMETRIES
 from trouper.config.model import DEMO_MODEL
-from trouper.config.presets import GEOMETRIES
 from trouper.errors import UnsupportedFeatureError
 from trouper.extras import install_hint
 from trouper.kernels.codegen import units

@@ -8,12 +8,11 @@ from dataclasses import fields
 import msgspec
 import pytest
 
-from trouper.config.args import AsyncEngineArgs, EngineArgs
+from trouper.config.args import EQUIVALENT, NOT_IMPLEMENTED, NOT_NEEDED, AsyncEngineArgs, EngineArgs
+from trouper.config.checkpoint.presets import GEOMETRIES
 from trouper.config.context import UNKNOWN_KV_CACHE_BYTES
 from trouper.config.model import DEMO_MODEL, DTYPES, ModelConfig
-from trouper.config.presets import GEOMETRIES
 from trouper.config.resolve import resolve
-from trouper.config.vllm_options import EQUIVALENT, NOT_IMPLEMENTED, NOT_NEEDED
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 CONFIG = {

@@ -3,7 +3,7 @@
 import pytest
 
 from trouper.config.args import EngineArgs
-from trouper.config.cpu_bind import CPU_BIND, read_cpu_bind
+from trouper.config.parallel import CPU_BIND, read_cpu_bind
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 

@@ -13,10 +13,10 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trouper.config.args import EngineArgs
-from trouper.config.gguf import is_gguf, read_gguf
-from trouper.config.gguf_files import choose_gguf, gguf_models
+from trouper.config.checkpoint.model_path import model_path
+from trouper.config.gguf.files import choose_gguf, gguf_models
+from trouper.config.gguf.header import is_gguf, read_gguf
 from trouper.config.model import ModelConfig
-from trouper.config.model_path import model_path
 from trouper.errors import TrouperValidationError
 
 SPLIT = [f"X-Q4_K_M-{n:05}-of-00003.gguf" for n in (1, 2, 3)]

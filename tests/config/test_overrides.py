@@ -4,7 +4,7 @@ import pytest
 
 from tests.executor.test_traits import BASE
 from trouper.actors.executor.models.families.registry import decoder_traits
-from trouper.config.overrides import overridden
+from trouper.config.checkpoint.hf_config import overridden
 from trouper.errors import TrouperValidationError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

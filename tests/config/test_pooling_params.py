@@ -5,19 +5,19 @@ import json
 import numpy as np
 import pytest
 
-from trouper.config.pooler import PoolerConfig, is_pooling, pooler_spec
+from trouper.config.checkpoint.pooler import PoolerConfig, is_pooling, pooler_spec
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.outputs import RequestError
-from trouper.params import RequestOutputKind
-from trouper.pooling import LateInteractionParams, PoolingParams
-from trouper.pooling_outputs import (
+from trouper.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
+    RequestError,
     ScoringOutput,
     ScoringRequestOutput,
 )
+from trouper.params import RequestOutputKind
+from trouper.pooling import LateInteractionParams, PoolingParams
 
 BERT = {"hidden_size": 8, "model_type": "bert", "id2label": {"0": "no", "1": "yes"}}
 

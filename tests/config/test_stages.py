@@ -10,8 +10,8 @@ from tests.simulation import stage_protocol
 from trouper.actors import stages
 from trouper.config import devices
 from trouper.config.args import EngineArgs
+from trouper.config.parallel import PARTITION, read_partition, split_layers
 from trouper.config.resolve import resolve
-from trouper.config.stages import PARTITION, read_partition, split_layers
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 COSTS = st.lists(st.integers(1, 9), min_size=1, max_size=9)

@@ -12,8 +12,8 @@ from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
-from trouper.actors.rendering.grammars import Grammars
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.grammar.grammars import Grammars
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trouper.actors.output.postprocessing import cosines, finish, max_sim, normalized
-from trouper.config.pooler import PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import GenerationError
 from trouper.frontends.server.pooling.encodings import to_bytes
 from trouper.pooling import PoolingParams

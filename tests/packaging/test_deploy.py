@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trouper.config.nodes import CLUSTER_KEY
+from trouper.config.parallel import CLUSTER_KEY
 from trouper.frontends.cli.serve import ServerOptions
 from trouper.frontends.server.asgi.routes import ROUTES
 

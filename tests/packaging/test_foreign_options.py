@@ -8,7 +8,7 @@ import pytest
 import typer.main
 
 from trouper import EngineArgs
-from trouper.config.vllm_options import EQUIVALENT, NOT_IMPLEMENTED
+from trouper.config.args import EQUIVALENT, NOT_IMPLEMENTED
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli import output, serve
 from trouper.frontends.cli.arguments.other_programs import (

@@ -9,8 +9,8 @@ import pytest
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
 from trouper.actors.executor.steps.kv_memory import kv_cache_specs
+from trouper.config.checkpoint.presets import GEOMETRIES
 from trouper.config.context import KV_SHARE, LEAST_CONTEXT
-from trouper.config.presets import GEOMETRIES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
 # bits of a weight of a layer, and of the output head

@@ -8,8 +8,8 @@ from trouper.actors.executor.models.families.registry import READERS as DECODERS
 from trouper.actors.executor.models.families.registry import TEXT_MODELS
 from trouper.actors.executor.weights.schemes import READERS as QUANTIZED
 from trouper.config.checks import ROUNDED
-from trouper.config.gguf_names import ENCODER_NAMES
-from trouper.config.gguf_names import FAMILIES as GGUF
+from trouper.config.gguf.names import ENCODER_NAMES
+from trouper.config.gguf.names import FAMILIES as GGUF
 
 from .hf_families import FAMILIES, NOT_CAUSAL, OWN_ATTENTION, REFUSED, architecture_of
 

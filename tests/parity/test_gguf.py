@@ -27,14 +27,14 @@ from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.gguf import OF_FOUR_BITS, GgufCheckpoint, stacked
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.actors.messages.plans import Sampling
-from trouper.actors.rendering.gguf_tokenizer import read_tokenizer
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizers.gguf_tokenizer import read_tokenizer
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.bench.studies.models.edits import write_folder
 from trouper.config.args import EngineArgs
 from trouper.config.context import weight_bytes
-from trouper.config.gguf import TENSOR_TYPES, read_gguf
-from trouper.config.gguf_files import find_gguf
-from trouper.config.gguf_names import FAMILIES, place_of
+from trouper.config.gguf.files import find_gguf
+from trouper.config.gguf.header import TENSOR_TYPES, read_gguf
+from trouper.config.gguf.names import FAMILIES, place_of
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -581,7 +581,7 @@ def test_types_with_tables_need_a_package_and_say_which(tmp_path, monkeypatch):
     kind = gguf.GGMLQuantizationType.IQ3_XXS
     path = write(tmp_path / "m.gguf", tensors=[("token_embd.weight", table, kind)])
     assert read_gguf(path).tensors["token_embd.weight"].shape == (10, 256)
-    monkeypatch.setattr("trouper.config.gguf.find_spec", lambda name: None)
+    monkeypatch.setattr("trouper.config.gguf.header.find_spec", lambda name: None)
     with pytest.raises(UnsupportedFeatureError, match="IQ3_XXS, which needs the package gguf: "):
         read_gguf(path)
 

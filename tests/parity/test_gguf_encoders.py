@@ -10,10 +10,10 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from trouper import LLM
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
-from trouper.config.gguf_encoders import ENCODERS
-from trouper.config.gguf_names import ENCODER_NAMES
+from trouper.config.gguf.encoders import ENCODERS
+from trouper.config.gguf.names import ENCODER_NAMES
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError

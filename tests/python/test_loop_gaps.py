@@ -16,8 +16,8 @@ from safetensors.torch import save
 from tests.support.heartbeat import BEATS, WAIT_S, Heartbeat
 from trouper.actors.engine import request_table
 from trouper.actors.output import pooler as pooler_module
-from trouper.actors.rendering.pooling import PoolingPrompts
-from trouper.actors.rendering.text import Prompts
+from trouper.actors.rendering.prompts.pooling import PoolingPrompts
+from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.config.args import EngineArgs
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.python import scoring as pooling_frontend

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from trouper.actors.rendering.chat import ChatTemplate
-from trouper.actors.rendering.past_calls import past_arguments
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.chat.messages import past_arguments
+from trouper.actors.rendering.chat.template import ChatTemplate
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 CHATML = (

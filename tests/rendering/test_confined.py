@@ -10,18 +10,18 @@ from contextlib import contextmanager
 import pytest
 
 from tests.server.bad_input import FORBIDDEN, TOO_MUCH
-from trouper.actors.rendering import confined
-from trouper.actors.rendering.chat import ChatTemplate
-from trouper.actors.rendering.confined import (
+from trouper.actors.rendering.chat import confined
+from trouper.actors.rendering.chat.confined import (
     FOREIGN,
     MAX_TEMPLATES,
     ConfinedTemplates,
     TemplateSource,
     render_once,
 )
+from trouper.actors.rendering.chat.template import ChatTemplate
 from trouper.actors.rendering.confined_process import ConfinedProcess
-from trouper.actors.rendering.text import Prompts
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.prompts.prompts import Prompts
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.errors import (
     GenerationError,
     TemplateBudgetError,

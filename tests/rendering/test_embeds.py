@@ -12,7 +12,7 @@ from safetensors.torch import save
 from tests.support.embeds_payloads import BAD, DTYPES, GOOD, MAX_ROWS, WIDTH, rows, saved
 from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
 from trouper.actors.messages.embeds import Embeds
-from trouper.actors.rendering.embeds import (
+from trouper.actors.rendering.prompts.embeds import (
     ITEM_BYTES,
     decode_base64,
     decode_embeds,
@@ -111,7 +111,7 @@ def test_base64_is_read_whatever_its_length(data):
 
 
 def test_base64_of_several_pieces(monkeypatch):
-    monkeypatch.setattr("trouper.actors.rendering.embeds.TURN", 8)
+    monkeypatch.setattr("trouper.actors.rendering.prompts.embeds.TURN", 8)
     data = bytes(range(100))
     text = base64.b64encode(data)
     assert decode_base64(text.decode(), WIDTH, MAX_ROWS) == data
@@ -202,4 +202,4 @@ def test_decoding_touches_no_global_of_torch():
     assert (
         invariants.is_enabled(), torch.get_default_dtype(), torch.get_default_device()
     ) == before  # fmt: skip
-    assert "torch" not in sys.modules["trouper.actors.rendering.embeds"].__dict__
+    assert "torch" not in sys.modules["trouper.actors.rendering.prompts.embeds"].__dict__

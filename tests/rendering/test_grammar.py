@@ -10,10 +10,10 @@ from trouper.actors.executor.sampling.grammar import GrammarMasks
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
-from trouper.actors.rendering.grammars import Grammars
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.grammar.grammars import Grammars
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.config.generation import structured_outputs_config
 from trouper.config.model import DEMO_MODEL
-from trouper.config.output_rules import structured_outputs_config
 from trouper.errors import GrammarError, TrouperValidationError, UnsupportedFeatureError
 
 V, EOS = 4096, (0, 2)

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from trouper import StructuredOutputsParams
-from trouper.actors.rendering import grammar_trials
 from trouper.actors.rendering.confined_process import ConfinedProcess
-from trouper.actors.rendering.grammar_trials import (
+from trouper.actors.rendering.grammar import trial_processes
+from trouper.actors.rendering.grammar.grammars import Grammars
+from trouper.actors.rendering.grammar.trial_processes import (
     BUDGET,
     GrammarTrials,
     TrialBudget,
     TrialTokens,
     UntriedGrammarError,
 )
-from trouper.actors.rendering.grammars import Grammars
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import GenerationError, GrammarError
 from trouper.params import SamplingParams
@@ -179,7 +179,7 @@ def test_only_what_was_not_tried_must_be_tried_first(trials):
 
 
 def test_the_outcomes_that_were_asked_for_last_are_remembered_and_no_more(monkeypatch):
-    monkeypatch.setattr(grammar_trials, "MAX_REMEMBERED_BYTES", 1_500)
+    monkeypatch.setattr(trial_processes, "MAX_REMEMBERED_BYTES", 1_500)
     trials = GrammarTrials(lambda: TOKENS)
     for text in ("a", "b", "a", "c"):
         trials.passed(expression(text))
@@ -224,7 +224,7 @@ def test_a_process_that_does_not_answer_is_ended_and_its_grammar_not_remembered(
 ):
     trials.passed(expression("a"))
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_trials, "WALL_S", 0.0001)
+        patch.setattr(trial_processes, "WALL_S", 0.0001)
         with pytest.raises(GrammarError, match="too complex"):
             trials.passed(expression("a?" * 20_000))
     assert started[0].returncode == -signal.SIGKILL
@@ -245,7 +245,7 @@ def test_a_process_that_cannot_start_or_fails_is_our_fault(monkeypatch):
     with pytest.raises(GenerationError, match="IndexError"):
         wrong.passed(expression("a"))
     trials = GrammarTrials(lambda: TOKENS)
-    monkeypatch.setattr(grammar_trials, "WORKER", "no_such_module")
+    monkeypatch.setattr(trial_processes, "WORKER", "no_such_module")
     with pytest.raises(GenerationError, match="No module named no_such_module"):
         trials.passed(expression("a"))
     monkeypatch.setattr(sys, "executable", "/no/such/python")

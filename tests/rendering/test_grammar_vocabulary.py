@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trouper import LLM, SamplingParams, StructuredOutputsParams
-from trouper.actors.rendering.grammar_vocabulary import compiler_rules, with_token_ids
+from trouper.actors.rendering.grammar.grammars import compiler_rules, with_token_ids
 from trouper.errors import GrammarError
 
 END = "<|im_end|>"  # of the bundled model, where it ends an answer

@@ -6,11 +6,11 @@ import pytest
 
 from trouper import SamplingParams, StructuredOutputsParams
 from trouper.actors.messages.grammar import key_of
-from trouper.actors.rendering.grammar import grammar_source
-from trouper.actors.rendering.grammar_work import MAX_WORK, work_of
-from trouper.actors.rendering.grammars import Grammars
-from trouper.actors.rendering.matchers import ENTRY_BYTES, Matchers
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.grammar.grammars import Grammars
+from trouper.actors.rendering.grammar.matchers import ENTRY_BYTES, Matchers
+from trouper.actors.rendering.grammar.schemas import MAX_WORK, work_of
+from trouper.actors.rendering.grammar.sources import grammar_source
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import GrammarError
 

@@ -5,9 +5,9 @@ from tokenizers.processors import TemplateProcessing
 
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.requests import Render
-from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
-from trouper.actors.rendering.text import Prompts
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.prompts.prompts import Prompts
+from trouper.actors.rendering.prompts.sampling import ModelLimits, resolve_sampling
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.errors import (
     ChatTemplateResolutionError,
     TrouperValidationError,

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from pydantic import Field, TypeAdapter
 
 from trouper import LLM, SamplingParams, StructuredOutputsParams
-from trouper.actors.rendering.grammars import Grammars
-from trouper.actors.rendering.schemas import flattened, rewritten
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.grammar.grammars import Grammars
+from trouper.actors.rendering.grammar.schemas import flattened, rewritten
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import GrammarError
 

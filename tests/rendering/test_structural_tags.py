@@ -5,8 +5,8 @@ import json
 import pytest
 
 from trouper import SamplingParams, StructuredOutputsParams
-from trouper.actors.rendering.grammars import Grammars
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.grammar.grammars import Grammars
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import GrammarError
 

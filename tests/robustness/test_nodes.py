@@ -20,7 +20,7 @@ from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.workers.machines.launch_hosts import open_nodes
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL
-from trouper.config.nodes import CLUSTER_KEY
+from trouper.config.parallel import CLUSTER_KEY
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 from trouper.frontends.python.async_engine import AsyncLLMEngine

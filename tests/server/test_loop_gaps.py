@@ -13,7 +13,7 @@ import trio
 from tests.support.heartbeat import BEATS, Heartbeat, Pace
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.actors.engine.generation import Generation
-from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests
+from trouper.actors.rendering.prompts.embeds import decode_base64, decode_embeds, digests
 from trouper.frontends.python.cooperative import PER_TURN
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.http import decoding

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from trouper.config.args import EngineArgs
-from trouper.config.gguf import Gguf
-from trouper.config.model import ModelConfig
-from trouper.config.sampling import (
+from trouper.config.generation import (
     COMMON_SAMPLING,
     GGUF_FIELDS,
     describe_sampling,
     gguf_sampling,
     sampling_source,
 )
+from trouper.config.gguf.header import Gguf
+from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.arguments.options import SamplingOptions
 from trouper.frontends.server.anthropic.requests import MessagesRequest

@@ -24,7 +24,7 @@ from trouper.actors.executor.workers.wire import (
 )
 from trouper.actors.executor.workers.worker_process import Exit
 from trouper.actors.messages.plans import StepPlan
-from trouper.config.nodes import NodesConfig
+from trouper.config.parallel import NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 
 from .seconds import SimulationFault

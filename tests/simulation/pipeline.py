@@ -16,8 +16,8 @@ from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import StepDone
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
+from trouper.config.parallel import max_steps_in_flight
 from trouper.config.resolve import SchedulerConfig
-from trouper.config.stages import max_steps_in_flight
 from trouper.params import SamplingParams
 
 PROMPT = 65_536

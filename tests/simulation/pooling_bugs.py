@@ -7,7 +7,7 @@ import msgspec
 
 import trouper.actors.output.pooler as pooler_module
 from trouper.actors.output.pooler import Pooler
-from trouper.actors.rendering.pooling import PoolingPrompts
+from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.replies.pooling_slot import PoolingSlot
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy

@@ -13,12 +13,12 @@ from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import PoolPlan
 from trouper.actors.messages.requests import Render
 from trouper.actors.messages.results import PoolDone, StepFailed
-from trouper.actors.rendering.pooling import PoolingPrompts
+from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
-from trouper.config.pooler import PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.config.resolve import EngineConfig
+from trouper.outputs import PoolingRequestOutput
 from trouper.pooling import LateInteractionParams, PoolingParams
-from trouper.pooling_outputs import PoolingRequestOutput
 
 from . import pooling_oracles
 from .clients import Broken, Story

@@ -14,7 +14,7 @@ from collections import deque
 from typing import NamedTuple
 
 from trouper.actors import stages
-from trouper.config.stages import max_steps_in_flight
+from trouper.config.parallel import max_steps_in_flight
 
 
 class Protocol(NamedTuple):

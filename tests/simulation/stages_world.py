@@ -19,8 +19,8 @@ from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.sequences import Sequence
 from trouper.actors.stages import Feedback, is_due, num_ring_entries, sends_tokens
+from trouper.config.parallel import max_steps_in_flight
 from trouper.config.resolve import SchedulerConfig
-from trouper.config.stages import max_steps_in_flight
 from trouper.params import SamplingParams
 
 from .seconds import SimulationFault, run_for_seconds

@@ -18,7 +18,7 @@ from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.requests import Admit, Render
 from trouper.actors.messages.results import StepDone
-from trouper.actors.rendering.text import Prompts
+from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.scheduling.policy import Policy
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig, SchedulerConfig

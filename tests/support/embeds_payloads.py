@@ -8,7 +8,7 @@ import zipfile
 import torch
 from safetensors.torch import save
 
-from trouper.actors.rendering.embeds import max_payload_bytes
+from trouper.actors.rendering.prompts.embeds import max_payload_bytes
 
 WIDTH, MAX_ROWS = 64, 32
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

@@ -29,7 +29,7 @@ from trouper.actors.executor.workers.model_files import PlaceFacts
 from trouper.actors.executor.workers.wire import MAX_FRAME, Close, FrameReader, encode
 from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.args import EngineArgs
-from trouper.config.nodes import CLUSTER_KEY, NodesConfig
+from trouper.config.parallel import CLUSTER_KEY, NodesConfig
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, TrouperValidationError
 

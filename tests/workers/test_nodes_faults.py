@@ -33,7 +33,7 @@ from trouper.actors.executor.workers.machines.launch_hosts import (
     listen,
 )
 from trouper.actors.executor.workers.worker_process import Exit
-from trouper.config.nodes import CLUSTER_KEY, NodesConfig
+from trouper.config.parallel import CLUSTER_KEY, NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 
 from .test_nodes import KEY, a_config, a_front, a_host, crew_on_host, running

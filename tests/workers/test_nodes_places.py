@@ -19,8 +19,8 @@ from trouper.actors.executor.workers.machines.launch_hosts import ranks_by_node,
 from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
 from trouper.actors.executor.workers.model_files import PlaceFacts
 from trouper.config.args import EngineArgs
-from trouper.config.nodes import CLUSTER_KEY, RAY_CPUS, NodesConfig, nodes_config
-from trouper.config.pooler import Dense, PoolerSpec
+from trouper.config.checkpoint.pooler import Dense, PoolerSpec
+from trouper.config.parallel import CLUSTER_KEY, RAY_CPUS, NodesConfig, nodes_config
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 from .test_nodes import KEY, a_config
@@ -193,8 +193,8 @@ def test_options_that_do_not_fit_are_named(options, error, parameter, words, key
 )  # fmt: skip
 def test_what_ray_cannot_do_is_named(version, options, cpus, error, parameter, words, monkeypatch):
     found = None if version is None else object()
-    monkeypatch.setattr("trouper.config.nodes.importlib.util.find_spec", lambda name: found)
-    monkeypatch.setattr("trouper.config.nodes.importlib.metadata.version", lambda name: version)
+    monkeypatch.setattr("trouper.config.parallel.importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr("trouper.config.parallel.importlib.metadata.version", lambda name: version)
     monkeypatch.setenv(RAY_CPUS, cpus)
     with pytest.raises(error, match=words) as caught:
         nodes_config(EngineArgs(distributed_executor_backend="ray", **options), "cpu")

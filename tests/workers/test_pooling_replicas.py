@@ -18,7 +18,7 @@ from trouper.actors.messages.plans import PoolEntry
 from trouper.actors.messages.results import DeviceBack, DeviceLost
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling
 from trouper.actors.scheduling.replicas import Replicas
-from trouper.config.pooler import PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.config.resolve import SchedulerConfig
 from trouper.errors import (
     DeviceStartError,

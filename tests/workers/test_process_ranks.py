@@ -30,7 +30,7 @@ from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone
-from trouper.actors.rendering.matchers import ReceivedGrammars
+from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
 from trouper.config.adapters import AdapterConfig, AdapterFiles
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve

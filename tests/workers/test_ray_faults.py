@@ -9,7 +9,7 @@ import pytest
 from trouper.actors.executor.workers.machines import launch_ray
 from trouper.actors.executor.workers.machines.launch_ray import open_ray
 from trouper.config.args import EngineArgs
-from trouper.config.nodes import NodesConfig
+from trouper.config.parallel import NodesConfig
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError
 

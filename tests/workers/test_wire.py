@@ -16,9 +16,9 @@ from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
 from trouper.actors.messages.thinking import Thinking
-from trouper.actors.rendering.grammars import Grammars
-from trouper.actors.rendering.matchers import ReceivedGrammars
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.grammar.grammars import Grammars
+from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.adapters import AdapterConfig, AdapterFiles
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL

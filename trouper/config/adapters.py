@@ -20,7 +20,7 @@ from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from trouper.config.files import checked
+from trouper.config.checkpoint.files import checked
 from trouper.errors import (
     LoRAAdapterNotFoundError,
     OutsideRootError,

@@ -1,16 +1,19 @@
-"""Options of an engine under vLLM's names, as a caller gives them; `resolve.py` makes a plan of them."""
+"""Options of an engine under vLLM's names, as a caller gives them; `resolve.py` makes a plan of them.
+
+vLLM's options that trouper does not implement, each with the one value at which it is accepted.
+"""
 
 import argparse
 import dataclasses
 import difflib
 import json
+import logging
 from collections.abc import Callable
 from functools import wraps
 from types import NoneType
 from typing import Any, Self, get_args, get_origin
 
-from trouper.config.vllm_options import NOT_IMPLEMENTED, check_not_implemented
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 ALIASES = {
     "chunked_prefill_enabled": "enable_chunked_prefill",
@@ -173,3 +176,141 @@ def _parser_settings(field: "dataclasses.Field[Any]") -> dict[str, Any]:
 
 class AsyncEngineArgs(EngineArgs):
     """`EngineArgs` under the name that vLLM's async programs import."""
+
+
+logger = logging.getLogger("trouper")
+_ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
+    (None, """
+        logits_processors allowed_media_domains
+        mm_processor_kwargs limit_mm_per_prompt
+        max_cudagraph_capture_size compilation_config attention_backend
+        default_mm_loras custom_histogram_buckets
+        kv_events_config sleep_preserve_parameter_names sleep_mode_backend
+        hf_config_path safetensors_load_strategy ir_op_priority distributed_timeout_seconds
+        cpu_distributed_timeout_seconds numa_bind_nodes numa_bind_cpus device_ids dcp_comm_backend
+        dcp_q_replicate cp_kv_cache_interleave_size data_parallel_rank data_parallel_start_rank
+        data_parallel_size_local data_parallel_address data_parallel_rpc_port
+        enable_batch_sharded_sampling elastic_ep_max_dp_size disable_nccl_for_dp_synchronization
+        eplb_config max_parallel_loading_workers disable_cascade_attn cpu_offload_params
+        offload_params model_class_overrides quantization_config media_io_kwargs
+        mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+        mm_encoder_fp8_scale_save_path io_processor_plugin video_pruning_rate
+        max_lora_cls_labels model_loader_extra_config disable_hybrid_kv_cache_manager
+        aux_output_config reasoning_parser_plugin spec_method spec_model spec_tokens
+        watermark_config diffusion_config show_hidden_metrics_for_version collect_detailed_traces
+        scheduler_cls attention_config engram_config mamba_config kernel_config
+        enable_flashinfer_autotune logging_config log_level log_config_file kv_transfer_config
+        ec_transfer_config ec_manager_config kv_cache_dtype_skip_layers
+        mamba_block_size prefix_match_unit mamba_ssu_algorithm additional_config
+        fault_tolerance_config kv_offloading_size weight_transfer_config gdn_prefill_backend
+        kda_prefill_backend kda_decode_backend
+    """),
+    ("auto", """
+        kv_cache_dtype config_format tokenizer_mode moe_backend linear_backend
+        sparse_indexer_topk_backend offload_backend mm_processor_device worker_cls
+        mamba_cache_dtype mamba_ssm_cache_dtype
+    """),
+    ("", """
+        allowed_local_media_path model_weights reasoning_parser worker_extension_cls
+    """),
+    (4, "mm_processor_cache_gb"),
+    (1, """
+        prefill_schedule_interval
+        max_num_partial_prefills max_long_partial_prefills max_concurrent_prefills
+        prefill_context_parallel_size decode_context_parallel_size
+        dcp_kv_cache_interleave_size _api_process_count offload_num_in_group offload_prefetch_step
+    """),
+    (0, """
+        cpu_offload_gb ubatch_size _api_process_rank prefix_cache_retention_interval
+        offload_group_size mm_ipc_gpu_memory_gb mamba_cache_philox_rounds
+    """),
+    (False, """
+        kv_cache_metrics disable_chunked_mm_input
+        enable_return_routed_experts return_sampling_mask numa_bind data_parallel_hybrid_lb
+        data_parallel_external_lb data_parallel_multi_port_external_lb enable_hc_sp
+        enable_expert_parallel enable_ep_weight_filter enable_elastic_ep enable_dbo enable_eplb
+        disable_sliding_window use_fp64_gumbel enable_trace_replay aggregate_engine_logging
+        allow_deprecated_quantization disable_custom_all_reduce enable_shm_tensor_arena
+        language_model_only enable_mm_embeds interleave_mm_strings mm_encoder_only skip_mm_profiling
+        fully_sharded_loras enable_tower_connector_lora specialize_active_lora
+        enable_mixed_moe_lora_format enable_moe_shared_loras ray_workers_use_nsight
+        cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
+        enable_logging_iteration_details jit_monitor_verbose enable_mm_processor_stats
+        sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend
+        enable_mamba_shared_prefix_checkpoint use_replayssm enable_mamba_cache_stochastic_rounding
+        kv_sharing_fast_prefill enable_fault_tolerance tokens_only fail_on_environ_validation
+        enable_log_requests
+    """),
+    (16, """
+        dp_sync_interval replayssm_buffer_len
+    """),
+    ("raw_logprobs", "logprobs_mode"),
+    (8, "safetensors_prefetch_num_threads"),
+    (2**24, "safetensors_prefetch_block_size"),
+    ("mp", "data_parallel_backend"),
+    ("allgather_reducescatter", "all2all_backend"),
+    (32, "dbo_decode_token_threshold"),
+    (512, "dbo_prefill_token_threshold"),
+    ("linear", "expert_placement_strategy"),
+    ("lru", "mm_processor_cache_type"),
+    ("blake3", "mm_hasher_algorithm"),
+    (128, "mm_shm_cache_max_object_size_mb"),
+    ("weights", "mm_encoder_tp_mode"),
+    (1.5, "mm_encoder_fp8_scale_save_margin"),
+    ("evs", "video_pruning_method"),
+    ("direct_rpc", "mm_tensor_ipc"),
+    (True, """
+        mm_device_do_normalize use_tqdm_on_load swa_bounded_replay
+    """),
+    (["original/**/*"], "ignore_patterns"),
+    ("none", """
+        per_request_spec_decode_metrics mamba_cache_mode
+    """),
+    (0.01, "kv_cache_metrics_sample"),
+    ("warn", "jit_monitor_mode"),
+    ("triton", "mamba_backend"),
+    ("cpu", "pt_load_map_location"),
+    (2, "optimization_level"),
+    ("balanced", "performance_mode"),
+    ("native", "kv_offloading_backend"),
+)  # fmt: skip
+NOT_NEEDED = dict.fromkeys(
+    ("max_num_partial_prefills", "max_long_partial_prefills", "max_concurrent_prefills"),
+    "not needed: steps are shared by time, as docs/latency.md says",
+)
+NOT_IMPLEMENTED: dict[str, Any] = {
+    name: value for value, names in _ACCEPTED_AT for name in names.split()
+}
+
+
+# Options that choose among ways to compute the same answers, or show again what an older version has shown.  trouper has
+# its own way for each device, and hides no metrics.
+_EQUIVALENT = """
+    attention_backend mm_encoder_attn_backend moe_backend linear_backend sparse_indexer_topk_backend
+    all2all_backend dcp_comm_backend mamba_backend mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend
+    kda_decode_backend compilation_config optimization_level performance_mode max_cudagraph_capture_size
+    ir_op_priority enable_flashinfer_autotune disable_custom_all_reduce disable_cascade_attn
+    disable_nccl_for_dp_synchronization safetensors_load_strategy safetensors_prefetch_num_threads
+    safetensors_prefetch_block_size max_parallel_loading_workers use_tqdm_on_load jit_monitor_mode
+    jit_monitor_verbose pt_load_map_location mm_device_do_normalize show_hidden_metrics_for_version
+"""
+EQUIVALENT = frozenset(_EQUIVALENT.split())
+
+
+def check_not_implemented(name: str, value: Any) -> None:
+    """Refuse a value that asks for more than the default; raises UnsupportedFeatureError.
+
+    Of a choice among equals nothing is lost, so it is only logged.
+    """
+    default = NOT_IMPLEMENTED[name]
+    value = getattr(value, "value", value)  # a member of one of vLLM's enumerations
+    is_off = default is None and value in (False, "")
+    is_default = value is None or value == default or is_off or value in ({}, [], set())
+    if not is_default and name in EQUIVALENT:
+        logger.warning("%s=%r has no effect: the answers are the same with it", name, value)
+    elif not is_default:
+        if name in NOT_NEEDED:
+            raise UnsupportedFeatureError(f"{name}={value!r} is {NOT_NEEDED[name]}")
+        raise UnsupportedFeatureError(
+            f"{name}={value!r} is not supported yet; leave it at {default!r}"
+        )

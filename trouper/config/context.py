@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from trouper.config.args import EngineArgs
 from trouper.config.checks import METHOD_ALIASES, human_int
-from trouper.config.gguf import read_gguf
+from trouper.config.gguf.header import read_gguf
 from trouper.config.model import ITEM_BYTES, ModelConfig
 from trouper.errors import TrouperValidationError, invalid
 

@@ -7,17 +7,20 @@ from typing import Any, Self, cast
 import msgspec
 
 from trouper.config.args import EngineArgs
-from trouper.config.files import check_folder, checked, read_object
-from trouper.config.flattened import flattened, with_floats
-from trouper.config.gguf import is_gguf, read_gguf
-from trouper.config.gguf_encoders import gguf_config
-from trouper.config.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
-from trouper.config.hub import download
-from trouper.config.model_path import DEMO_MODEL, model_path
-from trouper.config.overrides import WHOLE, overridden
-from trouper.config.pooler import PoolerConfig, PoolerSpec, TokenClassifier, is_pooling, pooler_spec
-from trouper.config.presets import GEOMETRIES
-from trouper.config.sampling import (
+from trouper.config.checkpoint.files import check_folder, checked, read_object
+from trouper.config.checkpoint.hf_config import WHOLE, flattened, overridden, with_floats
+from trouper.config.checkpoint.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
+from trouper.config.checkpoint.hub import download
+from trouper.config.checkpoint.model_path import DEMO_MODEL, model_path
+from trouper.config.checkpoint.pooler import (
+    PoolerConfig,
+    PoolerSpec,
+    TokenClassifier,
+    is_pooling,
+    pooler_spec,
+)
+from trouper.config.checkpoint.presets import GEOMETRIES
+from trouper.config.generation import (
     GENERATION,
     Frontend,
     check_override,
@@ -25,6 +28,8 @@ from trouper.config.sampling import (
     read_generation_config,
     sampling_source,
 )
+from trouper.config.gguf.encoders import gguf_config
+from trouper.config.gguf.header import is_gguf, read_gguf
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 DTYPES = {

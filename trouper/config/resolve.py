@@ -12,6 +12,7 @@ import msgspec
 
 from trouper.config.adapters import LoRAConfig
 from trouper.config.args import EngineArgs
+from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.config.checks import METHOD_ALIASES, ROUNDED, check_engine_args, log_idle_options
 from trouper.config.context import (
     Context,
@@ -22,13 +23,19 @@ from trouper.config.context import (
     given_length,
     weight_bytes,
 )
-from trouper.config.cpu_bind import CpuBind, read_cpu_bind
 from trouper.config.devices import (
     DeviceKind,
     DeviceWorker,
     check_num_devices,
     choose_device,
     choose_device_worker,
+)
+from trouper.config.generation import (
+    Frontend,
+    Marks,
+    StructuredOutputsConfig,
+    reasoning_marks,
+    structured_outputs_config,
 )
 from trouper.config.memory import available_bytes
 from trouper.config.model import (
@@ -38,17 +45,17 @@ from trouper.config.model import (
     kv_bytes_per_token,
     tokenizer_path,
 )
-from trouper.config.nodes import NodesConfig, nodes_config
-from trouper.config.output_rules import (
-    Marks,
-    StructuredOutputsConfig,
-    reasoning_marks,
-    structured_outputs_config,
+from trouper.config.parallel import (
+    PARTITION,
+    CpuBind,
+    NodesConfig,
+    max_steps_in_flight,
+    nodes_config,
+    read_cpu_bind,
+    read_partition,
+    split_layers,
 )
-from trouper.config.pooler import PoolerSpec
-from trouper.config.sampling import Frontend
 from trouper.config.speculation import SpeculativeConfig, draft_model, speculative_config
-from trouper.config.stages import PARTITION, max_steps_in_flight, read_partition, split_layers
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 Quantization = Literal["int8", "int4"] | None

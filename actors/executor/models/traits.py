@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from trouper.actors.executor.models.names import Family
-from trouper.config.files import checked
-from trouper.config.hf_fields import Rope
+from trouper.config.checkpoint.files import checked
+from trouper.config.checkpoint.hf_fields import Rope
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.formats import Activation, Norm
 

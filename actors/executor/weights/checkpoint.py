@@ -38,7 +38,7 @@ from trouper.actors.executor.weights.quantized import (
 from trouper.actors.executor.weights.schemes import Scheme
 from trouper.actors.executor.weights.stacks import StackedPart, Views
 from trouper.config.adapters import WEIGHTS as ADAPTER
-from trouper.config.files import check_folder, checked, read_object
+from trouper.config.checkpoint.files import check_folder, checked, read_object
 from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized
 

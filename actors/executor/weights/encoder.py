@@ -22,8 +22,8 @@ from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.decoder import indices_shown
 from trouper.actors.executor.weights.gguf import GgufEncoder
 from trouper.actors.executor.weights.random import RandomWeights
-from trouper.config.gguf import is_gguf
-from trouper.config.pooler import LATE_INTERACTION, Dense, PoolerSpec, TokenClassifier
+from trouper.config.checkpoint.pooler import LATE_INTERACTION, Dense, PoolerSpec, TokenClassifier
+from trouper.config.gguf.header import is_gguf
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.kernels.cpu.encoder_ops import LayerNorm, TokenEmbedding
 from trouper.kernels.linear import LinearConfig, LinearMethod

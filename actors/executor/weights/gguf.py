@@ -17,9 +17,9 @@ from trouper.actors.executor.models.parameters import WHOLE, Cut, HeadOrder, Par
 from trouper.actors.executor.models.sharding import part_of, part_of_integers, row_order
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
-from trouper.config.gguf import Gguf, GgufTensor, read_gguf
-from trouper.config.gguf_encoders import encoder_shapes
-from trouper.config.gguf_names import Place, family_of, hf_config, place_of
+from trouper.config.gguf.encoders import encoder_shapes
+from trouper.config.gguf.header import Gguf, GgufTensor, read_gguf
+from trouper.config.gguf.names import Place, family_of, hf_config, place_of
 from trouper.errors import invalid
 from trouper.kernels.cpu.linear.quantization import IntegerWeight
 

@@ -17,7 +17,7 @@ from trouper.actors.executor.models.families.registry import (
 from trouper.actors.executor.weights.checkpoint import tensor_files
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.config.args import EngineArgs
-from trouper.config.gguf import is_gguf
+from trouper.config.gguf.header import is_gguf
 from trouper.config.model import ModelConfig
 from trouper.errors import TrouperError, UnsupportedFeatureError, invalid
 

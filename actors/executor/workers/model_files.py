@@ -16,8 +16,8 @@ from typing import Self
 import msgspec
 
 from trouper.actors.executor.weights.checkpoint import tensor_files
-from trouper.config.gguf import SPLIT, is_gguf
-from trouper.config.pooler import PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
+from trouper.config.gguf.header import SPLIT, is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, invalid
 

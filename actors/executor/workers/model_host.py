@@ -27,8 +27,8 @@ from trouper.actors.runtime.startup import (
     num_physical_cores,
     set_torch_environment,
 )
-from trouper.config.cpu_bind import CPU_BIND
-from trouper.config.gguf import is_gguf
+from trouper.config.gguf.header import is_gguf
+from trouper.config.parallel import CPU_BIND
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 

@@ -42,7 +42,7 @@ from trouper.actors.executor.workers.wire import (
     encode,
 )
 from trouper.actors.messages.grammar import PrepareGrammar, Vocabulary
-from trouper.actors.rendering.matchers import ReceivedGrammars
+from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
 from trouper.actors.runtime.startup import collections_paused, set_torch_environment
 
 READ_BYTES = 2**18

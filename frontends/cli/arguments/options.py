@@ -17,8 +17,7 @@ from typing import Annotated, Any, cast, get_args, get_origin
 
 import typer
 
-from trouper.config.args import EngineArgs
-from trouper.config.vllm_options import NOT_IMPLEMENTED
+from trouper.config.args import NOT_IMPLEMENTED, EngineArgs
 from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.other_programs import FOR_ENGINE, VLLM_SERVER, take
 from trouper.params import SamplingParams

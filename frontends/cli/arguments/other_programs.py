@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from trouper.config.vllm_options import NOT_IMPLEMENTED
+from trouper.config.args import NOT_IMPLEMENTED
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 logger = logging.getLogger(__name__)

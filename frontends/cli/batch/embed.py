@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.python.async_engine import AsyncLLMEngine
     from trouper.frontends.python.scoring import Scorer
-    from trouper.pooling_outputs import PoolingOutput, PoolingRequestOutput
+    from trouper.outputs import PoolingOutput, PoolingRequestOutput
 
 KINDS = {
     "embed": "vector", "classify": "vector", "token_embed": "matrix", "token_classify": "matrix",

@@ -8,8 +8,7 @@ import anyio
 
 from trouper.errors import prompt_named
 from trouper.frontends.python.cooperative import InTurns
-from trouper.outputs import RequestOutput
-from trouper.pooling_outputs import PoolingRequestOutput
+from trouper.outputs import PoolingRequestOutput, RequestOutput
 
 if TYPE_CHECKING:
     from collections.abc import Generator

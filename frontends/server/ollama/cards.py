@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from trouper import __version__
-from trouper.actors.rendering.infill import marks_of
-from trouper.config.gguf import read_gguf
-from trouper.config.gguf_files import gguf_models, gguf_names
+from trouper.actors.rendering.prompts.infill import marks_of
+from trouper.config.gguf.files import gguf_models, gguf_names
+from trouper.config.gguf.header import read_gguf
 from trouper.config.model import ModelConfig
 from trouper.errors import TrouperError
 from trouper.frontends.server.service.service import Service

@@ -7,8 +7,8 @@ import anyio.to_thread
 
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.requests import Render
-from trouper.actors.rendering.text import Prompts
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.prompts.prompts import Prompts
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.errors import invalid
 from trouper.frontends.server.generation.transcript import chat_prompt

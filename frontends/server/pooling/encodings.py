@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pybase64
 
-from trouper.pooling_outputs import Array
+from trouper.outputs import Array
 
 STEP = 2**12  # numbers written at once, in 0.3 ms
 COHERE_TYPES = ("float", "int8", "uint8", "binary", "ubinary", "base64")

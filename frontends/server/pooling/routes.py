@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 
 from trouper.actors.engine.placement import check_place
-from trouper.config.pooler import PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.python.scoring import (
     Places,

@@ -9,7 +9,7 @@ import anyio.to_thread
 import msgspec
 
 from trouper.actors.observability.metrics import LIMITS
-from trouper.actors.rendering.text import template_text
+from trouper.actors.rendering.prompts.prompts import template_text
 from trouper.actors.replies.slot import ExpectedToken
 from trouper.config.resolve import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError

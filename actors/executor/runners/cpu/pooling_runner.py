@@ -45,7 +45,7 @@ from trouper.actors.executor.weights.encoder import (
 )
 from trouper.actors.messages.plans import PoolEntry, PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone
-from trouper.config.pooler import PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.codegen.recording import NotRecordableError

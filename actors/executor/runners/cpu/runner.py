@@ -41,8 +41,8 @@ from trouper.actors.executor.weights.decoder import adapted_parameters, load_dec
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.adapters import AdapterFiles
+from trouper.config.parallel import Stage
 from trouper.config.resolve import EngineConfig
-from trouper.config.stages import Stage
 from trouper.kernels.codegen.arena import Arena, Lender
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.sampling.sample import compile_sample

@@ -31,7 +31,7 @@ from trouper.actors.executor.workers.machines.channel import (
 from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
 from trouper.actors.executor.workers.model_files import PlaceFacts
 from trouper.actors.executor.workers.worker_process import MODULE, Exit
-from trouper.config.nodes import CLUSTER_KEY, NodesConfig
+from trouper.config.parallel import CLUSTER_KEY, NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError, invalid
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from trouper.actors.executor.workers.launching import CrewLauncher
 from trouper.actors.executor.workers.machines.launch_hosts import open_nodes
 from trouper.actors.executor.workers.machines.launch_ray import open_ray
-from trouper.config.nodes import NodesConfig
+from trouper.config.parallel import NodesConfig
 from trouper.config.resolve import EngineConfig
 from trouper.errors import invalid
 

@@ -1,0 +1,303 @@
+"""Conversations in a form that a chat template takes: roles mapped, messages merged or moved, tools written as text.  Pure.
+
+A template may drop a message without a word, or refuse its place.  What it does with a conversation is found out by rendering a
+`skeleton`, which has the same roles and a made-up word for each text: where a word is missing, so would the text be.
+The first arrangement that shows all words is taken, in an order from none to the one that changes most.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple, cast
+
+from trouper.actors.rendering.chat.messages import is_array, is_object
+
+Message = dict[str, Any]
+Messages = list[Message]
+SYSTEM_ROLES = ("system", "developer")
+GAP = "\n\n"  # between texts that become one
+TOOLS_HEAD = "You can call tools. Here is each of them, with its purpose and the JSON schema of its arguments:"
+TOOLS_RULES = """\
+To call a tool, answer with nothing but one JSON object: {"name": "the name of the tool", "arguments": {…}}
+To call several, write one object behind the other, with a semicolon between them.
+Where no tool helps, answer in plain text."""
+
+
+class Chat(NamedTuple):
+    """A conversation, and the tools that it may use."""
+
+    messages: Messages
+    tools: list[Any] | None = None
+
+
+Step = Callable[[Chat], Chat]
+
+
+class Arrangement(NamedTuple):
+    """Changes of a conversation, one after the other."""
+
+    steps: tuple[Step, ...] = ()
+
+    def __call__(self, chat: Chat) -> Chat:
+        for step in self.steps:
+            chat = step(chat)
+        return chat
+
+
+def arrangements(takes_tools: bool) -> Iterator[Arrangement]:
+    """Yield the arrangements to try, the one that changes least first.
+
+    Args:
+        takes_tools: the template shows tools, calls and their results.
+    """
+    tool_steps: list[tuple[Step, ...]] = [(), (split_calls,), (tools_as_text,)]
+    for tools in tool_steps if takes_tools else tool_steps[2:]:
+        for system, merged in product(_SYSTEM_STEPS, ((), (merge_neighbours,))):
+            yield Arrangement((*tools, *system, *merged))
+
+
+def shape_of(messages: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what decides over the places of messages: their roles, and what each holds."""
+    return tuple(
+        (str(m.get("role")), _kind(m.get("content")), len(_calls(m)))
+        if is_object(m)
+        else type(m).__name__
+        for m in messages
+    )
+
+
+class Skeleton(NamedTuple):
+    """A conversation whose texts are made-up words.
+
+    Attributes:
+        words: of each message those of which one must be shown; none: it holds nothing.
+        tool_words: one for each tool.
+    """
+
+    chat: Chat
+    words: list[list[str]]
+    tool_words: list[str]
+
+    def first_missing(self, text: str) -> int | None:
+        """Return the number of the first message that a rendered text does not show; -1 for a tool."""
+        if not all(word in text for word in self.tool_words):
+            return -1
+        for i, words in enumerate(self.words):
+            if words and not any(word in text for word in words):
+                return i
+        return None
+
+
+def skeleton(messages: Sequence[Message], tools: Sequence[Any] | None) -> Skeleton:
+    """Make the skeleton of a conversation."""
+    made: list[Message] = []
+    words: list[Any] = []
+    for i, message in enumerate(messages):
+        bare, found = _bare(message, f"zq{i}")
+        made.append(bare)
+        words.append(found)
+    tool_words = [f"zqt{i}x" for i in range(len(tools or ()))]
+    schema = {"type": "object", "properties": {"a": {"type": "string", "description": "b"}}}
+    made_tools = [
+        {"type": "function", "function": {"name": word, "description": "a", "parameters": schema}}
+        for word in tool_words
+    ]
+    return Skeleton(Chat(made, made_tools or None), words, tool_words)
+
+
+def _bare(message: Message, stem: str) -> tuple[Message, list[str]]:
+    kept = {key: message[key] for key in ("role", "name", "tool_call_id") if key in message}
+    words: list[str] = []
+    if (kind := _kind(message.get("content"))) != "none":
+        word = f"{stem}c" if kind != "blank" else ""
+        words += [word] if word else []
+        kept["content"] = [{"type": "text", "text": word}] if kind == "parts" else word
+    if calls := _calls(message):
+        made: list[Message] = []
+        for j, call in enumerate(calls):
+            word = f"{stem}n{j}x"
+            words.append(word)
+            function = {"name": word, "arguments": {"a": "b"}}
+            given = {"id": call["id"]} if is_object(call) and "id" in call else {}
+            made.append({**given, "type": "function", "function": function})
+        kept["tool_calls"] = made
+    return kept, words
+
+
+def _kind(content: Any) -> str:
+    if content is None:
+        return "none"
+    if isinstance(content, str):
+        return "text" if content.strip() else "blank"
+    texts = [part.get("text") if is_object(part) else part for part in content or ()]
+    return "parts" if any(not isinstance(t, str) or t.strip() for t in texts) else "blank"
+
+
+def _calls(message: Any) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if is_array(calls) else []
+
+
+# Steps
+
+
+def developer_as_system(chat: Chat) -> Chat:
+    """Give the messages of developers the role of the system, which most templates know."""
+    return chat._replace(
+        messages=[
+            {**m, "role": "system"} if m.get("role") == "developer" else m for m in chat.messages
+        ]
+    )
+
+
+def merge_first_systems(chat: Chat) -> Chat:
+    """Make one message of those of the system that a conversation begins with."""
+    num = next((i for i, m in enumerate(chat.messages) if not _is_system(m)), len(chat.messages))
+    return chat._replace(messages=_one_system(chat.messages[:num]) + chat.messages[num:])
+
+
+def later_systems_as_user(chat: Chat) -> Chat:
+    """Give later messages of the system the role of the user, and leave them where they are.
+
+    Agents append such messages while they work.  In front they would change the prompt from its beginning, and nothing of it
+    would be in the prefix cache any more.
+    """
+    num = next((i for i, m in enumerate(chat.messages) if not _is_system(m)), len(chat.messages))
+    later = [{**m, "role": "user"} if _is_system(m) else m for m in chat.messages[num:]]
+    return chat._replace(messages=chat.messages[:num] + later)
+
+
+def system_in_front(chat: Chat) -> Chat:
+    """Make one message of all of the system's, in front of the others."""
+    others = [m for m in chat.messages if not _is_system(m)]
+    return chat._replace(messages=_one_system([m for m in chat.messages if _is_system(m)]) + others)
+
+
+def system_in_user(chat: Chat) -> Chat:
+    """Put what the system says before the first words of the user, for templates without a system."""
+    systems = _one_system([m for m in chat.messages if _is_system(m)])
+    others = [m for m in chat.messages if not _is_system(m)]
+    if not systems:
+        return chat
+    if not others or others[0].get("role") != "user":
+        return chat._replace(messages=[{**systems[0], "role": "user"}, *others])
+    first, *rest = others
+    merged = {**first, "content": _joined([systems[0].get("content"), first.get("content")])}
+    return chat._replace(messages=[merged, *rest])
+
+
+def merge_neighbours(chat: Chat) -> Chat:
+    """Make one message of neighbours of one role, for templates that want user and assistant in turns."""
+    merged: Messages = []
+    for message in chat.messages:
+        last = merged[-1] if merged else {}
+        is_alike = message.get("role") == last.get("role") and message.get("role") != "tool"
+        if not is_alike:
+            merged.append(message)
+            continue
+        both = {
+            **last,
+            **message,
+            "content": _joined([last.get("content"), message.get("content")]),
+        }
+        if calls := _calls(last) + _calls(message):
+            both["tool_calls"] = calls
+        merged[-1] = both
+    return chat._replace(messages=merged)
+
+
+def split_calls(chat: Chat) -> Chat:
+    """Give each call a message of its own, its result behind it, for templates that take one call at a time."""
+    made: Messages = []
+    rest = list(chat.messages)
+    while rest:
+        message = rest.pop(0)
+        calls = _calls(message)
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        num = next((i for i, m in enumerate(rest) if m.get("role") != "tool"), len(rest))
+        results, rest = rest[:num], rest[num:]
+        for i, call in enumerate(calls):
+            bare = {key: value for key, value in message.items() if key != "content" or i == 0}
+            made.append({**bare, "tool_calls": [call]})
+            own = [m for m in results if m.get("tool_call_id") == call.get("id")]
+            made += own
+            results = [m for m in results if m not in own]
+        made += results
+    return chat._replace(messages=made)
+
+
+def tools_as_text(chat: Chat) -> Chat:
+    """Describe tools, calls and results in plain text, as the dialect `json` reads it back."""
+    messages: Messages = []
+    names: dict[Any, Any] = {}
+    for message in chat.messages:
+        if calls := _calls(message):
+            names |= {call.get("id"): _function(call).get("name") for call in calls}
+            text = "; ".join(_call_text(call) for call in calls)
+            content = message.get("content")
+            bare = {key: value for key, value in message.items() if key != "tool_calls"}
+            messages.append({**bare, "content": _joined([content, text])})
+        elif message.get("role") == "tool":
+            name = names.get(message.get("tool_call_id"), message.get("name"))
+            head = f"Result of the tool {name}:" if name else "Result of a tool:"
+            content = _joined([head, message.get("content") or ""], "\n")
+            messages.append({"role": "user", "content": content})
+        else:
+            messages.append(message)
+    if not chat.tools:
+        return Chat(messages)
+    text = "\n".join([TOOLS_HEAD, *map(_tool_text, chat.tools)]) + GAP + TOOLS_RULES
+    place = next((i for i, m in enumerate(messages[:1]) if _is_system(m)), None)
+    if place is None:
+        return Chat([{"role": "system", "content": text}, *messages])
+    first = messages[0]
+    return Chat([{**first, "content": _joined([first.get("content"), text])}, *messages[1:]])
+
+
+_SYSTEM_STEPS: tuple[tuple[Step, ...], ...] = (
+    (),
+    (developer_as_system,),
+    (merge_first_systems,),
+    (merge_first_systems, later_systems_as_user),
+    (system_in_front,),
+    (later_systems_as_user, system_in_user),
+    (system_in_user,),
+)
+
+
+def _is_system(message: Message) -> bool:
+    return message.get("role") in SYSTEM_ROLES
+
+
+def _one_system(messages: Iterable[Message]) -> Messages:
+    contents = [m.get("content") for m in messages]
+    return [{"role": "system", "content": _joined(contents)}] if contents else []
+
+
+def _joined(contents: Iterable[Any], gap: str = GAP) -> Any:
+    """Return contents as one: text, or parts where one of them has parts."""
+    given = [content for content in contents if content]
+    if all(isinstance(content, str) for content in given):
+        return gap.join(given)
+    parts: list[Any] = []
+    for content in given:
+        parts += [{"type": "text", "text": gap}] if parts else []
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
+def _function(call: Any) -> Mapping[str, Any]:
+    function = call.get("function") if is_object(call) else None
+    return cast("Mapping[str, Any]", function) if is_object(function) else {}
+
+
+def _call_text(call: Any) -> str:
+    function = _function(call)
+    arguments: Any = function.get("arguments") or {}
+    return json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
+
+
+def _tool_text(tool: Any) -> str:
+    return json.dumps(_function(tool) or tool, ensure_ascii=False)

@@ -1,0 +1,201 @@
+"""Chat templates rendered in processes of their own, on a budget.
+
+The sandbox of `jinja.py` bounds what a template may touch; this bounds what it may take.  A rendering may cost no
+more than its `Budget` of computing time, address space and text, nor `WALL_S` of time on the clock; what goes
+beyond is killed, and the request refused.
+
+Templates of the model folder and of the caller share warm processes: to start one takes longer than most
+renderings.  A template that came with a request over the network has a process that renders nothing else.
+"""
+
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trouper.actors.rendering.chat.messages import plain_data
+from trouper.actors.rendering.confined_process import ConfinedProcess, HelperKilledError
+from trouper.errors import (
+    GenerationError,
+    TemplateBudgetError,
+    TrouperValidationError,
+    UnsupportedFeatureError,
+)
+
+WORKER = "trouper.actors.rendering.chat.template_worker"
+WALL_S = 10.0  # on a machine that has other things to do
+MAX_TEMPLATES = 16  # that one process keeps compiled; then the next one begins
+
+
+class Budget(NamedTuple):
+    """Bounds of one rendering; the memory is the process's."""
+
+    cpu_s: int
+    memory: int  # bytes of address space: the interpreter and jinja take 26 MiB of it
+    chars: int  # of the rendered text
+
+
+FOREIGN = Budget(cpu_s=2, memory=96 * 2**20, chars=2**22)
+# A conversation as long as a model of a million tokens reads is copied a dozen times on its way.
+OWN = Budget(cpu_s=2, memory=512 * 2**20, chars=2**23)
+
+
+class TemplateSource(NamedTuple):
+    """The arguments of a `ChatTemplate`."""
+
+    source: str
+    special: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+
+
+class ConfinedTemplates:
+    """Warm processes for templates of one engine: as many as there are threads that render at once.
+
+    The processes end with this object, or at `close`.
+    """
+
+    def __init__(self, budget: Budget = OWN) -> None:
+        self._budget = budget
+        self._idle: list[TemplateProcess] = []
+        self.close = weakref.finalize(self, _close_all, self._idle)
+
+    def render(
+        self, template: TemplateSource, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> list[str]:
+        """Render as `ChatTemplate.render` does; threads may call it at the same time.
+
+        Raises:
+            TemplateBudgetError: it takes too much.
+            GenerationError: there is no process to render in.
+        """
+        return _twice(lambda: self._render(template, messages, options))
+
+    def _render(
+        self, template: TemplateSource, messages: Sequence[Mapping[str, Any]], options: Any
+    ) -> list[str]:
+        process = self._take(template)
+        try:
+            return process.render(template, messages, **options)
+        finally:
+            if process.is_usable and self.close.alive:
+                self._idle.append(process)
+            else:
+                process.close()
+
+    def _take(self, template: TemplateSource) -> "TemplateProcess":
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_usable and process.has_room_for(template):
+                return process
+            process.close()
+        return TemplateProcess(self._budget)
+
+
+def render_once(
+    template: TemplateSource,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    budget: Budget = FOREIGN,
+    **options: Any,
+) -> list[str]:
+    """Render a foreign template in a process for it alone; raises as `ConfinedTemplates.render`."""
+
+    def render() -> list[str]:
+        process = TemplateProcess(budget)
+        try:
+            return process.render(template, messages, **options)
+        finally:
+            process.close()
+
+    return _twice(render)
+
+
+def _twice(render: Callable[[], list[str]]) -> list[str]:
+    """Render, and once more if the process was killed from outside; only the second time is it the template's doing.
+
+    Raises:
+        TemplateBudgetError: it was killed again.
+    """
+    try:
+        return render()
+    except HelperKilledError:
+        pass
+    try:
+        return render()
+    except HelperKilledError:
+        raise _over_budget() from None
+
+
+class TemplateProcess:
+    """Process that renders one conversation at a time.
+
+    Raises:
+        GenerationError: it cannot be started.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._numbers: dict[TemplateSource, int] = {}  # of the templates that it knows
+        try:
+            self._process = ConfinedProcess(WORKER, *budget)
+        except OSError as error:
+            raise GenerationError(f"no process to render a template in: {error}") from error
+
+    @property
+    def is_usable(self) -> bool:
+        """Tell whether it is alive and was started by this very process, not by one that this was forked from."""
+        return self._process.is_usable
+
+    def has_room_for(self, template: TemplateSource) -> bool:
+        return template in self._numbers or len(self._numbers) < MAX_TEMPLATES
+
+    def render(
+        self, template: TemplateSource, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> list[str]:
+        """Render as `ConfinedTemplates.render` does; the process is closed unless it has answered.
+
+        Raises:
+            HelperKilledError: it was killed from outside.
+        """
+        number = self._numbers.get(template, len(self._numbers))
+        arguments = None if template in self._numbers else template
+        order = _encoded([number, arguments, messages, options])
+        self._numbers[template] = number
+        match json.loads(self._answer(order)):
+            case {"pieces": pieces}:
+                return pieces
+            case {"unsupported": message, "parameter": parameter}:
+                raise UnsupportedFeatureError(message, parameter=parameter)
+            case {"message": message, "parameter": parameter}:
+                raise TrouperValidationError(message, parameter=parameter)
+            case other:
+                raise AssertionError(other)
+
+    def _answer(self, order: bytes) -> bytes:
+        try:
+            return self._process.ask(order, WALL_S)
+        except TimeoutError:
+            raise _over_budget() from None
+        except HelperKilledError:
+            raise
+        except ChildProcessError as error:
+            raise GenerationError(f"rendering the template failed: {error}") from None
+
+    def close(self) -> None:
+        """End the process, whatever it does; nothing for the copy of this object in a forked child."""
+        self._process.close()
+
+
+def _encoded(order: list[Any]) -> bytes:
+    try:
+        return json.dumps(plain_data(order)).encode()
+    except RecursionError:
+        raise TrouperValidationError("nested too deep", parameter="messages") from None
+
+
+def _close_all(processes: list[TemplateProcess]) -> None:
+    while processes:
+        processes.pop().close()
+
+
+def _over_budget() -> TemplateBudgetError:
+    return TemplateBudgetError("this template takes too much to render", parameter="chat_template")

@@ -1,0 +1,116 @@
+"""The protocol between the engine and the processes that render its chat templates.
+
+An order is a frame of JSON: [number, arguments of a ChatTemplate or null, messages, options].  A template is sent
+once and named by its number from then on.  The answer is a frame, too: {"pieces": ...} or an error.
+
+Arguments of calls earlier in a conversation, as clients send them back -> a JSON object for the chat template.  Pure.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard, cast
+
+from trouper.errors import invalid
+
+# Stands around the number of a part that is no text; a code point of no character, dropped from other text.
+MARK = "\U0010fffe"
+
+
+def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Tell whether plain data are a JSON object."""
+    return isinstance(value, dict)
+
+
+def is_array(value: Any) -> TypeGuard[list[Any]]:
+    """Tell whether plain data are a JSON array."""
+    return isinstance(value, list)
+
+
+def plain_data(value: Any) -> Any:
+    """Copy `value` with nothing but json types in it, so that a template can call nothing."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for base in (str, int, float):  # subclasses may carry methods
+        if isinstance(value, base):
+            return base(value)
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {plain_data(key): plain_data(item) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in cast("list[Any]", value)]
+    dump: Callable[[], Any] | None = getattr(value, "model_dump", None)
+    if callable(dump):
+        return plain_data(dump())
+    return f"<{type(value).__name__}>"
+
+
+MAX_TRIES = 64  # places at which a cut text may be closed
+
+
+def past_arguments(given: Any, place: str) -> dict[str, Any]:
+    """Return the arguments of a past call as an object.
+
+    None and an empty text are an object without members.  A text that was cut, as an answer is by `max_tokens`, ends behind
+    its last whole value; one that holds a text of JSON is read twice.
+
+    Raises:
+        TrouperValidationError: they are anything else, naming the place.
+    """
+    found = given
+    for _ in range(2):
+        if isinstance(found, str):
+            found = _read(found)
+    if found is None:
+        return {}
+    if not is_object(found):
+        raise invalid(place, "must be a JSON object, or its text")
+    return found
+
+
+def _read(text: str) -> Any:
+    """Return what a text says; the text itself where that is no JSON, even if it is closed."""
+    text = text.strip()
+    if not text:
+        return None
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        pass
+    return _closed(text) if text.startswith("{") else text
+
+
+def _closed(text: str) -> Any:
+    """Read a text that was cut: what is open is closed, and what has no value yet is left out."""
+    for end, closing in _ends(text):
+        if not closing:  # it was complete, and something else follows
+            return text
+        try:
+            return json.loads(text[:end] + closing, strict=False)
+        except (ValueError, RecursionError):
+            continue
+    return text
+
+
+def _ends(text: str) -> list[tuple[int, str]]:
+    """Return where the text may end, the last place first, and the brackets that are open there."""
+    ends: list[tuple[int, str]] = []
+    open_brackets: list[str] = []
+    in_string = is_escaped = False
+    for i, char in enumerate(text):
+        if in_string:
+            in_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{[":
+            open_brackets.append("}" if char == "{" else "]")
+            ends.append((i + 1, "".join(reversed(open_brackets))))
+        elif char in "}]" and open_brackets:
+            open_brackets.pop()
+            ends.append((i + 1, "".join(reversed(open_brackets))))
+        elif char == ",":
+            ends.append((i, "".join(reversed(open_brackets))))
+        ends = ends[-MAX_TRIES:]
+    quote = '"' if in_string and not is_escaped else ""
+    ends.append((len(text), quote + "".join(reversed(open_brackets))))
+    return ends[::-1]

@@ -1,0 +1,1 @@
+"""Grammars for structured output, tried on a budget before they are compiled."""

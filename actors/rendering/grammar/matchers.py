@@ -1,0 +1,219 @@
+"""Matchers of grammars for one vocabulary: of those that are checked as requests come, and of those that a device follows.
+
+The compiler counts most of its steps, but neither all of them nor its depth: a source comes here when it has been tried in a
+process (`grammar_trials.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Lock
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary, key_of
+from trouper.actors.rendering.grammar.sized_cache import KeptBySize
+from trouper.lark import Lark
+
+# Of memory for compiled grammars that no request needs any more, in the process that compiled them.
+MAX_KEPT_BYTES = 128 * 2**20
+ENTRY_BYTES = 1024  # that keeping one costs at the least
+CHECKED = object()  # in place of a matcher: the source compiles
+# Steps of the lexer's construction (10 ms), of a mask's, its states, and symbols of a grammar.
+LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+
+NO_TEXT = "no text matches it"
+
+
+class NotAGrammarError(Exception):
+    """The compiler refuses a source."""
+
+
+class CompiledGrammar(NamedTuple):
+    """A matcher at the beginning of an output, which is only copied."""
+
+    matcher: Any
+    seconds: float | None = None  # that it took; None: it was kept
+
+
+class Matchers:
+    """Compiles sources, keeps those that were asked for last, and those that are held for a device.  Threads share it.
+
+    Args:
+        read: gives the vocabulary, of which no text is looked at; called once, at the first use.
+        max_bytes: of memory for those that are only kept.
+        only_checks: nothing follows the matchers here, so only the verdicts are kept.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Vocabulary],
+        max_bytes: int = MAX_KEPT_BYTES,
+        *,
+        only_checks: bool = False,
+    ) -> None:
+        self._read = read
+        self._only_checks = only_checks
+        self._lock = Lock()
+        self._reading = Lock()
+        self._tokens: Any = None  # as `llguidance` has them
+        self._kept = KeptBySize[bytes, Any](max_bytes)
+        self._held: dict[bytes, tuple[Any, int]] = {}  # and how many devices hold it
+
+    def __repr__(self) -> str:
+        return f"<Matchers: {len(self._kept)} kept, {len(self._held)} held>"
+
+    def read_vocabulary(self) -> None:
+        """Prepare the vocabulary, which the first grammar would wait for."""
+        self._vocabulary_tokens()
+
+    def compile(self, source: str, num_bytes: int = 0, owner: str = "") -> CompiledGrammar:
+        """Compile a source, unless it is among those kept or held.
+
+        Args:
+            num_bytes: of memory that it takes.
+            owner: the client on whose behalf it is kept.
+
+        Raises:
+            ImportError: llguidance is not installed.
+            UnicodeError: it holds a lone surrogate.
+            NotAGrammarError: it is no grammar, or too complex.
+        """
+        key, tokens = key_of(source), self._vocabulary_tokens()
+        with self._lock:
+            held = self._held.get(key)
+            known = self._kept.get(key) if held is None else held[0]
+        if known is not None:
+            return CompiledGrammar(known)
+        started = perf_counter()
+        found = compiled(tokens, source)
+        with self._lock:
+            if self._only_checks:
+                self._kept.put(key, CHECKED, ENTRY_BYTES, owner)
+            else:
+                self._kept.put(key, found, num_bytes + ENTRY_BYTES, owner)
+        return CompiledGrammar(found, perf_counter() - started)
+
+    def matcher(self, source: str) -> Any:
+        """Return a matcher at the beginning of an output; raises as `compile` does."""
+        found = self.compile(source).matcher
+        return compiled(self._tokens, source) if found is CHECKED else found.deep_copy()
+
+    def hold(self, source: str) -> None:
+        """Compile a source for a device, and keep it until as many devices have released it; raises as `compile` does."""
+        key, found = key_of(source), self.compile(source).matcher
+        with self._lock:
+            matcher, num_holders = self._held.get(key, (found, 0))
+            self._held[key] = matcher, num_holders + 1
+
+    def release(self, key: bytes) -> None:
+        """Give up a source that a device holds; nothing for one that it does not."""
+        with self._lock:
+            matcher, num_holders = self._held.pop(key, (None, 0))
+            if num_holders > 1:
+                self._held[key] = matcher, num_holders - 1
+
+    def _vocabulary_tokens(self) -> Any:
+        with self._reading:
+            if self._tokens is None:
+                self._tokens = _tokens(self._read())
+            return self._tokens
+
+
+def compiled(tokens: Any, source: str) -> Any:
+    """Compile a source for the tokens of an `LLTokenizer`; raises as `Matchers.compile` does."""
+    import llguidance
+
+    options: dict[str, Any] = dict(LIMITS)
+    limits: Any = llguidance.LLParserLimits(**options)
+    try:
+        found: Any = llguidance.LLMatcher(tokens, source, log_level=0, limits=limits)
+    except (ValueError, UnicodeError) as error:
+        raise NotAGrammarError(str(error)) from None
+    first = found.deep_copy()
+    first.compute_bitmask()  # what no text matches, and what takes too many steps at once, is seen here
+    for matcher in (found, first):
+        if matcher.is_error():
+            raise NotAGrammarError(_reason(matcher.get_error()))
+    return found
+
+
+def matches_only(tokens: Any, pattern: str, names: Sequence[str]) -> bool:
+    """Tell whether a pattern, as schemas have it, matches no text but some of these names."""
+    body = pattern.removeprefix("^")
+    body = body.removesuffix("$") if not body.endswith("\\$") else body
+    head = "" if pattern.startswith("^") else "(?s:.*)"
+    tail = "" if len(head + body) < len(head + pattern.removeprefix("^")) else "(?s:.*)"
+    lark = Lark({})
+    terminal = lark.terminal(f"{head}(?:{body}){tail}", names)
+    try:
+        compiled(tokens, lark.source(terminal))
+    except NotAGrammarError as error:
+        return str(error) == NO_TEXT
+    return False
+
+
+class ReceivedGrammars:
+    """The grammars of plans that come from another process, whose vocabulary comes before them.
+
+    It keeps what the scheduler has had prepared and nothing else: there the bytes are counted.
+    """
+
+    def __init__(self) -> None:
+        self._vocabulary: Vocabulary | None = None
+        self._matchers = Matchers(self._known, max_bytes=0)
+
+    def __repr__(self) -> str:
+        return f"<ReceivedGrammars: {self._matchers!r}>"
+
+    def take(self, vocabulary: Vocabulary) -> None:
+        """Take the vocabulary of all grammars that follow."""
+        self._vocabulary = vocabulary
+
+    def make(self, rules: GrammarRules) -> Grammar:
+        """Make a grammar of its rules."""
+        return Grammar(rules, partial(self._matcher, rules.source), self._text_of)
+
+    def hold(self, source: str) -> None:
+        """Compile a source and keep it until `release`; any thread may do so."""
+        self._matchers.hold(source)
+
+    def release(self, key: bytes) -> None:
+        """Give up a source; nothing for one that is not held."""
+        self._matchers.release(key)
+
+    def read_vocabulary(self) -> None:
+        """Prepare the vocabulary, which the first grammar would wait for; any thread may do so."""
+        self._matchers.read_vocabulary()
+
+    def _matcher(self, source: str | None) -> Any:
+        return None if source is None else self._matchers.matcher(source)
+
+    def _known(self) -> Vocabulary:
+        if self._vocabulary is None:
+            raise RuntimeError("a grammar before its vocabulary")
+        return self._vocabulary
+
+    def _text_of(self, token: int) -> str:
+        texts = self._known().texts
+        return texts[token] if 0 <= token < len(texts) else ""
+
+
+def _reason(error: str) -> str:
+    """Write the compiler's error; of a grammar without any text it says only what it could not compute."""
+    return NO_TEXT if error.startswith("NoExtensionBias") else error
+
+
+def _tokens(vocabulary: Vocabulary) -> Any:
+    import llguidance
+
+    return llguidance.LLTokenizer(
+        vocabulary.rules,
+        n_vocab=vocabulary.num_tokens,
+        eos_token=list(vocabulary.eos_token_ids),
+    )

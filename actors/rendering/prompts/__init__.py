@@ -1,0 +1,1 @@
+"""Prompts of every form, rendered to token ids or embeddings with complete parameters."""

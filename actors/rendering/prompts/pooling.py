@@ -1,0 +1,235 @@
+"""Prompts of a pooling model -> what the engine needs to know.  Pure; runs in a renderer's thread.
+
+Beside the forms of generation there is the pair: `{"prompt": …, "text_pair": …}`.  A text is cut inside its
+special tokens, as transformers does it, and at its end unless the request says otherwise; of a pair the longer text is
+cut.  A query or document of late interaction is marked; every other text is read as it is.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Self, cast
+
+import msgspec
+
+from trouper.actors.messages.requests import AdmitPooling, Render
+from trouper.actors.messages.sinks import PoolingSink
+from trouper.actors.rendering.prompts.late_interaction import Marks, marks_of
+from trouper.actors.rendering.prompts.prompts import (
+    SPARE_TOKENS,
+    Form,
+    Prompts,
+    Rendered,
+    checked_ids,
+    template_text,
+)
+from trouper.actors.rendering.prompts.sampling import ModelLimits
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.config.checkpoint.pooler import PoolerSpec
+from trouper.config.resolve import EngineConfig
+from trouper.errors import invalid
+from trouper.pooling import PoolingParams
+
+TYPES = "token_type_ids"
+PAIR_KEYS = frozenset({"prompt", "text_pair"})
+
+
+class _Encoded(msgspec.Struct, frozen=True):
+    ids: list[int]
+    type_ids: list[int] | None
+    num_keys: int | None = None
+    skipped_rows: tuple[int, ...] = ()
+
+
+class PoolingPrompts(Prompts):
+    """Renders the prompts of one pooling model."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: ModelLimits,
+        spec: PoolerSpec,
+        chat_template: str | None = None,
+    ) -> None:
+        super().__init__(tokenizer, limits, chat_template)
+        self._spec = spec
+        # What was given last, and what it came to: the texts of a request share their parameters, and to check
+        # them takes as long as to tokenise some words.
+        self._resolved: tuple[PoolingParams, PoolingParams] | None = None
+        self._marks: dict[str, Marks] = {}
+        if spec.late is not None and tokenizer is not None:
+            self._marks = marks_of(spec.late, tokenizer, limits)
+
+    @classmethod
+    def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
+        assert config.pooler is not None
+        limits = ModelLimits(
+            vocab_size=config.model.vocab_size,
+            max_model_len=config.max_model_len,
+            num_token_types=config.model.hf_config.get("type_vocab_size") or 0,
+            room=0,
+        )
+        return cls(tokenizer, limits, config.pooler, template_text(config.chat_template))
+
+    def render(self, message: Render) -> Rendered:
+        assert isinstance(message.params, PoolingParams)
+        params = self._resolve(message.params)
+        encoded = self._encoded(message)
+        ids, type_ids = encoded.ids, encoded.type_ids
+        self._check_length(len(ids))
+        return Rendered(
+            None,
+            AdmitPooling(
+                id=message.id,
+                prompt_token_ids=tuple(ids),
+                token_type_ids=tuple(type_ids) if type_ids and any(type_ids) else None,
+                num_keys=encoded.num_keys,
+                skipped_rows=encoded.skipped_rows,
+                params=params,
+                slot=cast("PoolingSink", message.slot),  # goes with the parameters
+                priority=message.priority,
+                arrival_time=message.arrival_time,
+                data_parallel_rank=message.data_parallel_rank,
+                key=message.key,
+            ),
+        )
+
+    def _resolve(self, given: PoolingParams) -> PoolingParams:
+        last = self._resolved  # another thread may write it meanwhile
+        if last is None or last[0] != given:
+            last = self._resolved = given, given.resolve(self._spec)
+        return last[1]
+
+    def _encoded(self, message: Render) -> _Encoded:
+        prompt: Any = message.prompt
+        wanted, keeps_end = self._cut(message)
+        if isinstance(prompt, str):
+            return self._encode_plain(prompt, message, wanted, keeps_end)
+        type_ids: Any = None
+        if isinstance(prompt, Mapping):
+            given: dict[str, Any] = dict(prompt)  # pyright: ignore[reportUnknownArgumentType]  # of whatever
+            if "text_pair" in given:
+                return self._encode_pair(given, message, wanted, keeps_end)
+            type_ids = given.pop(TYPES, None)
+            if "messages" in given:
+                given.setdefault("add_generation_prompt", False)
+            prompt = given
+        form = self._form(prompt)
+        if form.ids is None:
+            pieces = form.pieces or []
+            if form.adds_special_tokens:
+                return self._encode_plain("".join(pieces), message, wanted, keeps_end)
+            adds = message.add_special_tokens is True
+            # of a chat: the pieces stay apart
+            return _Encoded(self._encode(pieces, wanted, adds, keeps_end), None)
+        ids = checked_ids(form.ids, self._limits.vocab_size)
+        if type_ids is not None:
+            num_types = self._limits.num_token_types or 2  # of a model without, which ignores them
+            type_ids = checked_ids(type_ids, num_types, TYPES)
+            if len(type_ids) != len(ids):
+                raise invalid(TYPES, f"must be {len(ids)} in number", len(type_ids))
+        if wanted is not None and len(ids) > wanted:
+            kept = slice(-wanted, None) if keeps_end else slice(wanted)
+            ids, type_ids = ids[kept], type_ids and type_ids[kept]
+        return _Encoded(ids, type_ids)
+
+    def _form(self, prompt: Any) -> Form:
+        form = super()._form(prompt)
+        if form.gap is not None:
+            raise invalid("suffix", "has no meaning for a model that pools")
+        return form
+
+    def _encode_plain(
+        self, text: str, message: Render, wanted: int | None, keeps_end: bool
+    ) -> _Encoded:
+        params: Any = message.params
+        adds, late = message.add_special_tokens is not False, params.late_interaction_params
+        max_each = message.max_text_tokens
+        if late is not None and late.mode in self._marks:
+            marks = self._marks[late.mode]
+            return self._encode_marked(text, wanted, keeps_end, adds, marks, max_each)
+        return self._encode_text((text,), wanted, keeps_end, adds, max_each)
+
+    def _encode_pair(
+        self, given: dict[str, Any], message: Render, wanted: int | None, keeps_end: bool
+    ) -> _Encoded:
+        if unknown := given.keys() - PAIR_KEYS:
+            raise invalid("prompt", "unknown keys beside 'text_pair'", sorted(map(str, unknown)))
+        pair: tuple[Any, ...] = (given.get("prompt"), given["text_pair"])
+        for part in pair:
+            if not isinstance(part, str) or not part:
+                raise invalid("prompt", "a pair needs two texts", type(part).__name__)
+        adds = message.add_special_tokens is not False
+        return self._encode_text(pair, wanted, keeps_end, adds, message.max_text_tokens)
+
+    def _encode_marked(
+        self,
+        text: str,
+        wanted: int | None,
+        keeps_end: bool,
+        adds: bool,
+        marks: Marks,
+        max_each: tuple[int | None, ...],
+    ) -> _Encoded:
+        """Such a text is always cut: queries and documents have the lengths of the model's training."""
+        tokenizer = self._needed_tokenizer("prompt")
+        if max_each[:1] != () and marks.text:  # the marker is no part of the text
+            num_marker = len(tokenizer.encode(marks.text, add_special_tokens=False))
+            max_each = tuple(None if num is None else num + num_marker for num in max_each)
+        whole = (marks.text + text,)
+        ids = self._encode_text(whole, marks.room(wanted), keeps_end, adds, max_each).ids
+        num_leading = int(adds and bool(ids) and ids[0] in tokenizer.special_ids)
+        marked = marks.mark(ids, num_leading)
+        return _Encoded(marked.ids, None, marked.num_keys, marked.skipped_rows)
+
+    def _encode_text(
+        self,
+        texts: tuple[str, ...],
+        wanted: int | None,
+        keeps_end: bool,
+        adds: bool,
+        max_each: tuple[int | None, ...] = (),
+    ) -> _Encoded:
+        """Encode a text or a pair; each is cut to its own length first, then all to what is wanted."""
+        tokenizer = self._needed_tokenizer("prompt")
+        if not texts[0]:
+            raise invalid("prompt", "the prompt must not be empty")
+        if self._spec.lowers_case:
+            texts = tuple(text.lower() for text in texts)
+        lengths = [len(text) for text in texts]
+        if max_each:
+            longest = tokenizer.longest_token_chars
+            each = tuple(zip(texts, max_each, strict=True))
+            lengths = [len(t) if most is None else min(len(t), most * longest) for t, most in each]
+            texts = tuple(
+                text if most is None else _part(text, most, tokenizer, keeps_end=False)
+                for text, most in each
+            )
+        if wanted is None:
+            self._refuse_hopeless(sum(lengths), tokenizer)
+        else:
+            texts = tuple(_part(text, wanted, tokenizer, keeps_end=keeps_end) for text in texts)
+        ids, type_ids = tokenizer.encode_within(
+            *texts,
+            add_special_tokens=adds,
+            max_length=wanted,
+            keeps_end=keeps_end,
+            max_each=max_each,
+        )
+        num_types = self._limits.num_token_types
+        if num_types <= 1 or not any(type_ids):
+            type_ids = None
+        else:  # a tokenizer's, which may know of more types than the model
+            type_ids = checked_ids(type_ids, num_types, TYPES)
+        if not self._fits:
+            ids = checked_ids(ids, self._limits.vocab_size)
+        return _Encoded(ids, type_ids)
+
+    def _keeps_end(self, side: str | None) -> bool:
+        """A text is cut at its end unless the request, or else the tokenizer, says otherwise."""
+        own = None if self._tokenizer is None else self._tokenizer.truncation_side
+        return super()._keeps_end(side or own or "right")
+
+
+def _part(text: str, num_tokens: int, tokenizer: Tokenizer, *, keeps_end: bool) -> str:
+    """Return as much of a text as may become so many tokens, and some more."""
+    keep = (num_tokens + SPARE_TOKENS) * tokenizer.longest_token_chars
+    return text[-keep:] if keeps_end else text[:keep]

@@ -1,0 +1,466 @@
+"""Prompts of every form -> what the engine needs to know.  Pure; runs in a renderer's thread.
+
+In this order: form → text (chat template) → length bound → tokens → truncation → validation →
+parameters.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast
+
+import msgspec
+
+from trouper.actors.limits import MAX_BAD_WORD, MAX_EDITS
+from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.requests import Admit, AdmitPooling, Render, Track
+from trouper.actors.messages.sinks import GenerationSink
+from trouper.actors.rendering.chat.confined import ConfinedTemplates, TemplateSource, render_once
+from trouper.actors.rendering.grammar.grammars import Grammars
+from trouper.actors.rendering.prompts.chat_embeds import encode_mixed, take_embeds, unmarked
+from trouper.actors.rendering.prompts.embeds import (
+    decode_base64,
+    decode_embeds,
+    digests,
+    from_tensor,
+)
+from trouper.actors.rendering.prompts.infill import KEYS as GAP_KEYS
+from trouper.actors.rendering.prompts.infill import Gap, gap_ids, marks_of
+from trouper.actors.rendering.prompts.sampling import (
+    ModelLimits,
+    eos_ids,
+    resolve_sampling,
+    thinking_of,
+)
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.config.checkpoint.files import read_text
+from trouper.config.resolve import EngineConfig
+from trouper.errors import (
+    ChatTemplateResolutionError,
+    TrouperValidationError,
+    UnsupportedFeatureError,
+    invalid,
+    out_of_vocabulary,
+)
+from trouper.params import SamplingParams
+
+MAX_SALT_CHARS = 128
+# Clients know by these words of vLLM and OpenAI that a conversation must be shortened.
+TOO_LONG = (
+    "This model's maximum context length is {limit} tokens. However, your prompt contains {length}"
+)
+SHORTER = "Please reduce the length of the input prompt."
+SPARE_TOKENS = 64  # a text cut before tokenising is left this much longer than it needs to be
+# mm_processor_kwargs concerns multimodal items only; without any it has nothing to do.
+TEXT_KEYS = frozenset({"type", "prompt", "cache_salt", "mm_processor_kwargs"})
+TOKENS_KEYS = TEXT_KEYS | {"prompt_token_ids"}
+EMBEDS_KEYS = TEXT_KEYS | {"prompt_embeds"}
+INFILL_KEYS = TEXT_KEYS | GAP_KEYS
+CHAT_KEYS = frozenset(
+    {
+        "messages", "chat_template", "foreign_chat_template", "add_generation_prompt",
+        "continue_final_message", "tools", "chat_template_kwargs", "template_defaults", "documents",
+        "cache_salt", "mm_processor_kwargs",
+    }
+)  # fmt: skip
+LATER_KEYS = frozenset(
+    {
+        "multi_modal_data", "multi_modal_uuids",
+        "media_io_kwargs", "encoder_prompt", "decoder_prompt", "token_type_ids",
+    }
+)  # fmt: skip
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """The messages that introduce a request: to the Detokenizer (not when pooling), then to the Scheduler."""
+
+    track: Track | None
+    admit: Admit | AdmitPooling
+
+
+class Form(NamedTuple):
+    """A prompt after its form has been seen through: pieces of text, or ids."""
+
+    pieces: list[str] | None
+    ids: Sequence[Any] | None
+    text: str | None
+    salt: str | None
+    adds_special_tokens: bool
+    embeds: Sequence[Embeds] = ()
+    gap: Gap | None = None  # to be filled in; the text is its prefix
+
+
+class Prompts:
+    """Renders the prompts of one model.  Threads may share it: nothing in it changes."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: ModelLimits,
+        chat_template: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._keeps_end_by_default = self._keeps_end(None)
+        # What a text is spelled with need not be looked at one by one.
+        self._fits = tokenizer is not None and tokenizer.gives_below(limits.vocab_size)
+        self._chat_template = chat_template
+        self._control_tokens = ((), ()) if tokenizer is None else _control_tokens(tokenizer)
+        self._templates = ConfinedTemplates()
+        eos = tuple(eos_ids(limits, tokenizer))
+        self._grammars = Grammars(
+            tokenizer, limits.vocab_size, eos, limits.sends_grammars, limits.structured_outputs
+        )
+
+    @classmethod
+    def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
+        """`config.chat_template` may be a file's path or the template itself."""
+        limits = ModelLimits(
+            vocab_size=config.model.vocab_size,
+            max_model_len=config.max_model_len,
+            max_logprobs=config.max_logprobs,
+            eos_token_ids=config.model.eos_token_ids,
+            hidden_size=config.model.hidden_size if config.enable_prompt_embeds else None,
+            block_size=config.block_size,
+            max_edits=MAX_EDITS if config.device == "cuda" else None,
+            max_bad_word=MAX_BAD_WORD + 1 if config.device == "cuda" else None,
+            sends_grammars=config.device_worker == "process",
+            reasoning=config.reasoning,
+            structured_outputs=config.structured_outputs,
+        )
+        return cls(tokenizer, limits, template_text(config.chat_template))
+
+    def render_quickly(self, message: Render) -> Rendered:
+        """Render one request unless its grammar must be tried; raises UntriedGrammarError, or as `render` does."""
+        assert isinstance(message.params, SamplingParams)
+        self._grammars.check_tried(message.params)
+        return self.render(message)
+
+    def render(self, message: Render) -> Rendered:
+        """Render one request; raises a TrouperError for a bad prompt, or anything on a defect."""
+        assert isinstance(message.params, SamplingParams)
+        slot = cast("GenerationSink", message.slot)  # goes with the parameters
+        form = self._form(message.prompt)
+        embeds = tuple(form.embeds)
+        if embeds:
+            _check_embeds_request(message)
+        wanted, keeps_end = self._cut(message)
+        ends: tuple[int, ...] = ()
+        if form.gap is not None:
+            ids, ends = self._encode_gap(form.gap, message)
+        elif form.ids is None:
+            adds = message.add_special_tokens
+            adds = form.adds_special_tokens if adds is None else adds
+            if embeds:
+                ids, embeds = self._encode_mixed(form.pieces or [], embeds, adds)
+            else:
+                ids = self._encode(form.pieces or [], wanted, adds, keeps_end)
+        else:
+            ids = checked_ids(form.ids, self._limits.vocab_size)
+        if wanted is not None and len(ids) > wanted:
+            ids = ids[-wanted:] if keeps_end else ids[:wanted]
+        self._check_length(len(ids))
+        prompt_token_ids = tuple(ids)
+        resolved = resolve_sampling(message.params, len(ids), self._limits, self._tokenizer)
+        marks = self._limits.reasoning or message.reasoning
+        thinking = thinking_of(marks, resolved.params, form.text, ids, self._tokenizer)
+        return Rendered(
+            Track(
+                message.id,
+                prompt_token_ids,
+                resolved.params,
+                slot,
+                form.text,
+                message.trace_headers,
+                message.visible,
+            ),
+            Admit(
+                id=message.id,
+                prompt_token_ids=prompt_token_ids,
+                params=resolved.params,
+                eos_token_id=resolved.eos_token_id,
+                stop_token_ids=tuple(dict.fromkeys((*resolved.stop_token_ids, *ends))),
+                bad_words_ids=resolved.bad_words_ids,
+                priority=message.priority,
+                arrival_time=message.arrival_time,
+                cache_salt=form.salt,
+                grammar=self._grammars.compile(resolved.params, thinking, message.key),
+                adapter=message.adapter,
+                embeds=embeds,
+                embeds_digests=digests(embeds, self._limits.block_size),
+                data_parallel_rank=message.data_parallel_rank,
+                session_id=message.session_id,
+                key=message.key,
+                cache_scope=message.cache_scope,
+            ),
+        )
+
+    def _cut(self, message: Render) -> tuple[int | None, bool]:
+        """Decide how many tokens to keep (None: as many as there may be), and whether to keep the end."""
+        truncate, side = message.truncate_prompt_tokens, message.truncation_side
+        if truncate is None and side is None:
+            return None, self._keeps_end_by_default
+        return self._wanted_length(truncate), self._keeps_end(side)
+
+    def _keeps_end(self, side: str | None) -> bool:
+        """A prompt is cut at its beginning unless the request, or else the tokenizer, says otherwise."""
+        if side not in (None, "left", "right"):
+            raise invalid("truncation_side", "must be left or right", side)
+        if side is None and self._tokenizer is not None:
+            side = self._tokenizer.truncation_side
+        return side != "right"
+
+    def _form(self, prompt: Any) -> Form:
+        if isinstance(prompt, str):
+            return Form([prompt], None, prompt, None, True)
+        if isinstance(prompt, Mapping):
+            return self._dict_form(cast("Mapping[str, Any]", prompt))
+        if isinstance(prompt, bytes | bytearray):
+            return self._embeds_form(prompt, None, None)
+        if isinstance(prompt, Sequence):
+            return Form(None, prompt, None, None, False)
+        raise invalid("prompt", "must be text, token ids or a prompt dict", type(prompt).__name__)
+
+    def _dict_form(self, prompt: Mapping[str, Any]) -> Form:
+        given = {key: value for key, value in prompt.items() if value is not None}
+        if later := LATER_KEYS & given.keys():
+            raise UnsupportedFeatureError(f"not supported yet: {', '.join(sorted(later))}")
+        salt = _checked_salt(given.get("cache_salt"))
+        for key, known in (
+            ("messages", CHAT_KEYS), ("prompt_embeds", EMBEDS_KEYS), ("suffix", INFILL_KEYS),
+            ("prompt_token_ids", TOKENS_KEYS), ("prompt", TEXT_KEYS),
+        ):  # fmt: skip
+            if key in given:
+                if unknown := given.keys() - known:
+                    raise invalid(
+                        "prompt", f"unknown keys beside {key!r}", sorted(map(str, unknown))
+                    )
+                break
+        else:
+            raise invalid(
+                "prompt", "a prompt dict needs prompt, prompt_token_ids, prompt_embeds or messages"
+            )
+        text = given.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise invalid("prompt", "must be text", type(text).__name__)
+        if "messages" in given:
+            pieces, embeds = self._chat(given)
+            return Form(pieces, None, unmarked(pieces), salt, False, embeds)
+        if "suffix" in given:
+            return Form(None, None, text, salt, True, gap=Gap.of(given))
+        if "prompt_embeds" in given:
+            return self._embeds_form(given["prompt_embeds"], text, salt)
+        if "prompt_token_ids" in given:
+            return Form(None, given["prompt_token_ids"], text, salt, False)
+        return Form([text or ""], None, text, salt, True)
+
+    def _embeds_form(self, given: Any, text: str | None, salt: str | None) -> Form:
+        """Read a prompt of embeddings; its ids are zeros, which no part looks at."""
+        embeds = self._decoded(given)
+        return Form(None, [0] * embeds.num_rows, text, salt, False, (embeds,))
+
+    def _decoded(self, given: Any) -> Embeds:
+        width, max_rows = self._limits.hidden_size, self._limits.max_model_len
+        if width is None:
+            raise invalid("prompt_embeds", "not enabled (enable_prompt_embeds)")
+        payload: Any = given
+        if isinstance(given, str | memoryview):
+            payload = decode_base64(cast("str | memoryview", given), width, max_rows)
+        if isinstance(payload, bytes | bytearray | memoryview):
+            return decode_embeds(cast("bytes", payload), width, max_rows)
+        return from_tensor(payload, width, max_rows)
+
+    def _chat(self, prompt: Mapping[str, Any]) -> tuple[list[str], list[Embeds]]:
+        tokenizer = self._needed_tokenizer("messages")
+        messages: Any = prompt["messages"]
+        tools: Any = prompt.get("tools")
+        variables: Any = prompt.get("chat_template_kwargs") or {}
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+            raise invalid("messages", "must be a list of messages", type(messages).__name__)
+        if tools is not None and not (
+            isinstance(tools, Sequence)
+            and all(isinstance(tool, Mapping) for tool in cast("Sequence[Any]", tools))
+        ):
+            raise invalid("tools", "must be a list of dicts")
+        if not isinstance(variables, Mapping):
+            raise invalid("chat_template_kwargs", "must be a dict", type(variables).__name__)
+        variables = dict(cast("Mapping[str, Any]", variables))
+        if documents := prompt.get("documents"):
+            variables["documents"] = documents
+        messages, embeds = take_embeds(cast("Sequence[Any]", messages), self._decoded)
+        foreign = prompt.get("foreign_chat_template")
+        if foreign is None or foreign in tokenizer.chat_templates:
+            given = foreign or prompt.get("chat_template")
+            source = self._template_source(tokenizer, given, bool(prompt.get("tools")))
+            render = self._templates.render
+        else:
+            source, render = foreign, render_once
+        pieces = render(
+            TemplateSource(source, *self._control_tokens),
+            messages,
+            tools=tools,
+            add_generation_prompt=prompt.get("add_generation_prompt", True),
+            continue_final_message=prompt.get("continue_final_message", False),
+            variables={**prompt.get("template_defaults", {}), **variables},
+            special_tokens=tokenizer.special_tokens,
+            needed=list(variables),
+            arranges=True,
+        )
+        return pieces, embeds
+
+    def _template_source(self, tokenizer: Tokenizer, given: Any, has_tools: bool) -> str:
+        """The request's template, or the engine's, or the tokenizer's; a name picks among its own."""
+        own = tokenizer.chat_templates
+        source = given if given is not None else self._chat_template
+        if source is None:
+            source = own.get("tool_use") if has_tools else None
+            source = source or own.get("default")
+        if source is None:
+            raise ChatTemplateResolutionError(
+                "the tokenizer has no chat template, and none was given (chat_template)"
+            )
+        if not isinstance(source, str):
+            raise invalid("chat_template", "must be text", type(source).__name__)
+        return own.get(source, source)
+
+    def _encode(
+        self, pieces: list[str], wanted: int | None, add_special_tokens: bool, keeps_end: bool
+    ) -> list[int]:
+        tokenizer = self._needed_tokenizer("prompt")
+        num_chars = sum(map(len, pieces))
+        if num_chars == 0:
+            raise invalid("prompt", "the prompt must not be empty")
+        if wanted is None:
+            self._refuse_hopeless(num_chars, tokenizer)
+        else:
+            keep = (wanted + SPARE_TOKENS) * tokenizer.longest_token_chars
+            if num_chars > keep and len(pieces) == 1:
+                pieces = [pieces[0][-keep:] if keeps_end else pieces[0][:keep]]
+        ids = tokenizer.encode_pieces(pieces, add_special_tokens)
+        return ids if self._fits else checked_ids(ids, self._limits.vocab_size)
+
+    def _encode_mixed(
+        self, pieces: list[str], embeds: Sequence[Embeds], add_special_tokens: bool
+    ) -> tuple[list[int], tuple[Embeds, ...]]:
+        tokenizer = self._needed_tokenizer("prompt")
+        self._refuse_hopeless(sum(map(len, pieces)), tokenizer)
+        limit = self._limits.max_model_len
+        ids, placed = encode_mixed(pieces, embeds, tokenizer, add_special_tokens, limit)
+        return checked_ids(ids, self._limits.vocab_size), placed
+
+    def _encode_gap(self, gap: Gap, message: Render) -> tuple[list[int], tuple[int, ...]]:
+        """Return the tokens of a prompt with a gap, and those that end what fills it, as far as EOS would."""
+        tokenizer = self._needed_tokenizer("suffix")
+        if message.truncate_prompt_tokens is not None:
+            raise invalid("truncate_prompt_tokens", "not with suffix")
+        marks = marks_of(tokenizer)
+        if gap.max_tokens is None:
+            self._refuse_hopeless(gap.num_chars, tokenizer)
+        adds = message.add_special_tokens is not False
+        ids = gap_ids(gap, marks, tokenizer, self._control_tokens[1], adds_bos=adds)
+        ends_at_eos = isinstance(message.params, SamplingParams) and not message.params.ignore_eos
+        ends = tuple(id for id in marks.ends if id < self._limits.vocab_size)
+        return checked_ids(ids, self._limits.vocab_size), ends if ends_at_eos else ()
+
+    def _refuse_hopeless(self, num_chars: int, tokenizer: Tokenizer) -> None:
+        """Tokenising costs time in proportion to the text, so what cannot fit is not tokenised."""
+        limit = self._limits.max_model_len
+        if num_chars > limit * tokenizer.longest_token_chars:
+            least = -(-num_chars // tokenizer.longest_token_chars)
+            raise invalid(
+                "prompt",
+                f"{TOO_LONG.format(limit=limit, length=num_chars)} characters, which are at least "
+                f"{least} input tokens (max_model_len). {SHORTER}",
+            )
+
+    def _needed_tokenizer(self, parameter: str) -> Tokenizer:
+        if self._tokenizer is None:
+            rule = "this engine has no tokenizer (skip_tokenizer_init), so it takes token ids only"
+            raise invalid(parameter, rule)
+        return self._tokenizer
+
+    def _wanted_length(self, truncate: Any) -> int | None:
+        if truncate is None:
+            return None
+        limit = self._limits.max_model_len
+        if isinstance(truncate, bool) or not isinstance(truncate, int):
+            raise invalid("truncate_prompt_tokens", "must be an integer", truncate)
+        if truncate == -1:
+            return limit - self._limits.room
+        if not 1 <= truncate <= limit:
+            rule = f"must be -1 or in [1, {limit}] (max_model_len)"
+            if truncate > limit:
+                # vLLM's sentence and nothing else, since clients compare it as a whole.
+                text = "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size."
+                raise TrouperValidationError(text, parameter="truncate_prompt_tokens")
+            raise invalid("truncate_prompt_tokens", rule, truncate)
+        return truncate
+
+    def _check_length(self, length: int) -> None:
+        limit = self._limits.max_model_len
+        if length == 0:
+            raise invalid("prompt", "the prompt must not be empty")
+        if length > limit - self._limits.room:
+            also = ", and at least one new token must fit, too" if length == limit else ""
+            head = TOO_LONG.format(limit=limit, length=length)
+            raise invalid("prompt", f"{head} input tokens{also} (max_model_len). {SHORTER}")
+
+
+def _control_tokens(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """List the special tokens, and all that were added."""
+    added = tokenizer.added_tokens
+    special = {text for id, text in added.items() if id in tokenizer.special_ids}
+    return tuple(sorted(special)), tuple(sorted(set(added.values())))
+
+
+def _check_embeds_request(message: Render) -> None:
+    """Refuse parameters that need the prompt's tokens, which a prompt of embeddings does not have."""
+    assert isinstance(message.params, SamplingParams)
+    if message.params.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "is not compatible with prompt_embeds")
+    if message.truncate_prompt_tokens is not None:
+        raise invalid("truncate_prompt_tokens", "not with prompt_embeds")
+
+
+def template_text(given: str | None) -> str | None:
+    """Take the template itself, or read it from the file of that name."""
+    if given is None or any(character in given for character in "{}\n"):
+        return given
+    try:
+        return read_text(Path(given), "chat_template")
+    except (FileNotFoundError, ValueError) as error:
+        raise invalid(
+            "chat_template", f"neither a template nor a readable file: {error}", given
+        ) from error
+
+
+def checked_ids(ids: Any, num: int, parameter: str = "prompt_token_ids") -> list[int]:
+    """Check the token ids of `parameter`, each of which must be below `num`."""
+    if not isinstance(ids, list | Sequence) or isinstance(ids, str | bytes):  # mostly a list
+        raise invalid(parameter, "must be a list of ids", type(ids).__name__)
+    known = cast("Sequence[int]", ids)
+    if not all(map(operator.is_, map(type, known), repeat(int))):
+        known = [_as_int(token_id, parameter) for token_id in known]
+    if known and not (min(known) >= 0 and max(known) < num):
+        wrong = next(token_id for token_id in known if not 0 <= token_id < num)
+        raise out_of_vocabulary(parameter, wrong, vocab_size=num)
+    return list(known)
+
+
+def _as_int(token_id: Any, parameter: str) -> int:
+    try:
+        if not isinstance(token_id, bool):
+            return operator.index(token_id)  # numpy's integers too, floats not
+    except TypeError:
+        pass  # said below
+    raise invalid(parameter, "ids must be integers", token_id)
+
+
+def _checked_salt(salt: Any) -> str | None:
+    if salt is None:
+        return None
+    if isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_CHARS and not set(salt) & set("@/\\\0"):
+        return salt
+    rule = f"must be 1 to {MAX_SALT_CHARS} characters without @, /, \\ and NUL"
+    raise invalid("cache_salt", rule, salt)

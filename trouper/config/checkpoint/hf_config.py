@@ -1,0 +1,244 @@
+"""Fields that `hf_overrides` puts over those of config.json.
+
+Law: what is asked for wins, or is refused by its name.  A config says how its positions are stretched in one of several places,
+by its age and its family, and its reader looks at the newest; so an override goes to where the config at hand says it.
+
+Bring the config.json of any release and family into one shape: flat, with one name for each field.
+
+A config may say the same thing twice: inside and outside of `text_config`, under a name of before transformers 5 and
+today's.  Law: where it says two things, the one that transformers uses counts; where transformers has no rule, the
+config is refused.
+"""
+
+from typing import Any, TypeGuard, cast
+
+from trouper.config.checkpoint.files import checked
+from trouper.errors import invalid
+
+Fields = dict[str, Any]
+ROPE, OLD_ROPE = "rope_parameters", "rope_scaling"
+# Groups of layers with frequencies of their own, and the names that configs had for those before.
+WHOLE, LOCAL = "full_attention", "sliding_attention"
+OLD_NAMES = {
+    "rope_theta": WHOLE, "global_rope_theta": WHOLE, "rope_local_base_freq": LOCAL, "local_rope_theta": LOCAL,
+}  # fmt: skip
+KINDS = (
+    "default",
+    "linear",
+    "dynamic",
+    "yarn",
+    "longrope",
+    "llama3",
+    "proportional",
+    "mrope",
+    "su",
+)
+# What a model keeps when its positions are stretched in another way.
+KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
+def overridden(config: Fields, overrides: Fields) -> Fields:
+    """Replace fields of a config; objects are merged, field by field.
+
+    Raises:
+        TrouperValidationError: a kind of `rope_type` that there is not, or a field that this config cannot follow.
+    """
+    found = dict(config)
+    for name, value in overrides.items():
+        nested = found.get("text_config")
+        if name not in ("architectures", "text_config") and isinstance(nested, dict):
+            nested = cast("Fields", nested)
+            if not _says(found, name) and _says(nested, name):
+                found["text_config"] = overridden(nested, {name: value})
+                continue
+        _put(found, name, value)
+    return found
+
+
+def _says(config: Fields, name: str) -> bool:
+    has_ropes = name in (ROPE, OLD_ROPE, *OLD_NAMES) and bool(
+        config.get(ROPE) or config.get(OLD_ROPE)
+    )
+    return name in config or has_ropes
+
+
+def _put(config: Fields, name: str, value: Any) -> None:
+    """Replace one field where the config has it."""
+    own = config.get(name)
+    if name in (ROPE, OLD_ROPE) and (value is None or isinstance(value, dict)):
+        _put_rope(config, name, cast("Fields | None", value))
+    elif name in (*OLD_NAMES, "partial_rotary_factor") and config.get(ROPE):
+        ropes = cast("Fields", config[ROPE])
+        group = OLD_NAMES.get(name, WHOLE)
+        change = {name if name == "partial_rotary_factor" else "rope_theta": value}
+        config[name] = value
+        if is_grouped(ropes):
+            config[ROPE] = overridden(ropes, {group: change})
+        elif group == WHOLE:
+            config[ROPE] = ropes | change
+    elif isinstance(own, dict) and isinstance(value, dict):
+        config[name] = overridden(cast("Fields", own), cast("Fields", value))
+    else:
+        config[name] = value
+
+
+def _put_rope(config: Fields, name: str, wish: Fields | None) -> None:
+    """Put what is asked for where readers look first; one of both names is left, for transformers looks at the other one first."""
+    place = ROPE if config.get(ROPE) else name
+    own = cast("Fields", config.get(ROPE) or config.get(OLD_ROPE) or {})
+    if place == ROPE:
+        config.pop(OLD_ROPE, None)
+    if wish is None and name == ROPE:
+        config[ROPE] = None
+    elif is_grouped(wish or {}):
+        groups = cast("Fields", wish)
+        config[ROPE] = own | {key: _stretched(own.get(key) or {}, groups[key]) for key in groups}
+    elif not is_grouped(own):
+        config[place] = _stretched(own, wish)
+    elif WHOLE in own:
+        config[place] = own | {WHOLE: _stretched(own[WHOLE], wish)}
+    else:
+        rule = f"{name}: this model has one for each of {', '.join(own)}; name one of those"
+        raise invalid("hf_overrides", rule, wish)
+
+
+def is_grouped(ropes: Fields) -> bool:
+    """Check whether each kind of layer has frequencies of its own."""
+    return bool(ropes) and all(isinstance(each, dict) for each in ropes.values())
+
+
+def _stretched(own: Fields, wish: Any) -> Any:
+    """Put one way to stretch positions over another: of the same kind field by field, of another kind whole."""
+    if wish is None:
+        wish = {"rope_type": "default"}
+    if not isinstance(wish, dict):
+        return wish
+    wish = dict(cast("Fields", wish))
+    kind = wish.get("rope_type") or wish.get("type")
+    own_kind = own.get("rope_type") or own.get("type")
+    if kind is None:
+        return own | wish
+    if kind not in (*KINDS, own_kind):
+        rule = f"rope_type must be one of {', '.join(KINDS)}"
+        raise invalid("hf_overrides", rule, kind)
+    wish.pop("type", None)
+    wish["rope_type"] = kind
+    if kind != own_kind:
+        own = {name: own[name] for name in KEPT if name in own}
+    return {name: value for name, value in own.items() if name != "type"} | wish
+
+
+# Names of some families for what nearly all others call so.
+_OTHER_NAMES = {
+    "hidden_size": ("dim", "n_embd"),
+    "num_attention_heads": ("n_heads", "n_head"),
+    "num_hidden_layers": ("n_layers", "n_layer"),
+    "intermediate_size": ("hidden_dim", "n_inner"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}
+# The sizes that a text_config leaves out are those of its class in transformers.
+_LLAMA = {
+    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+TEXT_DEFAULTS: dict[str, Fields] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA
+    | {
+        "intermediate_size": 14_336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+    },
+    "gemma3_text": {
+        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
+    },
+}  # fmt: skip
+# What the outer model decides, if its config says it: the end of an answer, the stored dtype, and whether the head is
+# the embedding.  A text_config repeats the defaults of its class for these.
+_OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+_STRETCHED = ("llama3", "yarn", "longrope", "su")
+# Families whose layers of both kinds have frequencies of their own, and the kinds that `rope_scaling` changes.
+_SCALED_GROUPS = {
+    "gemma3": (WHOLE,),
+    "gemma3_text": (WHOLE,),
+    "olmo3": (WHOLE,),
+    "modernbert": (WHOLE, LOCAL),
+}
+_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+
+
+def with_floats(value: Any) -> Any:
+    """Replace `{"__float__": "Infinity"}`, as transformers writes numbers that JSON does not have."""
+    if isinstance(value, dict):
+        fields = cast("Fields", value)
+        if fields.keys() == {"__float__"}:
+            return _FLOATS.get(fields["__float__"], fields)
+        return {name: with_floats(each) for name, each in fields.items()}
+    return (
+        [with_floats(each) for each in cast("list[Any]", value)]
+        if isinstance(value, list)
+        else value
+    )
+
+
+def flattened(raw: Fields) -> Fields:
+    """Put the fields of a nested text_config at the top, where a plain decoder has them, and use one name for each field.
+
+    Raises:
+        TrouperValidationError: two fields contradict each other, and transformers has no rule for them.
+    """
+    nested = checked(raw.get("text_config") or {}, Fields, "config.json: text_config")
+    defaults = TEXT_DEFAULTS.get(str(nested.get("model_type")), {})
+    config = {**defaults, **raw, **nested}
+    config["architectures"] = raw.get("architectures") or config.get("architectures") or []
+    for name in _OUTER:
+        if raw.get(name) is not None:
+            config[name] = raw[name]
+    if nested:
+        # Without a flag the outer classes share the embedding, whatever the text model's own class does.
+        config["tie_word_embeddings"] = raw.get("tie_word_embeddings", True)
+    config["dtype"] = next(
+        (
+            part[name]
+            for part in (raw, nested)
+            for name in ("dtype", "torch_dtype")
+            if part.get(name) is not None
+        ),
+        None,
+    )
+    for name, others in _OTHER_NAMES.items():
+        for other in others:
+            if config.get(name) is None and config.get(other) is not None:
+                config[name] = config[other]
+    _use_one_rope(config)
+    return config
+
+
+def _use_one_rope(config: Fields) -> None:
+    """Merge `rope_scaling` and `rope_parameters`, and the trained length beside them."""
+    old, new = config.get(OLD_ROPE), config.get(ROPE)
+    if isinstance(old, dict) and isinstance(new, dict) and old and new and old != new:
+        scaling, ropes = cast("Fields", old), cast("Fields", new)
+        if not is_grouped(ropes):
+            config[ROPE] = scaling
+        else:
+            groups = _SCALED_GROUPS.get(str(config.get("model_type")))
+            if groups is None or is_grouped(scaling):
+                rule = f"config.json has both {OLD_ROPE} and {ROPE}, and they differ; keep only one of them"
+                raise invalid("model", rule, scaling)
+            config[ROPE] = ropes | {name: (ropes.get(name) or {}) | scaling for name in groups}
+        del config[OLD_ROPE]
+    original = config.get("original_max_position_embeddings")
+    for name in (ROPE, OLD_ROPE):
+        if original is not None and _stretches(rope := config.get(name)):
+            config[name] = {**rope, "original_max_position_embeddings": original}
+
+
+def _stretches(rope: Any) -> TypeGuard[Fields]:
+    """Check for one way of all layers to stretch positions, which reads the length before."""
+    if not isinstance(rope, dict):
+        return False
+    fields = cast("Fields", rope)
+    return (fields.get("rope_type") or fields.get("type")) in _STRETCHED

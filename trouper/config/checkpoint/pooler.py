@@ -1,0 +1,478 @@
+"""From the options of pooling, `PoolerConfig`, and the model's own files to a `PoolerSpec`.
+
+An explicit setting beats the sentence-transformers files, which beat the architecture's default.  Only
+json files are read.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from trouper.config.checkpoint.files import check_folder, checked, read_json, read_object
+from trouper.config.checkpoint.hf_fields import (
+    DenseFields,
+    Module,
+    PoolingFields,
+    TransformerFields,
+)
+from trouper.config.checkpoint.late_interaction import UNLIMITED, LateInteraction
+from trouper.errors import UnsupportedFeatureError, invalid
+
+SeqPooling = Literal["CLS", "LAST", "MEAN"]
+TokPooling = Literal["ALL", "STEP"]
+Activation = Literal["identity", "sigmoid", "softmax"]
+SEQ_POOLINGS, TOK_POOLINGS = ("CLS", "LAST", "MEAN"), ("ALL", "STEP")
+CLASSIFIERS = "ForSequenceClassification"
+TOKEN_CLASSIFIERS = "ForTokenClassification"
+CONVERSIONS = ("embed", "classify")
+GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+LATE_INTERACTION = ("HF_ColBERT", "ColBERTModel")
+COLBERT_SIZES = ("colbert_dim", "dim", "projection_dim")
+# In the order in which the model's default is looked for, and the engine's.
+MODEL_ORDER = ("embed", "classify", "token_embed", "token_classify")
+ENGINE_ORDER = ("token_embed", "token_classify", "embed", "classify")
+# The modes of sentence-transformers' pooling module, in either spelling of its config.
+ST_MODES: dict[str, SeqPooling] = {
+    "pooling_mode_cls_token": "CLS", "pooling_mode_mean_tokens": "MEAN",
+    "pooling_mode_lasttoken": "LAST", "cls": "CLS", "mean": "MEAN", "lasttoken": "LAST",
+}  # fmt: skip
+# `sentence_…_config.json`: today's name, then those of folders that were saved before there was one for all
+ST_TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TOKEN_METHODS = ("from_2_way_softmax", "no_post_processing")
+DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid")
+
+
+class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a pooling engine under vLLM's names; None takes what the model says.
+
+    Raises:
+        TrouperValidationError: a value that cannot be; the message names the option.
+    """
+
+    task: str | None = None
+    pooling_type: str | None = None  # sets one of the next two
+    seq_pooling_type: str | None = None
+    tok_pooling_type: str | None = None
+    use_activation: bool | None = None
+    enable_flash_late_interaction: bool = True
+    dimensions: int | None = None
+    enable_chunked_processing: bool = False
+    max_embed_len: int | None = None
+    logit_mean: float | None = None
+    logit_sigma: float | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        kind = self.pooling_type
+        if kind is not None and (self.seq_pooling_type or self.tok_pooling_type):
+            raise invalid("pooling_type", "sets one of the other two; give only one of them", kind)
+        for name, known in (
+            ("pooling_type", SEQ_POOLINGS + TOK_POOLINGS),
+            ("seq_pooling_type", SEQ_POOLINGS),
+            ("tok_pooling_type", TOK_POOLINGS),
+        ):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise invalid(name, f"must be one of {', '.join(known)}", value)
+        if self.logit_sigma == 0:
+            raise invalid("logit_sigma", "must not be 0", 0)
+        if self.enable_chunked_processing or self.max_embed_len is not None:
+            raise UnsupportedFeatureError("enable_chunked_processing is not supported yet")
+
+    @classmethod
+    def of(cls, given: Any) -> "PoolerConfig":
+        """Make one from None, a dict, json text, a PoolerConfig, or any object with its attributes."""
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        try:
+            if isinstance(given, str):
+                return msgspec.json.decode(given, type=cls)
+            if not isinstance(given, dict):
+                names = cls.__struct_fields__
+                given = {n: getattr(given, n) for n in names if hasattr(given, n)}
+            fields = cast("dict[str, Any]", given)
+            if unknown := fields.keys() - set(cls.__struct_fields__):
+                raise invalid("pooler_config", "unknown options", sorted(unknown))
+            return msgspec.convert(fields, cls)
+        except msgspec.MsgspecError as error:
+            raise invalid("pooler_config", str(error), cast("Any", given)) from None
+
+    @property
+    def seq(self) -> str | None:
+        kind = self.pooling_type
+        return self.seq_pooling_type or (kind if kind in SEQ_POOLINGS else None)
+
+    @property
+    def tok(self) -> str | None:
+        kind = self.pooling_type
+        return self.tok_pooling_type or (kind if kind in TOK_POOLINGS else None)
+
+
+class Dense(msgspec.Struct, frozen=True):
+    """A sentence-transformers Dense module: y = act(x Wᵀ + b)."""
+
+    folder: str
+    num_inputs: int
+    num_outputs: int
+    has_bias: bool
+    activation: str
+    normalizes_input: bool = False  # a Normalize module is in front of it
+
+
+class TokenClassifier(msgspec.Struct, frozen=True):
+    """A classifier that is rows of a language model's head: rerankers that were trained to answer "yes" or "no".
+
+    Its fields are vLLM's `hf_overrides` for such models.
+    """
+
+    tokens: tuple[str, ...]
+    # The second token's row less the first one's, instead of a row for each token.
+    is_difference: bool
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "TokenClassifier | None":
+        """Read `classifier_from_token` and `method`, or `is_original_qwen3_reranker`; None where there is neither.
+
+        Raises:
+            TrouperValidationError: one without the other, or another number of tokens than the method needs.
+        """
+        tokens, method = config.get("classifier_from_token"), config.get("method")
+        if config.get("is_original_qwen3_reranker"):
+            method = "from_2_way_softmax"
+        if tokens is None and method not in TOKEN_METHODS:
+            return None
+        if method not in TOKEN_METHODS:
+            rule = f"method: classifier_from_token needs one of {', '.join(TOKEN_METHODS)}"
+            raise invalid("hf_overrides", rule, method)
+        found = checked(
+            tokens or [], list[str], "hf_overrides: classifier_from_token", "hf_overrides"
+        )
+        is_difference = method == TOKEN_METHODS[0]
+        if not found or (is_difference and len(found) != 2):
+            rule = f"classifier_from_token: {method} needs {'two tokens' if is_difference else 'tokens'}"
+            raise invalid("hf_overrides", rule, tokens)
+        return cls(tuple(found), is_difference)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Name the classes: the tokens, or the second one of two that are compared."""
+        return self.tokens[1:] if self.is_difference else self.tokens
+
+
+class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about pooling that is decided when the engine is built."""
+
+    tasks: tuple[str, ...]
+    task: str  # the model's default
+    engine_task: str  # `encode` without a task
+    seq_pooling_type: SeqPooling
+    tok_pooling_type: TokPooling
+    embedding_size: int
+    normalizes: bool  # embeddings, unless a request says otherwise
+    use_activation: bool  # of logits, the same
+    activation: Activation
+    labels: tuple[str, ...] = ()
+    token_classifier: TokenClassifier | None = None
+    dense: tuple[Dense, ...] = ()
+    is_matryoshka: bool = False
+    matryoshka_dimensions: tuple[int, ...] = ()
+    dimensions: int | None = None
+    logit_mean: float = 0.0
+    logit_sigma: float = 1.0
+    step_tag_id: int | None = None
+    returned_token_ids: tuple[int, ...] = ()
+    lowers_case: bool = False
+    max_length: int | None = None  # that of the sentence-transformers files, else the tokenizer's
+    late: LateInteraction | None = None  # None: texts are read as they are
+
+
+def is_pooling(runner: str, convert: str, folder: Path, architecture: str) -> bool:
+    """Tell whether the model runs as a pooling model.
+
+    Raises:
+        TrouperValidationError: an option that does not exist, or that this model cannot follow.
+    """
+    if runner not in ("auto", "generate", "pooling", "draft"):
+        raise invalid("runner", "must be auto, generate or pooling", runner)
+    if convert not in ("auto", "none", *CONVERSIONS):
+        raise invalid("convert", "must be auto, none, embed or classify", convert)
+    is_decoder = architecture.endswith(GENERATORS)
+    if runner == "generate":
+        if convert in CONVERSIONS:
+            raise invalid("convert", "makes a pooling model: runner='pooling'", convert)
+        if not is_decoder:
+            raise invalid("runner", f"{architecture} is a pooling model: runner='pooling'", runner)
+        return False
+    if is_decoder and convert == "none":
+        if runner == "pooling":
+            raise invalid("convert", f"{architecture} pools only as embed or classify", convert)
+        return False
+    asked = runner == "pooling" or convert in CONVERSIONS
+    return asked or not is_decoder or (folder / "modules.json").is_file()
+
+
+def pooler_spec(
+    wishes: PoolerConfig,
+    folder: Path,
+    architecture: str,
+    config: dict[str, Any],
+    convert: str = "auto",
+) -> PoolerSpec:
+    """Read the model's files.  A model of another kind is read as `convert` says.
+
+    Raises:
+        TrouperValidationError: a wish that the model cannot fulfil, or a file that cannot be read.
+        UnsupportedFeatureError: a sentence-transformers module that is not known here.
+    """
+    is_decoder = _is_decoder(architecture)
+    found = _Modules(folder)
+    saved = read_object(folder / "config_sentence_transformers.json") or {}
+    _refuse_default_prompt(saved)
+    tasks = _tasks(architecture, found, convert)
+    task = wishes.task or next(task for task in MODEL_ORDER if task in tasks)
+    if task not in tasks:
+        raise invalid("task", f"this model can {', '.join(tasks)}", task)
+    by_default: SeqPooling = "LAST" if is_decoder else "CLS"
+    if config.get("model_type") == "modernbert" and "classify" in tasks:
+        by_default = "MEAN" if config.get("classifier_pooling") == "mean" else "CLS"
+    seq = wishes.seq or found.pooling or config.get("gguf_pooling") or by_default
+    token_classifier = TokenClassifier.of(config) if "classify" in tasks else None
+    labels = token_classifier.labels if token_classifier else _labels(config)
+    embedding_size = _embedding_size(found, architecture, config)
+    known: list[int] = list(config.get("matryoshka_dimensions") or ())
+    if wishes.use_activation is not None:
+        normalizes = activates = wishes.use_activation
+    else:
+        normalizes, activates = found.normalizes, True
+    late = _late_interaction(folder, found, saved) if tasks == ("token_embed",) else None
+    spec = PoolerSpec(
+        tasks=tasks,
+        task=task,
+        engine_task=wishes.task or next(task for task in ENGINE_ORDER if task in tasks),
+        seq_pooling_type=cast("SeqPooling", seq),
+        tok_pooling_type=cast("TokPooling", wishes.tok or "ALL"),
+        embedding_size=embedding_size,
+        normalizes=normalizes,
+        use_activation=activates,
+        activation=_activation(config, saved, len(labels)),
+        labels=labels,
+        token_classifier=token_classifier,
+        dense=found.dense,
+        is_matryoshka=bool(known or config.get("is_matryoshka")),
+        matryoshka_dimensions=tuple(known),
+        dimensions=wishes.dimensions,
+        logit_mean=wishes.logit_mean or 0.0,
+        logit_sigma=1.0 if wishes.logit_sigma is None else wishes.logit_sigma,
+        step_tag_id=wishes.step_tag_id,
+        returned_token_ids=tuple(wishes.returned_token_ids or ()),
+        lowers_case=found.lowers_case,
+        max_length=max(late.query_length, late.document_length) if late else found.max_length,
+        late=late,
+    )
+    if spec.dimensions is not None and spec.dimensions > embedding_size:
+        raise invalid("dimensions", f"must be in [1, {embedding_size}]", spec.dimensions)
+    return spec
+
+
+def _refuse_default_prompt(saved: dict[str, Any]) -> None:
+    """Refuse a prompt that sentence-transformers would put before every text; an empty one changes nothing."""
+    name = saved.get("default_prompt_name")
+    if name is None:
+        return
+    prompts: Any = saved.get("prompts") or {}
+    if not isinstance(prompts, dict) or name not in prompts:
+        rule = "config_sentence_transformers.json: default_prompt_name is not in its prompts"
+        raise invalid("model", rule, name)
+    if prompts[name]:
+        rule = (
+            f"config_sentence_transformers.json: default_prompt_name={name!r} is not supported; set it to"
+            f" null there, and put {prompts[name]!r} before the texts that need it"
+        )
+        raise UnsupportedFeatureError(rule, parameter="model")
+
+
+def _is_decoder(architecture: str) -> bool:
+    """Tell a decoder by its name: encoders are named after BERT, but for a few families."""
+    return "bert" not in architecture.lower() and not architecture.startswith(
+        ("MPNet", "Gte", "New", "XLM", "Electra", "Data2VecText")
+    )
+
+
+def _tasks(architecture: str, found: "_Modules", convert: str) -> tuple[str, ...]:
+    if convert != "embed":
+        if architecture.endswith(TOKEN_CLASSIFIERS):
+            return ("token_classify",)
+        if architecture.endswith(CLASSIFIERS) or convert == "classify":
+            # an encoder's head reads one state of the text, a decoder's what each token has seen so far
+            return ("classify", "token_classify") if _is_decoder(architecture) else ("classify",)
+    if architecture in LATE_INTERACTION or found.is_late_interaction:
+        return ("token_embed",)
+    return ("embed", "token_embed")
+
+
+def _embedding_size(found: "_Modules", architecture: str, config: dict[str, Any]) -> int:
+    if found.dense:
+        return found.dense[-1].num_outputs
+    if architecture in LATE_INTERACTION:
+        return int(next((config[name] for name in COLBERT_SIZES if config.get(name)), 128))
+    return int(config.get("dim") or config["hidden_size"])
+
+
+def _late_interaction(
+    folder: Path, found: "_Modules", saved: dict[str, Any]
+) -> LateInteraction | None:
+    stanford = read_object(folder / "artifact.metadata") or {}
+    try:
+        if found.mask is not None:
+            return LateInteraction.of_sentence_transformers(
+                saved, found.transformer, found.mask, found.max_length
+            )
+        return LateInteraction.of_pylate(saved) or LateInteraction.of_stanford(stanford)
+    except msgspec.ValidationError as error:
+        raise invalid(
+            "model", f"its markers of queries and documents: {error}", str(folder)
+        ) from None
+
+
+def _labels(config: dict[str, Any]) -> tuple[str, ...]:
+    names: dict[Any, Any] = config.get("id2label") or {}
+    if not names:
+        return tuple(f"LABEL_{i}" for i in range(int(config.get("num_labels") or 2)))
+    return tuple(str(names[key]) for key in sorted(names, key=int))
+
+
+def _activation(config: dict[str, Any], saved: dict[str, Any], num_labels: int) -> Activation:
+    """Find a cross-encoder's own activation where any release of sentence-transformers wrote it, newest first."""
+    modules: dict[str, Any] = config.get("sentence_transformers") or {}
+    own = (
+        saved.get("activation_fn")
+        or modules.get("activation_fn")
+        or config.get("sbert_ce_default_activation_function")
+    )
+    if own:
+        name = str(own).rpartition(".")[2].lower()
+        if name not in ("identity", "sigmoid", "softmax"):
+            raise UnsupportedFeatureError(f"the activation {own} is not supported")
+        return name
+    match config.get("problem_type"):
+        case "regression":
+            return "identity"
+        case "multi_label_classification":
+            return "sigmoid"
+        case _:
+            return "sigmoid" if num_labels < 2 else "softmax"
+
+
+class _Modules:
+    """The contents of modules.json and of the modules' own files; defaults where there are none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pooling: SeqPooling | None = None
+        self.normalizes = True
+        self.dense: tuple[Dense, ...] = ()
+        self.is_late_interaction = False
+        self.transformer: dict[str, Any] = {}
+        self.mask: dict[str, Any] | None = None  # of a MultiVectorEncoder
+        self.max_length = _tokenizer_length(folder)
+        self.lowers_case = False
+        if not (folder / "modules.json").is_file():
+            return
+        modules = checked(read_json(folder / "modules.json"), list[Module], "modules.json")
+        kinds: list[str] = []
+        for module in modules:
+            kind = module.type.rpartition(".")[2]
+            self._take(kind, _inside(folder, module.path), kinds)
+            kinds.append(kind)
+        self.normalizes = _is_normalized(kinds)
+        # A projection of each token, and no pooling over them.
+        self.is_late_interaction = "Pooling" not in kinds and (
+            "Dense" in kinds or self.mask is not None
+        )
+        if self.is_late_interaction:
+            self.normalizes = True
+
+    def _take(self, kind: str, folder: Path, before: Sequence[str]) -> None:
+        match kind:
+            case "Transformer":
+                files = (folder / f"sentence_{name}_config.json" for name in ST_TRANSFORMERS)
+                self.transformer = next(filter(None, map(read_object, files)), dict[str, Any]())
+                own = checked(
+                    self.transformer, TransformerFields, f"{folder.name}/sentence_…_config.json"
+                )
+                self.max_length = own.max_seq_length or self.max_length
+                self.lowers_case = bool(own.do_lower_case)
+            case "Pooling":
+                if early := [name for name in before if name in ("Dense", "Normalize", "Pooling")]:
+                    rule = f"the sentence-transformers module {early[0]!r} before Pooling is not supported"
+                    raise UnsupportedFeatureError(rule, parameter="model")
+                self.pooling = _pooling(_needed(folder / "config.json"))
+            case "Dense":
+                is_pooled, is_normalized = "Pooling" in before, _is_normalized(before)
+                dense = _dense(folder, "sentence_embedding" if is_pooled else "token_embeddings")
+                dense = msgspec.structs.replace(dense, normalizes_input=is_normalized)
+                self.dense = (*self.dense, dense)
+            case "MultiVectorMask":
+                self.mask = _needed(folder / "config.json")
+            case "Normalize" | "Dropout":
+                pass
+            case _:
+                raise UnsupportedFeatureError(
+                    f"the sentence-transformers module {kind!r} is not supported"
+                )
+
+
+def _tokenizer_length(folder: Path) -> int | None:
+    """Read how many tokens a text may have; a huge number, or none, is a tokenizer's way to say no limit."""
+    length: Any = (read_object(folder / "tokenizer_config.json") or {}).get("model_max_length")
+    return int(length) if type(length) in (int, float) and 1 <= length < UNLIMITED else None
+
+
+def _pooling(config: dict[str, Any]) -> SeqPooling:
+    modes = [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on]
+    own = checked(config, PoolingFields, "Pooling/config.json").pooling_mode
+    if own is not None:
+        modes = [own] if isinstance(own, str) else list(own)
+    if len(modes) != 1 or modes[0] not in ST_MODES:
+        raise UnsupportedFeatureError(f"the pooling {modes} is not supported")
+    return ST_MODES[modes[0]]
+
+
+def _is_normalized(kinds: Sequence[str]) -> bool:
+    """Check whether the last of these modules that changes an embedding is Normalize."""
+    changing = [kind for kind in kinds if kind in ("Dense", "Normalize")]
+    return changing[-1:] == ["Normalize"]
+
+
+def _dense(folder: Path, feature: str) -> Dense:
+    config = _needed(folder / "config.json")
+    fields = checked(config, DenseFields, f"{folder.name}/config.json")
+    name = (fields.activation_function or "identity").rpartition(".")[2].lower()
+    if name not in DENSE_ACTIVATIONS:
+        raise UnsupportedFeatureError(f"the activation {name} of {folder.name} is not supported")
+    for field in ("module_input_name", "module_output_name"):
+        if (found := getattr(fields, field)) not in (None, feature):
+            rule = f"{folder.name}/config.json: {field}={found!r} is not supported"
+            raise UnsupportedFeatureError(rule, parameter="model")
+    if fields.use_residual:
+        raise UnsupportedFeatureError(f"use_residual of {folder.name} is not supported")
+    return Dense(str(folder), fields.in_features, fields.out_features, fields.bias, name)
+
+
+def _needed(path: Path) -> dict[str, Any]:
+    found = read_object(path)
+    if found is None:
+        raise invalid("model", "the model folder lacks this file", str(path))
+    return found
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Name a module's folder, which lies in the model's."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise invalid("model", "modules.json: a path that leads out of the folder", name)
+    check_folder(folder / name)
+    return folder / name

@@ -1,0 +1,244 @@
+"""Sampling defaults of a model, for requests and command lines that leave them out, and where they come from.
+
+Options about what outputs must match and about their reasoning: dicts of vLLM's -> checked values.
+"""
+
+import difflib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from trouper.config.checkpoint.files import read_object
+from trouper.config.gguf.header import Gguf
+from trouper.errors import TrouperValidationError, invalid
+from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, SamplingParams
+
+# The interface that asks: a Python program, `generate` and `chat`, `serve`, or `run-batch`, which samples as a server does.
+Frontend = Literal["library", "terminal", "server", "batch"]
+GENERATION = "generation_config.json"
+# Names of generation_config.json.
+SAMPLING_FIELDS = (
+    "repetition_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_new_tokens",
+)
+# For a model that says nothing: what llama.cpp and Ollama users are used to.
+COMMON_SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+# Keys of a GGUF file, and the field that each sets.
+GGUF_KEYS = "general.sampling."
+GGUF_FIELDS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+# Keys that have no counterpart here; at these values they change nothing.
+GGUF_IDLE = {"xtc_probability": 0, "mirostat": 0, "penalty_last_n": 0, "sequence": ""}
+# Fields that people override beside the sampling, and those that say nothing about it.
+OTHER_FIELDS = ("eos_token_id",)
+HARMLESS_FIELDS = ("bos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
+
+
+class SamplingSource(NamedTuple):
+    """Sampling fields under the names of generation_config.json, and where they come from."""
+
+    fields: dict[str, Any]
+    of: str
+
+
+def sampling_source(
+    wanted: str, own: Mapping[str, Any], header: Gguf | None, frontend: Frontend
+) -> SamplingSource:
+    """Choose the sampling of a model.
+
+    Args:
+        wanted: the option `generation_config`.
+        own: the model's generation_config.json, or that of the folder that `wanted` names.
+        header: of the GGUF file, where the model is one.
+    """
+    if wanted in ("vllm", "trouper"):
+        return SamplingSource({}, "vLLM's")
+    named = {name: own[name] for name in SAMPLING_FIELDS if own.get(name) is not None}
+    if wanted != "auto":
+        return SamplingSource(named, f"{GENERATION} of {wanted}")
+    if frontend == "library" or (header is None and (named or frontend != "terminal")):
+        return SamplingSource(named, GENERATION if named else "vLLM's")
+    found = {} if header is None else gguf_sampling(header)
+    if not found:
+        return SamplingSource(dict(COMMON_SAMPLING), "trouper's; the model sets none")
+    return SamplingSource(COMMON_SAMPLING | found, _gguf_source(header))
+
+
+def gguf_sampling(header: Gguf) -> dict[str, Any]:
+    """Read the sampling that a GGUF file names; llama.cpp's ways to switch a field off become this engine's.
+
+    Raises:
+        TrouperValidationError: a key is of another type.
+    """
+    found: dict[str, Any] = {}
+    for key, field in GGUF_FIELDS.items():
+        value = header.get(GGUF_KEYS + key, float)
+        if value is not None:
+            # Files hold single precision: 0.95 is there as 0.949999988.
+            found[field] = float(f"{value:.6g}")
+    if "top_k" in found:
+        found["top_k"] = max(0, int(found["top_k"]))
+    for field in ("temperature", "min_p"):
+        if field in found:
+            found[field] = max(0.0, found[field])
+    if "top_p" in found:
+        found["top_p"] = min(1.0, found["top_p"])
+    return found
+
+
+def _gguf_source(header: Gguf | None) -> str:
+    """Name the file, and those of its keys that have no counterpart here."""
+    assert header is not None
+    given = {key: header.metadata.get(GGUF_KEYS + key, idle) for key, idle in GGUF_IDLE.items()}
+    left = [GGUF_KEYS + key for key, value in given.items() if value != GGUF_IDLE[key]]
+    return "the GGUF file" + (f"; not applied: {', '.join(left)}" if left else "")
+
+
+def read_generation_config(wanted: str, path: Path) -> dict[str, Any]:
+    """Read generation_config.json of the model at `path`, or of the folder that the option `wanted` names.
+
+    Raises:
+        TrouperValidationError: it cannot be read, or there is none in that folder.
+    """
+    if wanted in ("auto", "vllm", "trouper"):
+        return read_object(path / GENERATION) or {}
+    folder = Path(wanted).expanduser()
+    found = read_object(folder / GENERATION, "generation_config")
+    if found is None:
+        rule = f"no {GENERATION} in the generation_config folder"
+        raise invalid("generation_config", rule, str(folder))
+    return found
+
+
+def check_override(override: Mapping[str, Any]) -> None:
+    """Refuse names that would change nothing.
+
+    Raises:
+        TrouperValidationError: it names the field, and the nearest one that there is.
+    """
+    known = (*SAMPLING_FIELDS, *OTHER_FIELDS, *HARMLESS_FIELDS)
+    for name, value in override.items():
+        if name in known or (name == "do_sample" and value is True):
+            continue
+        near = (
+            ["max_new_tokens"]
+            if name == "max_tokens"
+            else difflib.get_close_matches(name, known, 1)
+        )
+        hint = (
+            "temperature 0 is greedy" if name == "do_sample"
+            else f"did you mean {near[0]}?" if near
+            else f"there are {', '.join((*SAMPLING_FIELDS, *OTHER_FIELDS))}"
+        )  # fmt: skip
+        raise invalid("override_generation_config", f"{name!r} would have no effect; {hint}", value)
+
+
+def default_sampling(fields: Mapping[str, Any], file: str = GENERATION) -> dict[str, Any]:
+    """Turn fields of generation_config.json into parameters of a request.
+
+    Args:
+        file: for messages.
+
+    Raises:
+        TrouperValidationError: one that no request could use; the message names the file and the field.
+    """
+    found = {n: fields[n] for n in SAMPLING_FIELDS if fields.get(n) is not None}
+    if "max_new_tokens" in found:
+        found["max_tokens"] = found.pop("max_new_tokens")
+    temperature = found.get("temperature")
+    if isinstance(temperature, float) and GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
+        found["temperature"] = LOWEST_TEMPERATURE  # as `SamplingParams` does, with a warning
+    try:
+        SamplingParams(**found)
+    except TrouperValidationError as error:
+        rule = f"{file}: {error.message}"
+        raise TrouperValidationError(
+            rule, parameter=error.parameter, value=fields.get(error.parameter or "", error.value)
+        ) from None
+    return found
+
+
+def describe_sampling(params: Mapping[str, Any]) -> str:
+    """Write the sampling for people: the temperature, and what is not at its neutral value."""
+    temperature = params.get("temperature", 1.0)
+    if temperature < GREEDY_BELOW:
+        parts = ["greedy (temperature 0)"]
+    else:
+        parts = [f"temperature {temperature:g}"]
+    neutral = {"top_k": (0, -1)} | dict.fromkeys(("top_p", "repetition_penalty"), (1,))
+    neutral |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (0,))
+    if temperature < GREEDY_BELOW:
+        neutral = {name: values for name, values in neutral.items() if name.endswith("penalty")}
+    for name, values in neutral.items():
+        value = params.get(name, values[0])
+        if value not in values:
+            parts.append(f"{name} {value:g}")
+    return ", ".join(parts)
+
+
+logger = logging.getLogger(__name__)
+Marks = tuple[str, str]  # around the reasoning
+OTHER_BACKENDS = ("xgrammar", "outlines", "lm-format-enforcer")
+REASONING_KEYS = ("reasoning_start_str", "reasoning_end_str")
+
+
+class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Defaults of structured outputs.
+
+    Attributes:
+        backend: `auto` and `guidance` are one; `none` refuses every grammar.
+        disable_any_whitespace, disable_additional_properties: as a request may say for itself.
+        enable_in_reasoning: a grammar begins with the output, not behind its reasoning.
+    """
+
+    backend: str = "auto"
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    enable_in_reasoning: bool = False
+
+
+def structured_outputs_config(given: dict[str, Any] | None) -> StructuredOutputsConfig:
+    """Read the option `structured_outputs_config`.
+
+    Raises:
+        TrouperValidationError: an unknown key or backend, or a wrong type.
+    """
+    name = "structured_outputs_config"
+    try:
+        config = msgspec.convert(given or {}, StructuredOutputsConfig)
+    except msgspec.ValidationError as error:
+        raise TrouperValidationError(f"{name}: {error}", parameter=name, value=given) from None
+    if config.backend in OTHER_BACKENDS:
+        logger.warning("grammars are llguidance's here, not those of %s", config.backend)
+        return msgspec.structs.replace(config, backend="auto")
+    if config.backend not in ("auto", "guidance", "none"):
+        raise invalid(name, "backend must be auto, guidance or none", config.backend)
+    return config
+
+
+def reasoning_marks(given: dict[str, Any] | None) -> Marks | None:
+    """Read the option `reasoning_config`, which names both marks; None: they are not known.
+
+    Raises:
+        TrouperValidationError: a key is unknown or missing, or a mark is empty.
+    """
+    if given is None:
+        return None
+    marks = [given.get(key) for key in REASONING_KEYS]
+    is_named = all(isinstance(mark, str) and mark.strip() for mark in marks)
+    if not is_named or given.keys() - set(REASONING_KEYS):
+        rule = f"must have the texts {' and '.join(REASONING_KEYS)}, and nothing else"
+        raise invalid("reasoning_config", rule, given)
+    return str(marks[0]), str(marks[1])

@@ -1,0 +1,275 @@
+"""Describe how one architecture of GGUF differs from the others.
+
+GGUF architectures that one of the decoders here computes, though they have names, keys or scales of their own.
+
+Each entry says how a file's rows of q and k are stored.  llama.cpp's architectures with "normal" rotation turn
+neighbouring dimensions: their files are permuted where the checkpoint's halves turn, and as in the checkpoint where its
+neighbours turn as well (GLM, ERNIE).
+
+GGUF's names and keys of the families with layer norms, as their config.json and their checkpoints have them.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from trouper.config.gguf.header import Gguf
+from trouper.config.gguf.keys import WINDOW
+from trouper.errors import UnsupportedFeatureError
+
+PRE_NORMS: Mapping[str, str] = MappingProxyType({"post_attention_layernorm": "ffn_norm"})
+
+
+class Family(NamedTuple):
+    """How one architecture of GGUF differs from the others."""
+
+    architecture: str
+    model_type: str
+    norms: Mapping[str, str] = PRE_NORMS
+    is_permuted: bool = False  # rows of q and k: pairs side by side, not in halves
+    norm_offset: float = 0.0  # that the file's norms hold and a checkpoint's do not
+    modules: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # of a layer, where they are not named as Llama's
+    layers: str = "model.layers."  # the beginning of their names
+    outer: Mapping[str, str] = MappingProxyType({})
+    eps: tuple[str, str] = (
+        "attention.layer_norm_rms_epsilon",
+        "rms_norm_eps",
+    )  # key, and name in config.json
+    # The checkpoint's rows of q, k and v are by KV head, and the file's are all of q, all of k, all of v.
+    is_regrouped: bool = False
+    own: Callable[[Gguf, str, dict[str, Any]], dict[str, Any]] | None = None
+    reads: frozenset[str] = frozenset()  # keys of attention and positions that `own` understands
+
+
+Fields = dict[str, Any]
+_GROWTH, _LOG_MULTIPLIER = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
+# Positions of text are the same number in each of the sections, so the sections change nothing.
+_SECTIONS = frozenset({"rope.dimension_sections"})
+_GLM4_NORMS = {
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
+_HUNYUAN = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
+
+
+def _mistral3(header: Gguf, at: str, config: Fields) -> Fields:
+    """Read Ministral 3, whose queries grow with their positions, and the older models that share its name."""
+    scaling: Fields = dict(config.get("rope_scaling") or {"rope_type": "default"})
+    multiplier = header.get(at + _LOG_MULTIPLIER, float)
+    if multiplier and scaling["rope_type"] == "yarn":
+        scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    elif multiplier:
+        rule = f"{header.path.name}: {at}{_LOG_MULTIPLIER} without yarn is not supported"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    growth = header.get(at + _GROWTH, float)
+    if not growth:
+        own: Fields = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+        return own | {"rope_scaling": scaling}
+    length = header.get(at + "rope.scaling.original_context_length", int)
+    scaling["original_max_position_embeddings"] = length or config["max_position_embeddings"]
+    return {"rope_scaling": scaling | {"llama_4_scaling_beta": growth}}
+
+
+def _ernie4_5(_header: Gguf, _at: str, config: Fields) -> Fields:
+    return {"use_bias": config["attention_bias"]}
+
+
+def _chatglm(header: Gguf, _at: str, _config: Fields) -> Fields:
+    if "blk.0.attn_qkv.weight" in header.tensors:
+        rule = f"{header.path.name}: chatglm with one matrix for q, k and v is not supported; convert the -hf model"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    return {}
+
+
+def _minicpm(header: Gguf, at: str, config: Fields) -> Fields:
+    """Read the scales; old files leave them out, and a default would be a guess."""
+    share = config["hidden_size"] // max(1, config["num_attention_heads"])
+    return {
+        "attention_multiplier": (config.get("head_dim") or share) ** -0.5,
+        "embedding_multiplier": header.need(at + "embedding_scale", float),
+        "residual_multiplier": header.need(at + "residual_scale", float),
+        "logits_scaling": header.need(at + "logit_scale", float),
+    }
+
+
+def _xverse(header: Gguf, at: str, config: Fields) -> Fields:
+    if config["num_key_value_heads"] != config["num_attention_heads"]:
+        # Its converter does not permute the keys of fewer heads as it does queries.
+        rule = f"{header.path.name}: {at}attention.head_count_kv: xverse with fewer KV heads is not supported"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    return {}
+
+
+SIBLINGS = {
+    "mistral3": Family(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        is_permuted=True,
+        own=_mistral3,
+        reads=WINDOW | {_GROWTH, _LOG_MULTIPLIER},
+    ),
+    "glm4": Family("Glm4ForCausalLM", "glm4", _GLM4_NORMS),
+    "chatglm": Family("GlmForCausalLM", "glm", own=_chatglm),
+    "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", own=_ernie4_5),
+    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", modules=_HUNYUAN),
+    "qwen2vl": Family("Qwen2ForCausalLM", "qwen2", reads=_SECTIONS),
+    "qwen3vl": Family("Qwen3ForCausalLM", "qwen3", reads=_SECTIONS),
+    "exaone": Family("LlamaForCausalLM", "llama"),
+    "internlm2": Family("LlamaForCausalLM", "llama", is_permuted=True),
+    "minicpm": Family("GraniteForCausalLM", "granite", is_permuted=True, own=_minicpm),
+    "xverse": Family("LlamaForCausalLM", "llama", is_permuted=True, own=_xverse),
+}
+
+
+# The key of the number in the roots of the norms.
+_EPS = "attention.layer_norm_epsilon"
+_OPENAI = {
+    "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+    "ln_1": "attn_norm", "ln_2": "ffn_norm",
+}  # fmt: skip
+_PHI = {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
+_STARCODER = {
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+}
+_NEOX = {
+    "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+# Of two norms the first one is that of the MLP.
+_FALCON = _NEOX | {
+    "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output", "ln_mlp": "attn_norm",
+    "ln_attn": "attn_norm_2",
+}  # fmt: skip
+_OUTER_OF_OPENAI = {
+    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+    "transformer.word_embeddings": "token_embd",
+}  # fmt: skip
+_OUTER_OF_NEOX = {
+    "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
+}  # fmt: skip
+_OUTER_OF_PHI = {"model.final_layernorm": "output_norm"}
+_PARALLEL = "use_parallel_residual"
+
+
+def _gpt2(header: Gguf, _at: str, config: Fields) -> Fields:
+    """Read what GPT-2 and BigCode say; its width has another name in config.json."""
+    is_multi_query = config["num_key_value_heads"] == 1
+    if not is_multi_query and config["model_type"] == "gpt_bigcode":
+        rule = f"{header.path.name}: starcoder with a key for each head is not supported"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    return {"n_inner": config["intermediate_size"], "multi_query": is_multi_query}
+
+
+def _starcoder2(_header: Gguf, _at: str, config: Fields) -> Fields:
+    return {"use_bias": config["attention_bias"], "sliding_window": None}
+
+
+def _stablelm(header: Gguf, _at: str, config: Fields) -> Fields:
+    if "blk.0.attn_q_norm.weight" in header.tensors:
+        rule = (
+            f"{header.path.name}: stablelm with norms of queries and keys is not supported as GGUF"
+        )
+        raise UnsupportedFeatureError(rule, parameter="model")
+    return {
+        "use_qkv_bias": config["attention_bias"],
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in header.tensors,
+    }
+
+
+def _gpt_neox(header: Gguf, at: str, _config: Fields) -> Fields:
+    is_parallel = header.get(at + _PARALLEL, bool)
+    return {
+        "use_parallel_residual": True if is_parallel is None else is_parallel,
+        "attention_bias": "blk.0.attn_qkv.bias" in header.tensors,
+    }
+
+
+def _falcon(header: Gguf, _at: str, config: Fields) -> Fields:
+    num_kv_heads = config["num_key_value_heads"]
+    return {
+        "num_kv_heads": num_kv_heads,
+        "new_decoder_architecture": num_kv_heads > 1,
+        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in header.tensors else 1,
+        "bias": "blk.0.attn_qkv.bias" in header.tensors,
+        "ffn_hidden_size": config["intermediate_size"],
+    }
+
+
+def _with_mlp_bias(header: Gguf, _at: str, _config: Fields) -> Fields:
+    return {"mlp_bias": "blk.0.ffn_up.bias" in header.tensors}
+
+
+LAYER_NORM_FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        "gpt2",
+        modules=_OPENAI,
+        layers="transformer.h.",
+        outer=_OUTER_OF_OPENAI,
+        eps=(_EPS, "layer_norm_epsilon"),
+        own=_gpt2,
+    ),
+    "starcoder": Family(
+        "GPTBigCodeForCausalLM",
+        "gpt_bigcode",
+        modules=_OPENAI,
+        layers="transformer.h.",
+        outer=_OUTER_OF_OPENAI,
+        eps=(_EPS, "layer_norm_epsilon"),
+        own=_gpt2,
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        modules=_STARCODER,
+        eps=(_EPS, "norm_epsilon"),
+        own=_starcoder2,
+    ),
+    "phi2": Family(
+        "PhiForCausalLM",
+        "phi",
+        modules=_PHI,
+        outer=_OUTER_OF_PHI,
+        eps=(_EPS, "layer_norm_eps"),
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        "stablelm",
+        eps=(_EPS, "layer_norm_eps"),
+        own=_stablelm,
+    ),
+    "gptneox": Family(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        modules=_NEOX,
+        layers="gpt_neox.layers.",
+        outer=_OUTER_OF_NEOX,
+        eps=(_EPS, "layer_norm_eps"),
+        is_regrouped=True,
+        own=_gpt_neox,
+    ),
+    "falcon": Family(
+        "FalconForCausalLM",
+        "falcon",
+        modules=_FALCON,
+        layers="transformer.h.",
+        outer=_OUTER_OF_OPENAI,
+        eps=(_EPS, "layer_norm_epsilon"),
+        is_regrouped=True,
+        own=_falcon,
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        "nemotron",
+        norm_offset=1.0,
+        eps=(_EPS, "norm_eps"),
+        own=_with_mlp_bias,
+    ),
+    "arcee": Family("ArceeForCausalLM", "arcee", is_permuted=True, own=_with_mlp_bias),
+    "olmo": Family("OlmoForCausalLM", "olmo", is_permuted=True, eps=(_EPS, "layer_norm_eps")),
+}

@@ -1,0 +1,91 @@
+"""Which GGUF files of a folder or a repository are one model, told by their names alone.
+
+A model is a file, or the first file of a split; its name is that file's, without what `.gguf` and the split add.  QUANT, of
+`ORG/NAME:QUANT`, are whole parts of it, in any case: `-`, `.` and `/` stand around parts, and `_` may stand before them.
+So F16 is not BF16, and Q4_K neither Q4_K_M nor IQ4_K.  What matches a whole name is that model.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from trouper.config.gguf.header import SPLIT
+from trouper.errors import invalid
+
+DEPTH = 2  # folders in a folder; repositories have one for each QUANT, or none
+MANY = 30  # names in a message
+NO_MODELS = {"mmproj", "imatrix"}  # what such files are part of, or were made by
+
+
+def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group file names by model: under the model's name its files in order, a split's first one first.
+
+    Args:
+        names: paths in the folder or the repository, with `/`.
+    """
+    known = sorted(name for name in names if name.endswith(".gguf") and name.count("/") <= DEPTH)
+    found: dict[str, list[str]] = {}
+    for name in known:
+        split = SPLIT.fullmatch(name)
+        label = name.removesuffix(".gguf") if split is None else split[1]
+        if NO_MODELS & set(re.split(r"[-._]", label.rpartition("/")[2].lower())):
+            continue
+        if split is None or int(split[2]) == 1:
+            files = [name] if split is None else [x for x in known if _parts(x) == _parts(name)]
+            found[name if label in found else label] = files
+    return found
+
+
+def _parts(name: str) -> tuple[str, str] | None:
+    split = SPLIT.fullmatch(name)
+    return split and (split[1], split[3])
+
+
+def choose_gguf(
+    names: Iterable[str], quantization: str, place: str, what: str = "its GGUF files"
+) -> list[str]:
+    """Choose the files of the one model that `quantization` names, or of the only one there is; none where there are no models.
+
+    Args:
+        names: paths in the folder or the repository, with `/`.
+        place: the folder or the repository, for messages.
+        what: all of these files, for messages.
+
+    Raises:
+        TrouperValidationError: it names several, or none of those there are; the message lists them.
+    """
+    models = gguf_models(names)
+    matching = _matching(models, quantization) if quantization else list(models)
+    if len(matching) == 1 or not models:
+        return models[matching[0]] if models else []
+    whole = [models[label][0] for label in matching or models]
+    shown = ", ".join(whole[:MANY]) + (", …" if len(whole) > MANY else "")
+    if not matching:
+        rule = f"no {quantization} among {what}: {shown}"
+    elif quantization:
+        rule = f"{quantization} names several of {what}: {shown}"
+    else:
+        rule = f"several models among {what}, name one as {place}:QUANT: {shown}"
+    raise invalid("model", rule, place)
+
+
+def _matching(labels: Iterable[str], quantization: str) -> list[str]:
+    wanted = quantization.lower().removesuffix(".gguf")
+    whole = [
+        label for label in labels if wanted in (label.lower(), label.lower().rpartition("/")[2])
+    ]
+    parts = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?:$|[-./])")
+    return whole or [label for label in labels if parts.search(label.lower())]
+
+
+def gguf_names(folder: Path) -> list[str]:
+    """List the GGUF files in a folder and in those below it, as paths in the folder."""
+    patterns = ("*/" * depth + "*.gguf" for depth in range(DEPTH + 1))
+    found = (file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
+    return sorted(file.relative_to(folder).as_posix() for file in found)
+
+
+def find_gguf(folder: Path, quantization: str = "", place: str = "") -> Path | None:
+    """Find the first file of the one model in a folder, None where there is none; raises as `choose_gguf` does."""
+    files = choose_gguf(gguf_names(folder), quantization, place or str(folder))
+    return folder / files[0] if files else None

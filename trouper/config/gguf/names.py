@@ -1,0 +1,388 @@
+"""Names of a GGUF header's fields and tensors, translated to those of config.json and of safetensors.
+
+The fields become a config.json, from which the traits are read as from any.  What GGUF leaves to its reader by the
+architecture's name stands here: Gemma's attention scale and local base frequency, whose rows are permuted.
+"""
+
+import re
+import struct
+from typing import Any, NamedTuple, cast
+
+from trouper.config.gguf.families import LAYER_NORM_FAMILIES, SIBLINGS, Family
+from trouper.config.gguf.header import Gguf, GgufStrings
+from trouper.config.gguf.keys import WINDOW, check_keys, layer_types
+from trouper.errors import UnsupportedFeatureError, invalid
+
+SCALE, LOCAL_BASE = "attention.scale", "rope.freq_base_swa"
+# By `pooling_type`; NONE leaves it to the caller.
+POOLINGS = {1: "MEAN", 2: "CLS", 3: "LAST", 4: "RANK"}
+ENCODER_NAMES = ("bert", "nomic-bert")  # of `gguf_encoders.py`
+METHOD = "gguf"  # of `quantization_config`, which marks a checkpoint as quantised
+# Tokens that end an answer where `eos_token_id` names another: as llama.cpp has them.
+END_TEXTS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
+)
+CONTROL = 3  # in tokenizer.ggml.token_type
+MODULES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "self_attn.sinks": "attn_sinks", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+# one tensor holds a projection of all experts
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
+MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+OTHER_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+class Place(NamedTuple):
+    """The place of a tensor in a file: its name there, and which of the experts, if all of them are in one."""
+
+    name: str
+    expert: int | None = None
+
+
+def family_of(header: Gguf) -> Family:
+    """Find the architecture; raises UnsupportedFeatureError for another, with those that are known."""
+    name = header.need("general.architecture", str)
+    family = FAMILIES.get(name)
+    if family is None:
+        known = ", ".join((*FAMILIES, *ENCODER_NAMES))
+        raise UnsupportedFeatureError(
+            f"{header.path.name}: architecture {name[:80]!r} is not supported; known are {known}",
+            parameter="model",
+        )
+    return family
+
+
+def hf_config(header: Gguf) -> dict[str, Any]:
+    """Write what config.json would say.
+
+    Raises:
+        UnsupportedFeatureError: the architecture is not known.
+        TrouperValidationError: a key is missing or of another type.
+    """
+    family = family_of(header)
+    at = header.need("general.architecture", str) + "."
+    table = header.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise invalid("model", f"{header.path.name}: has no token_embd.weight", str(header.path))
+    num_heads = header.need(at + "attention.head_count", int)
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "dtype": dtype_of(header),
+        "vocab_size": table.shape[0],
+        "hidden_size": header.need(at + "embedding_length", int),
+        "intermediate_size": header.need(at + "feed_forward_length", int),
+        "num_hidden_layers": header.need(at + "block_count", int),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": header.get(at + "attention.head_count_kv", int) or num_heads,
+        "max_position_embeddings": header.need(at + "context_length", int),
+        family.eps[1]: header.need(at + family.eps[0], float),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "eos_token_id": _end_ids(header),
+    }
+    for name, key, kind in (
+        ("bos_token_id", "tokenizer.ggml.bos_token_id", int),
+        ("head_dim", at + "attention.key_length", int),
+        ("sliding_window", at + "attention.sliding_window", int),
+        ("rope_theta", at + "rope.freq_base", float),
+    ):
+        if (value := header.get(key, kind)) is not None:
+            config[name] = value
+    check_keys(header, at, config, family.reads)
+    if header.get(at + "attention.causal", bool) is False:
+        config["is_causal"] = False
+    if family.reads >= WINDOW and (kinds := layer_types(header, at, config["num_hidden_layers"])):
+        config["layer_types"] = kinds
+    if rotated := header.get(at + "rope.dimension_count", int):
+        # llama.cpp rotates this many dimensions of each head, and this is where Phi-3 says how many.
+        config["partial_rotary_factor"] = rotated / max(1, _head_dim(config))
+    if scaling := rope_scaling(header, at, config):
+        config["rope_scaling"] = scaling
+    config |= quantization_of(header) | pooling_of(header, at)
+    if config.get("gguf_pooling") == "RANK":
+        rule = f"{header.path.name}: {at}pooling_type=4 (RANK) is supported for bert only"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    return config | (family.own(header, at, config) if family.own else {})
+
+
+def place_of(family: Family, name: str) -> Place:
+    """Translate a checkpoint's name of a tensor."""
+    if name.endswith(".sinks"):
+        name += ".weight"
+    stem, _, kind = name.rpartition(".")
+    outer = {**OUTER, **family.outer}
+    if stem in outer:
+        return Place(f"{outer[stem]}.{kind}")
+    layer, _, module = stem.removeprefix(family.layers).partition(".")
+    if module.startswith("block_sparse_moe."):
+        path, _, last = module.replace("block_sparse_moe.", "mlp.").rpartition(".")
+        module = f"{path}.{MIXTRAL.get(last, last)}"
+    if (found := EXPERT.fullmatch(module)) is not None:
+        return Place(f"blk.{layer}.{MODULES[f'mlp.{found[2]}']}_exps.{kind}", int(found[1]))
+    modules = {**MODULES, **family.norms, **family.modules}
+    return Place(f"blk.{layer}.{modules[module]}.{kind}")
+
+
+def dtype_of(header: Gguf) -> str:
+    """Name the dtype of the layers' matrices: bfloat16 for integers, for which the kernels are made."""
+    matrices = {name: each for name, each in header.tensors.items() if len(each.shape) > 1}
+    # Converters keep an encoder's small tables in F32.
+    layers = [each for name, each in matrices.items() if name.startswith("blk.")]
+    kinds = {each.type.name for each in layers or matrices.values()}
+    names = {"F32": "float32", "F16": "float16"}
+    return names.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def quantization_of(header: Gguf) -> dict[str, Any]:
+    """Mark a file that holds integers."""
+    is_packed = any(tensor.type.length > 1 for tensor in header.tensors.values())
+    return {"quantization_config": {"quant_method": METHOD}} if is_packed else {}
+
+
+def pooling_of(header: Gguf, at: str) -> dict[str, Any]:
+    """Read how the model pools; nothing where the file leaves it open."""
+    kind = header.get(at + "pooling_type", int) or 0
+    if kind and kind not in POOLINGS:
+        rule = f"{header.path.name}: {at}pooling_type={kind} is not supported"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    return {"gguf_pooling": POOLINGS[kind]} if kind else {}
+
+
+def _end_ids(header: Gguf) -> list[int]:
+    """List the tokens that end an answer, the primary one first."""
+    import numpy as np  # not above: `trouper --help` does without
+
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    found = [header.get(f"tokenizer.ggml.{key}", int) for key in keys]
+    texts: Any = header.metadata.get("tokenizer.ggml.tokens")
+    kinds: Any = header.metadata.get("tokenizer.ggml.token_type")
+    num_texts = len(texts) if isinstance(texts, GgufStrings) else -1
+    if isinstance(kinds, np.ndarray) and np.shape(cast("Any", kinds)) == (num_texts,):
+        found += [i for i in np.flatnonzero(kinds == CONTROL).tolist() if texts[i] in END_TEXTS]
+    return list(dict.fromkeys(i for i in found if i is not None))
+
+
+def rope_scaling(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Read how the context was stretched; factors by frequency, as Llama 3 has them, are those of longrope."""
+    original = header.get(at + "rope.scaling.original_context_length", int)
+    length = original or config["max_position_embeddings"]
+    if "rope_freqs.weight" in header.tensors:
+        factors = _floats(header, "rope_freqs.weight")
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": length,
+        }
+    if "rope_factors_long.weight" in header.tensors:
+        scaling: dict[str, Any] = {
+            "rope_type": "longrope",
+            "short_factor": _floats(header, "rope_factors_short.weight"),
+            "long_factor": _floats(header, "rope_factors_long.weight"),
+            "original_max_position_embeddings": length,
+        }
+        if (factor := header.get(at + "rope.scaling.attn_factor", float)) is not None:
+            scaling["attention_factor"] = factor
+        return scaling
+    return _plain_scaling(header, at, original)
+
+
+def _plain_scaling(header: Gguf, at: str, original: int | None) -> dict[str, Any] | None:
+    """Read a stretch that needs no tensors, from today's keys or that of old files."""
+    kind = header.get(at + "rope.scaling.type", str)
+    old_factor = header.get(at + "rope.scale_linear", float)
+    if kind is None and old_factor not in (None, 0.0, 1.0):
+        return {"rope_type": "linear", "factor": old_factor}
+    if kind in (None, "none"):
+        return None
+    scaling = {"rope_type": kind, "factor": header.need(at + "rope.scaling.factor", float)}
+    if original is not None:
+        scaling["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        for name in ("beta_fast", "beta_slow"):
+            if (value := header.get(f"{at}rope.scaling.yarn_{name}", float)) is not None:
+                scaling[name] = value
+    if header.get(at + "rope.scaling.attn_factor", float) not in (None, 1.0):
+        rule = f"{header.path.name}: {at}rope.scaling.attn_factor is supported only for longrope"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    return scaling
+
+
+def _floats(header: Gguf, name: str) -> list[float]:
+    tensor = header.tensors.get(name)
+    if tensor is None or tensor.type.name != "F32" or tensor.num_bytes > 2**16:
+        raise invalid("model", f"{header.path.name}: {name} is no table of F32", str(header.path))
+    with open(tensor.file, "rb") as file:
+        file.seek(tensor.offset)
+        return list(struct.unpack(f"<{tensor.num_bytes // 4}f", file.read(tensor.num_bytes)))
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"])
+
+
+def _gemma(header: Gguf, at: str, config: dict[str, Any], num_large: int) -> dict[str, Any]:
+    """The largest size of each family scales by the width of a hidden state's share, not of a head."""
+    is_large = config["num_hidden_layers"] == num_large
+    share = config["hidden_size"] // max(1, config["num_attention_heads"])
+    return {
+        "query_pre_attn_scalar": share if is_large else _head_dim(config),
+        "attn_logit_softcapping": header.get(at + "attn_logit_softcapping", float),
+        "final_logit_softcapping": header.get(at + "final_logit_softcapping", float),
+    }
+
+
+def _gemma2(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma(header, at, config, num_large=46)
+
+
+def _gemma3(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    whole: dict[str, Any] = {
+        "rope_theta": config.get("rope_theta", 1e6),
+        **(config.get("rope_scaling") or {}),
+    }
+    local = header.get(at + LOCAL_BASE, float) or 10_000.0
+    ropes = {"full_attention": whole, "sliding_attention": {"rope_theta": local}}
+    return _gemma(header, at, config, num_large=62) | {"rope_parameters": ropes}
+
+
+def _olmo(_header: Gguf, _at: str, config: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 3's files carry the name of OLMo 2, and have windows; only layers without one are stretched."""
+    if not config.get("sliding_window"):
+        return {}
+    theta: dict[str, Any] = {"rope_theta": config.get("rope_theta", 500_000.0)}
+    ropes: dict[str, Any] = {
+        "full_attention": theta | (config.get("rope_scaling") or {}),
+        "sliding_attention": theta | {"rope_type": "default"},
+    }
+    return {
+        "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "rope_parameters": ropes, "rope_scaling": None,
+    }  # fmt: skip
+
+
+def _exaone4(_header: Gguf, _at: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": config.get("sliding_window") or None}
+
+
+def _granite(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": header.get(at + SCALE, float) or _head_dim(config) ** -0.5,
+        "embedding_multiplier": header.get(at + "embedding_scale", float) or 1.0,
+        "residual_multiplier": header.get(at + "residual_scale", float) or 1.0,
+        "logits_scaling": header.get(at + "logit_scale", float) or 1.0,
+    }
+
+
+def _granite_moe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    return _granite(header, at, config) | _experts(header, at)
+
+
+def _llama(header: Gguf, at: str, _config: dict[str, Any]) -> dict[str, Any]:
+    """Mixtral's files carry the name of Llama."""
+    if not header.get(at + "expert_count", int):
+        return {}
+    own = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    return own | _experts(header, at)
+
+
+def _qwen_moe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    own = _experts(header, at) | {"moe_intermediate_size": _expert_width(header, at, config)}
+    if config["model_type"] == "qwen3_moe":
+        return own | {"norm_topk_prob": True}
+    shared = header.tensors.get("blk.0.ffn_gate_shexp.weight")
+    width = header.get(at + "expert_shared_feed_forward_length", int)
+    if not width and shared is not None:  # of files from before the key
+        width = shared.shape[0]
+    return own | {"shared_expert_intermediate_size": width, "qkv_bias": config["attention_bias"]}
+
+
+def _olmoe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    return _experts(header, at) | {"intermediate_size": _expert_width(header, at, config)}
+
+
+def _gpt_oss(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    return _experts(header, at) | {
+        "intermediate_size": _expert_width(header, at, config),
+        "rope_scaling": {**scaling, "truncate": False},
+    }
+
+
+def _experts(header: Gguf, at: str) -> dict[str, Any]:
+    count = header.need(at + "expert_count", int)
+    gate = header.tensors.get("blk.0.ffn_gate_exps.weight")
+    found = 0 if gate is None else gate.shape[0]
+    if count != found:  # else a number alone would take memory for the names of so many
+        rule = f"{header.path.name}: {at}expert_count: {count} of {found} in blk.0.ffn_gate_exps"
+        raise invalid("model", rule, str(header.path))
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": header.need(at + "expert_used_count", int),
+    }
+
+
+def _expert_width(header: Gguf, at: str, config: dict[str, Any]) -> int:
+    return header.get(at + "expert_feed_forward_length", int) or config["intermediate_size"]
+
+
+FAMILIES = (
+    {
+        "llama": Family("LlamaForCausalLM", "llama", is_permuted=True, own=_llama),
+        "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
+        "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+        "phi3": Family("Phi3ForCausalLM", "phi3", reads=WINDOW),
+        "gemma": Family("GemmaForCausalLM", "gemma", norm_offset=1.0),
+        "exaone4": Family("Exaone4ForCausalLM", "exaone4", OTHER_NORMS, own=_exaone4, reads=WINDOW),
+        "seed_oss": Family(
+            "SeedOssForCausalLM", "seed_oss", {"post_attention_layernorm": "post_attention_norm"}
+        ),
+        "gemma2": Family(
+            "Gemma2ForCausalLM", "gemma2", OTHER_NORMS, norm_offset=1.0, own=_gemma2, reads=WINDOW
+        ),
+        "gemma3": Family(
+            "Gemma3ForCausalLM",
+            "gemma3",
+            OTHER_NORMS,
+            norm_offset=1.0,
+            own=_gemma3,
+            reads=WINDOW | {LOCAL_BASE},
+        ),
+        "granite": Family(
+            "GraniteForCausalLM",
+            "granite",
+            is_permuted=True,
+            own=_granite,
+            reads=frozenset({SCALE}),
+        ),
+        "olmo2": Family("Olmo2ForCausalLM", "olmo2", OTHER_NORMS, own=_olmo, reads=WINDOW),
+        "smollm3": Family("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
+        "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", own=_qwen_moe),
+        "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", own=_qwen_moe),
+        "olmoe": Family("OlmoeForCausalLM", "olmoe", own=_olmoe),
+        "granitemoe": Family(
+            "GraniteMoeForCausalLM",
+            "granitemoe",
+            is_permuted=True,
+            own=_granite_moe,
+            reads=frozenset({SCALE}),
+        ),
+        "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", OTHER_NORMS, own=_gpt_oss, reads=WINDOW),
+    }
+    | LAYER_NORM_FAMILIES
+    | SIBLINGS
+)

@@ -1,1 +1,0 @@
-"""Engines and their options under the module names that vLLM's programs import."""

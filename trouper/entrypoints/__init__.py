@@ -1,1 +1,0 @@
-"""Interfaces to an engine under the module names that vLLM's programs import."""

@@ -1,1 +1,0 @@
-"""Helpers under the module names that vLLM's programs import."""

@@ -1,1 +1,0 @@
-"""Engines under the module names that newer programs of vLLM import."""
