@@ -47,6 +47,10 @@ DISTIL = {
     "vocab_size": 97, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4,
     "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
+T5 = {
+    "vocab_size": 97, "d_model": 48, "d_ff": 80, "d_kv": 12, "num_layers": 3, "num_heads": 4, "n_positions": 64,
+    "relative_attention_num_buckets": 8, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
+}  # fmt: skip
 ENCODERS = {
     "bert": ("Bert", {}),
     "roberta": ("Roberta", {"type_vocab_size": 1}),
@@ -67,6 +71,12 @@ ENCODERS = {
     "electra": ("Electra", {"embedding_size": 32}),
     "electra-unprojected": ("Electra", {"embedding_size": 48}),
     "albert": ("Albert", {"embedding_size": 32}),
+    "eurobert": ("EuroBert", {}),
+    "eurobert-grouped": ("EuroBert", {"num_key_value_heads": 2, "head_dim": 16, "attention_bias": True}),
+    "jina-v3": ("JinaEmbeddingsV3", {"type_vocab_size": 1}),
+    "t5": ("T5", T5),
+    "t5-gated": ("T5", T5 | {"feed_forward_proj": "gated-gelu", "d_kv": 8}),
+    "mt5": ("MT5", T5 | {"relative_attention_max_distance": 20}),
 }  # fmt: skip
 DECODERS = {
     "llama": ("Llama", {"num_key_value_heads": 2}),
@@ -82,15 +92,24 @@ BOTH_WAYS = {
         "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 12, "use_bidirectional_attention": True,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 }  # fmt: skip
+# T5's classifiers read the decoder half.
+CLASSIFYING = [kind for kind in ENCODERS if "t5" not in kind]
+# Sizes for the native kernels under the names of families that have names of their own.
+NARROW = {
+    "distilbert": {"dim": 64, "hidden_dim": 96},
+    **{key: {"d_model": 64, "d_ff": 96, "d_kv": 16} for key in ("t5", "t5-gated", "mt5")},
+}
 LENGTHS = (1, 3, 3, 9, 20, 20, 20, 41)
 
 
 def save_tiny(kind, auto, folder, **more):
     name, changes = (ENCODERS | DECODERS | {f"both-{n}": c for n, c in BOTH_WAYS.items()})[kind]
-    given = {**(changes if kind == "distilbert" else SMALL | changes), **more}
+    given = {**(changes if kind in NARROW else SMALL | changes), **more}
     config = getattr(transformers, f"{name}Config")(**given)
     torch.manual_seed(0)
-    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    auto = getattr(transformers, f"{name}EncoderModel", auto)  # the encoder half of T5
+    make = getattr(auto, "from_config", None) or auto._from_config
+    model = make(config, dtype=torch.float32, attn_implementation="eager").eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -157,8 +176,7 @@ def test_decoders_that_see_ahead_do_not_generate(tmp_path):
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_hidden_states_by_the_native_kernels_equal_those_of_transformers(kind, tmp_path):
     """Heads of 16 numbers, rows of whole registers."""
-    sizes = {"dim": 64, "hidden_dim": 96} if kind == "distilbert" else WIDE
-    model = save_tiny(kind, AutoModel, tmp_path, **sizes)
+    model = save_tiny(kind, AutoModel, tmp_path, **NARROW.get(kind, WIDE))
     for ids, mine in zip(prompts(), run(tmp_path, "token_embed"), strict=True):
         with torch.no_grad():
             theirs = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
@@ -301,7 +319,7 @@ def test_batches_come_in_few_sizes():
     assert len(set(sizes)) < 160
 
 
-@pytest.mark.parametrize("kind", [*ENCODERS, "qwen3"])
+@pytest.mark.parametrize("kind", [*CLASSIFYING, "qwen3"])
 def test_sequence_logits_equal_those_of_transformers(kind, tmp_path):
     model = save_tiny(kind, AutoModelForSequenceClassification, tmp_path, num_labels=3)
     for ids, mine in zip(prompts(), run(tmp_path, "classify"), strict=True):
@@ -310,7 +328,17 @@ def test_sequence_logits_equal_those_of_transformers(kind, tmp_path):
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [*ENCODERS, "qwen3"])
+@pytest.mark.parametrize("pooling", ["bos", "mean", "late"])
+def test_eurobert_classifies_before_or_behind_its_pooling(pooling, tmp_path):
+    how = {"num_labels": 3, "classifier_pooling": pooling}
+    model = save_tiny("eurobert", AutoModelForSequenceClassification, tmp_path, **how)
+    for ids, mine in zip(prompts(), run(tmp_path, "classify"), strict=True):
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).logits[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [*CLASSIFYING, "qwen3"])
 def test_token_logits_equal_those_of_transformers(kind, tmp_path):
     model = save_tiny(kind, AutoModelForTokenClassification, tmp_path, num_labels=5)
     for ids, mine in zip(prompts(), run(tmp_path, "token_classify"), strict=True):

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.models.disentangled import disentangled_attention
-from trouper.actors.executor.models.encoder_traits import EncoderTraits
+from trouper.actors.executor.models.encoder_traits import Act, EncoderExpertsTraits, EncoderTraits
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.kernels.cpu.attention.varlen import (
     ROWS,
@@ -26,10 +27,63 @@ from trouper.kernels.cpu.attention.varlen import (
 from trouper.kernels.cpu.encoder_ops import LayerNorm, TokenEmbedding
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.reference.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from trouper.kernels.reference.norms import rms_norm
 from trouper.kernels.reference.rope import rope_, rotation_of
 
 ACT_AND_MUL = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
-MAX_DISTANCE = 128  # of MPNet's buckets
+
+
+class RmsNorm:
+    """A norm by the root of the mean square, called as `LayerNorm` is."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps = weight, eps
+
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        x_TD = x_TD if residual_TD is None else x_TD + residual_TD
+        return rms_norm(x_TD, self._weight, self._eps)
+
+
+Norm = LayerNorm | RmsNorm
+
+
+class EncoderExperts:
+    """Experts in place of an MLP: each token goes through the few that the router likes most, weighted by its shares.
+
+    Args:
+        router_XE: one row for each of X experts.
+        ups, downs: the two products of each expert.
+        bias_E: added to the sum.
+    """
+
+    def __init__(
+        self,
+        traits: EncoderExpertsTraits,
+        act: Act,
+        *,
+        router_XE: Tensor,
+        ups: Sequence[LinearMethod],
+        downs: Sequence[LinearMethod],
+        bias_E: Tensor | None,
+    ) -> None:
+        self._traits, self._act, self._router_XE, self._bias_E = traits, act, router_XE, bias_E
+        self._ups, self._downs = ups, downs
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """Return [T, E]; only experts that some token has chosen compute, on their tokens."""
+        shares_TX = F.linear(x_TE, self._router_XE).softmax(-1, dtype=torch.float32)
+        shares_TK, chosen_TK = shares_TX.topk(self._traits.num_chosen, dim=-1)
+        if self._traits.is_renormalized:
+            shares_TK = shares_TK / shares_TK.sum(-1, keepdim=True)
+        out_TE = torch.zeros_like(x_TE)
+        chosen = chosen_TK.numpy()
+        numbers: list[int] = np.unique(chosen).tolist()
+        for number in numbers:
+            rows, ranks = map(from_numpy, np.nonzero(chosen == number))
+            wide_RF = self._ups[number].apply_act(x_TE[rows], self._act)
+            shares_R1 = shares_TK[rows, ranks, None].to(x_TE.dtype)
+            out_TE.index_add_(0, rows, self._downs[number].apply(wide_RF) * shares_R1)
+        return out_TE if self._bias_E is None else out_TE + self._bias_E
 
 
 class EncoderLayer:
@@ -43,13 +97,14 @@ class EncoderLayer:
         *,
         qkv: LinearMethod,
         o: LinearMethod,
-        up: LinearMethod,
-        down: LinearMethod,
-        attention_norm: LayerNorm | None,
-        mlp_norm: LayerNorm,
+        up: LinearMethod | None,
+        down: LinearMethod | None,
+        attention_norm: Norm | None,
+        mlp_norm: Norm,
         distances: tuple[Tensor | None, Tensor | None] = (None, None),
+        experts: EncoderExperts | None = None,
     ) -> None:
-        self.distances = distances
+        self.distances, self.experts = distances, experts
         self.qkv, self.o, self.up, self.down = qkv, o, up, down
         self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
 
@@ -62,10 +117,10 @@ class Encoder:
         traits: EncoderTraits,
         *,
         embedding: TokenEmbedding,  # whose first position is that of the first token
-        norm: LayerNorm | None,
+        norm: Norm | None,
         projection: LinearMethod | None,
         layers: Sequence[EncoderLayer],
-        final_norm: LayerNorm | None,
+        final_norm: Norm | None,
         relative_bias: Tensor | None,  # [buckets, N]
         max_model_len: int,
     ) -> None:
@@ -73,8 +128,16 @@ class Encoder:
         self.dtype = embedding.dtype
         self._embedding, self._norm, self._projection = embedding, norm, projection
         self._layers, self._final_norm = layers, final_norm
-        self._bias = None if relative_bias is None else spread_bias(relative_bias, max_model_len)
+        self._bias = (
+            None
+            if relative_bias is None
+            else spread_bias(relative_bias, max_model_len, traits.max_distance)
+        )
         self.is_native = traits.distances is None and is_native(self.dtype, traits.head_dim)
+        # Whether its launches can be recorded and replayed: every operation is a compiled kernel.
+        self.is_recordable = (
+            self.is_native and traits.norm_kind == "layer" and traits.experts is None
+        )
         self._rope_tables = [
             make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
         ]
@@ -83,7 +146,7 @@ class Encoder:
     def num_bytes(self) -> int:
         """The bytes that a batch reads: the weights without the embeddings."""
         linears = [x for la in self._layers for x in (la.qkv, la.o, la.up, la.down)]
-        return sum(x.shape[0] * x.shape[1] for x in linears) * self.dtype.itemsize
+        return sum(x.shape[0] * x.shape[1] for x in linears if x) * self.dtype.itemsize
 
     def positions(self, token_ids: np.ndarray, groups: Sequence[Group]) -> np.ndarray:
         """Return [T] int64, the row of the position table for each token."""
@@ -144,11 +207,11 @@ class Encoder:
             if self.traits.norm_first:
                 y_TE = x_TE if layer.attention_norm is None else layer.attention_norm(x_TE)
                 x_TE = layer.o.apply_add(attend(y_TE), x_TE)
-                x_TE = layer.down.apply_add(self._widen(layer, layer.mlp_norm(x_TE)), x_TE)
+                x_TE = self._add_mlp(layer, layer.mlp_norm(x_TE), x_TE)
             else:
                 assert layer.attention_norm is not None
                 x_TE = layer.attention_norm(layer.o.apply(attend(x_TE)), x_TE)
-                x_TE = layer.mlp_norm(layer.down.apply(self._widen(layer, x_TE)), x_TE)
+                x_TE = layer.mlp_norm(self._mlp(layer, x_TE), x_TE)
         return x_TE if self._final_norm is None else self._final_norm(x_TE)
 
     def _attend(
@@ -169,15 +232,28 @@ class Encoder:
         return varlen_attention(
             qkv_T3ND,
             groups,
-            scale=traits.head_dim**-0.5,
+            scale=traits.scale,
             window=window,
             bias=self._bias,
             tiles=tiles,
         )
 
+    def _mlp(self, layer: EncoderLayer, x_TE: Tensor) -> Tensor:
+        if layer.experts is not None:
+            return layer.experts(x_TE)
+        assert layer.down is not None
+        return layer.down.apply(self._widen(layer, x_TE))
+
+    def _add_mlp(self, layer: EncoderLayer, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        """Return the sum of the MLP and the residual, in one product if the layer has one MLP."""
+        if layer.down is None:
+            return self._mlp(layer, x_TE) + residual_TE
+        return layer.down.apply_add(self._widen(layer, x_TE), residual_TE)
+
     def _widen(self, layer: EncoderLayer, x_TE: Tensor) -> Tensor:
         """Compute the first half of the MLP."""
         traits = self.traits
+        assert layer.up is not None
         if traits.is_gated:
             return ACT_AND_MUL[traits.act](layer.up.apply(x_TE))
         return layer.up.apply_act(x_TE, traits.act)
@@ -192,14 +268,14 @@ def rounded(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def spread_bias(bias_BN: Tensor, num_positions: int) -> Tensor:
+def spread_bias(bias_BN: Tensor, num_positions: int, max_distance: int) -> Tensor:
     """Spread T5's buckets (Raffel et al. 2020) by distance, as `varlen_attention` reads them: half for keys
-    on the right, half of the rest for exact distances, the others logarithmic up to `MAX_DISTANCE`."""
+    on the right, half of the rest for exact distances, the others logarithmic up to `max_distance`."""
     away = num_positions - torch.arange(2 * num_positions + ROWS)  # key - query
     half = bias_BN.shape[0] // 2
     exact = half // 2
     distance = away.abs()
-    far = torch.log(distance.float() / exact) / math.log(MAX_DISTANCE / exact) * (half - exact)
+    far = torch.log(distance.float() / exact) / math.log(max_distance / exact) * (half - exact)
     logarithmic = (exact + far.clamp(min=0).long()).clamp(max=half - 1)
     buckets = (away > 0) * half + torch.where(distance < exact, distance, logarithmic)
     return bias_BN[buckets].T.float().contiguous()

@@ -57,6 +57,16 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     act: str = "identity"
     norm: str = ""
     out: str = "classifier"
+    is_before_pooling: bool = False  # it reads every token, and the mean of its logits counts
+
+
+class EncoderExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts that take the place of the MLP in some layers; the checkpoint shows in which."""
+
+    num_experts: int
+    num_chosen: int  # for each token
+    every: int  # layers, of which the last has experts
+    is_renormalized: bool  # the shares of the chosen ones are made to sum up to 1
 
 
 class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,11 +88,17 @@ class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     padding_id: int | None = None
     num_types: int = 0
     norm_eps: float
+    norm_kind: Literal["layer", "rms"] = "layer"
     norm_first: bool = False  # norms before attention and MLP, instead of after the sums
     act: Act
     is_gated: bool = False
     is_gate_second: bool = False  # stored so
     relative_buckets: int = 0
+    max_distance: int = 128  # from which on all distances share the last of the relative buckets
+    num_kv_heads: int | None = None  # None: as many as heads
+    head_width: int | None = None  # None: hidden_size / num_heads
+    is_scaled: bool = True  # scores are divided by the root of head_dim
+    experts: EncoderExpertsTraits | None = None
     distances: DistanceTraits | None = None  # of DeBERTa's attention
     windows: tuple[int | None, ...] = ()  # by layer: how far a token sees; empty = all see all
     ropes: tuple[RopeTraits, ...] = ()
@@ -90,7 +106,12 @@ class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+        return self.head_width or self.hidden_size // self.num_heads
+
+    @property
+    def scale(self) -> float:
+        """The factor of attention scores."""
+        return self.head_dim**-0.5 if self.is_scaled else 1.0
 
 
 def encoder_traits(config: HfConfig, architecture: str) -> EncoderTraits | None:
@@ -120,7 +141,8 @@ def _common(config: HfConfig, **own: object) -> EncoderTraits:
     name = name or config.get("activation_function") or "gelu"
     if name not in ACTS:
         raise UnsupportedFeatureError(f"the activation {name!r} is not supported")
-    for field in ("is_decoder", "add_cross_attention", "is_encoder_decoder"):
+    halves = () if own.get("head_width") else ("is_encoder_decoder",)  # T5's encoder is one of two
+    for field in ("is_decoder", "add_cross_attention", *halves):
         if config.get(field):
             raise UnsupportedFeatureError(f"{field}=true is not supported for an encoder")
     kind = config.get("position_embedding_type") or "absolute"
@@ -141,7 +163,7 @@ def _common(config: HfConfig, **own: object) -> EncoderTraits:
     if own.get("is_gated") and ACTS[name] not in GATED_ACTS:
         raise UnsupportedFeatureError(f"the activation {name!r} of a gated MLP is not supported")
     traits = EncoderTraits(**fields)  # type: ignore[arg-type]  # checked by `require` and the readers
-    if traits.hidden_size % traits.num_heads:
+    if traits.hidden_size % traits.num_heads and traits.head_width is None:
         rule = f"{traits.num_heads} heads do not divide hidden_size ({traits.hidden_size})"
         raise TrouperValidationError(rule, parameter="num_attention_heads", value=traits.num_heads)
     if config.get("head_dim") not in (None, traits.head_dim):
@@ -404,9 +426,23 @@ def _modernbert(config: HfConfig) -> EncoderTraits:
     )
 
 
+def _nomic_experts(config: HfConfig) -> EncoderExpertsTraits | None:
+    every = config.get("moe_every_n_layers") or 0
+    if every < 1:
+        return None
+    for field in ("expert_choice_router", "num_shared_experts"):
+        if config.get(field):
+            raise UnsupportedFeatureError(f"{field}={config[field]!r} is not supported")
+    return EncoderExpertsTraits(
+        num_experts=require(config, "num_experts"),
+        num_chosen=config.get("moe_top_k") or 1,
+        every=every,
+        is_renormalized=bool(config.get("moe_normalize_expert_weights")),
+    )
+
+
 def _nomic(config: HfConfig) -> EncoderTraits:
-    if config.get("num_experts") or config.get("moe_every_n_layers"):
-        raise UnsupportedFeatureError("experts in an encoder are not supported")
+    experts = _nomic_experts(config)
     if config.get("prenorm") or config.get("rotary_emb_interleaved"):
         raise UnsupportedFeatureError("prenorm and interleaved rotary are not supported")
     is_gated = "glu" in str(config.get("activation_function") or "swiglu")
@@ -427,6 +463,7 @@ def _nomic(config: HfConfig) -> EncoderTraits:
         prefixes=("bert.", "nomic_bert."),
         norm_eps=config.get("layer_norm_epsilon") or config.get("layer_norm_eps") or 1e-12,
         is_gated=is_gated,
+        experts=experts,
         **_one_rope(config, "rotary_emb_base", share=config.get("rotary_emb_fraction") or 1.0),
     )
 
@@ -451,17 +488,108 @@ def _gte(config: HfConfig) -> EncoderTraits:
     )
 
 
-def _one_rope(config: HfConfig, theta: str, share: float = 1.0) -> dict[str, object]:
-    head_dim = require(config, "hidden_size") // require(config, "num_attention_heads")
+def _eurobert(config: HfConfig) -> EncoderTraits:
+    pooling = config.get("classifier_pooling") or "late"
+    if pooling not in ("bos", "mean", "late"):
+        raise UnsupportedFeatureError(f"classifier_pooling={pooling!r} is not supported")
+    return _common(
+        config,
+        names=EncoderNames(
+            words="embed_tokens",
+            norm="",
+            final_norm="norm",
+            layer="layers.{}.",
+            qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            o="self_attn.o_proj",
+            attention_norm="input_layernorm",
+            up=("mlp.gate_proj", "mlp.up_proj"),
+            down="mlp.down_proj",
+            mlp_norm="post_attention_layernorm",
+        ),
+        head=Head(dense="dense", act="gelu", is_before_pooling=pooling == "late"),
+        prefixes=("model.",),
+        norm_eps=config.get("rms_norm_eps") or 1e-5,
+        norm_kind="rms",
+        norm_first=True,
+        is_gated=True,
+        num_kv_heads=config.get("num_key_value_heads"),
+        head_width=config.get("head_dim"),
+        **_one_rope(config, "rope_theta"),
+    )
+
+
+def _jina_v3(config: HfConfig) -> EncoderTraits:
+    return _common(
+        config,
+        names=EncoderNames(
+            types="embeddings.token_type_embeddings",
+            norm="emb_ln",
+            layer="encoder.layers.{}.",
+            qkv=("mixer.Wqkv",),
+            o="mixer.out_proj",
+            attention_norm="norm1",
+            up=("mlp.fc1",),
+            down="mlp.fc2",
+            mlp_norm="norm2",
+        ),
+        head=ROBERTA_HEAD,
+        prefixes=("roberta.",),
+        **_one_rope(config, "rope_theta", default_theta=20_000.0),
+    )
+
+
+def _t5(config: HfConfig) -> EncoderTraits:
+    """The encoder half of T5, mT5 and their like: sentence-t5, gtr-t5, instructor."""
+    kind, _, act = str(config.get("feed_forward_proj") or "relu").rpartition("-")
+    if kind not in ("", "gated") or act not in ACTS:
+        raise UnsupportedFeatureError(f"feed_forward_proj={kind}-{act} is not supported")
+    # T5 v1.1 calls its gelu exact, and computes the approximation.
+    act = "gelu_new" if kind and act == "gelu" else act
+    dense = "layer.1.DenseReluDense."
+    return _common(
+        {**config, "hidden_act": act},
+        names=EncoderNames(
+            words="shared",
+            norm="",
+            final_norm="encoder.final_layer_norm",
+            relative_bias="encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+            layer="encoder.block.{}.",
+            qkv=tuple(f"layer.0.SelfAttention.{name}" for name in "qkv"),
+            o="layer.0.SelfAttention.o",
+            attention_norm="layer.0.layer_norm",
+            up=(f"{dense}wi_0", f"{dense}wi_1") if kind else (f"{dense}wi",),
+            down=f"{dense}wo",
+            mlp_norm="layer.1.layer_norm",
+        ),
+        head=Head(),
+        prefixes=("transformer.",),
+        norm_eps=config.get("layer_norm_epsilon") or 1e-6,
+        norm_kind="rms",
+        norm_first=True,
+        is_gated=bool(kind),
+        head_width=require(config, "d_kv"),
+        is_scaled=False,
+        relative_buckets=config.get("relative_attention_num_buckets") or 32,
+        max_distance=config.get("relative_attention_max_distance") or 128,
+    )
+
+
+def _one_rope(
+    config: HfConfig, theta: str, share: float = 1.0, default_theta: float = 10_000.0
+) -> dict[str, object]:
+    head_dim = config.get("head_dim") or (
+        require(config, "hidden_size") // require(config, "num_attention_heads")
+    )
     rope = rope_traits(
-        config, int(head_dim * share), default_theta=float(config.get(theta) or 10_000.0)
+        config, int(head_dim * share), default_theta=float(config.get(theta) or default_theta)
     )
     return {"ropes": (rope,), "layer_ropes": (0,) * require(config, "num_hidden_layers")}
 
 
 # Names that begin like those of a reader, and are of other models.
 REFUSED = {
-    "XLMRobertaLoRA": "rotary XLM-RoBERTa with an adapter for each task (jina-embeddings-v3) is not supported",
+    "XLMRobertaLoRA": "this form of jina-embeddings-v3 needs code of its own; use jinaai/jina-embeddings-v3-hf",
+    "UMT5": "relative positions of each layer are not supported; T5 and mT5 are",
     "BertGeneration": "is not supported; a BERT that embeds is a BertModel",
 }
 READERS: dict[str, Callable[[HfConfig], EncoderTraits]] = {
@@ -479,6 +607,10 @@ READERS: dict[str, Callable[[HfConfig], EncoderTraits]] = {
     "MPNet": _mpnet,
     "DebertaV2": _deberta_v2,
     "ModernBert": _modernbert,
+    "EuroBert": _eurobert,
+    "JinaEmbeddingsV3": _jina_v3,
+    "T5Encoder": _t5,
+    "MT5Encoder": _t5,
     "NomicBert": _nomic,
     "Gte": _gte,
     "New": _gte,

@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.actors.executor.models.encoder import Encoder, EncoderLayer
+from trouper.actors.executor.models.encoder import (
+    Encoder,
+    EncoderExperts,
+    EncoderLayer,
+    Norm,
+    RmsNorm,
+)
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head
 from trouper.actors.executor.models.names import LLAMA
 from trouper.actors.executor.weights.checkpoint import Checkpoint
@@ -54,6 +60,10 @@ class Tensors:
 
     def has(self, name: str) -> bool:
         return self._dummy is not None or self.stores(name)
+
+    @property
+    def is_dummy(self) -> bool:
+        return self._dummy is not None
 
     def stores(self, name: str) -> bool:
         """Check for a tensor in the checkpoint; dummy weights have none."""
@@ -99,6 +109,53 @@ class Tensors:
         weight = torch.cat(rows)
         bias = torch.cat(biases) if biases else None
         return make_linear(weight, bias, LinearConfig(is_for_many_rows=True))
+
+    def qkv(self, parts: tuple[str, ...], traits: EncoderTraits) -> LinearMethod:
+        """Read the projections to queries, keys and values of equally many heads.
+
+        Where several query heads share one head of keys and values, its rows are repeated: attention without a cache gains
+        nothing from sharing.
+        """
+        width, hidden = traits.head_dim, traits.hidden_size
+        num_kv_heads = traits.num_kv_heads or traits.num_heads
+        if num_kv_heads == traits.num_heads:
+            return self.linear(parts, 3 * width * num_kv_heads, hidden)
+        rows: list[Tensor] = []
+        biases: list[Tensor] = []
+        for part, num in zip(parts, (traits.num_heads, num_kv_heads, num_kv_heads), strict=True):
+            repeats = traits.num_heads // num
+            weight = self.read(f"{part}.weight", (num * width, hidden)).view(num, width, hidden)
+            rows.append(weight.repeat_interleave(repeats, 0).flatten(0, 1))
+            if self.has(f"{part}.bias"):
+                bias = self.read(f"{part}.bias", (num * width,)).view(num, width)
+                biases.append(bias.repeat_interleave(repeats, 0).flatten())
+        bias = torch.cat(biases) if biases else None
+        return make_linear(torch.cat(rows), bias, LinearConfig(is_for_many_rows=True))
+
+    def experts(self, at: str, traits: EncoderTraits) -> EncoderExperts:
+        """Read the experts of a layer: the products of all lie in two matrices, one expert below the other."""
+        experts, hidden, wide = traits.experts, traits.hidden_size, traits.intermediate_size
+        assert experts is not None
+        num, config = experts.num_experts, LinearConfig(is_for_many_rows=True)
+        ups, downs = (
+            self.read(f"{at}mlp.experts.mlp.{name}", (num * wide, hidden)).view(num, wide, hidden)
+            for name in ("w1", "w2")
+        )
+        bias = f"{at}mlp.experts.bias"
+        return EncoderExperts(
+            experts,
+            traits.act,
+            router_XE=self.read(f"{at}mlp.router.layer.weight", (num, hidden)),
+            ups=[make_linear(up, None, config) for up in ups],
+            downs=[make_linear(down.T.contiguous(), None, config) for down in downs],
+            bias_E=self.read(bias, (hidden,)) if self.has(bias) else None,
+        )
+
+    def any_norm(self, name: str, width: int, traits: EncoderTraits) -> Norm:
+        """Read a norm of the model's kind."""
+        if traits.norm_kind == "rms":
+            return RmsNorm(self.read(f"{name}.weight", (width,)), traits.norm_eps)
+        return self.norm(name, width, traits.norm_eps)
 
     def norm(self, name: str, width: int, eps: float) -> LayerNorm:
         bias = self.read(f"{name}.bias", (width,)) if self.has(f"{name}.bias") else None
@@ -148,12 +205,10 @@ def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) ->
     return Encoder(
         traits,
         embedding=TokenEmbedding(words, table(names.types, traits.num_types), positions),
-        norm=tensors.norm(names.norm, width, traits.norm_eps) if names.norm else None,
+        norm=tensors.any_norm(names.norm, width, traits) if names.norm else None,
         projection=tensors.linear((names.projection,), hidden, width) if names.projection else None,
         layers=[layers[names.layer.format(i)] for i in range(traits.num_layers)],
-        final_norm=tensors.norm(names.final_norm, hidden, traits.norm_eps)
-        if names.final_norm
-        else None,
+        final_norm=tensors.any_norm(names.final_norm, hidden, traits) if names.final_norm else None,
         relative_bias=tensors.read(
             f"{names.relative_bias}.weight", (traits.relative_buckets, traits.num_heads)
         )
@@ -203,25 +258,38 @@ def _layer(
     tensors: Tensors, traits: EncoderTraits, at: str, distances: Tensor | None
 ) -> EncoderLayer:
     names, hidden, wide = traits.names, traits.hidden_size, traits.intermediate_size
+    inner = traits.num_heads * traits.head_dim
+    # Dummy weights have every name, so for them the number of the layer decides.
+    router = f"{at}mlp.router.layer.weight"
+    has_experts = traits.experts is not None and (
+        tensors.stores(router) or (tensors.is_dummy and _is_expert_layer(traits, at))
+    )
 
-    def norm(name: str) -> LayerNorm:
-        return tensors.norm(at + name, hidden, traits.norm_eps)
+    def norm(name: str) -> Norm:
+        return tensors.any_norm(at + name, hidden, traits)
 
     has_norm = tensors.has(f"{at}{names.attention_norm}.weight")
+    up = None
+    if not has_experts:
+        parts = tuple(at + part for part in names.up)
+        num_up = wide * (1 + traits.is_gated)
+        up = tensors.linear(parts, num_up, hidden, swaps_halves=traits.is_gate_second)
     return EncoderLayer(
-        qkv=tensors.linear(tuple(at + part for part in names.qkv), 3 * hidden, hidden),
-        o=tensors.linear((at + names.o,), hidden, hidden),
-        up=tensors.linear(
-            tuple(at + part for part in names.up),
-            wide * (1 + traits.is_gated),
-            hidden,
-            swaps_halves=traits.is_gate_second,
-        ),
-        down=tensors.linear((at + names.down,), hidden, wide),
+        qkv=tensors.qkv(tuple(at + part for part in names.qkv), traits),
+        o=tensors.linear((at + names.o,), hidden, inner),
+        up=up,
+        down=None if has_experts else tensors.linear((at + names.down,), hidden, wide),
         attention_norm=norm(names.attention_norm) if has_norm or not traits.norm_first else None,
         mlp_norm=norm(names.mlp_norm),
         distances=_distances(tensors, traits, at, distances),
+        experts=tensors.experts(at, traits) if has_experts else None,
     )
+
+
+def _is_expert_layer(traits: EncoderTraits, at: str) -> bool:
+    assert traits.experts is not None
+    number = next(i for i in range(traits.num_layers) if traits.names.layer.format(i) == at)
+    return number % traits.experts.every == traits.experts.every - 1
 
 
 Project = Callable[[Tensor], Tensor]

@@ -130,10 +130,10 @@ def _stretched(own: Fields, wish: Any) -> Any:
 
 # Names of some families for what nearly all others call so.
 _OTHER_NAMES = {
-    "hidden_size": ("dim", "n_embd"),
-    "num_attention_heads": ("n_heads", "n_head"),
-    "num_hidden_layers": ("n_layers", "n_layer"),
-    "intermediate_size": ("hidden_dim", "n_inner"),
+    "hidden_size": ("dim", "n_embd", "d_model"),
+    "num_attention_heads": ("n_heads", "n_head", "num_heads"),
+    "num_hidden_layers": ("n_layers", "n_layer", "num_layers"),
+    "intermediate_size": ("hidden_dim", "n_inner", "d_ff"),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
 }
 # The sizes that a text_config leaves out are those of its class in transformers.
@@ -212,6 +212,9 @@ def flattened(raw: Fields) -> Fields:
         for other in others:
             if config.get(name) is None and config.get(other) is not None:
                 config[name] = config[other]
+    if config.get("model_type") in ("t5", "mt5"):
+        # Positions are relative, so only the length that it was trained with limits a text.
+        config.setdefault("max_position_embeddings", 512)
     _use_one_rope(config)
     return config
 

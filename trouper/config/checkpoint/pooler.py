@@ -238,7 +238,7 @@ def pooler_spec(
     if task not in tasks:
         raise invalid("task", f"this model can {', '.join(tasks)}", task)
     by_default: SeqPooling = "LAST" if is_decoder else "CLS"
-    if config.get("model_type") == "modernbert" and "classify" in tasks:
+    if config.get("model_type") in ("modernbert", "eurobert") and "classify" in tasks:
         by_default = "MEAN" if config.get("classifier_pooling") == "mean" else "CLS"
     seq = wishes.seq or found.pooling or config.get("gguf_pooling") or by_default
     token_classifier = TokenClassifier.of(config) if "classify" in tasks else None
@@ -299,7 +299,7 @@ def _refuse_default_prompt(saved: dict[str, Any]) -> None:
 def _is_decoder(architecture: str) -> bool:
     """Tell a decoder by its name: encoders are named after BERT, but for a few families."""
     return "bert" not in architecture.lower() and not architecture.startswith(
-        ("MPNet", "Gte", "New", "XLM", "Electra", "Data2VecText")
+        ("MPNet", "Gte", "New", "XLM", "Electra", "Data2VecText", "JinaEmbeddingsV3", "T5", "MT5")
     )
 
 

@@ -96,6 +96,9 @@ class PoolingRunner:
         self._model: UnpagedModel | None = None
         self._recorded_steps: dict[int, RecordedEncoderSteps] = {}  # by thread
         self._is_recorded = not config.enforce_eager
+        self._is_pooled_late = (
+            isinstance(self._traits, EncoderTraits) and self._traits.head.is_before_pooling
+        )
         self._embed: Project | None = None
         self._classify: Project | None = None
         # At most `max_steps_in_flight` plans wait for them.
@@ -215,7 +218,7 @@ class PoolingRunner:
 
     @property
     def _can_record(self) -> bool:
-        return self._is_recorded and isinstance(self._model, Encoder) and self._model.is_native
+        return self._is_recorded and isinstance(self._model, Encoder) and self._model.is_recordable
 
     def _steps_of_thread(self) -> RecordedEncoderSteps | None:
         if not self._can_record:
@@ -234,9 +237,15 @@ class PoolingRunner:
     ) -> list[np.ndarray]:
         tasks = {column.task for column in columns}
         rows: dict[str, np.ndarray] = {}
+        if "classify" in tasks and self._is_pooled_late:
+            logits_TL = self._project("classify")(hidden_TE.float()).numpy()
+            lengths = np.array([len(column.token_ids) for column in columns])
+            starts = np.cumsum(lengths) - lengths
+            rows["classify"] = np.add.reduceat(logits_TL, starts) / lengths[:, None]
+            tasks.remove("classify")
         if tasks & {"embed", "classify"}:
             pooled_CE = self._pool(hidden_TE, groups)
-            rows = {
+            rows |= {
                 task: self._project(task)(pooled_CE).numpy()
                 for task in tasks & {"embed", "classify"}
             }
