@@ -10,7 +10,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -325,6 +325,62 @@ def test_sequence_logits_equal_those_of_transformers(kind, tmp_path):
     for ids, mine in zip(prompts(), run(tmp_path, "classify"), strict=True):
         with torch.no_grad():
             theirs = model(input_ids=torch.tensor([ids])).logits[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+class Experts(torch.nn.Module):
+    """Nomic's experts, one token and one expert at a time."""
+
+    def __init__(self, num, hidden, wide):
+        super().__init__()
+        self.router = torch.nn.Linear(hidden, num, bias=False)
+        self.w1, self.w2 = (torch.nn.Parameter(torch.randn(num, wide, hidden) / 7) for _ in "ab")
+        self.bias = torch.nn.Parameter(torch.randn(hidden))
+
+    def forward(self, x):
+        shares, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for place in np.ndindex(x.shape[:2]):
+            for share, number in zip(shares[place], chosen[place], strict=True):
+                wide = torch.nn.functional.gelu(self.w1[number] @ x[place])
+                out[place] += share * (wide @ self.w2[number])
+        return out + self.bias
+
+    def tensors(self):
+        return {
+            "router.layer.weight": self.router.weight,
+            "experts.mlp.w1": self.w1.flatten(0, 1),
+            "experts.mlp.w2": self.w2.flatten(0, 1),
+            "experts.bias": self.bias,
+        }
+
+
+@pytest.mark.parametrize("sizes", [{}, WIDE], ids=["torch", "native"])
+def test_nomic_s_experts_equal_a_loop_over_tokens(sizes, tmp_path):
+    more = {"activation_function": "gelu", "moe_every_n_layers": 2, "num_experts": 4}
+    model = save_tiny("nomic", AutoModel, tmp_path, **sizes)
+    hidden, wide = model.config.hidden_size, model.config.intermediate_size
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+    for i, layer in enumerate(model.layers):
+        if i % 2:
+            layer.mlp = Experts(4, hidden, wide)
+            own = layer.mlp.tensors()
+        else:
+            first, second = torch.nn.Linear(hidden, wide), torch.nn.Linear(wide, hidden)
+            layer.mlp = torch.nn.Sequential(first, torch.nn.GELU(), second)
+            own = {f"fc1.{n}": t for n, t in first.named_parameters()}
+            own |= {f"fc2.{n}": t for n, t in second.named_parameters()}
+        tensors |= {f"encoder.layers.{i}.mlp.{name}": tensor for name, tensor in own.items()}
+    save_file(
+        {n: t.detach().contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["hidden_act"]  # the original's config has another name for it
+    (tmp_path / "config.json").write_text(json.dumps(config | more | {"moe_top_k": 2}))
+    for ids, mine in zip(prompts(), run(tmp_path, "token_embed"), strict=True):
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
 
 
