@@ -1,4 +1,4 @@
-"""Check the words of docstrings, comments, help texts and pages: `python scripts/words.py [--count | --markers PATH …]`.
+"""Check the words of docstrings, comments, help texts and pages: `python scripts/words.py [PATH … | --count | --markers PATH …]`.
 
 A docstring begins with a verb or with a noun that has its head in the sentence, so it can be understood without the
 code below it. Parts of the program are tasks, threads, clients or senders, never persons. Nothing refers
@@ -61,10 +61,17 @@ def main() -> None:
         metavar="PATH",
         help="print the markers in these files or folders",
     )
+    parser.add_argument(
+        "paths", nargs="*", type=Path, metavar="PATH", help="check only these files or folders"
+    )
     args = parser.parse_args()
     if args.markers:
         sys.stdout.writelines(f"{line}\n" for path in args.markers for line in show_markers(path))
         return
+    if args.paths:
+        found = [line for path in args.paths for file in files(path) for line in check_file(file)]
+        sys.stdout.writelines(f"{line}\n" for line in found)
+        sys.exit(bool(found))
     found = [line for path in sources() for line in check(path)]
     found += [line for path in pages() for line in check_page(path)]
     rates = {folder: marker_rate(folder) for folder in BUDGETS}
@@ -90,6 +97,11 @@ def sources() -> list[Path]:
     folders = ("actors", "bench", "frontends", "kernels", "scripts", "trouper")
     paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
     return [path for path in paths if path != Path(__file__).resolve()]
+
+
+def check_file(path: Path) -> Iterator[str]:
+    """Yield the findings in one module or page."""
+    return check_page(path.resolve()) if path.suffix == ".md" else check(path.resolve())
 
 
 def check(path: Path) -> Iterator[str]:

@@ -96,7 +96,7 @@ def test_every_import_is_a_declared_dependency():
         shipped += extras[name]
     for path in SOURCES:
         is_test = path.is_relative_to(ROOT / "tests") or path.is_relative_to(ROOT / "scripts")
-        lines = shipped + extras["test"] + extras["clients"] if is_test else shipped
+        lines = shipped + extras["test"] + extras["clients"] + extras["dev"] if is_test else shipped
         names = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
         names |= {name.split("_")[0] for name in names}  # opentelemetry-sdk brings opentelemetry
         names |= {"trouper", "conftest", "tests"} if is_test else {"trouper"}
