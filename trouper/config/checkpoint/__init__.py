@@ -1,1 +1,1 @@
-"""What the files of a model folder say, read from json files only."""
+"""Read a model folder's configuration, from its JSON files and GGUF headers only: never from code."""
