@@ -23,7 +23,8 @@ Panels = dict[str, list[Row]]
 
 def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
     """Yield the words and the command of each leaf below a group."""
-    for name, below in sorted(command.commands.items()):
+    for name in sorted(command.list_commands(None)):
+        below = command.get_command(None, name)
         if hasattr(below, "commands"):
             yield from leaves(below, *path, name)
         else:

@@ -58,10 +58,7 @@ def _line(name: str, figures: dict[str, Any]) -> str:
     return f"{name:32} {', '.join(times)}"
 
 
-bench = typer.Typer(
-    cls=WholeSentenceGroup,
-    help="Measure: throughput, latency, a server, start-up, kernels, peers.",
-)
+bench = typer.Typer(cls=WholeSentenceGroup)
 for command in (
     throughput,
     latency,

@@ -1,6 +1,7 @@
-"""`trouper collect-env`: the facts about this machine that belong into a report of a defect.
+"""`trouper collect-env`: collect the facts about this machine that a bug report needs.
 
-Facts about this machine for reports, without secrets.  They are only returned, never sent.
+Most defects depend on versions, instruction sets or container limits, which users rarely know. Only a fixed list
+of environment variables is read, because other variables may hold secrets. Nothing is sent anywhere.
 """
 
 import importlib.metadata
@@ -16,8 +17,6 @@ from typing import Annotated, Any, cast
 import typer
 
 from trouper import __version__
-from trouper.actors.executor.device import torch_facts
-from trouper.actors.runtime.startup import num_physical_cores
 from trouper.config.memory import UNLIMITED, control_groups, read_number, read_text
 from trouper.frontends.cli.arguments.options import expand_options
 
@@ -27,11 +26,11 @@ def collect_env(
     ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")] = False,
 ) -> None:
-    """Show versions, processor, memory, limits and devices; nothing is sent.
+    """Show versions, processor, memory, limits and devices for a bug report; nothing is sent.
 
     For example: trouper collect-env --json > environment.json
 
-    Of the environment's variables only those are shown that set numbers of threads and the like.
+    Environment variables appear only if they set thread counts, devices and similar; secrets do not.
     """
     facts = collect()
     print(json.dumps(facts, indent=2) if as_json else "\n".join(_lines(facts)))
@@ -69,9 +68,9 @@ PACKAGES = (
     "anyio", "httptools", "httpx2", "huggingface_hub", "hypercorn", "jinja2", "msgspec", "numpy", "prometheus_client",
     "safetensors", "tokenizers", "torch", "transformers", "trio", "triton", "typer", "uvicorn", "uvloop",
 )  # fmt: skip
-# The instruction sets by which kernels are chosen.
+# Kernels are chosen by these instruction sets.
 FEATURES = re.compile(r"\b(?:avx\w*|amx_\w+|fma|f16c|vnni|asimd\w*|sve\w*|bf16|i8mm)\b")
-# Other variables may hold secrets or names of persons.
+# The complete list: any other variable may hold a secret or a personal name.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "KMP_AFFINITY", "KMP_BLOCKTIME", "LRU_CACHE_CAPACITY",
     "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA",
@@ -81,7 +80,12 @@ VARIABLES = (
 
 
 def collect() -> dict[str, Any]:
-    """Return sections of facts; None stands for facts that are absent or unknown."""
+    """Collect all facts in nested sections, ready for JSON; an absent or unknown fact is None.
+
+    Sizes are in bytes. Imports happen here, because reading the GPU's properties needs torch.
+    """
+    from trouper.actors.executor.device import torch_facts
+
     return {
         "trouper": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -101,7 +105,10 @@ def collect() -> dict[str, Any]:
 def cgroup_limits(
     memberships: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> dict[str, Any]:
-    """Return the narrowest limits from this process's cgroup up to the root: CPUs, and bytes."""
+    """Return the narrowest limits between this process's cgroup and the root, in CPUs and bytes.
+
+    Both versions of cgroups are read; a limit that no level sets is None. The parameters exist for tests.
+    """
     cpus: list[float] = []
     memory: list[int] = []
     for folder in control_groups(memberships, root):
@@ -118,6 +125,8 @@ def cgroup_limits(
 
 
 def _cpu() -> dict[str, Any]:
+    from trouper.actors.runtime.startup import num_physical_cores
+
     info = read_text(Path("/proc/cpuinfo"))
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)

@@ -8,12 +8,12 @@ import difflib
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from trouper import __version__
-from trouper.bench.cli.app import bench
 from trouper.config.args import EngineArgs
 from trouper.config.command_line import join_dotted
 from trouper.frontends.cli import output
@@ -45,7 +45,32 @@ app.command(cls=PanelCommand)(launch)
 app.command(cls=PanelCommand)(run_batch)
 app.command(cls=PanelCommand)(models)
 app.command(cls=PanelCommand)(collect_env)
-app.add_typer(bench, name="bench")
+
+
+class BenchGroup(WholeSentenceGroup):
+    """The commands of `trouper bench`, imported when one of them is needed.
+
+    The benchmarks import the command line, so an import in this direction would close a circle.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self._table())
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self._table().get(cmd_name)
+
+    def _table(self) -> dict[str, Any]:
+        bench = import_module("trouper.bench.cli.app").bench
+        commands: dict[str, Any] = typer.main.get_command(bench).commands  # pyright: ignore
+        return commands
+
+
+app.add_typer(
+    typer.Typer(
+        cls=BenchGroup, help="Measure: throughput, latency, a server, start-up, kernels, peers."
+    ),
+    name="bench",
+)
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -83,7 +83,7 @@ def test_text_and_json_tell_the_same(capsys):
 
 def test_a_gpu_has_its_own_lines(capsys, monkeypatch):
     gpu = {"name": "H200", "memory_bytes": 140 * 2**30, "capability": "9.0"}
-    monkeypatch.setattr(collect_env, "torch_facts", lambda: {"gpus": [gpu]})
+    monkeypatch.setattr("trouper.actors.executor.device.torch_facts", lambda: {"gpus": [gpu]})
     run_line(["collect-env"])
     lines = "  gpus:\n    0:\n      name: H200\n      memory: 140.0 GiB\n      capability: 9.0\n"
     assert lines in capsys.readouterr().out

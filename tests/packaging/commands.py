@@ -14,9 +14,9 @@ def parse(words):
     """
     command, path = typer.main.get_command(app), "trouper"
     words = list(words)
-    while hasattr(command, "commands") and words and words[0] in command.commands:
+    while hasattr(command, "commands") and words and command.get_command(None, words[0]):
         path = words.pop(0)
-        command = command.commands[path]
+        command = command.get_command(None, path)
     return command.make_context(path, words, obj={"arguments": words}).params
 
 

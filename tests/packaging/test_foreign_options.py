@@ -8,6 +8,7 @@ import pytest
 import typer.main
 
 from trouper import EngineArgs
+from trouper.bench.cli.app import bench
 from trouper.config.args import EQUIVALENT, NOT_IMPLEMENTED
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli import output, serve
@@ -25,9 +26,10 @@ from trouper.frontends.cli.main import app, run_line
 # Every option of vLLM 0.32's `serve`, with its default; null where that is none or no plain value.
 VLLM = json.loads((Path(__file__).parent / "vllm_serve_options.json").read_text())
 GROUP = typer.main.get_command(app)
+BENCH = typer.main.get_command(bench).commands.values()
 OWN = {
     name
-    for command in [*GROUP.commands.values(), *GROUP.commands["bench"].commands.values()]
+    for command in [*GROUP.commands.values(), *BENCH]
     for p in command.params
     for name in (*p.opts, *p.secondary_opts)
 }
