@@ -15,7 +15,7 @@ import typer
 
 from trouper.config.args import EngineArgs
 from trouper.config.parallel import NodesConfig
-from trouper.config.resolve import EngineConfig, resolve, served_names
+from trouper.config.resolve import EngineConfig, resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 from trouper.frontends.cli import output
@@ -308,7 +308,6 @@ def serve(
     if engine_args.node_rank > 0 and resolved.nodes is not None:
         _run_host(resolved, resolved.nodes, options)
         return
-    engine_args.device_worker = resolved.device_worker
     # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     is_process = resolved.device_worker == "process"
@@ -318,9 +317,9 @@ def serve(
         from trouper.actors.executor.workers.launching import LaunchedAhead
 
         with LaunchedAhead() as launcher:
-            _run(options, engine_args, launcher)
+            _run(options, resolved, launcher)
     else:
-        _run(options, engine_args)
+        _run(options, resolved)
 
 
 def _run_host(config: EngineConfig, nodes: NodesConfig, options: ServerOptions) -> None:
@@ -331,9 +330,7 @@ def _run_host(config: EngineConfig, nodes: NodesConfig, options: ServerOptions) 
         anyio.run(run_host, config, nodes, backend=options.loop)
 
 
-def _run(
-    options: ServerOptions, engine_args: EngineArgs, launcher: "Launcher | None" = None
-) -> None:
+def _run(options: ServerOptions, config: EngineConfig, launcher: "Launcher | None" = None) -> None:
     from trouper.frontends.server.http.listeners import Listener, bind_tcp, bind_unix
     from trouper.frontends.server.http.logs import log_lines
     from trouper.frontends.server.program.server import Server, loop_options
@@ -363,23 +360,23 @@ def _run(
             admin.append(Listener(stack.enter_context(bind_tcp(LOOPBACK, options.admin_port))))
 
         # Inline, the bar of the weights has the terminal; of a worker, whose stderr is a pipe, there is none.
-        has_workers = engine_args.device_worker == "process"
+        has_workers = config.device_worker == "process"
         terminal = sys.stderr if has_workers and sys.stderr.isatty() else None
 
         async def main() -> None:
             from trouper.frontends.python.async_engine import AsyncLLMEngine
 
-            service = Service(_settings(options, engine_args))
+            service = Service(_settings(options))
             server = Server(
                 service,
-                shutdown_timeout_s=float(engine_args.shutdown_timeout),
+                shutdown_timeout_s=config.shutdown_timeout_s,
                 report=output.complain,
                 root_path=options.root_path,
                 stays_dead=options.keep_alive_on_engine_death,
                 terminal=terminal,
             )
             await server.run(
-                AsyncLLMEngine(engine_args, launcher=launcher, frontend="server"),
+                AsyncLLMEngine(config, launcher=launcher),
                 [public],
                 admin,
                 options.loop,
@@ -412,12 +409,11 @@ def _check_dev_mode(options: ServerOptions) -> None:
         )
 
 
-def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
+def _settings(options: ServerOptions) -> Any:
     from trouper.frontends.python.parsing import read_plugin
     from trouper.frontends.server.shared.settings import ServerSettings
 
     return ServerSettings(
-        served_model_names=served_names(engine_args),
         api_keys=tuple(options.api_key or ()),
         admin_key=options.admin_key,
         is_dev_mode=options.dev_mode,

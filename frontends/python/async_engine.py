@@ -24,7 +24,7 @@ from trouper.config.generation import Frontend, Marks
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig, resolve
 from trouper.config.view import ConfigView, ModelView, vllm_config
-from trouper.errors import EngineDeadError, TrouperValidationError
+from trouper.errors import EngineDeadError
 from trouper.frontends.python.autostart import HoldingTask, StartingGeneration, can_start
 from trouper.frontends.python.controls import AsyncControls
 from trouper.frontends.python.options import (
@@ -54,14 +54,14 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
 
     def __init__(
         self,
-        engine_args: EngineArgs,
+        engine_args: EngineArgs | EngineConfig,
         *,
         offline: bool = False,
         is_stepped: bool = False,
         launcher: Launcher | None = None,
         frontend: Frontend = "library",
     ) -> None:
-        self._args = engine_args
+        self._plan = engine_args  # as options, or resolved already
         self._offline = offline  # LLM's batch limits instead of the server's
         self._is_stepped = is_stepped
         self._frontend: Frontend = frontend
@@ -80,12 +80,17 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         return cls(engine_args)
 
+    def _resolved(self) -> EngineConfig:
+        plan = self._plan
+        if isinstance(plan, EngineConfig):
+            return plan
+        return resolve(plan, offline=self._offline, frontend=self._frontend)
+
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         self._is_entered = True
         config = await anyio.to_thread.run_sync(  # reads files, and may download
-            lambda: resolve(self._args, offline=self._offline, frontend=self._frontend),
-            limiter=anyio.CapacityLimiter(1),
+            self._resolved, limiter=anyio.CapacityLimiter(1)
         )
         async with (
             _open_devices(config, self._launcher) as devices,
@@ -354,12 +359,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
 
     def get_model_config(self) -> ModelView:
         """Return the model under vLLM's names, with the length and the dtype in force."""
-        return ModelView(self.engine.config, self._args.served_model_name)
+        return ModelView(self.engine.config)
 
     @property
     def vllm_config(self) -> ConfigView:
         """The configuration under vLLM's names, for scripts that read them."""
-        return vllm_config(self.engine.config, self._args.served_model_name)
+        return vllm_config(self.engine.config)
 
     @property
     def is_running(self) -> bool:
@@ -376,14 +381,6 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     @property
     def dead_error(self) -> EngineDeadError | None:
         return self._engine.dead_error if self._engine else None
-
-    def profiler_dir(self) -> str:
-        settings: dict[str, Any] = self._args.profiler_config or {}
-        if "torch_profiler_dir" not in settings:
-            raise TrouperValidationError(
-                "needs a folder in torch_profiler_dir", parameter="profiler_config", value=settings
-            )
-        return str(settings["torch_profiler_dir"])
 
     async def check_health(self) -> None:
         """Raises EngineDeadError when the engine has failed or is not running."""

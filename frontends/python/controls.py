@@ -23,10 +23,6 @@ class AsyncControls:
     def engine(self) -> "Engine":
         """The running engine.  Raises EngineDeadError when there is none."""
 
-    @abstractmethod
-    def profiler_dir(self) -> str:
-        """Return where traces go.  Raises TrouperValidationError when no folder has been named."""
-
     async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
         """Stop scheduling; `abort` ends the requests, `wait` lets them finish, `keep` freezes them."""
         await self.engine.controls.pause(mode, clear_cache=clear_cache)
@@ -111,12 +107,15 @@ class AsyncControls:
             max_iterations=max_iterations,
             profiler_kwargs=profiler_kwargs,
         )
-        await self.engine.controls.start_profile(self.profiler_dir(), profile_prefix or "trouper")
+        engine = self.engine
+        folder = engine.config.profile_folder()
+        await engine.controls.start_profile(folder, profile_prefix or "trouper")
 
     async def stop_profile(self) -> None:
         """Write the trace."""
-        self.profiler_dir()
-        await self.engine.controls.stop_profile()
+        engine = self.engine
+        engine.config.profile_folder()  # raises if no folder is configured
+        await engine.controls.stop_profile()
 
     async def get_metrics(self) -> list[Metric]:
         """Return every counter, gauge and histogram; needs `disable_log_stats=False`, which `LLM` must be given."""

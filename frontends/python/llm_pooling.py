@@ -1,6 +1,7 @@
 """The pooling methods of `LLM`."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -129,9 +130,9 @@ class PoolingMethods(BlockingControls):
         self._check_pools()
         check_unused(lora_request=lora_request, chat_template=chat_template)
         queries, documents, places = as_pairs(data_1, data_2, ("data_1", "data_2"))
-        scorer = Scorer(
-            self.thread.engine, pooling_params, options=tokenization_kwargs, places=places
-        )
+        engine = self.thread.engine
+        encode = partial(engine.encode, tokenization_kwargs=tokenization_kwargs)
+        scorer = Scorer(encode, engine.config.pooler, pooling_params, places=places)
         with progress_bar(use_tqdm, len(documents), "pairs") as bar:
             outputs: list[Pooled] = self.thread.call(scorer.score, queries, documents, bar)
         return [ScoringRequestOutput.from_base(output) for output in outputs]

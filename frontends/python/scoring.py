@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import anyio.lowlevel
 import anyio.to_thread
@@ -19,11 +19,9 @@ from trouper.inputs import PairPrompt, PoolingPrompt
 from trouper.outputs import Array, PoolingOutput, PoolingRequestOutput
 from trouper.pooling import LateInteractionParams, PoolingParams
 
-if TYPE_CHECKING:
-    from trouper.frontends.python.async_engine import AsyncLLMEngine
-
 PoolingGeneration = Generation[PoolingRequestOutput[PoolingOutput]]
 Pooled = PoolingRequestOutput[PoolingOutput]
+Encode = Callable[..., PoolingGeneration]
 Run = Callable[[Iterable[PoolingGeneration], Any, Sequence[str]], Awaitable[list[Pooled]]]
 T = TypeVar("T")
 Places = tuple[Sequence[str], Sequence[str]]  # names of the queries, and of the documents
@@ -61,14 +59,11 @@ class Scorer:
 
     def __init__(
         self,
-        engine: "AsyncLLMEngine",
+        encode: Encode,
+        spec: PoolerSpec | None,
         params: PoolingParams | None = None,
         *,
         name: str | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        key: str = "",
-        options: dict[str, Any] | None = None,
         run: Run | None = None,
         max_tokens_per_query: int | None = None,
         max_tokens_per_doc: int | None = None,
@@ -77,21 +72,18 @@ class Scorer:
         """Make a scorer.
 
         Args:
+            encode: makes one pooling request, as `AsyncLLMEngine.encode` does.
+            spec: the pooler of the model.
             max_tokens_per_query, max_tokens_per_doc: how much of each text is read; special tokens are not counted.
             name: begins the request ids; None lets the engine mint them.
             places: the caller's names of the queries and of the documents, for errors; None: all are `prompt`.
             run: replaces `collect`.
         """
         self._collect = run or collect
-        self._engine = engine
+        self._encode = encode
+        self._spec = spec
         self._params = params or PoolingParams()
         self._name = name
-        self._how: dict[str, Any] = {
-            "priority": priority,
-            "data_parallel_rank": data_parallel_rank,
-            "key": key,
-            "tokenization_kwargs": options,
-        }
         self._most = (max_tokens_per_query, max_tokens_per_doc)
         self._places = places
         self._num_requests = 0
@@ -104,7 +96,7 @@ class Scorer:
         Raises:
             TrouperValidationError: the model cannot score, or a text is bad.
         """
-        match score_kind(self._engine.config.pooler):
+        match score_kind(self._spec):
             case "classify":
                 names = self._names_of(1, len(documents))
                 for side, texts in enumerate((queries, documents)):
@@ -134,14 +126,13 @@ class Scorer:
         params = msgspec.structs.replace(self._params, task=task)
         return await self._collect(
             (
-                self._engine.encode(
+                self._encode(
                     prompt,
                     msgspec.structs.replace(params, late_interaction_params=late[i])
                     if late
                     else params,
                     self._next_id(),
                     max_text_tokens=most[i],
-                    **self._how,
                 )
                 for i, prompt in enumerate(prompts)
             ),

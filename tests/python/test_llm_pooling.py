@@ -105,7 +105,9 @@ def test_each_text_of_a_pair_may_have_a_length_of_its_own(save):
         engine = llm.thread.engine
 
         def read(query, document, **most):
-            (output,) = llm.thread.call(Scorer(engine, **most).score, [query], [document])
+            (output,) = llm.thread.call(
+                Scorer(engine.encode, engine.config.pooler, **most).score, [query], [document]
+            )
             return output.prompt_token_ids
 
         one, two = "hello world", "the cat sat on the mat"

@@ -93,7 +93,9 @@ async def test_the_loop_beats_while_pairs_are_scored(task, module, name, monkeyp
     """Cosines of embeddings, and late interaction: both end in a thread."""
     async with beating_engine(runner="pooling", pooler_config={"task": task}) as (engine, heart):
         monkeypatch.setattr(module, name, heart.hold_up(getattr(module, name)))
-        scores = await Scorer(engine).score(["query"] * 3, ["one", "two", "query"])
+        scores = await Scorer(engine.encode, engine.config.pooler).score(
+            ["query"] * 3, ["one", "two", "query"]
+        )
         assert [output.outputs.array.size for output in scores] == [1] * 3
         assert max(scores, key=lambda output: output.outputs.array) is scores[2]
     assert heart.count > BEATS

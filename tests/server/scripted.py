@@ -4,14 +4,15 @@ from trouper.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 class ScriptedEngine:
-    """A running engine that renders, counts and describes itself, but answers from `script`.
+    """A running `AsyncLLMEngine`, and its `engine`, that renders, counts and describes itself, but answers from `script`.
 
     `script` makes the outputs of the prompt with this number, from its sampling parameters; an exception
     among them is raised in its place.  `asked` holds the prompts, parameters and options of `generate`.
     """
 
     def __init__(self, engine, script):
-        self._engine = engine
+        self.engine = self
+        self._engine = engine.engine
         self._script = script
         self.asked = []
         self.expected = None  # first tokens

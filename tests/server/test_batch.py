@@ -197,7 +197,7 @@ async def test_the_death_of_the_engine_ends_the_batch(engine, monkeypatch):
         raise EngineDeadError("gone")
 
     app = create_app(engine)
-    monkeypatch.setattr(engine, "generate", die)
+    monkeypatch.setattr(engine.engine, "generate", die)
     monkeypatch.setattr(engine.engine, "check_alive", die)
     with pytest.raises(EngineDeadError, match="gone"):
         source = Source(line("a", prompt="x").encode())

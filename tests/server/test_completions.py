@@ -227,9 +227,9 @@ async def test_served_names(make_client):
 
 async def test_smaller_priorities_may_be_first(make_client, engine, monkeypatch):
     seen = []
-    generate = engine.generate
+    generate = engine.engine.generate
     monkeypatch.setattr(
-        engine, "generate", lambda *a, **k: seen.append(k["priority"]) or generate(*a, **k)
+        engine.engine, "generate", lambda *a, **k: seen.append(k["priority"]) or generate(*a, **k)
     )
     for order in (False, True):
         client = make_client(is_smaller_priority_first=order)

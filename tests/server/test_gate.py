@@ -6,7 +6,6 @@ import math
 import anyio
 import pytest
 
-from trouper import EngineArgs
 from trouper.frontends.cli.serve import ServerOptions, _settings
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, LOOK_S, AdmissionGate
 from trouper.frontends.server.admission.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
@@ -266,9 +265,9 @@ async def test_a_queue_that_stands_is_cut_from_its_end_but_not_while_paused(
 
 
 async def test_the_target_of_the_command_line_is_the_doors(engine):
-    settings = _settings(ServerOptions(max_queue_delay=5.0), EngineArgs())
+    settings = _settings(ServerOptions(max_queue_delay=5.0))
     assert create_app(engine, settings).service.gate.delay.target_s == 5.0
-    settings = _settings(ServerOptions(), EngineArgs())
+    settings = _settings(ServerOptions())
     assert create_app(engine, settings).service.gate.delay.target_s == math.inf
 
 
@@ -335,7 +334,7 @@ async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(
 
 async def test_a_large_body_counts_as_what_its_prompts_can_be_at_most(engine):
     service = Service(ServerSettings())
-    service.open(engine)
+    service.open(engine.engine)
     num_bytes = engine.config.max_model_len * BYTES_PER_TOKEN
     assert service.counted_bytes(2**25, 3) == 3 * num_bytes
     assert service.counted_bytes(100, 1) == 100

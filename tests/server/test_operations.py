@@ -102,7 +102,7 @@ async def test_a_scrape_gives_others_a_turn_after_each_family(app):
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(beat)
-        text = await expose((app.service.core.metrics, app.service.metrics))
+        text = await expose((app.service.engine.metrics, app.service.metrics))
         tasks.cancel_scope.cancel()
     num_families = text.count(b"# TYPE")
     assert num_families > 30

@@ -103,7 +103,7 @@ async def test_while_the_model_is_loading_the_page_says_so():
 
 async def test_behind_a_proxy_links_keep_its_prefix(engine):
     service = Service(ServerSettings())
-    service.open(engine)
+    service.open(engine.engine)
     answer = await Client(App(service, root_path="/llm")).get("/llm/", BROWSER)
     page = Page(answer.body.decode())
     assert "/llm/v1/models" in page.links

@@ -150,7 +150,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_stats: bool = False
     log_stats_interval_s: float = 10.0
     metrics_prefix: str = "trouper"
-    served_name: str | None = None  # the first of --served-model-name
+    # The names of --served-model-name; empty means the model's own name.
+    served_names: tuple[str, ...] = ()
+    profiler_config: dict[str, Any] | None = None
     otlp_traces_endpoint: str | None = None
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
@@ -162,10 +164,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shown_name(self) -> str:
         """Name the model in metrics and traces, where a path would tell of this machine and of nothing else."""
-        if self.served_name is not None:
-            return self.served_name
+        if self.served_names:
+            return self.served_names[0]
         name = self.model.name
         return Path(name).absolute().name if Path(name).exists() else name
+
+    def profile_folder(self) -> str:
+        """Return the folder into which the profiler writes its traces.
+
+        Raises:
+            TrouperValidationError: `profiler_config` names no folder.
+        """
+        settings = self.profiler_config or {}
+        if "torch_profiler_dir" not in settings:
+            rule = "needs a folder in torch_profiler_dir"
+            raise invalid("profiler_config", rule, self.profiler_config)
+        return str(settings["torch_profiler_dir"])
 
     @property
     def num_stages(self) -> int:
@@ -271,7 +285,8 @@ def resolve(
         kv_cache_bytes=context.kv_cache_bytes,
         shutdown_timeout_s=args.shutdown_timeout,
         render_timeout_s=_environ("TROUPER_CHAT_TEMPLATE_RENDER_TIMEOUT", 30.0),
-        served_name=next(iter(served_names(args)), None),
+        served_names=_served_names(args),
+        profiler_config=args.profiler_config,
         log_stats=not args.disable_log_stats,
         log_stats_interval_s=_environ("TROUPER_LOG_STATS_INTERVAL", 10.0),
         # A caller that adds requests to an offline engine also waits for them, so it needs no limits.
@@ -287,7 +302,7 @@ def resolve(
     )
 
 
-def served_names(args: EngineArgs) -> tuple[str, ...]:
+def _served_names(args: EngineArgs) -> tuple[str, ...]:
     """Return the names of the model for clients; empty means the engine's own name."""
     names = args.served_model_name or ()
     return (names,) if isinstance(names, str) else tuple(names)

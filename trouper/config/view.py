@@ -18,10 +18,11 @@ class FieldsOfConfig(dict[str, Any]):
 class ModelView:
     """A model as an engine runs it; names that are not here are those of trouper's own `ModelConfig`."""
 
-    def __init__(self, config: EngineConfig, served_model_name: str | list[str] | None) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self._model = config.model
         self.model = config.model.name
-        self.served_model_name = served_model_name or config.model.name
+        names = config.served_names or (config.model.name,)
+        self.served_model_name = names[0] if len(names) == 1 else list(names)
         self.tokenizer = config.tokenizer
         self.skip_tokenizer_init = config.tokenizer is None
         self.dtype = config.dtype
@@ -83,13 +84,13 @@ class ConfigView:
         )
 
 
-def vllm_config(config: EngineConfig, served_model_name: str | list[str] | None) -> ConfigView:
+def vllm_config(config: EngineConfig) -> ConfigView:
     """Return the parts that scripts for vLLM read, from the resolved configuration."""
     scheduler = config.scheduler
     num_workers = config.tensor_parallel_size * scheduler.num_stages
     return ConfigView(
         "VllmConfig",
-        model_config=ModelView(config, served_model_name),
+        model_config=ModelView(config),
         cache_config=ConfigView(
             "CacheConfig",
             block_size=config.block_size,

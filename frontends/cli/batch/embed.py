@@ -244,7 +244,8 @@ class _Scoring:
         from trouper.frontends.python.scoring import Scorer
 
         places = (["query"] * num, ["document"] * num)
-        return Scorer(engine, options=self._options, places=places)
+        encode = partial(engine.encode, tokenization_kwargs=self._options)
+        return Scorer(encode, engine.config.pooler, places=places)
 
     def _note(self, prompt: Prompt, result: Any, bar: "tqdm[Any]") -> None:
         number = float(result.outputs.array.reshape(()))

@@ -14,7 +14,6 @@ import msgspec
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.config.resolve import served_names
 from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.adapters import LoraModulesOption
 from trouper.frontends.cli.arguments.adapters import lora_modules as read_modules
@@ -86,7 +85,6 @@ def run_batch(
     if engine_args.max_num_queued_reqs or engine_args.max_num_queued_tokens:
         warnings.warn("a batch is not limited by max-num-queued-…", stacklevel=2)
     limit = max_inflight or max(INFLIGHT, 2 * config.scheduler.max_num_seqs)
-    names = served_names(engine_args)
     origin = _origin(engine_args, adapters)
     with (
         _source(input_file) as source,
@@ -95,7 +93,7 @@ def run_batch(
         if isinstance(answers, AnswersFile) and _are_all_answered(source, answers):
             print(f"{answers.num_answers} requests, all answered before", file=sys.stderr)
             return
-        run = _BatchRun(source, answers, limit, names, adapters, origin)
+        run = _BatchRun(source, answers, limit, adapters, origin)
         if config.pooler is None:
             output.tell_sampling(config.model, config.model.default_sampling)
         run_engine(engine_args, run.answer, frontend="batch")
@@ -110,7 +108,6 @@ class _BatchRun:
     source: BinaryIO
     answers: Answers
     max_inflight: int
-    names: tuple[str, ...]
     adapters: Sequence[LoRARequest]
     origin: str
     have_all_failed: bool = False
@@ -124,7 +121,6 @@ class _BatchRun:
         await load_adapters(engine, self.adapters)
         # A batch is answered as a whole, so its requests have no limit on their number or tokens, and no deadline.
         settings = ServerSettings(
-            served_model_names=self.names,
             max_requests=sys.maxsize,
             max_waiting_tokens=sys.maxsize,
             request_timeout_s=math.inf,

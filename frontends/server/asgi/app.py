@@ -45,7 +45,7 @@ LOST_INTERVAL_S = 5.0  # between comments on a silent stream whose device is bei
 def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None) -> "App":
     """Make an ASGI application over a running engine, to be served or to be mounted in another application."""
     service = Service(settings or ServerSettings())
-    service.open(engine)
+    service.open(engine.engine)
     return App(service)
 
 

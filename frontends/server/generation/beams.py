@@ -49,7 +49,7 @@ async def beam_outputs(
     """
     assert parsed.beams is not None
     params, num_logprobs = parsed.beams
-    limits = SearchLimits.of(service.config, service.core.tokenizer)
+    limits = SearchLimits.of(service.config, service.engine.tokenizer)
     searches = [
         BeamSearch(prompt, params, limits, num_logprobs=num_logprobs) for prompt in parsed.prompts
     ]
@@ -78,7 +78,7 @@ async def beam_outputs(
 
 
 def _decoder(service: Service) -> Callable[[list[int], bool], str]:
-    tokenizer = service.core.tokenizer
+    tokenizer = service.engine.tokenizer
     return tokenizer.decode if tokenizer is not None else lambda _ids, _skips: ""
 
 

@@ -110,7 +110,7 @@ class Driver(Generic[A]):
                 on_complete()
             form = self._context.header(REQUEST_HEADER)
             if form is not None:
-                stats = self._service.core.statistics().scheduler
+                stats = self._service.engine.statistics().scheduler
                 self._context.own_headers += load_report(form, stats)
             await self._context.send_json(reply)
 
@@ -227,7 +227,6 @@ class Driver(Generic[A]):
             params,
             f"{context.id}-{name}",
             priority=priority,
-            tokenization_kwargs=options,
             trace_headers=parent,
             reasoning=parsed.reasoning,
             visible=parsed.visible,
@@ -237,6 +236,7 @@ class Driver(Generic[A]):
             key=context.tenant,
             cache_scope=context.cache_scope,
             loads_adapter=False,  # one that is unloaded meanwhile stays so
+            **options,
         )
 
 

@@ -74,7 +74,7 @@ def tag(service: Service, files: ModelFiles, name: str) -> JSONObject:
 
 def running(service: Service, files: ModelFiles, name: str) -> JSONObject:
     """Describe a model for `/api/ps`; it stays loaded."""
-    info = service.core.info
+    info = service.engine.info
     num_bytes = info.num_weight_bytes or files.num_bytes
     return {
         **tag(service, files, name),
@@ -89,7 +89,7 @@ def show(service: Service, files: ModelFiles, name: str) -> JSONObject:
     """Describe a model for `/api/show`."""
     config = service.config
     template = config.chat_template or ""
-    tokenizer = service.core.tokenizer
+    tokenizer = service.engine.tokenizer
     if not template and tokenizer is not None:
         template = tokenizer.chat_templates.get("default", "")
     does = capabilities(service)
@@ -120,7 +120,7 @@ def capabilities(service: Service) -> list[str]:
 
 
 def _fills_gaps(service: Service) -> bool:
-    tokenizer = service.core.tokenizer
+    tokenizer = service.engine.tokenizer
     if tokenizer is None:
         return False
     try:

@@ -173,7 +173,7 @@ async def version(service: Service, context: RequestContext, _: None) -> None:
 async def list_tags(service: Service, context: RequestContext, _: None) -> None:
     """List the models, adapters among them."""
     files = await _files(service)
-    names = [*service.model_names, *(each.lora_name for each in service.core.adapters.requests)]
+    names = [*service.model_names, *(each.lora_name for each in service.engine.adapters.requests)]
     await context.send_json({"models": [cards.tag(service, files, name) for name in names]})
 
 

@@ -113,7 +113,7 @@ def _message(prompt: Any, add_special_tokens: bool | None) -> Render:
 
 
 def _tokenizer(service: Service) -> Tokenizer:
-    tokenizer = service.core.tokenizer
+    tokenizer = service.engine.tokenizer
     if tokenizer is None:
         raise invalid("prompt", "this engine has no tokenizer (skip_tokenizer_init)")
     return tokenizer

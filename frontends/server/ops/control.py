@@ -56,37 +56,37 @@ async def sleep(service: Service, context: RequestContext, _: None) -> None:
     if level not in ("0", "1", "2"):
         raise _bad_query("level", "must be 0, 1 or 2")
     with _transition():
-        await service.core.controls.sleep(int(level), mode)
+        await service.engine.controls.sleep(int(level), mode)
     await context.send_json({"status": "sleeping", "level": int(level)})
 
 
 async def wake_up(service: Service, context: RequestContext, _: None) -> None:
     tags = context.query().get("tags")
     with _transition():
-        is_awake = await service.engine.wake_up(tags)
+        is_awake = await service.engine.controls.wake(tags)
     await context.send_json({"status": "awake" if is_awake else "sleeping", "tags": tags})
 
 
 async def is_sleeping(service: Service, context: RequestContext, _: None) -> None:
-    await context.send_json({"is_sleeping": await service.engine.is_sleeping()})
+    await context.send_json({"is_sleeping": service.engine.lifecycle.is_sleeping})
 
 
 async def pause(service: Service, context: RequestContext, _: None) -> None:
     query = context.query()
     clears = _flag(query, "clear_cache", "true")
     with _transition():
-        await service.engine.pause_generation(_one(query, "mode", "abort"), clear_cache=clears)
+        await service.engine.controls.pause(_one(query, "mode", "abort"), clear_cache=clears)
     await context.send_json({"status": "paused"})
 
 
 async def resume(service: Service, context: RequestContext, _: None) -> None:
     with _transition():
-        await service.engine.resume_generation()
+        await service.engine.controls.resume()
     await context.send_json({"status": "resumed"})
 
 
 async def is_paused(service: Service, context: RequestContext, _: None) -> None:
-    await context.send_json({"is_paused": await service.engine.is_paused()})
+    await context.send_json({"is_paused": service.engine.lifecycle.is_paused})
 
 
 async def abort_requests(service: Service, context: RequestContext, request: AbortRequest) -> None:
@@ -97,19 +97,21 @@ async def abort_requests(service: Service, context: RequestContext, request: Abo
 async def reset_prefix_cache(service: Service, context: RequestContext, _: None) -> None:
     resets_running = _flag(context.query(), "reset_running_requests", "false")
     with _transition():
-        is_done = await service.engine.reset_prefix_cache(resets_running)
+        preempt = "resample" if resets_running else "no"
+        is_done = await service.engine.controls.reset_prefix_cache(preempt=preempt)
     await context.send_json({"success": is_done})
 
 
 async def start_profile(service: Service, context: RequestContext, _: None) -> None:
     """Trace the device, into the folder that --profiler-config names."""
-    await service.engine.start_profile()
+    await service.engine.controls.start_profile(service.config.profile_folder(), "trouper")
     await context.send_empty()
 
 
 async def stop_profile(service: Service, context: RequestContext, _: None) -> None:
     """Write the trace."""
-    await service.engine.stop_profile()
+    service.config.profile_folder()  # raises if no folder is configured
+    await service.engine.controls.stop_profile()
     await context.send_empty()
 
 
@@ -156,7 +158,7 @@ async def load_adapter(
     number = service.next_adapter_number() if known is None else known.lora_int_id
     adapter = LoRARequest(name, number, request.lora_path, load_inplace=request.load_inplace)
     try:
-        await service.core.adapters.load_named(adapter, root)
+        await service.engine.adapters.load_named(adapter, root)
     except OutsideRootError:
         raise
     except (TrouperValidationError, UnsupportedFeatureError) as error:
@@ -175,7 +177,7 @@ async def unload_adapter(
         name = clean(request.lora_name, MAX_ECHO)
         rule = f"the adapter {name!r} does not exist"
         raise LoRAAdapterNotFoundError(rule, parameter="lora_name")
-    service.core.adapters.unload(known.lora_int_id)
+    service.engine.adapters.unload(known.lora_int_id)
     await _tell(context, request.lora_name, "removed")
 
 

@@ -22,7 +22,7 @@ PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 async def list_models(service: Service, context: RequestContext, _: None) -> None:
     """List the names of the model."""
-    adapters = [adapter.lora_name for adapter in service.core.adapters.requests]
+    adapters = [adapter.lora_name for adapter in service.engine.adapters.requests]
     cards = [_model_card(service, name) for name in (*service.model_names, *adapters)]
     await context.send_json({"object": "list", "data": cards})
 
@@ -58,13 +58,13 @@ async def ready(service: Service, context: RequestContext, _: None) -> None:
     """Tell whether a request would be admitted and scheduled now."""
     service.check_alive()
     service.check_open()
-    if service.core.lifecycle.is_sleeping:
+    if service.engine.lifecycle.is_sleeping:
         raise unavailable("engine_paused", "the engine is paused or asleep")
     if service.gate.level >= Level.SHED_ALL:
         raise unavailable("overloaded", "the server is overloaded")
     service.check_admits()
     await service.prove()
-    replicas = service.core.statistics().replicas
+    replicas = service.engine.statistics().replicas
     if len(replicas) > 1:  # some may be missing: fewer clients are served as fast
         num_ready = sum(replica.is_available for replica in replicas)
         context.own_headers += ((b"x-replicas-ready", b"%d/%d" % (num_ready, len(replicas))),)
@@ -89,14 +89,14 @@ async def server_info(service: Service, context: RequestContext, _: None) -> Non
     info = {
         "version": __version__,
         "config": msgspec.to_builtins(service.config),
-        "device": msgspec.to_builtins(service.core.info),
-        "replicas": msgspec.to_builtins(service.core.statistics().replicas),
+        "device": msgspec.to_builtins(service.engine.info),
+        "replicas": msgspec.to_builtins(service.engine.statistics().replicas),
     }
     await context.send_json(info)
 
 
 async def metrics(service: Service, context: RequestContext, _: None) -> None:
-    engine = service.core
+    engine = service.engine
     found = engine.metrics
     if found is None:
         raise HTTPError(404, "not_found", "statistics are switched off")

@@ -276,9 +276,9 @@ async def _encode(
             serving.pooling_params,
             f"{context.id}-{i}",
             priority=serving.priority,
-            tokenization_kwargs=serving.options,
             data_parallel_rank=serving.data_parallel_rank,
             key=context.tenant,
+            **serving.options,
         )
         for i, prompt in enumerate(serving.prompts)
     )
@@ -299,14 +299,18 @@ async def _score(
         raise invalid(places[1][0].partition("[")[0], f"at most {MAX_INPUTS} pairs", len(documents))
     params = PoolingParams(use_activation=request.use_activation)
     serving = _context(service, context, request, "score", list(documents), [], params)
-    scorer = Scorer(
-        service.engine,
-        params,
-        name=context.id,
+    encode = partial(
+        service.engine.encode,
         priority=serving.priority,
         data_parallel_rank=serving.data_parallel_rank,
         key=context.tenant,
-        options=serving.options,
+        **serving.options,
+    )
+    scorer = Scorer(
+        encode,
+        service.config.pooler,
+        params,
+        name=context.id,
         run=partial(_run_listed, service, context),
         places=places,
         max_tokens_per_query=_most(request, "max_tokens_per_query"),

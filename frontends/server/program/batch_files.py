@@ -133,7 +133,7 @@ class BatchFile:
 
     def _check_alive(self) -> None:
         if self._app.service.died.is_set():
-            self._app.service.core.check_alive()
+            self._app.service.engine.check_alive()
 
     async def _save(
         self, reply: BatchReply, answers: Answers, slot: "_Slot", model: object = None

@@ -193,7 +193,7 @@ class Server:
             async with unopened as engine:
                 await load_adapters(engine, self._service.settings.lora_modules)
                 self._heap.settle()
-                self._service.open(engine)
+                self._service.open(engine.engine)
                 is_open = True
                 task_status.started(engine.engine)
                 await self._are_closed.wait()

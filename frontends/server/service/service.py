@@ -34,7 +34,6 @@ from trouper.outputs import RequestOutput
 if TYPE_CHECKING:
     from trouper.actors.engine.engine import Engine
     from trouper.actors.engine.generation import Generation
-    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 PLACES = 4  # × max_num_seqs sequences may be open: one runs, three wait
 MAX_ECHO = 200
@@ -84,7 +83,7 @@ class Service:
         self._ladder = Ladder()
         self._proved_at = -math.inf  # the last round trip
         self.answers = AnswerFormat()  # of the model's tool calls and reasoning
-        self._engine: AsyncLLMEngine | None = None
+        self._engine: Engine | None = None
         self._last_adapter = 0  # number that one has been loaded with
         self._open: dict[str, RequestContext] = {}  # by the engine's id, the oldest first
 
@@ -92,9 +91,9 @@ class Service:
         state = "starting" if self._engine is None else "draining" if self.is_draining else "open"
         return f"<Service {state} {self.gate!r}>"
 
-    def open(self, engine: "AsyncLLMEngine") -> None:
+    def open(self, engine: "Engine") -> None:
         """Take requests from now on."""
-        config, info = engine.config, engine.engine.info
+        config, info = engine.config, engine.info
         num_seqs = config.scheduler.max_num_seqs * config.data_parallel_size
         limits = (self.settings.max_requests or PLACES * num_seqs, config.max_num_queued_reqs)
         admission = self.gate.admission
@@ -111,7 +110,7 @@ class Service:
         self.gate.num_prefill_tokens = lambda: engine.statistics().num_prefill_tokens
         self.gate.delay = QueueDelay(self.settings.max_queue_delay_s)
         self.metrics.prefix = config.metrics_prefix
-        self.answers = self._answer_format(engine.engine)
+        self.answers = self._answer_format(engine)
         self._engine = engine
 
     def _answer_format(self, engine: "Engine") -> AnswerFormat:
@@ -152,24 +151,20 @@ class Service:
         return any(part.is_device_lost for part in self._engine.statistics().replicas)
 
     @property
-    def engine(self) -> "AsyncLLMEngine":
+    def engine(self) -> "Engine":
         """The engine.  Raises HTTPError while it is loading."""
         if self._engine is None:
             raise unavailable("starting", "the model is being loaded")
         return self._engine
 
     @property
-    def core(self) -> "Engine":
-        """The actors' handle below `AsyncLLMEngine`.  Raises as `engine` does."""
-        return self.engine.engine
-
-    @property
     def config(self) -> EngineConfig:
-        return self.core.config
+        return self.engine.config
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return self.settings.served_model_names or (self.config.model.name,)
+        config = self.config
+        return self.settings.served_model_names or config.served_names or (config.model.name,)
 
     def close_gate(self) -> None:
         """Refuse the requests that wait now."""
@@ -194,13 +189,13 @@ class Service:
         """Look after the engine and the load; called four times a second."""
         if self._engine is None or self.is_draining:  # it is not there yet, or being closed
             return
-        if self._engine.errored:
+        if self._engine.dead_error is not None:
             self.died.set()
             return
         self.steps.age_s(self._engine.statistics().scheduler, anyio.current_time())
         self._note_throughput()
         self.gate.let_in()
-        self.gate.look(is_paused=self.core.lifecycle.is_sleeping)
+        self.gate.look(is_paused=self.engine.lifecycle.is_sleeping)
         level = self._ladder.look(memory_used(), lag_s)
         if level != self.gate.level:
             logger.warning("overload: %s after %s", level.name, self.gate.level.name)
@@ -222,26 +217,26 @@ class Service:
             HTTPError: the engine does not answer.
         """
         is_proof_fresh = anyio.current_time() - self._proved_at < PROOF_S
-        if is_proof_fresh and any(each.is_available for each in self.core.statistics().replicas):
+        if is_proof_fresh and any(each.is_available for each in self.engine.statistics().replicas):
             return
         with anyio.move_on_after(PROBE_S):
-            await self.core.controls.probe()
+            await self.engine.controls.probe()
             self._proved_at = anyio.current_time()
             return
         raise unavailable("no_progress", "the engine does not answer")
 
     def check_alive(self) -> None:
         """Raises HTTPError while starting, and when the engine has failed: health in a status."""
-        if self.engine.errored:
+        if self.engine.dead_error is not None:
             self.died.set()
             raise unavailable("engine_failed", "the engine has failed")
 
     def check_open(self) -> None:
         """Raises HTTPError unless requests are taken now, EngineDeadError when they never will be."""
-        self.core.check_alive()
+        self.engine.check_alive()
         if self.is_draining:
             raise unavailable("draining", "the server is shutting down")
-        refuses = self.core.lifecycle.refuses
+        refuses = self.engine.lifecycle.refuses
         if refuses is not None:
             raise RetryableRequestError(refuses)
 
@@ -256,7 +251,7 @@ class Service:
 
     def _unknown_model(self, name: str) -> str:
         """Say which models there are, as many as an error has room for."""
-        adapters = (adapter.lora_name for adapter in self.core.adapters.requests)
+        adapters = (adapter.lora_name for adapter in self.engine.adapters.requests)
         names = [*self.model_names, *adapters]
         shown = ", ".join(f"`{clean(each, MAX_SHOWN_NAME)}`" for each in names[:MAX_SHOWN_NAMES])
         rest = f" and {len(names) - MAX_SHOWN_NAMES} more (GET /v1/models)"
@@ -275,13 +270,13 @@ class Service:
 
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Return the adapter of this name that requests may use, if there is one."""
-        found = self.core.adapters.requests
+        found = self.engine.adapters.requests
         names = () if name is None else (name, untagged(name))
         return next((adapter for adapter in found if adapter.lora_name in names), None)
 
     def next_adapter_number(self) -> int:
         """Return a number that no adapter has."""
-        numbers = [adapter.lora_int_id for adapter in self.core.adapters.requests]
+        numbers = [adapter.lora_int_id for adapter in self.engine.adapters.requests]
         self._last_adapter = max(self._last_adapter, *numbers, 0) + 1
         return self._last_adapter
 
@@ -313,7 +308,7 @@ class Service:
 
     async def prompt_text(self, output: RequestOutput) -> str:
         """Return the text of a prompt; of one that came as token ids, special tokens are shown, too."""
-        tokenizer = self.core.tokenizer
+        tokenizer = self.engine.tokenizer
         if output.prompt is not None or tokenizer is None:
             return output.prompt or ""
         return await anyio.to_thread.run_sync(
@@ -321,11 +316,11 @@ class Service:
         )
 
     def token_text(self, token_id: int) -> str:
-        tokenizer = self.core.tokenizer
+        tokenizer = self.engine.tokenizer
         return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        tokenizer = self.core.tokenizer
+        tokenizer = self.engine.tokenizer
         return b"" if tokenizer is None else tokenizer.token_bytes(token_id)
 
     def note(self, generation: "Generation[Any]", context: RequestContext) -> None:
@@ -349,14 +344,14 @@ class Service:
             context.is_aborted = True
         tickets = {context.ticket for context in found.values() if context.ticket is not None}
         self.gate.close(aborted(), tickets)
-        self.core.abort(found)
+        self.engine.abort(found)
         return len(found)
 
     def _give_up_one(self) -> None:
         """Abort the newest request: those that wait for admission are newer than those of the engine."""
         if self.gate.close(unavailable("overloaded", "the server is overloaded, try again later")):
             return
-        engine = self.core
+        engine = self.engine
         slots = [slot for slot in engine.requests.slots if not (slot.is_aborted or slot.is_over)]
         if slots:
             engine.abort(slots[-1].request_id)
@@ -395,14 +390,14 @@ class Service:
 
     def _note_rejection(self, reason: str) -> None:
         self.metrics.note_rejection(reason)
-        engine = self.core
+        engine = self.engine
         if engine.metrics is not None and reason in LIMITS:
             engine.metrics.note_rejection(reason)
 
     def _note_throughput(self) -> None:
         stats = self.engine.statistics().scheduler
         num_tokens = stats.num_prompt_tokens + stats.num_generation_tokens
-        is_asleep = self.core.lifecycle.is_sleeping  # a pause is not slowness
+        is_asleep = self.engine.lifecycle.is_sleeping  # a pause is not slowness
         is_busy = self.gate.admission.num_started > 0 and not is_asleep
         self.gate.throughput.note(num_tokens, anyio.current_time(), is_busy=is_busy)
 
