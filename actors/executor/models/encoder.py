@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.actors.executor.arrays import from_numpy
+from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.models.disentangled import disentangled_attention
 from trouper.actors.executor.models.encoder_traits import Act, EncoderExpertsTraits, EncoderTraits
 from trouper.actors.executor.models.rotary import make_rope_table
