@@ -71,6 +71,32 @@ def test_files_that_are_named_exist(page):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
+def test_files_in_commands_of_contributors_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = "actors|bench|docs|frontends|kernels|scripts|tests|trouper"
+    paths = re.findall(rf"(?<![\w./-])((?:{folders})/[\w/.-]*\w)(?!\S*[<…])", page)
+    assert len(paths) > 30
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_structure_page_names_every_folder_once():
+    page = (ROOT / "docs" / "structure.md").read_text()
+    named = re.findall(r"^\* `([\w/]+)/`: .*\w.*\.$", page, re.MULTILINE)
+    folders = {
+        path.parent.relative_to(ROOT).as_posix()
+        for folder in ("actors", "bench", "frontends", "kernels", "trouper")
+        # The links in trouper/ are not followed.
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    outside = {"bench/results", "docs", "scripts", "tests", "trouper/demo"}
+    assert sorted(named) == sorted(folders | outside)
+    assert len(page.split()) < 600
+
+
+def test_contributors_guide_is_short():
+    assert 1200 <= len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 2000
+
+
 def channels():
     """(name, inbox type, capacity) of each channel that the wiring opens."""
     for node in ast.walk(ast.parse(ENGINE)):
