@@ -1,6 +1,6 @@
 """The one place that chooses an implementation: of a decoder's operations, and of each linear layer.
 
-    TorchOps   any dtype, shape and machine; several torch calls an operation
+    CpuOps     any dtype, shape and machine; several torch calls an operation
     NativeOps  compiled kernels: one pass over memory and one launch an operation, on torch's threads
 
     compressed  bfloat16 where the machine has AVX512-BF16: 12 bits a weight (`cpu/linear/compressed.py`)
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trouper.kernels.codegen import units
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.cpu.linear.by_torch import OneDNNLinear, PlainLinear, packed_dtypes
+from trouper.kernels.cpu.linear.by_torch import OneDNNLinear, PlainLinear, PlainLoRA, packed_dtypes
 from trouper.kernels.cpu.linear.quantization import (
     IntegerWeight,
     can_pack,
@@ -65,9 +65,7 @@ def make_ops(config: OpsConfig, *, native: bool | None = None) -> CpuOps:
         from trouper.kernels.cpu.ops import NativeOps
 
         return NativeOps(config)
-    from trouper.kernels.reference.ops import TorchOps
-
-    return TorchOps(config)
+    return CpuOps(config)
 
 
 def can_be_native(config: OpsConfig) -> bool:
@@ -160,12 +158,11 @@ def make_lora(
     part_sizes: Sequence[int], num_in: int, num_slots: int, max_rank: int, dtype: torch.dtype
 ) -> LoRAWeights:
     """Make empty slots for the adapters of a layer whose outputs are these parts: compiled kernels where they can be used."""
-    from trouper.kernels.cpu.linear.lora import NativeLoRA, can_adapt
+    if units.is_available():
+        from trouper.kernels.cpu.linear.lora import NativeLoRA, can_adapt
 
-    if can_adapt(part_sizes, num_in, dtype):
-        return NativeLoRA(part_sizes, num_in, num_slots, max_rank, dtype)
-    from trouper.kernels.cpu.linear.by_torch import PlainLoRA
-
+        if can_adapt(part_sizes, num_in, dtype):
+            return NativeLoRA(part_sizes, num_in, num_slots, max_rank, dtype)
     return PlainLoRA(part_sizes)
 
 

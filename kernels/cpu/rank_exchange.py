@@ -36,7 +36,7 @@ from trouper.kernels.cpu.fused.rank_sums import (
 )
 from trouper.kernels.cpu.memory import Float32Copies, num_threads_for, padded
 from trouper.kernels.formats import Norm
-from trouper.kernels.ops import RankShare, q_and_k
+from trouper.kernels.ops import RankGroup, RankShare, q_and_k
 
 
 class RanksDisagreeError(RuntimeError):
@@ -216,7 +216,7 @@ def _described(label: int) -> str:
     return f"step {label >> LABEL_BITS} with {label & (1 << LABEL_BITS) - 1} rows"
 
 
-class SharedGroup:
+class SharedGroup(RankGroup):
     """The group as one rank calls it.
 
     Args:
@@ -225,14 +225,21 @@ class SharedGroup:
 
     def __init__(self, exchange: RankExchange, share: RankShare) -> None:
         self.exchange = exchange
-        self.begin_step, self.check = exchange.begin_step, exchange.check
-        self.all_agree = exchange.all_agree
         self.rank, self.size = exchange.rank, exchange.num_ranks
         self._share = share
         self._float32 = Float32Copies()
 
     def __repr__(self) -> str:
         return f"<SharedGroup: {self.exchange!r}>"
+
+    def begin_step(self, step: int) -> None:
+        self.exchange.begin_step(step)
+
+    def check(self) -> None:
+        self.exchange.check()
+
+    def all_agree(self, value: bool) -> bool:
+        return self.exchange.all_agree(value)
 
     def forget_weights(self) -> None:
         self._float32.clear()

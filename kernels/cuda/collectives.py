@@ -16,10 +16,10 @@ from torch import Tensor
 
 from trouper.kernels.cuda.norms import norm_by_sum_, sum_of_squares_
 from trouper.kernels.cuda.ops import TritonOps
-from trouper.kernels.ops import RankShare, q_and_k
+from trouper.kernels.ops import RankShare, SharedOps, q_and_k
 
 
-class CollectiveSums:
+class CollectiveSums(SharedOps):
     """The group as one rank calls it.
 
     Args:

@@ -15,9 +15,7 @@ from trouper.kernels.cuda.embed import embed
 from trouper.kernels.cuda.norms import fused_add_rms_norm
 from trouper.kernels.cuda.prefill_attention import prefill_attention
 from trouper.kernels.cuda.qk_norm_rope_kv_write import qk_norm_rope_kv_write_
-from trouper.kernels.ops import OpsConfig, q_and_k
-from trouper.kernels.reference.activation import activate
-from trouper.kernels.reference.ops import finished_logits
+from trouper.kernels.ops import Ops, OpsConfig
 
 
 class DeviceTokens(NamedTuple):
@@ -47,7 +45,7 @@ class DeviceStep(NamedTuple):
     rope_tables: Sequence[Tensor]
 
 
-class TritonOps:
+class TritonOps(Ops):
     """`Ops` on a CUDA device.  Hidden states of padding tokens are arbitrary.
 
     Args:
@@ -56,12 +54,9 @@ class TritonOps:
     """
 
     def __init__(self, config: OpsConfig, *, max_length: int, is_invariant: bool = False) -> None:
-        self._config = config
+        super().__init__(config)
         self._max_length = max_length
         self._is_invariant = is_invariant
-
-    def __repr__(self) -> str:
-        return "<TritonOps>"
 
     def plan(self, tokens: DeviceTokens, window: int | None) -> DevicePlan:
         return DevicePlan(tokens, window)
@@ -87,11 +82,6 @@ class TritonOps:
 
     def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         fused_add_rms_norm(x_TX, None, weight, self._config.norm_eps, out=x_TX)
-
-    def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        q_TX, k_TX = q_and_k(qkv_TND, q_norm, k_norm)
-        self.norm_(q_TX, q_norm)
-        self.norm_(k_TX, k_norm)
 
     def fused_add_norm(
         self,
@@ -164,14 +154,12 @@ class TritonOps:
 
     def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
         activation = self._config.activation
-        assert activation in ("silu", "gelu_tanh"), "others run on the CPU only"
-        return act_and_mul(gate_up_TM, activation)
-
-    def activate(self, x_TM: Tensor) -> Tensor:
-        return activate(x_TM, self._config.activation)
+        if activation in ("silu", "gelu_tanh"):
+            return act_and_mul(gate_up_TM, activation)
+        return super().act_and_mul(gate_up_TM)
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
         """Return the logits as the product leaves them where nothing changes them: the sampling kernels read any float."""
         if scale == 1 and not cap:
             return product_RV
-        return finished_logits(product_RV, scale, cap)
+        return super().finish_logits(product_RV, scale, cap)

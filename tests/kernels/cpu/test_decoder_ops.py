@@ -14,16 +14,17 @@ from trouper.actors.executor.runners.cpu.recorded_steps import MAX_ROWS
 from trouper.kernels import codegen
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention import decode
+from trouper.kernels.cpu.attention.plan import AttentionPlanner
 from trouper.kernels.cpu.attention.prefill import PARTS
 from trouper.kernels.cpu.encoder_ops import layer_norm_reference
+from trouper.kernels.cpu.linear.by_torch import PlainLoRA
 from trouper.kernels.cpu.ops import NativeOps
-from trouper.kernels.ops import OpsConfig
+from trouper.kernels.ops import CpuOps, Ops, OpsConfig
 from trouper.kernels.reference.activation import activate
 from trouper.kernels.reference.norms import rms_norm_reference
-from trouper.kernels.reference.ops import TorchOps
 from trouper.kernels.reference.paged_attention import paged_attention_reference
 from trouper.kernels.reference.rope import rope_table
-from trouper.kernels.select import can_be_native, make_ops
+from trouper.kernels.select import can_be_native, make_lora, make_ops
 
 pytestmark = pytest.mark.usefixtures("unit")
 COLUMNS = {  # (start, count) of each sequence
@@ -109,7 +110,7 @@ class Step:
         expected = self.reference(window, sinks)
         usual, rtol = TOLERANCES[self.shape.dtype]
         atol = atol or usual
-        for ops in (TorchOps(self.shape), NativeOps(self.shape)):
+        for ops in (CpuOps(self.shape), NativeOps(self.shape)):
             found = self.attend(ops, window, sinks=sinks)
             torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
 
@@ -234,7 +235,7 @@ def test_a_row_does_not_depend_on_how_many_tiles_share_their_keys(dtype, window,
     step.check(window)
     found = []
     for parts in range(1, PARTS + 1):
-        monkeypatch.setattr(NativeOps, "_parts_of_a_piece", lambda *_, parts=parts: parts)
+        monkeypatch.setattr(AttentionPlanner, "_tiles_per_item", lambda *_, parts=parts: parts)
         found.append(step.attend(NativeOps(step.shape), window))
     assert all(torch.equal(found[0], other) for other in found[1:])
     assert not found[0].isnan().any()
@@ -252,7 +253,7 @@ def test_scores_far_apart_and_not_a_number_stay_in_their_row():
 
 def pairs(**changes):
     shape = shape_of(**changes)
-    return TorchOps(shape), NativeOps(shape)
+    return CpuOps(shape), NativeOps(shape)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -416,7 +417,7 @@ def test_embeddings_are_looked_up_bit_by_bit(dtype, scale, num_tokens):
     torch.manual_seed(0)
     table, ids = torch.randn(50, 64).to(dtype), torch.randint(0, 50, (num_tokens,))
     shape = shape_of(dtype=dtype)
-    native, by_torch = (kind(shape).embed(table, ids, scale) for kind in (NativeOps, TorchOps))
+    native, by_torch = (kind(shape).embed(table, ids, scale) for kind in (NativeOps, CpuOps))
     assert torch.equal(native, by_torch)
     assert torch.equal(by_torch, (table[ids].float() * scale).to(dtype))
 
@@ -431,7 +432,7 @@ def test_logits_are_scaled_and_capped_in_float32(dtype, scale, cap, vocab_size):
     if cap:
         expected = cap * (expected / cap).tanh()
     before = product.clone()
-    for kind in (NativeOps, TorchOps):
+    for kind in (NativeOps, CpuOps):
         logits = kind(shape_of(dtype=dtype)).finish_logits(product.clone(), scale, cap)
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits.double(), expected, rtol=1e-6, atol=2e-7 * (cap or 1))
@@ -439,8 +440,8 @@ def test_logits_are_scaled_and_capped_in_float32(dtype, scale, cap, vocab_size):
 
 
 def test_the_choice_depends_on_the_model():
-    assert isinstance(make_ops(TINY), NativeOps)
-    assert isinstance(make_ops(TINY, native=False), TorchOps)
+    assert type(make_ops(TINY)) is NativeOps
+    assert type(make_ops(TINY, native=False)) is CpuOps
     for change in (
         {"dtype": torch.float16},
         {"head_dim": 24},
@@ -451,7 +452,7 @@ def test_the_choice_depends_on_the_model():
     ):
         shape = msgspec.structs.replace(TINY, **change)
         assert not can_be_native(shape)
-        assert isinstance(make_ops(shape), TorchOps)
+        assert type(make_ops(shape)) is CpuOps
 
 
 def test_without_llvmlite_everything_is_torch(monkeypatch):
@@ -459,7 +460,9 @@ def test_without_llvmlite_everything_is_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "trouper.kernels.codegen.features", None)
     monkeypatch.delattr(codegen, "features")
     try:
-        assert isinstance(make_ops(TINY), TorchOps)
+        assert type(make_ops(TINY)) is CpuOps
+        monkeypatch.setitem(sys.modules, "trouper.kernels.cpu.linear.lora", None)
+        assert isinstance(make_lora([16], 32, 2, 8, torch.float32), PlainLoRA)
     finally:
         units.is_available.cache_clear()
 
@@ -476,4 +479,9 @@ def test_any_number_of_threads_does_each_piece_once():
         )  # fmt: skip
         assert torch.equal(seen, ops.norm(x, weight))
     assert repr(ops._fused_add_norm) == "<Kernel fused_add_norm_f32_rms>"
-    assert [repr(x) for x in (ops, TorchOps(TINY))] == ["<NativeOps>", "<TorchOps>"]
+    assert [repr(x) for x in (ops, CpuOps(TINY))] == ["<NativeOps>", "<CpuOps>"]
+
+
+def test_an_operation_without_an_implementation_is_named():
+    with pytest.raises(NotImplementedError, match="Ops does not implement attend"):
+        Ops(TINY).attend(torch.empty(0), torch.empty(0), None)

@@ -1,0 +1,187 @@
+"""The plan of a step's attention on the CPU: the work items of the kernels in `decode.py` and `prefill.py`.
+
+A step mixes prompts with sequences that decode.  A prompt's queries are cut into tiles, which attend together.  The
+keys of a decoding token are cut into spans at fixed positions, so that many threads can read one long sequence; what
+each span yields is merged afterwards.  Cuts depend only on positions, so a token gets the same bits in every batch.
+"""
+
+import functools
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import torch
+
+from trouper.kernels.cpu.attention import decode, prefill
+from trouper.kernels.ops import Integers, OpsConfig
+
+UNLIMITED = 2**62
+# Each thread gets this many work items on average, so that threads which finish early take over work of others.
+ITEMS_PER_THREAD = 4
+
+
+class NativePlan(msgspec.Struct, frozen=True, dict=True):
+    """The arrays that the attention kernels read in one step.
+
+    A launch can merge only a limited number of tokens, so `later` holds the plans of further launches for the spans
+    beyond that.  A recorded step has none.
+    """
+
+    block_ids: np.ndarray
+    spans: np.ndarray  # [., 8], see decode.py
+    merges: np.ndarray  # [., 3], see decode.py
+    partials: np.ndarray  # [., N, D + 2] float32
+    heads: int  # KV heads in one work item
+    tiles: np.ndarray  # [., 4], see prefill.py
+    window: int
+    later: "tuple[NativePlan, ...]" = ()
+
+    @functools.cached_property
+    def words(self) -> np.ndarray:
+        """The addresses and sizes of the arrays, in the order in which the decode kernels read them.
+
+        A recording keeps the address of these words and overwrites them with those of each later step.
+        """
+        arrays = self.block_ids, self.spans, self.partials, self.merges
+        tables, spans, partials, merges = (x.ctypes.data for x in arrays)
+        return np.array((
+            tables, self.block_ids.shape[1], spans, len(self.spans), self.heads, partials, merges, len(self.merges),
+        ))  # fmt: skip
+
+
+class _Spans:
+    """The spans, merges and partial results that one launch collects."""
+
+    def __init__(self) -> None:
+        self.spans: list[np.ndarray] = []
+        self.merges: list[tuple[int, int, int]] = []
+        self.num_partials = 0
+
+    def add(self, first: int, row: int, cuts: np.ndarray, end: int, num_tokens: int) -> None:
+        """Add the spans of `num_tokens` tokens that follow `first` and read the keys cuts[0] … end - 1."""
+        num = len(cuts)
+        own = np.empty((num, 8), dtype=np.int64)
+        own[:] = first, row, 0, end, 0, num_tokens, 0, num
+        own[:, 2], own[:-1, 3], own[-1, 6] = cuts, cuts[1:], 1
+        own[:, 4] = np.arange(self.num_partials, self.num_partials + num)
+        self.spans.append(own)
+        self.merges += [(first + t, self.num_partials + t * num, num) for t in range(num_tokens)]
+        self.num_partials += num_tokens * num
+
+
+class AttentionPlanner:
+    """Makes the plans of all steps of a model.  It has no state besides the model's sizes."""
+
+    def __init__(self, config: OpsConfig) -> None:
+        self._config = config
+        self._span = decode.SPAN
+        self._tile = prefill.SIDE // (config.num_q_heads // config.num_kv_heads)
+
+    def plan(
+        self,
+        block_ids: np.ndarray,
+        rows: Integers,
+        starts: Integers,
+        counts: Integers,
+        window: int | None,
+        are_prompts: np.ndarray | None = None,
+    ) -> NativePlan:
+        """Implement `CpuOps.plan`."""
+        rows_C, starts_C, counts_C = (np.asarray(x, np.int64) for x in (rows, starts, counts))
+        firsts_C, ends_C = np.cumsum(counts_C) - counts_C, starts_C + 1
+        begins_C = np.zeros_like(ends_C) if window is None else np.maximum(0, ends_C - window)
+        is_lone_C = counts_C == 1 if are_prompts is None else ~are_prompts
+        tile = self._tile * self._tiles_per_item(counts_C[~is_lone_C])
+        sizes_C = self._tokens_of_spans(is_lone_C, rows_C, starts_C, begins_C)
+        is_one_span_C = is_lone_C & (begins_C // self._span == starts_C // self._span)
+        columns = firsts_C, rows_C, begins_C, ends_C
+        zeros_C = np.zeros_like(ends_C)
+        lone = *columns, zeros_C - 1, sizes_C, zeros_C + 1, zeros_C
+        found, later = _Spans(), list[NativePlan]()
+        found.spans.append(np.stack(lone, axis=1)[is_one_span_C & (sizes_C > 0)])
+        tiles: list[tuple[int, int, int, int]] = []
+        for i in np.flatnonzero(~is_one_span_C & (sizes_C > 0)).tolist():
+            first, row, begin, end = (int(x[i]) for x in columns)
+            if is_lone_C[i]:
+                cuts = np.arange(begin // self._span, -(-end // self._span)) * self._span
+                cuts[0] = begin
+                found.add(first, row, cuts, end, int(sizes_C[i]))
+                if len(found.merges) > decode.ROUND - decode.MOST_TOKENS:
+                    later.append(self._plan_of(block_ids, found))
+                    found = _Spans()
+            else:
+                start, count = int(starts_C[i]), int(counts_C[i])
+                # The last tile sees the most keys, so it starts first.
+                tiles += [
+                    (first + offset, min(tile, count - offset), row, start + offset)
+                    for offset in reversed(range(0, count, tile))
+                ]
+        return self._plan_of(block_ids, found, tiles, window, later)
+
+    def _plan_of(
+        self,
+        block_ids: np.ndarray,
+        found: _Spans,
+        tiles: Sequence[tuple[int, int, int, int]] = (),
+        window: int | None = None,
+        later: Sequence[NativePlan] = (),
+    ) -> NativePlan:
+        spans_P = np.concatenate((np.empty((0, 8), np.int64), *found.spans))
+        num_heads, width = self._config.num_q_heads, self._config.head_dim
+        return NativePlan(
+            block_ids,
+            spans_P,
+            np.array(found.merges, dtype=np.int64).reshape(-1, 3),
+            np.empty((found.num_partials, num_heads, width + 2), np.float32),
+            self._heads_per_item(len(spans_P)),
+            np.array(tiles, dtype=np.int64).reshape(-1, 4),
+            UNLIMITED if window is None else window,
+            tuple(later),
+        )
+
+    def _tokens_of_spans(
+        self, is_lone_C: np.ndarray, rows_C: np.ndarray, starts_C: np.ndarray, begins_C: np.ndarray
+    ) -> np.ndarray:
+        """Return for each entry the number of tokens that its spans serve, or 0 if an earlier entry's spans serve it.
+
+        The tokens that verify drafts follow each other in one sequence.  They read the same keys, so one pass over
+        the keys serves several of them, unless one token sees a span more.  No result depends on the grouping.
+        """
+        sizes_C = np.ones_like(starts_C)
+        last_spans_C = starts_C // self._span
+        follows = is_lone_C[1:] & is_lone_C[:-1] & (rows_C[1:] == rows_C[:-1])
+        follows &= (starts_C[1:] == starts_C[:-1] + 1) & (begins_C[1:] == begins_C[:-1])
+        follows &= last_spans_C[1:] == last_spans_C[:-1]
+        if not follows.any():
+            return sizes_C
+        firsts = np.append(np.flatnonzero(np.append(True, ~follows)), len(starts_C))
+        few_heads = self._config.num_kv_heads < ITEMS_PER_THREAD * torch.get_num_threads()
+        for first, stop in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
+            num = stop - first
+            if num > 1:
+                num_spans = max(-(-num // decode.MOST_TOKENS), 2 if few_heads else 1)
+                sizes_C[first:stop] = 0
+                cuts = [first + num * i // num_spans for i in range(num_spans + 1)]
+                for begin, end in pairwise(cuts):
+                    sizes_C[begin] = end - begin
+        return sizes_C
+
+    def _tiles_per_item(self, counts: np.ndarray) -> int:
+        """Return how many query tiles one work item has.  No result depends on it."""
+        num_tiles = int((-(-counts // self._tile)).sum())
+        num_items = ITEMS_PER_THREAD * torch.get_num_threads()
+        return max(1, min(num_tiles * self._config.num_kv_heads // num_items, prefill.PARTS))
+
+    def _heads_per_item(self, num_spans: int) -> int:
+        """Return how many KV heads one work item has.  No result depends on it.
+
+        More heads are faster: a thread prefetches the keys of the next head while it processes one.
+        """
+        num_threads = torch.get_num_threads()
+        heads = num_kv_heads = self._config.num_kv_heads
+        if num_threads == 1:
+            return heads
+        while heads % 2 == 0 and num_spans * num_kv_heads < ITEMS_PER_THREAD * heads * num_threads:
+            heads //= 2
+        return heads
