@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trouper.actors.executor.workers.model_host import ModelHost
-from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.steps import StepPlan
 from trouper.actors.scheduling.policy import Policy
 
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import anyio
 import msgspec
 
-from trouper.actors.messages.adapters import LoadedAdapter
+from trouper.actors.messages.requests import LoadedAdapter
 from trouper.config.adapters import AdapterFiles, LoRAConfig
 from trouper.errors import (
     AdaptersInUseError,

@@ -3,14 +3,16 @@
 `max_num_queued_reqs` counts every completion that is not over, waiting or running.  `max_num_queued_tokens`
 counts whole prompts until they have a first token: by an estimate, until they are rendered, then exactly.
 A request is refused when the others have reached the limit, however long it is itself.
+
+Check which replica a request names, in an engine of several.
 """
 
 from collections.abc import Callable
 from typing import Any, cast
 
-from trouper.actors.limits import MAX_OPEN_REQUESTS
-from trouper.actors.replies.prefill import Prefills
-from trouper.errors import MaxQueuedTokensError, QueueOverflowError
+from trouper.actors.messages.requests import MAX_OPEN_REQUESTS
+from trouper.actors.replies.slot import Prefills
+from trouper.errors import MaxQueuedTokensError, QueueOverflowError, invalid
 
 CHARACTERS_PER_TOKEN = 4  # of usual text; it counts only until the prompt is rendered
 BYTES_PER_EMBEDDING = 2**13  # 4096 numbers of two bytes
@@ -109,3 +111,25 @@ class Admission:
 
     def leave(self, n: int) -> None:
         self._num_open -= n
+
+
+MAX_SESSION_ID = 256  # characters
+
+
+def check_place(rank: object, session_id: object, num_replicas: int) -> None:
+    """Refuse a replica that does not exist, and what is no name of a session.
+
+    Raises:
+        TrouperValidationError: the message names the parameter.
+    """
+    if rank is not None:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise invalid("data_parallel_rank", "must be an integer", rank)
+        if not 0 <= rank < num_replicas:
+            rule = f"must be in [0, {num_replicas - 1}]: data_parallel_size is {num_replicas}"
+            raise invalid("data_parallel_rank", rule, rank)
+    if session_id is not None and not (
+        isinstance(session_id, str) and 0 < len(session_id) <= MAX_SESSION_ID
+    ):
+        rule = f"must be a string of 1 to {MAX_SESSION_ID} characters"
+        raise invalid("session_id", rule, session_id)

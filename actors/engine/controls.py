@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import anyio
 
+from trouper.actors.engine.control_client import ControlClient
 from trouper.actors.engine.lifecycle import (
     MEMORY,
     EngineState,
@@ -23,7 +24,6 @@ from trouper.actors.engine.lifecycle import (
     check_mode,
     check_tags,
 )
-from trouper.actors.engine.requests import ControlClient
 from trouper.actors.messages.controls import Pause, ResetPrefixCache, SetPause, Step
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.replies.slot import Slot

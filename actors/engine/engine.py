@@ -15,24 +15,24 @@ import msgspec
 from anyio.streams.memory import MemoryObjectSendStream
 
 from trouper.actors.engine.adapters import Adapters
+from trouper.actors.engine.admission import check_place
+from trouper.actors.engine.control_client import ControlClient
 from trouper.actors.engine.controls import Controls
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.lifecycle import EngineState, Event, Lifecycle
-from trouper.actors.engine.placement import check_place
 from trouper.actors.engine.request_table import RequestTable
-from trouper.actors.engine.requests import ControlClient
 from trouper.actors.engine.snapshot import EngineSnapshot
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.messages.inboxes import (
+from trouper.actors.messages.controls import (
     ExecutorInbox,
     ObserverInbox,
     RendererInbox,
     SchedulerInbox,
 )
+from trouper.actors.messages.outputs import SchedulerStats
 from trouper.actors.messages.requests import Render
 from trouper.actors.messages.sinks import MakeVisible
-from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer

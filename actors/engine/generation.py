@@ -13,9 +13,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import anyio
 import anyio.lowlevel
 
-from trouper.actors.messages.adapters import LoadedAdapter
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.requests import Render
+from trouper.actors.messages.requests import LoadedAdapter, Render, RequestId
 from trouper.actors.replies.slot import ExpectedToken, Slot
 from trouper.lora import LoRARequest
 from trouper.outputs import PoolingRequestOutput, RequestOutput

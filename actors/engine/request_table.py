@@ -15,11 +15,9 @@ from trouper.actors.engine.adapters import Adapters
 from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens
 from trouper.actors.engine.generation import MakeRender
 from trouper.actors.engine.snapshot import RequestSnapshot
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.inboxes import RendererInbox, SchedulerInbox
-from trouper.actors.messages.requests import Abort
-from trouper.actors.replies.pooling_slot import PoolingSlot
-from trouper.actors.replies.reply_slot import ReplySlot
+from trouper.actors.messages.controls import RendererInbox, SchedulerInbox
+from trouper.actors.messages.requests import Abort, RequestId
+from trouper.actors.replies.reply_slots import PoolingSlot, ReplySlot
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.config.resolve import EngineConfig

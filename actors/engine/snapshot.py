@@ -7,12 +7,12 @@ import msgspec
 
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.executor.actor import ExecutorSnapshot
-from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.requests import RequestId
 from trouper.actors.observability.observer import ObserverSnapshot
 from trouper.actors.output.detokenizer import DetokenizerSnapshot
 from trouper.actors.output.pooler import PoolerSnapshot
 from trouper.actors.rendering.renderer import RendererSnapshot
-from trouper.actors.scheduling.snapshot import SchedulerSnapshot
+from trouper.actors.scheduling.scheduling_policy import SchedulerSnapshot
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True):

@@ -19,8 +19,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from trouper.actors.engine.engine import Engine, EngineParts, EngineStatistics
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import Device, DeviceInfo
-from trouper.actors.limits import MAX_OPEN_REQUESTS
-from trouper.actors.messages.inboxes import (
+from trouper.actors.messages.controls import (
     DetokenizerInbox,
     ExecutorInbox,
     ObserverInbox,
@@ -28,7 +27,8 @@ from trouper.actors.messages.inboxes import (
     RendererInbox,
     SchedulerInbox,
 )
-from trouper.actors.messages.stats import RequestEnded, SchedulerStats
+from trouper.actors.messages.outputs import RequestEnded, SchedulerStats
+from trouper.actors.messages.requests import MAX_OPEN_REQUESTS
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
@@ -40,13 +40,13 @@ from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.runtime.threads import Threads, WorkerThreads
-from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
-from trouper.actors.scheduling.sequence_table import Shared
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.sequence_table import Shared
 from trouper.config.fitted import context_line, fitted
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError

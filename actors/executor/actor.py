@@ -6,10 +6,9 @@ from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from trouper.actors.executor.device import Device, DeviceInfo
-from trouper.actors.messages.controls import DeviceCall
-from trouper.actors.messages.grammar import PrepareGrammar
-from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
-from trouper.actors.messages.results import DeviceFailed, ReplicaEvent
+from trouper.actors.messages.controls import DeviceCall, ExecutorInbox, SchedulerInbox
+from trouper.actors.messages.requests import PrepareGrammar
+from trouper.actors.messages.steps import DeviceFailed, ReplicaEvent
 from trouper.errors import DeviceStartError
 
 CLOSE_GRACE_S = 30  # one step under way, then the memory goes back

@@ -8,14 +8,15 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
-from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
-from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import (
+from trouper.actors.messages.requests import GrammarReady, PrepareGrammar
+from trouper.actors.messages.steps import (
     DeviceBack,
     DeviceLost,
     PoolDone,
+    PoolPlan,
     StepDone,
     StepFailed,
+    StepPlan,
 )
 
 Result_co = TypeVar("Result_co", covariant=True)

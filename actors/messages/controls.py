@@ -1,11 +1,41 @@
-"""Orders that steer the engine as a whole; each is answered."""
+"""Orders that steer the engine as a whole; each is answered.
+
+Types of the messages that each actor may receive.
+"""
 
 from enum import Enum
 from typing import Literal
 
 import msgspec
 
-from trouper.actors.messages.promise import Promise
+from trouper.actors.messages.outputs import (
+    GrammarStats,
+    OutputStats,
+    Pooled,
+    StepStats,
+    StepTokens,
+    Stop,
+)
+from trouper.actors.messages.requests import (
+    Abort,
+    Admit,
+    AdmitPooling,
+    GrammarReady,
+    PrepareGrammar,
+    Render,
+    Track,
+)
+from trouper.actors.messages.sinks import Promise
+from trouper.actors.messages.steps import (
+    DeviceBack,
+    DeviceLost,
+    PoolDone,
+    PoolPlan,
+    ReplicaEvent,
+    StepDone,
+    StepFailed,
+    StepPlan,
+)
 
 
 class Pause(Enum):
@@ -69,3 +99,16 @@ class Flush(msgspec.Struct, frozen=True):
     """Frontend → Observer: answered when everything reported before it has been counted."""
 
     answer: Promise[None]
+
+
+RendererInbox = Render
+SchedulerInbox = (
+    Admit | AdmitPooling | Abort | Stop | StepDone | PoolDone | StepFailed
+    | DeviceLost | DeviceBack | ReplicaEvent | GrammarReady | SetPause | ResetPrefixCache | Step | Probe
+)  # fmt: skip
+ExecutorInbox = StepPlan | PoolPlan | PrepareGrammar | DeviceCall
+DetokenizerInbox = Track | StepTokens
+PoolerInbox = Pooled
+ObserverInbox = (
+    StepStats | OutputStats | GrammarStats | DeviceLost | DeviceBack | ReplicaEvent | Flush
+)

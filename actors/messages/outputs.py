@@ -1,13 +1,18 @@
-"""Outputs on their way to the clients: from the scheduler to the detokenizer or the pooler, and `Stop` back."""
+"""Outputs on their way to the clients: from the scheduler to the detokenizer or the pooler, and `Stop` back.
+
+Numbers for the observer, and for whatever asks how the engine does.  All but snapshots may be dropped.
+"""
+
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.promise import Promise
-from trouper.actors.messages.requests import AdmitPooling
-from trouper.actors.messages.results import TokenLogprobs
-from trouper.outputs import FinishReason
+from trouper.actors.messages.requests import AdmitPooling, GrammarWork, SequenceId
+from trouper.actors.messages.sinks import Promise
+from trouper.actors.messages.steps import TokenLogprobs
+from trouper.outputs import FinishReason, RequestStateStats
+from trouper.params import SamplingParams
 
 
 class SequenceTokens(msgspec.Struct, frozen=True):
@@ -62,3 +67,113 @@ class Pooled(msgspec.Struct, frozen=True):
 
     requests: tuple[PooledRequest, ...]
     answers: tuple[Promise[None], ...] = ()  # to deliver when these outputs have been handed over
+
+
+class AdapterStats(msgspec.Struct, frozen=True):
+    """The adapters of the scheduler's sequences, by name."""
+
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+    max_running: int
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the scheduler in numbers; the counters only grow."""
+
+    num_running: int
+    num_waiting: int  # for a request slot, for blocks, or for a result in flight
+    num_deferred: int  # siblings that wait for their leader's prompt
+    num_steps_in_flight: int
+    num_blocks_free: int
+    num_blocks_total: int  # the null block not counted
+    kv_cache_usage: float  # 0 … 1
+    num_steps: int  # made so far
+    num_preemptions: int
+    num_prompt_tokens: int  # prompt positions computed
+    num_generation_tokens: int  # tokens sampled
+    prefix_cache_queries: int  # tokens; each sequence counts once
+    prefix_cache_hits: int
+    recompute_cache_queries: int  # the same after preemptions
+    recompute_cache_hits: int
+    num_drafts: int = 0  # of speculation: runs of tokens that a step verified
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafted tokens that were right
+    adapters: AdapterStats | None = None  # None: the engine takes none
+    is_device_lost: bool = False  # it is being started again, or has failed
+    is_device_failed: bool = False  # it is not started again
+    # It takes new requests: the device is there, and no search for a culprit goes first.
+    is_available: bool = True
+    num_lost_tokens: int = 0  # computed, and lost with the device's memory: they are computed again
+    step_prompt_budget_s: float = 0.0  # of the last step with prompts; 0: none is set
+    num_overdue_tokens: int = (
+        0  # of prompts that would be finished by now if all were computed at once
+    )
+    num_turns_passed: int = 0  # starts before one whose turn it was, and that found no room
+    num_first_turn_tokens: int = 0  # prompt tokens of the first in the order of a step
+    num_other_turn_tokens: int = 0
+
+
+def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
+    """Add up the replicas' numbers; the device counts as lost, or as failed, where all are."""
+    if len(parts) == 1:
+        return parts[0]
+    sums = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in SchedulerStats.__struct_fields__
+        if name.startswith(("num_", "prefix_", "recompute_"))
+    }
+    adapters = [part.adapters for part in parts if part.adapters is not None]
+    return SchedulerStats(
+        **sums,
+        kv_cache_usage=sum(part.kv_cache_usage for part in parts) / len(parts),
+        adapters=_all_adapters(adapters) if adapters else None,
+        step_prompt_budget_s=max(part.step_prompt_budget_s for part in parts),
+        is_device_lost=all(part.is_device_lost for part in parts),
+        is_device_failed=all(part.is_device_failed for part in parts),
+        is_available=any(part.is_available for part in parts),
+    )
+
+
+def _all_adapters(parts: Sequence[AdapterStats]) -> AdapterStats:
+    running = sorted({name for part in parts for name in part.running})
+    waiting = sorted({name for part in parts for name in part.waiting})
+    return AdapterStats(tuple(running), tuple(waiting), parts[0].max_running)
+
+
+class StepStats(msgspec.Struct, frozen=True):
+    """Scheduler → Observer: the number of tokens computed or sampled since the last `StepStats`, and its grammars' work."""
+
+    num_tokens: int
+    replica: int = 0
+    grammar: tuple[GrammarWork, ...] = ()  # of each step with one, at most `max_steps_in_flight`
+    step_time_ratios: tuple[float, ...] = ()  # estimated to measured, of each step with a prompt
+    first_token_ratios: tuple[float, ...] = ()  # foretold to true, of each that has come
+
+
+class GrammarStats(msgspec.Struct, frozen=True):
+    """Renderer → Observer: what became of the grammar that one request brought."""
+
+    compile_s: float | None = None  # None: it was among those compiled last, or is refused
+    refusal: str | None = None  # the code of the error
+
+
+class RequestEnded(msgspec.Struct, frozen=True):
+    """One request as it ended; part of `OutputStats`."""
+
+    request_id: str
+    stats: RequestStateStats
+    finish_reason: FinishReason  # "error" if any of its sequences had one, else that of the last
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    params: SamplingParams
+    trace_headers: Mapping[str, str] | None
+    error_code: str | None = None
+
+
+class OutputStats(msgspec.Struct, frozen=True):
+    """Detokenizer → Observer: latencies and ends that the clients saw with one `StepTokens`."""
+
+    first_token_s: tuple[float, ...]  # since arrival, for each request that got its first token
+    inter_token_s: tuple[float, ...]  # since the token before, for each sequence that got another
+    ended: tuple[RequestEnded, ...]
+    replica: int = 0

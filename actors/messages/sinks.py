@@ -1,11 +1,13 @@
-"""The writing ends of reply slots, as a request lends them to the actors that work for it.
+"""The writing end of a future, as a message lends it to the actor that does the work.
+
+The writing ends of reply slots, as a request lends them to the actors that work for it.
 
 Writing never waits and never fails: a slot merges what has not been read, and swallows what comes after
 it was closed.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import anyio
 
@@ -16,6 +18,18 @@ from trouper.outputs import (
     RequestError,
     RequestStateStats,
 )
+
+T = TypeVar("T", contravariant=True)
+
+
+class Promise(Protocol[T]):
+    """A result to be delivered once.  Delivering never waits and never fails, whether it is read or not."""
+
+    def set(self, value: T) -> None:
+        """Deliver the result."""
+
+    def fail(self, error: BaseException) -> None:
+        """Deliver an error, which is raised where the result is waited for."""
 
 
 class VisibleText(Protocol):

@@ -14,9 +14,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from trouper.actors.messages.grammar import GrammarWork
-from trouper.actors.messages.results import DeviceBack, DeviceLost
-from trouper.actors.messages.stats import GrammarStats, OutputStats, SchedulerStats, StepStats
+from trouper.actors.messages.outputs import GrammarStats, OutputStats, SchedulerStats, StepStats
+from trouper.actors.messages.requests import GrammarWork
+from trouper.actors.messages.steps import DeviceBack, DeviceLost
 from trouper.actors.observability.distribution import Distribution
 from trouper.actors.observability.replica_metrics import (
     HISTOGRAM_TEXTS,

@@ -16,16 +16,15 @@ import msgspec
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from trouper.actors.messages.controls import Flush
-from trouper.actors.messages.inboxes import ObserverInbox
-from trouper.actors.messages.results import DeviceBack, DeviceLost, ReplicaEvent
-from trouper.actors.messages.stats import (
+from trouper.actors.messages.controls import Flush, ObserverInbox
+from trouper.actors.messages.outputs import (
     GrammarStats,
     OutputStats,
     RequestEnded,
     SchedulerStats,
     StepStats,
 )
+from trouper.actors.messages.steps import DeviceBack, DeviceLost, ReplicaEvent
 from trouper.actors.observability.metrics import Metrics
 
 logger = logging.getLogger("trouper")

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, get_args
 
-from trouper.actors.messages.grammar import GrammarWork
-from trouper.actors.messages.results import DeviceBack, DeviceLost, LossCause
-from trouper.actors.messages.stats import (
+from trouper.actors.messages.outputs import (
     GrammarStats,
     OutputStats,
     RequestEnded,
     SchedulerStats,
     StepStats,
 )
+from trouper.actors.messages.requests import GrammarWork
+from trouper.actors.messages.steps import DeviceBack, DeviceLost, LossCause
 from trouper.actors.observability.distribution import Distribution, one_two_five
 
 LATENCY_S = (

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from trouper.actors.messages.stats import RequestEnded
+from trouper.actors.messages.outputs import RequestEnded
 
 EXPORT_TIMEOUT_S = 5  # each of the few batches left at the end may take so long
 NANOSECONDS = 10**9

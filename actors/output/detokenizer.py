@@ -16,14 +16,11 @@ import msgspec
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.actors.messages.identifiers import RequestId, SequenceId
-from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
-from trouper.actors.messages.outputs import SequenceTokens, StepTokens, Stop
-from trouper.actors.messages.requests import Track
+from trouper.actors.messages.controls import DetokenizerInbox, SchedulerInbox
+from trouper.actors.messages.outputs import RequestEnded, SequenceTokens, StepTokens, Stop
+from trouper.actors.messages.requests import RequestId, SequenceId, Track
 from trouper.actors.messages.sinks import GenerationSink, VisibleText
-from trouper.actors.messages.stats import RequestEnded
-from trouper.actors.output.decoding import TokenDecoder
-from trouper.actors.output.logprobs import position_logprobs
+from trouper.actors.output.decoding import TokenDecoder, position_logprobs
 from trouper.actors.output.output_stats import OutputStatsCollector, SequenceTimes
 from trouper.actors.output.stops import TextState, VisibleStops
 from trouper.actors.runtime.reporter import Reporter

@@ -6,7 +6,7 @@ first token is that of the first completion to have one, its end that of the las
 
 import msgspec
 
-from trouper.actors.messages.stats import OutputStats, RequestEnded
+from trouper.actors.messages.outputs import OutputStats, RequestEnded
 from trouper.actors.runtime.reporter import Reporter
 from trouper.outputs import RequestStateStats
 

@@ -15,9 +15,9 @@ import numpy as np
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from trouper.actors.limits import MAX_OPEN_REQUESTS
-from trouper.actors.messages.inboxes import PoolerInbox
+from trouper.actors.messages.controls import PoolerInbox
 from trouper.actors.messages.outputs import PooledRequest
+from trouper.actors.messages.requests import MAX_OPEN_REQUESTS
 from trouper.actors.output.postprocessing import finish
 from trouper.actors.runtime.threads import Threads
 from trouper.config.checkpoint.pooler import PoolerSpec

@@ -17,10 +17,9 @@ import msgspec
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
-from trouper.actors.messages.requests import Admit, AdmitPooling, Render
-from trouper.actors.messages.stats import GrammarStats
+from trouper.actors.messages.controls import DetokenizerInbox, SchedulerInbox
+from trouper.actors.messages.outputs import GrammarStats
+from trouper.actors.messages.requests import Admit, AdmitPooling, Render, RequestId
 from trouper.actors.rendering.grammar.trial_processes import UntriedGrammarError
 from trouper.actors.rendering.prompts.prompts import Rendered
 from trouper.actors.runtime.reporter import Reporter

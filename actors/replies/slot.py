@@ -1,4 +1,6 @@
-"""The reply slot's life, whatever it carries: a cell that the engine writes without waiting and one reader
+"""The count of prompt tokens in prefill, which admission reads and the reply slots write.
+
+The reply slot's life, whatever it carries: a cell that the engine writes without waiting and one reader
 empties.
 
 Laws.  Writes never wait and never fail; a closed slot swallows them.  An exception overrides everything
@@ -12,9 +14,16 @@ from typing import Generic, NamedTuple, TypeVar
 import anyio
 import anyio.lowlevel
 
-from trouper.actors.replies.prefill import Prefills
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestStateStats
+
+
+class Prefills:
+    """Prompt tokens of requests that have no token yet."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
 
 Output = TypeVar("Output", covariant=True)
 

@@ -6,7 +6,7 @@ from typing import Self
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
-from trouper.actors.messages.inboxes import ObserverInbox
+from trouper.actors.messages.controls import ObserverInbox
 
 
 class Reporter:

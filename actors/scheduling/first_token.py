@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from trouper.actors.messages.outputs import Expected
 from trouper.actors.scheduling.prompt_turns import PromptTurns
-from trouper.actors.scheduling.sequences import Sequence as Grown
+from trouper.actors.scheduling.state.sequence import Sequence as Grown
 from trouper.actors.scheduling.step_budget import remaining_s
 
 # Later requests pass a prompt with more tokens to compute than this, so its prediction is a lower bound.

@@ -16,38 +16,41 @@ Laws:
    at what all blocks together hold.  So each plan advances the best running one, or it waits for a sample
    in flight; sequences are finite, hence it ends, and the next best is the best.
    No sequence behind the head of the queue overtakes it, but a bounded number of them while its adapter must wait
-   (`starting.py`): so it starts at the latest when all that were running have ended then.  In turns (`prompt_turns.py`) the head
+   (`start_waiting`): so it starts at the latest when all that were running have ended then.  In turns (`prompt_turns.py`) the head
    is the first in the fluid order, whose times are finite, and a bounded number passes it also while it finds no room.
 6. `plan()` is None only when paused, while the device is lost, when enough steps are in flight or, in turns, a long one, or when nothing is
    runnable; an answer from the device or a new event then calls it again.
 """
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
-from trouper.actors.messages.identifiers import RequestId, SequenceId
-from trouper.actors.messages.outputs import Expected, StepTokens
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.promise import Promise
-from trouper.actors.messages.requests import Admit, AdmitPooling
-from trouper.actors.messages.results import DeviceLost, EntryFailure, PoolDone, StepDone
-from trouper.actors.messages.stats import SchedulerStats
-from trouper.actors.scheduling.bisection import FaultBisection
+from trouper.actors.messages.outputs import Expected, SchedulerStats, StepTokens
+from trouper.actors.messages.requests import (
+    Admit,
+    AdmitPooling,
+    GrammarReady,
+    PrepareGrammar,
+    RequestId,
+    SequenceId,
+)
+from trouper.actors.messages.sinks import Promise
+from trouper.actors.messages.steps import DeviceLost, EntryFailure, PoolDone, StepDone, StepPlan
+from trouper.actors.scheduling.culprit_search import FaultBisection, Quarantine
 from trouper.actors.scheduling.first_token import expect, foretell
-from trouper.actors.scheduling.grammar_ledger import MAX_DEATHS
-from trouper.actors.scheduling.in_flight import InFlightStep, InFlightSteps
-from trouper.actors.scheduling.kv_blocks import KVBlocks
-from trouper.actors.scheduling.lookahead import Lookahead
 from trouper.actors.scheduling.prompt_turns import PromptTurns
-from trouper.actors.scheduling.quarantine import Quarantine
 from trouper.actors.scheduling.routing import Demand
-from trouper.actors.scheduling.sequence_table import SequenceTable, Shared
-from trouper.actors.scheduling.sequences import Request, Sequence, State
-from trouper.actors.scheduling.snapshot import PolicySnapshot
-from trouper.actors.scheduling.stage_turns import take_turns
-from trouper.actors.scheduling.starting import start_waiting
-from trouper.actors.scheduling.step_budget import LONG_S
-from trouper.actors.scheduling.step_builder import StepBuilder
-from trouper.actors.scheduling.token_budget import TokenBudget
+from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
+from trouper.actors.scheduling.state.grammar_ledger import MAX_DEATHS
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.sequence import Request, Sequence, State
+from trouper.actors.scheduling.state.sequence_table import SequenceTable, Shared, start_waiting
+from trouper.actors.scheduling.state.step_builder import (
+    InFlightStep,
+    InFlightSteps,
+    Lookahead,
+    StepBuilder,
+    take_turns,
+)
+from trouper.actors.scheduling.step_budget import LONG_S, TokenBudget
 from trouper.actors.stages import max_chunk
 from trouper.config.resolve import SchedulerConfig
 

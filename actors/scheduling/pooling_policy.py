@@ -25,19 +25,22 @@ from typing import NamedTuple
 import msgspec
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
-from trouper.actors.messages.identifiers import RequestId, SequenceId
-from trouper.actors.messages.outputs import Expected, Pooled, PooledRequest
-from trouper.actors.messages.plans import PoolEntry, PoolPlan
-from trouper.actors.messages.promise import Promise
-from trouper.actors.messages.requests import Admit, AdmitPooling
-from trouper.actors.messages.results import DeviceLost, PoolDone, StepDone
-from trouper.actors.messages.stats import SchedulerStats
-from trouper.actors.scheduling.fluid import GRAIN, Fluid
-from trouper.actors.scheduling.in_flight import InFlight
-from trouper.actors.scheduling.pooling_time import PoolingTime
+from trouper.actors.messages.outputs import Expected, Pooled, PooledRequest, SchedulerStats
+from trouper.actors.messages.requests import (
+    Admit,
+    AdmitPooling,
+    GrammarReady,
+    PrepareGrammar,
+    RequestId,
+    SequenceId,
+)
+from trouper.actors.messages.sinks import Promise
+from trouper.actors.messages.steps import DeviceLost, PoolDone, PoolEntry, PoolPlan, StepDone
 from trouper.actors.scheduling.routing import Demand
-from trouper.actors.scheduling.snapshot import PolicySnapshot
+from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
+from trouper.actors.scheduling.state.fluid import GRAIN, Fluid
+from trouper.actors.scheduling.state.step_builder import InFlight
+from trouper.actors.scheduling.step_budget import PoolingTime
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.config.resolve import SchedulerConfig
 

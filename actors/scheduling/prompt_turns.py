@@ -16,15 +16,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.scheduling.fluid import GRAIN, Fluid, Job
-from trouper.actors.scheduling.in_flight import InFlightStep
-from trouper.actors.scheduling.sequence_table import SequenceTable
-from trouper.actors.scheduling.sequences import Sequence, State
-from trouper.actors.scheduling.starting import MAX_PASSES
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import StepPlan
+from trouper.actors.scheduling.state.fluid import GRAIN, Fluid, Job
+from trouper.actors.scheduling.state.sequence import Sequence, State
+from trouper.actors.scheduling.state.sequence_table import MAX_PASSES, SequenceTable
+from trouper.actors.scheduling.state.step_builder import InFlightStep, StepBuilder
 from trouper.actors.scheduling.step_budget import StepBudget
-from trouper.actors.scheduling.step_builder import StepBuilder
 from trouper.actors.scheduling.step_time import NUM_KEPT, StepTimes, StepWork
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import RequestOutputKind

@@ -11,16 +11,20 @@ Laws:
    Those in question stay: whatever killed it is tried where it was, and kills no other.
 5. A replica that becomes available takes its share of what has not begun, and all of those that are lost.
 6. One that has failed is out for good; the others go on as long as one is left.
+
+Probes of the devices of all replicas: the first that answers proves that the engine makes progress.  Pure.
+
+A device that hangs holds the probe that is on its way to it, and no other: so that its inbox has room, none is sent after it
+until that one is answered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.identifiers import RequestId, SequenceId
-from trouper.actors.messages.promise import Promise
-from trouper.actors.messages.requests import Admit, AdmitPooling
-from trouper.actors.messages.stats import SchedulerStats, total
+from trouper.actors.messages.outputs import SchedulerStats, total
+from trouper.actors.messages.requests import Admit, AdmitPooling, RequestId, SequenceId
+from trouper.actors.messages.sinks import Promise
 from trouper.actors.scheduling.routing import ReplicaLoad, Router
 from trouper.actors.scheduling.scheduling_policy import ReplicaPolicy
 
@@ -185,3 +189,54 @@ class Replicas(Generic[OutputsT, RequestT]):
             work = self._work[replica] = policy.work()
         expected_s = policy.expect(request, num_cached, self.elapsed_s[replica])
         return ReplicaLoad(*work, policy.is_available, policy.has_device_failed, expected_s)
+
+
+class Probes:
+    """The promises that wait for an answer, and the replicas to which a probe is on its way."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Promise[object]] = []  # few: the front asks one at a time
+        self._under_way: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<Probes: {len(self._waiting)} wait, under way to {sorted(self._under_way)}>"
+
+    def begin(self, answer: Promise[object], replicas: Iterable[int]) -> list["ReplicaProbe"]:
+        """Take a promise that the first answer keeps; return what is to be sent to which replica."""
+        self._waiting.append(answer)
+        sent = [
+            ReplicaProbe(self, replica) for replica in replicas if replica not in self._under_way
+        ]
+        self._under_way.update(probe.replica for probe in sent)
+        return sent
+
+    def passed(self, replica: int, value: object) -> None:
+        """A device has answered: so the engine makes progress."""
+        self._under_way.discard(replica)
+        waiting, self._waiting = self._waiting, []
+        for answer in waiting:
+            answer.set(value)
+
+    def failed(self, replica: int, error: BaseException) -> None:
+        """A device has refused; the last one that might have answered fails all that wait."""
+        self._under_way.discard(replica)
+        if not self._under_way:
+            waiting, self._waiting = self._waiting, []
+            for answer in waiting:
+                answer.fail(error)
+
+
+class ReplicaProbe:
+    """One probe, on its way to a replica: a promise that the executor keeps."""
+
+    def __init__(self, probes: Probes, replica: int) -> None:
+        self.replica = replica
+        self._probes = probes
+
+    def set(self, value: object) -> None:
+        """Tell that the device has answered."""
+        self._probes.passed(self.replica, value)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell that the device has refused."""
+        self._probes.failed(self.replica, error)

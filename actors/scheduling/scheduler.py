@@ -17,19 +17,25 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from trouper.actors.messages.controls import (
     DeviceCall,
+    ExecutorInbox,
     Pause,
     Probe,
     ResetPrefixCache,
+    SchedulerInbox,
     SetPause,
     Step,
 )
-from trouper.actors.messages.grammar import GrammarReady, GrammarWork
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
-from trouper.actors.messages.outputs import Expected, StepTokens, Stop
-from trouper.actors.messages.promise import Promise
-from trouper.actors.messages.requests import Abort, Admit, AdmitPooling
-from trouper.actors.messages.results import (
+from trouper.actors.messages.outputs import Expected, SchedulerStats, StepStats, StepTokens, Stop
+from trouper.actors.messages.requests import (
+    Abort,
+    Admit,
+    AdmitPooling,
+    GrammarReady,
+    GrammarWork,
+    RequestId,
+)
+from trouper.actors.messages.sinks import Promise
+from trouper.actors.messages.steps import (
     DeviceBack,
     DeviceFailed,
     DeviceLost,
@@ -38,14 +44,11 @@ from trouper.actors.messages.results import (
     StepDone,
     StepFailed,
 )
-from trouper.actors.messages.stats import SchedulerStats, StepStats
 from trouper.actors.runtime.future import Future
 from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.scheduling.first_token import FirstTokens
-from trouper.actors.scheduling.probes import Probes
-from trouper.actors.scheduling.replicas import Replicas
-from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
-from trouper.actors.scheduling.snapshot import SchedulerSnapshot
+from trouper.actors.scheduling.replicas import Probes, Replicas
+from trouper.actors.scheduling.scheduling_policy import SchedulerSnapshot, SchedulingPolicy
 from trouper.errors import DeviceStartError
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from trouper.actors.messages.results import StepDone
+from trouper.actors.messages.steps import StepDone
 from trouper.bench.studies.command import run_study
 from trouper.bench.studies.scheduling import fair_server
 from trouper.bench.studies.scheduling.fairness import ORDERS, WORKLOADS, fairness, measure

@@ -8,7 +8,7 @@ import trio
 
 from tests.simulation.simulated_device import simulated_logprobs, simulated_tokens
 from tests.support.engines import VOCAB_SIZE, engine_config, expected, simulated_engine
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.errors import TrouperValidationError
 from trouper.outputs import Logprob
 from trouper.params import RequestOutputKind, SamplingParams

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from trouper.actors.executor.steps.batch import SHORT_ENTRY, SHORT_PROMPT, make_batch
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.embeds import Embeds
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.requests import Embeds, SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 
 LENGTH, BLOCK_SIZE = 24, 4
 

@@ -19,8 +19,8 @@ from trouper.actors.executor.runners.cuda.step_inputs import (
     shape_of,
 )
 from trouper.actors.executor.runners.cuda.tables import Changes, Layout, views
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 from trouper.errors import TrouperValidationError
 
 POISON = -(2**30)

@@ -29,10 +29,8 @@ from trouper.actors.executor.speculation.grammar_drafts import (
 from trouper.actors.executor.speculation.matching import SEPARATOR
 from trouper.actors.executor.speculation.pace import STEP_COSTS, Shares, best_length
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.grammar import Grammar, GrammarRules
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling
-from trouper.actors.messages.thinking import Thinking
+from trouper.actors.messages.requests import Grammar, GrammarRules, SequenceId, Thinking
+from trouper.actors.messages.steps import NewSequence, Sampling
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE
 
 V, END, PROMPT = 32, 0, (9, 8, 7)

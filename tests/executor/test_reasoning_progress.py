@@ -3,7 +3,7 @@
 import pytest
 
 from trouper.actors.executor.sampling.reasoning import ReasoningProgress
-from trouper.actors.messages.thinking import Thinking
+from trouper.actors.messages.requests import Thinking
 
 TEXTS = ["<think>", "</think>", "a", "b", "</th", "ink>", "\n", "<th"]
 START, END, A, B, END_1, END_2, NEWLINE, START_1 = range(8)

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from trouper.actors.executor.sampling.penalties import BadWords
 from trouper.actors.executor.sampling.sampler import Sampler, prompt_logprobs, token_logprobs
 from trouper.actors.executor.steps.request_slots import PromptSpan, RequestSlots
-from trouper.actors.messages.embeds import Embeds
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling
+from trouper.actors.messages.requests import Embeds, SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling
 from trouper.kernels.cpu.sampling.row_layout import NOTHING_LEFT
 
 V = 50

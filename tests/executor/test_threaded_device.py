@@ -16,9 +16,8 @@ import torch
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.devices.threaded import DEVICE_THREAD, ThreadedDevice
 from trouper.actors.executor.runners.cpu.process_resources import NICER
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
-from trouper.actors.messages.results import StepDone, StepFailed
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling, StepDone, StepFailed, StepPlan
 from trouper.actors.runtime.startup import num_physical_cores
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve

@@ -9,7 +9,7 @@ from tests.simulation.simulated_device import Conditions
 from tests.support.engines import STEP_S, engine_config, simulated_engine
 from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
 from trouper.actors.engine.wiring import cache_labels
-from trouper.actors.messages.results import DeviceBack, DeviceLost
+from trouper.actors.messages.steps import DeviceBack, DeviceLost
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.replica_metrics import (
     FINISH_REASONS,

@@ -7,9 +7,8 @@ import pytest
 import trio.testing
 
 from tests.support.engines import STEP_S, simulated_engine
-from trouper.actors.messages.controls import Flush
-from trouper.actors.messages.inboxes import ObserverInbox
-from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats, StepStats
+from trouper.actors.messages.controls import Flush, ObserverInbox
+from trouper.actors.messages.outputs import OutputStats, RequestEnded, SchedulerStats, StepStats
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import INTAKE_PAUSE_S, Observer, interval_line
 from trouper.actors.runtime.future import Future

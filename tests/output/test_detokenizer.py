@@ -9,12 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.outputs import SequenceTokens, StepTokens, Stop
-from trouper.actors.messages.requests import Track
-from trouper.actors.messages.results import TokenLogprobs
+from trouper.actors.messages.requests import RequestId, Track
+from trouper.actors.messages.steps import TokenLogprobs
 from trouper.actors.output.detokenizer import Detokenizer
-from trouper.actors.replies.reply_slot import ReplySlot
+from trouper.actors.replies.reply_slots import ReplySlot
 from trouper.errors import GenerationError
 from trouper.outputs import Logprob, RequestError
 from trouper.params import RequestOutputKind, SamplingParams

@@ -4,12 +4,11 @@ import anyio
 import numpy as np
 import pytest
 
-from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.outputs import Pooled, PooledRequest
-from trouper.actors.messages.requests import AdmitPooling
+from trouper.actors.messages.requests import AdmitPooling, RequestId
 from trouper.actors.output import pooler as pooler_module
 from trouper.actors.output.pooler import LARGE, Pooler
-from trouper.actors.replies.pooling_slot import PoolingSlot
+from trouper.actors.replies.reply_slots import PoolingSlot
 from trouper.actors.runtime.future import Future
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.pooling import LateInteractionParams, PoolingParams

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
-from trouper.actors.messages.results import StepDone, TokenLogprobs
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling, StepDone, StepPlan, TokenLogprobs
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import EngineConfig, resolve
 

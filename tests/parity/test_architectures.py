@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 
 from .driver import Driver, engine_config, random_prompts
 

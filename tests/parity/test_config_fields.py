@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoModel, AutoModelForCausalLM
 
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.errors import TrouperError
 
 from .driver import Driver, engine_config, random_prompts

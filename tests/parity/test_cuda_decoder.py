@@ -9,8 +9,8 @@ from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.steps.batch import make_batch
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import load_decoder
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 from trouper.kernels.select import make_ops
 
 from .driver import engine_config

@@ -11,7 +11,7 @@ from trouper.actors.executor.runners.cuda.machine import CudaMachine
 from trouper.actors.executor.runners.cuda.rank_runner import join_group
 from trouper.actors.executor.runners.cuda.runner import CudaRunner
 from trouper.actors.executor.weights.decoder import load_decoder
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.config.adapters import read_adapter
 from trouper.errors import UnsupportedFeatureError
 

@@ -31,7 +31,7 @@ from trouper.actors.executor.runners.cpu.pooling_runner import (
     slices,
 )
 from trouper.actors.executor.workers import model_host
-from trouper.actors.messages.plans import PoolEntry, PoolPlan
+from trouper.actors.messages.steps import PoolEntry, PoolPlan
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError

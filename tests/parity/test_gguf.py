@@ -26,7 +26,7 @@ from trouper.actors.executor.models.parameters import (
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.gguf import OF_FOUR_BITS, GgufCheckpoint, stacked
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.actors.rendering.tokenizers.gguf_tokenizer import read_tokenizer
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.bench.studies.models.edits import write_folder

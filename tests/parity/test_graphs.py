@@ -12,7 +12,7 @@ from trouper.actors.executor.runners.cpu.pooling_runner import PoolingRunner
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.steps.batch import make_batch
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.plans import PoolEntry, PoolPlan, Sampling
+from trouper.actors.messages.steps import PoolEntry, PoolPlan, Sampling
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.kernels.codegen import units

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.schemes import read_scheme
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError

@@ -6,7 +6,7 @@ import transformers
 
 from trouper.actors.executor.runners.cpu.hf_runner import HfRunner
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 
 from .driver import Driver, engine_config, random_prompts
 from .test_architectures import LINEAR, LLAMA3, VOCAB, YARN, check_against, tiny_model

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.kernels.codegen import units
 
 from .driver import GREEDY, Driver, engine_config, random_prompts

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError
 
 from .driver import GREEDY, Driver, engine_config, random_prompts

@@ -14,8 +14,8 @@ from trouper.actors.executor.links.worker_links import CrewSizes, ModelSizes, cr
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 from trouper.config.adapters import LoRAConfig, read_adapter
 from trouper.errors import TrouperValidationError
 

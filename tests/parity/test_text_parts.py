@@ -12,7 +12,7 @@ from trouper.actors.executor.models.families.registry import SCALING_HEADS, is_t
 from trouper.actors.executor.models.names import text_names
 from trouper.actors.executor.runners.cpu.hf_runner import HfRunner
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.errors import UnsupportedFeatureError
 
 from .driver import Driver, engine_config, random_prompts

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights import random as random_weights
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 from .driver import Driver, engine_config, random_prompts

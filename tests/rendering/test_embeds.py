@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from tests.support.embeds_payloads import BAD, DTYPES, GOOD, MAX_ROWS, WIDTH, rows, saved
 from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
-from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.requests import Embeds
 from trouper.actors.rendering.prompts.embeds import (
     ITEM_BYTES,
     decode_base64,

@@ -8,8 +8,8 @@ import pytest
 from trouper import SamplingParams, StructuredOutputsParams
 from trouper.actors.executor.sampling.grammar import GrammarMasks
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling
 from trouper.actors.rendering.grammar.grammars import Grammars
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.generation import structured_outputs_config

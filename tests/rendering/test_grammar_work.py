@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trouper import SamplingParams, StructuredOutputsParams
-from trouper.actors.messages.grammar import key_of
+from trouper.actors.messages.requests import key_of
 from trouper.actors.rendering.grammar.grammars import Grammars
 from trouper.actors.rendering.grammar.matchers import ENTRY_BYTES, Matchers
 from trouper.actors.rendering.grammar.schemas import MAX_WORK, work_of

@@ -7,13 +7,12 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.requests import Admit, Render, Track
+from trouper.actors.messages.requests import Admit, Render, RequestId, Track
 from trouper.actors.rendering import renderer as renderer_module
 from trouper.actors.rendering.grammar.trial_processes import UntriedGrammarError
 from trouper.actors.rendering.prompts.prompts import Rendered
 from trouper.actors.rendering.renderer import Renderer, _plain_size
-from trouper.actors.replies.reply_slot import ReplySlot
+from trouper.actors.replies.reply_slots import ReplySlot
 from trouper.actors.runtime.threads import WorkerThreads
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.params import SamplingParams

@@ -3,8 +3,7 @@
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.requests import Render
+from trouper.actors.messages.requests import Render, RequestId
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.prompts.sampling import ModelLimits, resolve_sampling
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, KVBlocks, block_hash
+from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, KVBlocks, block_hash
 
 A = list(range(100, 110))
 

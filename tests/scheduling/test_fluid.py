@@ -5,7 +5,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.scheduling.fluid import GRAIN, Fluid
+from trouper.actors.scheduling.state.fluid import GRAIN, Fluid
 
 
 class Desk:

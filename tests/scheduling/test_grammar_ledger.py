@@ -3,11 +3,9 @@
 import pytest
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.grammar import Grammar, GrammarReady, GrammarRules
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import DeviceLost
-from trouper.actors.scheduling.grammar_ledger import GROWTH_BYTES, GrammarLedger
+from trouper.actors.messages.requests import Admit, Grammar, GrammarReady, GrammarRules, RequestId
+from trouper.actors.messages.steps import DeviceLost
+from trouper.actors.scheduling.state.grammar_ledger import GROWTH_BYTES, GrammarLedger
 from trouper.params import SamplingParams
 
 from .test_policy import Desk

@@ -4,13 +4,12 @@ import math
 
 import pytest
 
-from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import StepDone, TokenLogprobs
-from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.messages.requests import Admit, LoadedAdapter
+from trouper.actors.messages.steps import StepDone, TokenLogprobs
 from trouper.actors.scheduling.policy import Policy
-from trouper.actors.scheduling.sequences import State
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.sequence import State
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
 
@@ -674,7 +673,7 @@ def test_a_sequence_whose_adapter_is_one_too_many_waits_and_is_passed():
 
 
 def test_one_that_waits_for_its_adapter_is_passed_a_bounded_number_of_times(monkeypatch):
-    monkeypatch.setattr("trouper.actors.scheduling.starting.MAX_PASSES", 3)
+    monkeypatch.setattr("trouper.actors.scheduling.state.sequence_table.MAX_PASSES", 3)
     desk = Desk(max_loras=1, max_num_seqs=2)
     desk.admit(0, adapter=1, max_tokens=1)
     desk.admit(1, adapter=2, max_tokens=1)

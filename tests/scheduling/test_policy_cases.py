@@ -3,10 +3,10 @@
 import pytest
 
 from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import StepDone
-from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.messages.steps import StepDone
 from trouper.actors.scheduling.policy import Policy
-from trouper.actors.scheduling.sequences import State
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.sequence import State
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
 

@@ -13,12 +13,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import DeviceLost, StepDone
-from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.messages.requests import Admit, LoadedAdapter
+from trouper.actors.messages.steps import DeviceLost, StepDone
 from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.simulation.pipeline import CHUNKS, DEPTHS, Policy, decode_gain, prompt_gain
-from trouper.actors.messages.results import DeviceLost
+from trouper.actors.messages.steps import DeviceLost
 from trouper.config.parallel import max_steps_in_flight
 
 from .test_policy import Desk

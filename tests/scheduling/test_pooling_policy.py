@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.requests import AdmitPooling
-from trouper.actors.messages.results import DeviceLost, PoolDone
+from trouper.actors.messages.requests import AdmitPooling, RequestId
+from trouper.actors.messages.steps import DeviceLost, PoolDone
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
 from trouper.config.resolve import SchedulerConfig
 from trouper.pooling import PoolingParams

@@ -5,12 +5,10 @@ import random
 
 import pytest
 
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.requests import AdmitPooling
-from trouper.actors.messages.results import PoolDone
+from trouper.actors.messages.requests import AdmitPooling, RequestId
+from trouper.actors.messages.steps import PoolDone
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
-from trouper.actors.scheduling.pooling_time import EXPLORE, NO_ROWS
-from trouper.actors.scheduling.step_budget import LOSS, QUIET_S
+from trouper.actors.scheduling.step_budget import EXPLORE, LOSS, NO_ROWS, QUIET_S
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.config.resolve import SchedulerConfig
 from trouper.pooling import PoolingParams

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.results import DeviceLost
-from trouper.actors.messages.stats import total
+from trouper.actors.messages.outputs import total
+from trouper.actors.messages.requests import RequestId
+from trouper.actors.messages.steps import DeviceLost
 
 from .test_policy import Desk
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.engines import simulated_engine
-from trouper.actors.scheduling.repetition import is_repeating
+from trouper.actors.scheduling.state.sequence import is_repeating
 from trouper.params import RepetitionDetectionParams, SamplingParams
 
 

@@ -5,14 +5,12 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import PoolDone
-from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.messages.requests import Admit, RequestId
+from trouper.actors.messages.steps import PoolDone, StepPlan
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.scheduler import Scheduler
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
 

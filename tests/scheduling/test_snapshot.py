@@ -7,9 +7,8 @@ import trio.testing
 from tests.support.engines import STEP_S, InlineThreads, simulated_engine
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.requests import AdmitPooling
-from trouper.actors.messages.results import DeviceLost
+from trouper.actors.messages.requests import AdmitPooling, RequestId
+from trouper.actors.messages.steps import DeviceLost
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams

@@ -13,25 +13,24 @@ import msgspec
 
 import tests.simulation.simulated_device as simulated_module
 import trouper.actors.rendering.renderer as renderer_module
-import trouper.actors.scheduling.sequence_table as table_module
-import trouper.actors.scheduling.sequences as sequences_module
+import trouper.actors.scheduling.state.sequence as sequences_module
+import trouper.actors.scheduling.state.sequence_table as table_module
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.request_table import RequestTable
 from trouper.actors.messages.controls import Pause
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.output_stats import OutputStatsCollector
 from trouper.actors.rendering.renderer import Renderer
-from trouper.actors.replies.reply_slot import ReplySlot
-from trouper.actors.scheduling.bisection import FaultBisection
-from trouper.actors.scheduling.fluid import Fluid
-from trouper.actors.scheduling.in_flight import InFlightSteps
-from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, KVBlocks
+from trouper.actors.replies.reply_slots import ReplySlot
+from trouper.actors.scheduling.culprit_search import FaultBisection
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.prompt_turns import PromptTurns, _Starting
-from trouper.actors.scheduling.running import Running
-from trouper.actors.scheduling.sequence_table import SequenceTable
-from trouper.actors.scheduling.sequences import Sequence
-from trouper.actors.scheduling.step_builder import StepBuilder
+from trouper.actors.scheduling.state.fluid import Fluid
+from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, KVBlocks
+from trouper.actors.scheduling.state.running import Running
+from trouper.actors.scheduling.state.sequence import Sequence
+from trouper.actors.scheduling.state.sequence_table import SequenceTable
+from trouper.actors.scheduling.state.step_builder import InFlightSteps, StepBuilder
 from trouper.actors.scheduling.step_time import StepTimes
 from trouper.errors import EngineDeadError
 

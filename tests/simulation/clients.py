@@ -9,7 +9,7 @@ import trio
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.engine.wiring import Engine
-from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.requests import RequestId
 from trouper.errors import DeviceStartError, EngineDeadError, RetryableRequestError
 from trouper.outputs import CompletionOutput, RequestOutput
 from trouper.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams

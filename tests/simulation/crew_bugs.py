@@ -8,11 +8,11 @@ from trouper.actors.executor.devices.outstanding import OpenCalls, StateInForce
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import Death, RestartBudget
 from trouper.actors.executor.workers.wire import Loaded
-from trouper.actors.messages.results import DeviceLost, StepDone
-from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.messages.steps import DeviceLost, StepDone
+from trouper.actors.scheduling.culprit_search import Quarantine
 from trouper.actors.scheduling.policy import Policy
-from trouper.actors.scheduling.quarantine import Quarantine
-from trouper.actors.scheduling.running import Running
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.running import Running
 
 from .bugs import bug
 from .crew_scenario import draw_crew, draw_slow_steps, draw_with_killer, draw_with_runs

@@ -33,9 +33,8 @@ from trouper.actors.executor.workers.wire import (
     describe_error,
     encode,
 )
-from trouper.actors.messages.grammar import Grammar, GrammarReady, PrepareGrammar, Vocabulary
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.results import StepDone, StepFailed
+from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar, Vocabulary
+from trouper.actors.messages.steps import StepDone, StepFailed, StepPlan
 
 from .clients import Broken as BrokenOracle
 from .crew_scenario import SIGKILL, SIGSEGV, Fate

@@ -14,8 +14,7 @@ from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import MAX_LOSSES, WorkerState
 from trouper.actors.executor.workers.launching import Peer
 from trouper.actors.executor.workers.local_workers import launch_all
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone, StepFailed
+from trouper.actors.messages.steps import DeviceBack, DeviceLost, StepDone, StepFailed, StepPlan
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 
 from .pooling_scenario import PoolingWish

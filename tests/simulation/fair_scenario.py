@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from trouper.actors.messages.identifiers import RequestId, SequenceId
-from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.requests import RequestId, SequenceId
+from trouper.actors.messages.steps import StepPlan
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.bench.studies.scheduling.virtual_time import (

@@ -23,7 +23,7 @@ from trouper.actors.executor.workers.wire import (
     encode,
 )
 from trouper.actors.executor.workers.worker_process import Exit
-from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.steps import StepPlan
 from trouper.config.parallel import NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 

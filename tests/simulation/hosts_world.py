@@ -29,7 +29,7 @@ from trouper.actors.executor.workers.machines import (
     launch_hosts,
     remote_peer,
 )
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.errors import RetryableRequestError
 from trouper.params import SamplingParams
 

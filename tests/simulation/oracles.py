@@ -12,7 +12,7 @@ from trouper.actors.engine.snapshot import EngineSnapshot
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.messages.controls import Pause
 from trouper.actors.scheduling.policy import Policy
-from trouper.actors.scheduling.sequences import Sequence, State
+from trouper.actors.scheduling.state.sequence import Sequence, State
 from trouper.errors import (
     EngineDeadError,
     GenerationError,

@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Callable
 
 from trouper.actors.executor.links.worker_links import HIDDEN_ENTRIES
-from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import StepDone
-from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.messages.steps import StepDone, StepPlan
 from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.config.parallel import max_steps_in_flight
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams

@@ -9,9 +9,9 @@ import trouper.actors.output.pooler as pooler_module
 from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
-from trouper.actors.replies.pooling_slot import PoolingSlot
+from trouper.actors.replies.reply_slots import PoolingSlot
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
-from trouper.actors.scheduling.pooling_time import PoolingTime
+from trouper.actors.scheduling.step_budget import PoolingTime
 
 from .bugs import BUGS, bug, planted
 from .pooling_scenario import draw_pooling

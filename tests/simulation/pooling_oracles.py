@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from trouper.actors.engine.lifecycle import EngineState
-from trouper.actors.messages.plans import PoolEntry, PoolPlan
+from trouper.actors.messages.steps import PoolEntry, PoolPlan
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
-from trouper.actors.scheduling.pooling_time import PoolingTime
+from trouper.actors.scheduling.step_budget import PoolingTime
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.errors import TrouperValidationError
 

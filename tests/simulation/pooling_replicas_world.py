@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.actors.messages.requests import AdmitPooling
+from trouper.actors.messages.steps import PoolEntry, PoolPlan
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.pooling import PoolingParams

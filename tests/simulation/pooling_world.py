@@ -9,10 +9,8 @@ import numpy as np
 
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import PoolPlan
-from trouper.actors.messages.requests import Render
-from trouper.actors.messages.results import PoolDone, StepFailed
+from trouper.actors.messages.requests import Render, SequenceId
+from trouper.actors.messages.steps import PoolDone, PoolPlan, StepFailed
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.config.checkpoint.pooler import PoolerSpec

@@ -8,10 +8,8 @@ from typing import Any
 import anyio
 import trio
 
-from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.results import StepDone, StepFailed
+from trouper.actors.messages.requests import GrammarReady, PrepareGrammar, SequenceId
+from trouper.actors.messages.steps import StepDone, StepFailed, StepPlan
 from trouper.actors.scheduling.step_time import StepWork
 
 from .scenario import STEP_S, Scenario

@@ -21,8 +21,7 @@ from tests.simulation.stages_world import (
     mixed,
 )
 from trouper.actors.executor.models.sharding import Shard
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.results import StepDone
+from trouper.actors.messages.steps import StepDone, StepPlan
 from trouper.actors.stages import Feedback, num_ring_entries, sends_tokens
 
 from .seconds import SimulationFault, run_for_seconds

@@ -12,13 +12,12 @@ from collections import Counter, deque
 from typing import Any
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.plans import Sampling
 from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import DeviceLost, StepFailed
-from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.messages.steps import DeviceLost, Sampling, StepFailed
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.replicas import Replicas
-from trouper.actors.scheduling.sequence_table import Shared
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.sequence_table import Shared
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
 

@@ -21,10 +21,17 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult, timed
-from trouper.actors.messages.grammar import GrammarReady, PrepareGrammar
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, PoolPlan, Sampling, StepPlan
-from trouper.actors.messages.results import EntryFailure, StepDone, StepFailed, TokenLogprobs
+from trouper.actors.messages.requests import GrammarReady, PrepareGrammar, SequenceId
+from trouper.actors.messages.steps import (
+    EntryFailure,
+    NewSequence,
+    PoolPlan,
+    Sampling,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    TokenLogprobs,
+)
 from trouper.config.adapters import AdapterFiles
 
 ENTRY_BYTES = 8

@@ -8,9 +8,8 @@ import numpy as np
 
 from tests.simulation.simulated_device import ENTRY_BYTES, Conditions, SimulatedSteps
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import PoolEntry, PoolPlan
-from trouper.actors.messages.results import PoolDone, StepFailed
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import PoolDone, PoolEntry, PoolPlan, StepFailed
 
 
 class SimulatedEncoder(SimulatedSteps[PoolPlan]):

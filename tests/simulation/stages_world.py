@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from trouper.actors.messages.plans import NewSequence, StepPlan
 from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import DeviceLost, StepDone
-from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.messages.steps import DeviceLost, NewSequence, StepDone, StepPlan
 from trouper.actors.scheduling.policy import Policy
-from trouper.actors.scheduling.sequences import Sequence
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.actors.stages import Feedback, is_due, num_ring_entries, sends_tokens
 from trouper.config.parallel import max_steps_in_flight
 from trouper.config.resolve import SchedulerConfig

@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 from tests.support.engines import STEP_S, VOCAB_SIZE, engine_config, simulated_engine
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.config.adapters import AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import (
     AdaptersInUseError,

@@ -5,9 +5,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, PoolEntry, PoolPlan, Sampling, StepPlan
-from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import (
+    NewSequence,
+    PoolDone,
+    PoolEntry,
+    PoolPlan,
+    Sampling,
+    StepDone,
+    StepFailed,
+    StepPlan,
+)
 
 from .simulated_device import Conditions, SimulatedDevice, StepError, simulated_tokens
 from .simulated_encoder import SimulatedEncoder, simulated_result

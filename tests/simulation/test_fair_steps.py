@@ -4,9 +4,9 @@ from unittest.mock import patch
 
 import pytest
 
-from trouper.actors.scheduling.fluid import Fluid, _Level
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.prompt_turns import PromptTurns, _Filling, _Starting
+from trouper.actors.scheduling.state.fluid import Fluid, _Level
 from trouper.actors.scheduling.step_time import StepTimes
 
 from .clients import Broken

@@ -4,11 +4,11 @@ import pytest
 
 from tests.simulation.replicas_world import ReplicasWorld
 from tests.simulation.seconds import first_found
+from trouper.actors.scheduling.culprit_search import Quarantine
 from trouper.actors.scheduling.policy import Policy
-from trouper.actors.scheduling.quarantine import Quarantine
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.routing import Router
-from trouper.actors.scheduling.sequence_table import SequenceTable
+from trouper.actors.scheduling.state.sequence_table import SequenceTable
 
 NUM_SCHEDULES = 500
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.simulation.seconds import first_found
 from tests.simulation.stages_world import Rules, StagesWorld
-from trouper.actors.scheduling import stage_turns, step_builder
+from trouper.actors.scheduling.state import step_builder
 from trouper.actors.stages import Feedback, TokenWrite
 
 NUM_SCHEDULES = 500
@@ -58,12 +58,12 @@ def test_a_planted_rule_is_found(name):
 
 
 def test_a_quota_of_no_row_is_found(monkeypatch):
-    monkeypatch.setattr(stage_turns, "decode_quota", lambda num, num_stages: num // num_stages)
+    monkeypatch.setattr(step_builder, "decode_quota", lambda num, num_stages: num // num_stages)
     assert is_found()
 
 
 def test_a_sequence_that_is_planned_one_step_early_is_found(monkeypatch):
-    monkeypatch.setattr(stage_turns, "is_due", lambda since, num_stages: since >= num_stages - 2)
+    monkeypatch.setattr(step_builder, "is_due", lambda since, num_stages: since >= num_stages - 2)
     assert is_found()
 
 

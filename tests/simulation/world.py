@@ -13,11 +13,16 @@ import msgspec
 import trio
 
 from trouper.actors.engine.wiring import Engine, open_engine
-from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
-from trouper.actors.messages.identifiers import RequestId, SequenceId
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.requests import Admit, Render
-from trouper.actors.messages.results import StepDone
+from trouper.actors.messages.requests import (
+    Admit,
+    Grammar,
+    GrammarRules,
+    Render,
+    RequestId,
+    SequenceId,
+    Vocabulary,
+)
+from trouper.actors.messages.steps import StepDone, StepPlan
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.scheduling.policy import Policy
 from trouper.config.model import ModelConfig

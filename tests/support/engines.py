@@ -7,8 +7,7 @@ import trio
 
 from tests.simulation.simulated_device import Conditions, SimulatedDevice, simulated_tokens
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.messages.plans import Sampling
-from trouper.actors.messages.results import DeviceLost
+from trouper.actors.messages.steps import DeviceLost, Sampling
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig, SchedulerConfig
 from trouper.errors import RetryableRequestError

@@ -13,9 +13,8 @@ from tests.simulation.simulated_encoder import SimulatedEncoder, simulated_resul
 from tests.support.engines import STEP_S, InlineThreads, Losable, engine_config
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.plans import PoolEntry
-from trouper.actors.messages.results import DeviceBack, DeviceLost
+from trouper.actors.messages.requests import RequestId
+from trouper.actors.messages.steps import DeviceBack, DeviceLost, PoolEntry
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.config.checkpoint.pooler import PoolerSpec

@@ -12,7 +12,7 @@ from trouper.actors.executor.devices.supervision import (
     call_deadline_s,
 )
 from trouper.actors.executor.workers.wire import Call, Returned
-from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone
+from trouper.actors.messages.steps import DeviceBack, DeviceLost, StepDone
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, RetryableRequestError

@@ -26,10 +26,15 @@ from trouper.actors.executor.workers.wire import (
     Returned,
     encode,
 )
-from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
-from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone
+from trouper.actors.messages.requests import Grammar, GrammarRules, SequenceId, Vocabulary
+from trouper.actors.messages.steps import (
+    DeviceBack,
+    DeviceLost,
+    NewSequence,
+    Sampling,
+    StepDone,
+    StepPlan,
+)
 from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
 from trouper.config.adapters import AdapterConfig, AdapterFiles
 from trouper.config.args import EngineArgs

@@ -18,8 +18,8 @@ from tests.support.engines import (
     expected,
 )
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.messages.results import DeviceBack, DeviceLost
-from trouper.actors.messages.stats import AdapterStats, total
+from trouper.actors.messages.outputs import AdapterStats, total
+from trouper.actors.messages.steps import DeviceBack, DeviceLost
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import (

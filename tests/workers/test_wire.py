@@ -10,12 +10,22 @@ from hypothesis import strategies as st
 
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.workers import wire
-from trouper.actors.messages.embeds import Embeds
-from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
-from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
-from trouper.actors.messages.thinking import Thinking
+from trouper.actors.messages.requests import (
+    Embeds,
+    Grammar,
+    GrammarRules,
+    SequenceId,
+    Thinking,
+    Vocabulary,
+)
+from trouper.actors.messages.steps import (
+    NewSequence,
+    PoolDone,
+    Sampling,
+    StepDone,
+    StepFailed,
+    StepPlan,
+)
 from trouper.actors.rendering.grammar.grammars import Grammars
 from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ import msgspec
 
 from trouper.actors.executor.workers.model_files import FileSample
 from trouper.actors.executor.workers.wire import Call, ErrorText, Load, Returned, as_exception
-from trouper.actors.messages.plans import PoolPlan, StepPlan
+from trouper.actors.messages.steps import PoolPlan, StepPlan
 from trouper.actors.runtime.future import Future
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig

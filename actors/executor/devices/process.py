@@ -52,9 +52,16 @@ from trouper.actors.executor.workers.wire import (
     WireError,
     as_exception,
 )
-from trouper.actors.messages.grammar import Grammar, GrammarReady, PrepareGrammar, Vocabulary
-from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import DeviceBack, DeviceLost, PoolDone, StepDone, StepFailed
+from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar, Vocabulary
+from trouper.actors.messages.steps import (
+    DeviceBack,
+    DeviceLost,
+    PoolDone,
+    PoolPlan,
+    StepDone,
+    StepFailed,
+    StepPlan,
+)
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError, RetryableRequestError
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import msgspec
 
-from trouper.actors.messages.results import LossCause
+from trouper.actors.messages.steps import LossCause
 
 BACKOFF_S = (0.0, 1.0, 4.0)  # before the first, second and any later start in a row
 MAX_LOSSES = 16  # explained or not, within the window; more where more unexplained ones are allowed

@@ -33,8 +33,8 @@ from trouper.actors.executor.workers.model_host import (
     check_call,
     log_phase,
 )
-from trouper.actors.messages.grammar import Grammar, GrammarReady, PrepareGrammar
-from trouper.actors.messages.plans import PoolPlan, StepPlan
+from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar
+from trouper.actors.messages.steps import PoolPlan, StepPlan
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.config.resolve import EngineConfig
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
-from trouper.actors.messages.plans import PoolPlan, StepPlan
+from trouper.actors.messages.steps import PoolPlan, StepPlan
 from trouper.errors import ProfilerAlreadyActiveError
 
 

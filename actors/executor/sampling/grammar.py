@@ -27,7 +27,7 @@ import numpy as np
 from trouper.actors.executor.sampling.ahead import Ahead, AheadMatcher, FreeAhead, forced_tokens
 from trouper.actors.executor.sampling.reasoning import ReasoningProgress
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.grammar import Grammar, GrammarWork
+from trouper.actors.messages.requests import Grammar, GrammarWork
 
 GRAMMAR_ERROR = -3  # in place of a token: the grammar's matcher has failed
 

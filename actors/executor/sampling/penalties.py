@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trouper.actors.executor.sampling.grammar import GrammarMasks
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.steps import Sampling
 from trouper.kernels.cpu.sampling.sample import apply_repetition_penalty_reference_
 
 

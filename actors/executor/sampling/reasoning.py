@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from trouper.actors.messages.thinking import Thinking
+from trouper.actors.messages.requests import Thinking
 
 
 class ReasoningProgress:

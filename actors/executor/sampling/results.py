@@ -6,13 +6,8 @@ from itertools import takewhile
 import msgspec
 
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
-from trouper.actors.messages.grammar import GrammarWork
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.results import (
-    EntryFailure,
-    StepDone,
-    TokenLogprobs,
-)
+from trouper.actors.messages.requests import GrammarWork
+from trouper.actors.messages.steps import EntryFailure, StepDone, StepPlan, TokenLogprobs
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT
 
 FAILURES: dict[int, EntryFailure] = {

@@ -27,9 +27,8 @@ from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR, GrammarMasks
 from trouper.actors.executor.sampling.penalties import Penalties
 from trouper.actors.executor.steps.request_slots import PromptSpan, RequestSlots
-from trouper.actors.messages.grammar import Grammar, GrammarWork
-from trouper.actors.messages.plans import Sampling
-from trouper.actors.messages.results import TokenLogprobs
+from trouper.actors.messages.requests import Grammar, GrammarWork
+from trouper.actors.messages.steps import Sampling, TokenLogprobs
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT, ROW
 from trouper.kernels.cpu.sampling.sample import sample
 

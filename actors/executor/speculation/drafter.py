@@ -23,8 +23,7 @@ from trouper.actors.executor.speculation.grammar_drafts import GrammarDrafts
 from trouper.actors.executor.speculation.matching import SEPARATOR, RecentAnswers, places_alike
 from trouper.actors.executor.speculation.pace import CHANCES_OF_MODEL, Pace
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.results import StepDone, TokenLogprobs
+from trouper.actors.messages.steps import StepDone, StepPlan, TokenLogprobs
 from trouper.config.speculation import SpeculativeConfig
 
 LEAST_OF_OTHERS = 3  # tokens that must agree with another's answer: fewer say little of this one

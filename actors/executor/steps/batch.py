@@ -10,7 +10,7 @@ from torch import Tensor
 from trouper.actors.executor.models.decoder import LogitsIndices
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.steps import StepPlan
 from trouper.kernels.ops import HostTokens
 
 # A prompt of at most so many tokens is attended token by token, as generated tokens are: such a step can be recorded.

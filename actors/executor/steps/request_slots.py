@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.messages.embeds import Embeds
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.requests import Embeds
+from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 
 
 class PromptSpan(NamedTuple):

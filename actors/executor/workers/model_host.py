@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
 from trouper.actors.executor.runners.cpu.process_resources import be_nice, compute_with, start_nice
-from trouper.actors.messages.grammar import GrammarReady
-from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import StepFailed
+from trouper.actors.messages.requests import GrammarReady
+from trouper.actors.messages.steps import PoolPlan, StepFailed, StepPlan
 from trouper.actors.runtime.startup import (
     collections_paused,
     num_physical_cores,

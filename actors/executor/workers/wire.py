@@ -19,15 +19,14 @@ import numpy as np
 from trouper import errors
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.workers.model_files import FileSample
-from trouper.actors.messages.grammar import (
+from trouper.actors.messages.requests import (
     Grammar,
     GrammarReady,
     GrammarRules,
     PrepareGrammar,
     Vocabulary,
 )
-from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+from trouper.actors.messages.steps import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError

@@ -41,7 +41,7 @@ from trouper.actors.executor.workers.wire import (
     describe_error,
     encode,
 )
-from trouper.actors.messages.grammar import PrepareGrammar, Vocabulary
+from trouper.actors.messages.requests import PrepareGrammar, Vocabulary
 from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
 from trouper.actors.runtime.startup import collections_paused, set_torch_environment
 

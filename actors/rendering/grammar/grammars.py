@@ -20,8 +20,7 @@ import msgspec
 from msgspec import Raw
 from msgspec.json import decode, encode
 
-from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
-from trouper.actors.messages.thinking import Thinking
+from trouper.actors.messages.requests import Grammar, GrammarRules, Thinking, Vocabulary
 from trouper.actors.rendering.grammar.matchers import Matchers
 from trouper.actors.rendering.grammar.sources import typed_failures
 from trouper.actors.rendering.grammar.trial_processes import GrammarTrials, TrialTokens

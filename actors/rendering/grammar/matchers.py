@@ -10,7 +10,7 @@ from threading import Lock
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary, key_of
+from trouper.actors.messages.requests import Grammar, GrammarRules, Vocabulary, key_of
 from trouper.actors.rendering.grammar.sized_cache import KeptBySize
 from trouper.lark import Lark
 

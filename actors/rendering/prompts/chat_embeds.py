@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.requests import Embeds
 from trouper.actors.rendering.chat.messages import MARK
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 

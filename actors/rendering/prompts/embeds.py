@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pybase64
 
-from trouper.actors.messages.embeds import Embeds, EmbedsDtype
+from trouper.actors.messages.requests import Embeds, EmbedsDtype
 from trouper.errors import invalid
 
 ITEM_BYTES: dict[EmbedsDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}

@@ -12,9 +12,15 @@ from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
-from trouper.actors.limits import MAX_BAD_WORD, MAX_EDITS
-from trouper.actors.messages.embeds import Embeds
-from trouper.actors.messages.requests import Admit, AdmitPooling, Render, Track
+from trouper.actors.messages.requests import (
+    MAX_BAD_WORD,
+    MAX_EDITS,
+    Admit,
+    AdmitPooling,
+    Embeds,
+    Render,
+    Track,
+)
 from trouper.actors.messages.sinks import GenerationSink
 from trouper.actors.rendering.chat.confined import ConfinedTemplates, TemplateSource, render_once
 from trouper.actors.rendering.grammar.grammars import Grammars

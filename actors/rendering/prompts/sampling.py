@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from trouper.actors.messages.thinking import Thinking
+from trouper.actors.messages.requests import Thinking
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.generation import Marks, StructuredOutputsConfig
 from trouper.errors import TrouperValidationError, invalid

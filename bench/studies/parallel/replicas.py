@@ -21,10 +21,9 @@ import typer
 
 from trouper.actors.engine.wiring import Engine, open_engine
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.messages.grammar import PrepareGrammar
-from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import StepDone
-from trouper.actors.messages.stats import SchedulerStats
+from trouper.actors.messages.outputs import SchedulerStats
+from trouper.actors.messages.requests import PrepareGrammar
+from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.bench.cli.options import ReportOptions, note
 from trouper.bench.studies.command import run_study
 from trouper.config.args import EngineArgs

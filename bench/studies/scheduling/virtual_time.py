@@ -12,16 +12,14 @@ from typing import Any, cast
 
 import msgspec
 
-from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.outputs import StepTokens
-from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import StepDone
-from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.messages.requests import Admit, RequestId, SequenceId
+from trouper.actors.messages.steps import StepDone, StepPlan
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.replicas import Replicas
-from trouper.actors.scheduling.sequence_table import Shared
-from trouper.actors.scheduling.sequences import Request
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.sequence import Request
+from trouper.actors.scheduling.state.sequence_table import Shared
 from trouper.actors.scheduling.step_time import StepTimes, StepWork
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import RequestOutputKind, SamplingParams

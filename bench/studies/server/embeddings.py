@@ -218,7 +218,7 @@ def _ways(
 
     from trouper import PoolingParams
     from trouper.actors.executor.device import PendingResult
-    from trouper.actors.messages.plans import PoolEntry, PoolPlan
+    from trouper.actors.messages.steps import PoolEntry, PoolPlan
     from trouper.actors.output.postprocessing import finish
 
     tokenizer, spec = engine.tokenizer, engine.config.pooler

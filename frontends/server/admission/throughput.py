@@ -11,7 +11,7 @@ it once more at most, so the target is half of what a first token may take.
 
 import math
 
-from trouper.actors.messages.stats import SchedulerStats
+from trouper.actors.messages.outputs import SchedulerStats
 
 MEMORY_S = 10.0  # time constant of the throughput's average
 MIN_S = 0.2  # seconds of work before the throughput is known

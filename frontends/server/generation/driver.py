@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio.lowlevel
 
-from trouper.actors.engine.placement import check_place
+from trouper.actors.engine.admission import check_place
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, rename_parameter
 from trouper.frontends.python.cooperative import InTurns
 from trouper.frontends.server.generation.adapter import (

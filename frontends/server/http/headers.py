@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from trouper.actors.messages.stats import SchedulerStats
+from trouper.actors.messages.outputs import SchedulerStats
 from trouper.errors import invalid
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.shared.errors import Headers

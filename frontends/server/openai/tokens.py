@@ -5,11 +5,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from trouper.actors.messages.identifiers import RequestId
-from trouper.actors.messages.requests import Render
+from trouper.actors.messages.requests import Render, RequestId
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
-from trouper.actors.replies.reply_slot import ReplySlot
+from trouper.actors.replies.reply_slots import ReplySlot
 from trouper.errors import invalid
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import RequestContext

@@ -14,7 +14,7 @@ from typing import Any, cast
 import anyio
 import anyio.to_thread
 
-from trouper.actors.engine.placement import check_place
+from trouper.actors.engine.admission import check_place
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.python.scoring import (

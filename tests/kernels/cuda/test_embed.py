@@ -4,8 +4,8 @@ import torch
 
 from trouper.actors.executor.steps.batch import make_batch
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 from trouper.kernels.cuda.embed import Embedded, embed, embed_reference
 
 # (row, start, count) of each column; those without tokens pad the batch

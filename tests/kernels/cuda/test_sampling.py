@@ -8,8 +8,8 @@ import triton.language as tl
 
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import NewSequence, Sampling
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import NewSequence, Sampling
 from trouper.kernels.cuda.sampling.apply_penalties import apply_penalties, apply_penalties_reference
 from trouper.kernels.cuda.sampling.logprobs import TopLogprobs, top_logprobs, top_logprobs_reference
 from trouper.kernels.cuda.sampling.sample import (

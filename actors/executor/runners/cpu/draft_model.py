@@ -24,7 +24,7 @@ from trouper.actors.executor.steps.batch import Batch, make_batch
 from trouper.actors.executor.steps.kv_memory import KVCache, kv_cache_specs
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import load_decoder
-from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.steps import StepPlan
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig
 from trouper.kernels.codegen.arena import Arena, Lender

@@ -19,8 +19,7 @@ from trouper.actors.executor.steps.batch import make_batch
 from trouper.actors.executor.steps.kv_memory import KVCache, layer_cache_specs, num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.hf_model import load_hf_decoder
-from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import StepDone
+from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
 from trouper.kernels.lora import AdapterRows

@@ -43,8 +43,7 @@ from trouper.actors.executor.weights.encoder import (
     load_projection,
     load_token_classifier,
 )
-from trouper.actors.messages.plans import PoolEntry, PoolPlan, StepPlan
-from trouper.actors.messages.results import PoolDone
+from trouper.actors.messages.steps import PoolDone, PoolEntry, PoolPlan, StepPlan
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError

@@ -38,8 +38,7 @@ from trouper.actors.executor.steps.batch import Batch, make_batch
 from trouper.actors.executor.steps.kv_memory import KVCache, kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import adapted_parameters, load_decoder
-from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import StepDone, TokenLogprobs
+from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan, TokenLogprobs
 from trouper.config.adapters import AdapterFiles
 from trouper.config.parallel import Stage
 from trouper.config.resolve import EngineConfig

@@ -27,8 +27,7 @@ from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.sharding import OPTION, Shard, model_stages
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
-from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import StepDone
+from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.actors.stages import Feedback, sends_tokens
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError

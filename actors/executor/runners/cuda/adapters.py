@@ -11,7 +11,7 @@ import torch
 
 from trouper.actors.executor.runners.cuda.machine import Machine
 from trouper.actors.executor.steps.adapter_slots import AdapterSlots
-from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.steps import StepPlan
 from trouper.config.adapters import LoRAConfig
 from trouper.kernels.cuda.lora import BLOCK_ROWS, DeviceRows, TritonLoRA, max_blocks
 from trouper.kernels.lora import RowTable

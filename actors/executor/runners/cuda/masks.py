@@ -14,9 +14,8 @@ from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.runners.cuda.tables import Changes, Layout, allowed_bits
 from trouper.actors.executor.sampling.grammar import GrammarMasks
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.grammar import GrammarWork
-from trouper.actors.messages.plans import NewSequence, StepPlan
-from trouper.actors.messages.results import StepDone
+from trouper.actors.messages.requests import GrammarWork
+from trouper.actors.messages.steps import NewSequence, StepDone, StepPlan
 
 
 class DeviceMasks:

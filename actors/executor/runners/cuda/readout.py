@@ -16,9 +16,8 @@ from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
 from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
 from trouper.actors.executor.sampling.sampler import token_logprobs
 from trouper.actors.executor.steps.arrays import from_numpy
-from trouper.actors.messages.grammar import GrammarWork
-from trouper.actors.messages.plans import Sampling, StepPlan
-from trouper.actors.messages.results import StepDone, TokenLogprobs
+from trouper.actors.messages.requests import GrammarWork
+from trouper.actors.messages.steps import Sampling, StepDone, StepPlan, TokenLogprobs
 from trouper.kernels.cuda.sampling.logprobs import top_logprobs
 
 MAX_TOP = 128  # of the kernel

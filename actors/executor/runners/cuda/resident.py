@@ -14,7 +14,7 @@ from trouper.actors.executor.runners.cuda.machine import Machine
 from trouper.actors.executor.runners.cuda.step_inputs import pack
 from trouper.actors.executor.runners.cuda.tables import Layout, TableViews, views
 from trouper.actors.executor.steps.kv_memory import KVCache, KVCacheSpec
-from trouper.actors.messages.plans import NewSequence
+from trouper.actors.messages.steps import NewSequence
 from trouper.errors import TrouperValidationError
 
 

@@ -48,8 +48,7 @@ from trouper.actors.executor.runners.model_runner import Profiler
 from trouper.actors.executor.steps.kv_memory import kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import adapted_parameters, load_decoder
-from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import StepDone
+from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
 from trouper.kernels.cuda.collectives import CollectiveSums

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.steps import StepPlan
 
 
 class Inputs(NamedTuple):

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.limits import MAX_BAD_WORD, MAX_EDITS
-from trouper.actors.messages.plans import NewSequence, Sampling
+from trouper.actors.messages.requests import MAX_BAD_WORD, MAX_EDITS
+from trouper.actors.messages.steps import NewSequence, Sampling
 from trouper.kernels.cuda.sampling.sampling_rows import NEVER, SamplingRows, make_sampling_rows
 
 

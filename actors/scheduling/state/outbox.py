@@ -2,11 +2,11 @@
 
 import msgspec
 
-from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.outputs import SequenceTokens, StepTokens
-from trouper.actors.messages.promise import Promise
-from trouper.actors.messages.results import TokenLogprobs
-from trouper.actors.scheduling.sequences import Sequence
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.sinks import Promise
+from trouper.actors.messages.steps import TokenLogprobs
+from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.outputs import FinishReason
 
 

@@ -10,6 +10,8 @@ Mutable state of one owner, the scheduling policy; never sent anywhere.  Law of 
 
 A token that a step in flight samples is a placeholder: counted by `num_in_flight`, known to the device.  Drafts in flight are
 not counted until they are known to be right: then every position behind moves, those of plans in flight too.
+
+Detection of an output that repeats itself.  Pure.
 """
 
 import hashlib
@@ -17,15 +19,13 @@ from enum import Enum
 
 import msgspec
 
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.messages.plans import Sampling
-from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import TokenLogprobs
-from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, block_hash
-from trouper.actors.scheduling.repetition import is_repeating
+from trouper.actors.messages.requests import Admit, SequenceId
+from trouper.actors.messages.steps import Sampling, TokenLogprobs
 from trouper.actors.scheduling.routing import Demand
+from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, block_hash
 from trouper.config.resolve import SchedulerConfig
 from trouper.outputs import FinishReason
+from trouper.params import RepetitionDetectionParams
 
 Order = tuple[int, float, int, int]  # smaller runs first; unique
 
@@ -248,3 +248,19 @@ def _sampling(admit: Admit, stop_ids: list[int], engine_seed: int) -> Sampling:
         prompt_logprobs=params.prompt_logprobs,
         logprob_token_ids=tuple(params.logprob_token_ids or ()),
     )
+
+
+def is_repeating(tokens: list[int], rule: RepetitionDetectionParams) -> bool:
+    """Whether the tail is one pattern of `min_pattern_size` … `max_pattern_size` tokens, `min_count` times.
+
+    Called after every token.  A tail has a period when it equals itself shifted by that period, so the last
+    token decides most sizes at once; the others cost two slices.
+    """
+    num_tokens = len(tokens)
+    for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):
+        begin = num_tokens - size * rule.min_count
+        if begin < 0:
+            return False  # longer patterns need even more tokens
+        if tokens[-1] == tokens[-1 - size] and tokens[begin:-size] == tokens[begin + size :]:
+            return True
+    return False

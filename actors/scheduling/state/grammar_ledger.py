@@ -16,8 +16,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from trouper.actors.messages.grammar import Grammar, GrammarReady, PrepareGrammar
-from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.requests import Admit, Grammar, GrammarReady, PrepareGrammar
 
 MAX_GRAMMAR_BYTES = 512 * 2**20  # in each process that follows grammars
 # What a matcher learns of its grammar on its way.  It is at most 50,000 states, and rarely a hundred.

@@ -9,8 +9,8 @@ O(live).
 from collections.abc import Set
 from heapq import heapify, heappop, heappush
 
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.scheduling.sequences import Order, Sequence
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.scheduling.state.sequence import Order, Sequence
 
 
 class Queue:

@@ -7,11 +7,11 @@ find to start again doubles each time, until it starts only where no other runs;
 victim.  So at most one such sequence runs, and it runs to its end.
 """
 
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.scheduling.kv_blocks import KVBlocks
-from trouper.actors.scheduling.sequences import Sequence, State
-from trouper.actors.scheduling.step_builder import StepBuilder
-from trouper.actors.scheduling.waiting import Queue
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.sequence import Sequence, State
+from trouper.actors.scheduling.state.step_builder import StepBuilder
+from trouper.actors.scheduling.state.waiting import Queue
 from trouper.config.resolve import SchedulerConfig
 
 MAX_EVICTIONS = 8

@@ -2,16 +2,21 @@
 
 Law, beside those of `Slot`.  What has not been read yet merges: memory is bounded by the text itself,
 however slow the reader.
+
+The reply slot of a pooling request: one output, at the end.
 """
 
 import msgspec
+import numpy as np
 
-from trouper.actors.replies.prefill import Prefills
-from trouper.actors.replies.slot import Slot
+from trouper.actors.replies.slot import Prefills, Slot
 from trouper.outputs import (
+    Array,
     CompletionOutput,
     FinishReason,
     LogprobsOnePosition,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestError,
     RequestOutput,
 )
@@ -185,3 +190,43 @@ class ReplySlot(Slot[RequestOutput]):
             mine.token_ids = mine.token_ids.copy()
             mine.logprobs = mine.logprobs.copy()
         return output
+
+
+class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):
+    _output: PoolingRequestOutput[PoolingOutput] | None = None
+    _is_taken = False
+
+    @property
+    def num_unread(self) -> int:
+        return int(not self._is_taken)
+
+    def start(self, prompt_token_ids: tuple[int, ...]) -> None:
+        """The prompt is rendered."""
+        self._start(prompt_token_ids)
+
+    def write(self, array: Array, error: RequestError | None = None) -> None:
+        """The result; only the first one counts."""
+        if self._is_closed or self._over.is_set:
+            return
+        self._output = PoolingRequestOutput(
+            request_id=self.request_id,
+            outputs=PoolingOutput(array),
+            prompt_token_ids=self._prompt_token_ids,
+            error=error,
+            metrics=self.stats if self._shows_stats else None,
+        )
+        self._end()
+        self._wake_reader()
+
+    def abort(self) -> None:
+        self.write(np.empty(0, np.float32), RequestError("aborted", "the request was aborted"))
+
+    def _take_output(self) -> PoolingRequestOutput[PoolingOutput] | None:
+        if self._is_taken or self._output is None:
+            return None
+        self._is_taken = True
+        return self._output
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._output is not None and not self._is_taken

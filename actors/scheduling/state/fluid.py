@@ -14,8 +14,8 @@ from heapq import merge
 
 import msgspec
 
-from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.scheduling.sequences import Order
+from trouper.actors.messages.requests import SequenceId
+from trouper.actors.scheduling.state.sequence import Order
 
 # The least size of a prompt in tokens.  Shorter prompts are equals and keep their order of arrival: otherwise newcomers of 60 tokens
 # would pass prompts of 240 under overload.

@@ -7,8 +7,14 @@ from typing import Any, Literal
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
-from trouper.actors.messages.controls import DeviceCall, Flush, Probe
-from trouper.actors.messages.inboxes import ExecutorInbox, ObserverInbox, SchedulerInbox
+from trouper.actors.messages.controls import (
+    DeviceCall,
+    ExecutorInbox,
+    Flush,
+    ObserverInbox,
+    Probe,
+    SchedulerInbox,
+)
 from trouper.actors.runtime.future import Future
 from trouper.errors import EngineDeadError
 
