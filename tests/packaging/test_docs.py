@@ -137,11 +137,6 @@ def test_the_results_are_a_page_and_not_a_book():
     assert len((ROOT / "docs" / "performance.md").read_text().split()) <= 1200
 
 
-def test_the_glossary_is_short():
-    rows = re.findall(r"^\| (\w+) \| ", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
-    assert len(rows) - 1 <= 15  # one is the head
-
-
 def sources():
     """Every file of the source and the pages, but the one that declares the extras and this one."""
     for folder in ("actors", "bench", "docs", "frontends", "kernels", "scripts", "tests"):
