@@ -96,7 +96,7 @@ class VirtualGroup:
     """Stands for `WorkerGroup`: what blocks there waits here."""
 
     def __init__(self, world: Any, front: tuple[str, int], address: str, key: bytes, *_: Any) -> None:  # fmt: skip
-        self._world, self._front, self._key = world, coordinator, key
+        self._world, self._front, self._key = world, front, key
         self._controls: dict[int, VirtualSocket] = {}
         self.processes: dict[int, VirtualWorker] = {}
 
