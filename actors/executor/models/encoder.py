@@ -78,7 +78,7 @@ class EncoderExperts:
         chosen = chosen_TK.numpy()
         numbers: list[int] = np.unique(chosen).tolist()
         for number in numbers:
-            rows, ranks = map(torch.from_numpy, np.nonzero(chosen == number))
+            rows, ranks = (torch.as_tensor(place) for place in np.nonzero(chosen == number))
             wide_RF = self._ups[number].apply_act(x_TE[rows], self._act)
             shares_R1 = shares_TK[rows, ranks, None].to(x_TE.dtype)
             out_TE.index_add_(0, rows, self._downs[number].apply(wide_RF) * shares_R1)

@@ -60,6 +60,19 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     is_before_pooling: bool = False  # it reads every token, and the mean of its logits counts
 
 
+class VocabularyHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The modules of a masked language model's head: logits = norm(act(dense(x))) · table + bias; "" = there is no such module.
+
+    The table is the one of the embedding, unless the checkpoint stores another under `table`.
+    """
+
+    dense: str = ""
+    act: str = "gelu"
+    norm: str = ""
+    table: str = ""
+    bias: str = ""  # the whole name of the tensor, which counts unless the table has a bias of its own
+
+
 class EncoderExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
     """The experts that take the place of the MLP in some layers; the checkpoint shows in which."""
 
@@ -75,6 +88,7 @@ class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     names: EncoderNames
     head: Head
     token_head: Head = Head()
+    vocabulary_head: VocabularyHead | None = None  # of models that make sparse embeddings
     prefixes: tuple[str, ...]  # before all names but the head's; which one, the checkpoint says
     vocab_size: int
     hidden_size: int
@@ -188,11 +202,25 @@ BERT_NAMES = EncoderNames(
 
 
 ROBERTA_HEAD = Head(dense="classifier.dense", act="tanh", out="classifier.out_proj")
+ROBERTA_VOCABULARY = VocabularyHead(
+    dense="lm_head.dense", norm="lm_head.layer_norm", table="lm_head.decoder", bias="lm_head.bias"
+)
 
 
 def _bert(config: HfConfig) -> EncoderTraits:
-    head = Head(dense="pooler.dense", act="tanh")
-    return _common(config, names=BERT_NAMES, head=head, prefixes=("bert.",))
+    return _common(
+        config,
+        names=BERT_NAMES,
+        head=Head(dense="pooler.dense", act="tanh"),
+        vocabulary_head=VocabularyHead(
+            dense="cls.predictions.transform.dense",
+            act=ACTS.get(config.get("hidden_act") or "gelu", "gelu"),
+            norm="cls.predictions.transform.LayerNorm",
+            table="cls.predictions.decoder",
+            bias="cls.predictions.bias",
+        ),
+        prefixes=("bert.",),
+    )
 
 
 def _roberta(config: HfConfig) -> EncoderTraits:
@@ -200,6 +228,7 @@ def _roberta(config: HfConfig) -> EncoderTraits:
         config,
         names=BERT_NAMES,
         head=ROBERTA_HEAD,
+        vocabulary_head=ROBERTA_VOCABULARY,
         prefixes=("roberta.", "data2vec_text."),
         position_offset=padding_id(config) + 1,
         padding_id=padding_id(config),
@@ -217,6 +246,7 @@ def _xlm_roberta_xl(config: HfConfig) -> EncoderTraits:
             mlp_norm="LayerNorm",
         ),
         head=ROBERTA_HEAD,
+        vocabulary_head=ROBERTA_VOCABULARY,
         prefixes=("roberta.",),
         position_offset=padding_id(config) + 1,
         padding_id=padding_id(config),
@@ -293,6 +323,13 @@ def _distilbert(config: HfConfig) -> EncoderTraits:
             mlp_norm="output_layer_norm",
         ),
         head=Head(dense="pre_classifier", act="relu"),
+        vocabulary_head=VocabularyHead(
+            dense="vocab_transform",
+            act=ACTS.get(config.get("activation") or "gelu", "gelu"),
+            norm="vocab_layer_norm",
+            table="vocab_projector",
+            bias="vocab_projector.bias",
+        ),
         prefixes=("distilbert.",),
     )
 
@@ -311,6 +348,7 @@ def _mpnet(config: HfConfig) -> EncoderTraits:
             mlp_norm="output.LayerNorm",
         ),
         head=Head(dense="classifier.dense", act="tanh", out="classifier.out_proj"),
+        vocabulary_head=ROBERTA_VOCABULARY,
         prefixes=("mpnet.",),
         # Whatever the config's padding token is.
         position_offset=2,
@@ -411,6 +449,9 @@ def _modernbert(config: HfConfig) -> EncoderTraits:
         ),
         head=head,
         token_head=head,
+        vocabulary_head=VocabularyHead(
+            dense="head.dense", act=head.act, norm="head.norm", table="decoder", bias="decoder.bias"
+        ),
         prefixes=("model.",),
         norm_eps=config.get("norm_eps") or 1e-5,
         norm_first=True,
@@ -533,6 +574,7 @@ def _jina_v3(config: HfConfig) -> EncoderTraits:
             mlp_norm="norm2",
         ),
         head=ROBERTA_HEAD,
+        vocabulary_head=ROBERTA_VOCABULARY,
         prefixes=("roberta.",),
         **_one_rope(config, "rope_theta", default_theta=20_000.0),
     )

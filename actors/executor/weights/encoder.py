@@ -28,7 +28,13 @@ from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.decoder import indices_shown
 from trouper.actors.executor.weights.gguf import GgufEncoder
 from trouper.actors.executor.weights.random import RandomWeights
-from trouper.config.checkpoint.pooler import LATE_INTERACTION, Dense, PoolerSpec, TokenClassifier
+from trouper.config.checkpoint.pooler import (
+    LATE_INTERACTION,
+    Dense,
+    PoolerSpec,
+    Splade,
+    TokenClassifier,
+)
 from trouper.config.gguf.header import is_gguf
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.kernels.cpu.encoder_ops import LayerNorm, TokenEmbedding
@@ -293,6 +299,8 @@ def _is_expert_layer(traits: EncoderTraits, at: str) -> bool:
 
 
 Project = Callable[[Tensor], Tensor]
+# Tokens of a text whose logits are made at once: with a vocabulary of 250,000 a quarter of a gigabyte.
+SPLADE_TOKENS = 256
 
 
 def load_dense(modules: Sequence[Dense], load_format: str) -> Project:
@@ -324,6 +332,48 @@ def load_head(
         return F.linear(x, *out)
 
     return classify
+
+
+def load_splade(tensors: Tensors, traits: EncoderTraits, splade: Splade) -> Project:
+    """Return what makes the hidden states [L, E] of a text a sparse embedding [V].
+
+    Raises:
+        UnsupportedFeatureError: the head of this family is not known.
+    """
+    head, hidden, size = traits.vocabulary_head, traits.hidden_size, traits.vocab_size
+    if head is None:
+        rule = "sparse embeddings (SpladePooling) are not supported for this architecture"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    dense = _linear(tensors, head.dense, hidden, hidden)
+    norm = tensors.norm(head.norm, hidden, traits.norm_eps)
+    own = f"{head.table}.weight"
+    table = own if tensors.stores(own) else f"{traits.names.words}.weight"
+    name = f"{head.table}.bias" if tensors.stores(f"{head.table}.bias") else head.bias
+    bias = tensors.read(name, (size,)) if tensors.has(name) else None
+    out = make_linear(
+        tensors.read(table, (size, hidden)), bias, LinearConfig(is_for_many_rows=True)
+    )
+
+    def embed(x_LE: Tensor) -> Tensor:
+        found = torch.zeros(size)
+        # In parts, since the logits of a long text over a large vocabulary take gigabytes.
+        for first in range(0, len(x_LE), SPLADE_TOKENS):
+            part_LE = x_LE[first : first + SPLADE_TOKENS].to(dense[0].dtype)
+            logits_LV = out.apply(norm(activate(F.linear(part_LE, *dense), head.act)))
+            weights_LV = logits_LV.float().relu_()
+            if splade.takes_sum:
+                found += _logs(weights_LV, splade.num_logs).sum(0)
+            else:
+                found = torch.maximum(found, weights_LV.amax(0))
+        return found if splade.takes_sum else _logs(found, splade.num_logs)
+
+    return embed
+
+
+def _logs(x: Tensor, num: int) -> Tensor:
+    for _ in range(num):
+        x = x.log1p()
+    return x
 
 
 def load_token_classifier(

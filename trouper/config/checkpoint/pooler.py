@@ -164,6 +164,13 @@ class TokenClassifier(msgspec.Struct, frozen=True):
         return self.tokens[1:] if self.is_difference else self.tokens
 
 
+class Splade(msgspec.Struct, frozen=True):
+    """How logits over the vocabulary become a sparse embedding: weights ≥ 0, one for each token of the vocabulary."""
+
+    takes_sum: bool = False  # over the tokens of the text, in place of the largest
+    num_logs: int = 1  # how often log(1 + x) is taken of what is positive
+
+
 class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about pooling that is decided when the engine is built."""
 
@@ -179,6 +186,7 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     token_classifier: TokenClassifier | None = None
     dense: tuple[Dense, ...] = ()
+    splade: Splade | None = None  # None: embeddings are pooled hidden states
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
     dimensions: int | None = None
@@ -263,6 +271,7 @@ def pooler_spec(
         labels=labels,
         token_classifier=token_classifier,
         dense=found.dense,
+        splade=found.splade,
         is_matryoshka=bool(known or config.get("is_matryoshka")),
         matryoshka_dimensions=tuple(known),
         dimensions=wishes.dimensions,
@@ -312,10 +321,14 @@ def _tasks(architecture: str, found: "_Modules", convert: str) -> tuple[str, ...
             return ("classify", "token_classify") if _is_decoder(architecture) else ("classify",)
     if architecture in LATE_INTERACTION or found.is_late_interaction:
         return ("token_embed",)
+    if found.splade is not None:
+        return ("embed",)
     return ("embed", "token_embed")
 
 
 def _embedding_size(found: "_Modules", architecture: str, config: dict[str, Any]) -> int:
+    if found.splade is not None:
+        return int(config["vocab_size"])
     if found.dense:
         return found.dense[-1].num_outputs
     if architecture in LATE_INTERACTION:
@@ -375,6 +388,7 @@ class _Modules:
         self.pooling: SeqPooling | None = None
         self.normalizes = True
         self.dense: tuple[Dense, ...] = ()
+        self.splade: Splade | None = None
         self.is_late_interaction = False
         self.transformer: dict[str, Any] = {}
         self.mask: dict[str, Any] | None = None  # of a MultiVectorEncoder
@@ -389,6 +403,9 @@ class _Modules:
             self._take(kind, _inside(folder, module.path), kinds)
             kinds.append(kind)
         self.normalizes = _is_normalized(kinds)
+        if "MLMTransformer" in kinds and self.splade is None:
+            rule = "the sentence-transformers module 'MLMTransformer' needs SpladePooling after it"
+            raise UnsupportedFeatureError(rule, parameter="model")
         # A projection of each token, and no pooling over them.
         self.is_late_interaction = "Pooling" not in kinds and (
             "Dense" in kinds or self.mask is not None
@@ -398,7 +415,7 @@ class _Modules:
 
     def _take(self, kind: str, folder: Path, before: Sequence[str]) -> None:
         match kind:
-            case "Transformer":
+            case "Transformer" | "MLMTransformer":
                 files = (folder / f"sentence_{name}_config.json" for name in ST_TRANSFORMERS)
                 self.transformer = next(filter(None, map(read_object, files)), dict[str, Any]())
                 own = checked(
@@ -416,6 +433,8 @@ class _Modules:
                 dense = _dense(folder, "sentence_embedding" if is_pooled else "token_embeddings")
                 dense = msgspec.structs.replace(dense, normalizes_input=is_normalized)
                 self.dense = (*self.dense, dense)
+            case "SpladePooling" if before == ["MLMTransformer"]:
+                self.splade = _splade(_needed(folder / "config.json"))
             case "MultiVectorMask":
                 self.mask = _needed(folder / "config.json")
             case "Normalize" | "Dropout":
@@ -440,6 +459,14 @@ def _pooling(config: dict[str, Any]) -> SeqPooling:
     if len(modes) != 1 or modes[0] not in ST_MODES:
         raise UnsupportedFeatureError(f"the pooling {modes} is not supported")
     return ST_MODES[modes[0]]
+
+
+def _splade(config: dict[str, Any]) -> Splade:
+    strategy, act = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
+    if strategy not in ("max", "sum") or act not in ("relu", "log1p_relu"):
+        rule = f"SpladePooling with pooling_strategy={strategy!r} and activation_function={act!r} is not supported"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    return Splade(strategy == "sum", 1 + (act == "log1p_relu"))
 
 
 def _is_normalized(kinds: Sequence[str]) -> bool:

@@ -41,6 +41,7 @@ from trouper.actors.executor.weights.encoder import (
     load_encoder,
     load_head,
     load_projection,
+    load_splade,
     load_token_classifier,
 )
 from trouper.actors.messages.steps import PoolDone, PoolEntry, PoolPlan, StepPlan
@@ -242,6 +243,8 @@ class PoolingRunner:
             starts = np.cumsum(lengths) - lengths
             rows["classify"] = np.add.reduceat(logits_TL, starts) / lengths[:, None]
             tasks.remove("classify")
+        if self._spec.splade is not None:  # every text by itself, of all its tokens
+            tasks.discard("embed")
         if tasks & {"embed", "classify"}:
             pooled_CE = self._pool(hidden_TE, groups)
             rows |= {
@@ -285,7 +288,12 @@ class PoolingRunner:
             self._model = load_encoder(tensors(self._dtype), traits, config.max_model_len)
         else:
             self._model = UnpagedDecoder.load(config, traits)
-        if "embed" in spec.tasks or "token_embed" in spec.tasks:
+        if spec.splade is not None:
+            if not isinstance(traits, EncoderTraits):
+                rule = "sparse embeddings (SpladePooling) of a decoder are not supported"
+                raise UnsupportedFeatureError(rule, parameter="model")
+            self._embed = load_splade(tensors(self._dtype), traits, spec.splade)
+        elif "embed" in spec.tasks or "token_embed" in spec.tasks:
             self._embed = load_projection(
                 wide, spec, architecture, traits.hidden_size, config.load_format
             )
