@@ -179,14 +179,16 @@ def test_a_tokenizer_that_names_no_length_limits_nothing(length, tmp_path):
     assert spec("BertModel", tmp_path).max_length is None
 
 
-def test_a_default_prompt_is_refused_unless_it_is_empty(tmp_path):
+def test_a_default_prompt_is_read_where_texts_are_embedded(tmp_path):
     name, prompts = "config_sentence_transformers.json", {"query": "query: ", "document": ""}
-    write(tmp_path, name, default_prompt_name="document", prompts=prompts)
-    assert "embed" in spec("BertModel", tmp_path).tasks
-    write(tmp_path, name, default_prompt_name=None, prompts=prompts)
-    assert "embed" in spec("BertModel", tmp_path).tasks
-    write(tmp_path, name, default_prompt_name="query", prompts=prompts)
-    with pytest.raises(UnsupportedFeatureError, match=r"default_prompt_name='query'.*'query: '"):
+    for default, found in (("document", ""), (None, ""), ("query", "query: ")):
+        write(tmp_path, name, default_prompt_name=default, prompts=prompts)
+        assert spec("BertModel", tmp_path).default_prompt == found
+    with pytest.raises(UnsupportedFeatureError, match="default_prompt_name='query'"):
+        spec("BertForSequenceClassification", tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    write(tmp_path / "1_Pooling", "config.json", include_prompt=False)
+    with pytest.raises(UnsupportedFeatureError, match="include_prompt"):
         spec("BertModel", tmp_path)
     write(tmp_path, name, default_prompt_name="title", prompts=prompts)
     with pytest.raises(TrouperValidationError, match="default_prompt_name is not in its prompts"):

@@ -1,5 +1,7 @@
 """all-MiniLM-L6-v2 embeds as in sentence-transformers."""
 
+import json
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -47,6 +49,24 @@ def test_embeddings_equal_those_of_sentence_transformers(llm, theirs):
     assert mine.shape == (200, 384)
     assert (mine * theirs).sum(1).min() > 0.99999  # both are normalised
     np.testing.assert_allclose(np.linalg.norm(mine, axis=1), 1, atol=1e-6)
+
+
+def test_a_default_prompt_comes_before_each_text(llm, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    file = tmp_path / "model" / "config_sentence_transformers.json"
+    config = json.loads(file.read_text()) | {
+        "prompts": {"query": "query: "},
+        "default_prompt_name": "query",
+    }
+    file.write_text(json.dumps(config))
+    with LLM(str(tmp_path / "model"), dtype="float32") as prompted:
+        (mine,) = prompted.embed("a cat", use_tqdm=False)
+        ids = llm.embed("a cat", use_tqdm=False)[0].prompt_token_ids
+        (bare,) = prompted.embed({"prompt_token_ids": ids}, use_tqdm=False)
+    (expected,) = llm.embed("query: a cat", use_tqdm=False)
+    assert mine.prompt_token_ids == expected.prompt_token_ids
+    np.testing.assert_allclose(mine.outputs.embedding, expected.outputs.embedding, atol=1e-6)
+    assert bare.prompt_token_ids == ids
 
 
 def test_a_score_is_the_cosine_of_the_embeddings(llm):

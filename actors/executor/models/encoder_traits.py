@@ -70,7 +70,9 @@ class VocabularyHead(msgspec.Struct, frozen=True, kw_only=True):
     act: str = "gelu"
     norm: str = ""
     table: str = ""
-    bias: str = ""  # the whole name of the tensor, which counts unless the table has a bias of its own
+    bias: str = (
+        ""  # the whole name of the tensor, which counts unless the table has a bias of its own
+    )
 
 
 class EncoderExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):

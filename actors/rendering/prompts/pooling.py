@@ -146,7 +146,9 @@ class PoolingPrompts(Prompts):
         if late is not None and late.mode in self._marks:
             marks = self._marks[late.mode]
             return self._encode_marked(text, wanted, keeps_end, adds, marks, max_each)
-        return self._encode_text((text,), wanted, keeps_end, adds, max_each)
+        return self._encode_text(
+            (self._spec.default_prompt + text if text else "",), wanted, keeps_end, adds, max_each
+        )
 
     def _encode_pair(
         self, given: dict[str, Any], message: Render, wanted: int | None, keeps_end: bool

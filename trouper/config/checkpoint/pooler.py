@@ -195,6 +195,7 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     step_tag_id: int | None = None
     returned_token_ids: tuple[int, ...] = ()
     lowers_case: bool = False
+    default_prompt: str = ""  # comes before each text that is embedded
     max_length: int | None = None  # that of the sentence-transformers files, else the tokenizer's
     late: LateInteraction | None = None  # None: texts are read as they are
 
@@ -240,7 +241,6 @@ def pooler_spec(
     is_decoder = _is_decoder(architecture)
     found = _Modules(folder)
     saved = read_object(folder / "config_sentence_transformers.json") or {}
-    _refuse_default_prompt(saved)
     tasks = _tasks(architecture, found, convert)
     task = wishes.task or next(task for task in MODEL_ORDER if task in tasks)
     if task not in tasks:
@@ -280,6 +280,7 @@ def pooler_spec(
         step_tag_id=wishes.step_tag_id,
         returned_token_ids=tuple(wishes.returned_token_ids or ()),
         lowers_case=found.lowers_case,
+        default_prompt=_default_prompt(saved, tasks, folder),
         max_length=max(late.query_length, late.document_length) if late else found.max_length,
         late=late,
     )
@@ -288,21 +289,35 @@ def pooler_spec(
     return spec
 
 
-def _refuse_default_prompt(saved: dict[str, Any]) -> None:
-    """Refuse a prompt that sentence-transformers would put before every text; an empty one changes nothing."""
+def _default_prompt(saved: dict[str, Any], tasks: Sequence[str], folder: Path) -> str:
+    """Return what sentence-transformers puts before every text that it embeds.
+
+    Raises:
+        TrouperValidationError: the name is not among the prompts.
+        UnsupportedFeatureError: a classifier has one, or the tokens of the prompt are left out of the pooling.
+    """
     name = saved.get("default_prompt_name")
     if name is None:
-        return
+        return ""
+    file = "config_sentence_transformers.json"
     prompts: Any = saved.get("prompts") or {}
     if not isinstance(prompts, dict) or name not in prompts:
-        rule = "config_sentence_transformers.json: default_prompt_name is not in its prompts"
-        raise invalid("model", rule, name)
-    if prompts[name]:
-        rule = (
-            f"config_sentence_transformers.json: default_prompt_name={name!r} is not supported; set it to"
-            f" null there, and put {prompts[name]!r} before the texts that need it"
-        )
+        raise invalid("model", f"{file}: default_prompt_name is not in its prompts", name)
+    prompt = cast("dict[str, Any]", prompts)[name]
+    if not prompt:
+        return ""
+    if not isinstance(prompt, str):
+        raise invalid("model", f"{file}: the prompt {name!r} must be a text")
+    if "embed" not in tasks:
+        rule = f"{file}: default_prompt_name={name!r} is not supported for {', '.join(tasks)}; set it to null"
         raise UnsupportedFeatureError(rule, parameter="model")
+    for pooling in folder.glob("*/config.json"):
+        if (read_object(pooling) or {}).get("include_prompt") is False:
+            rule = (
+                f"include_prompt=false beside {file}: default_prompt_name={name!r} is not supported"
+            )
+            raise UnsupportedFeatureError(rule, parameter="model")
+    return prompt
 
 
 def _is_decoder(architecture: str) -> bool:
