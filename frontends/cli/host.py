@@ -5,7 +5,7 @@ import signal
 import anyio
 
 from trouper.actors.executor.workers.machines.host import Host
-from trouper.actors.executor.workers.model_files import PlaceFacts
+from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.config.parallel import NodesConfig, cluster_key
 from trouper.config.resolve import EngineConfig
 
@@ -18,7 +18,7 @@ async def run_host(config: EngineConfig, nodes: NodesConfig) -> None:
     """
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_cancel_at_signal, tasks.cancel_scope)
-        await Host(nodes, cluster_key(), PlaceFacts.of(config)).serve()
+        await Host(nodes, cluster_key(), MachineFacts.of(config)).serve()
 
 
 async def _cancel_at_signal(scope: anyio.CancelScope) -> None:

@@ -399,10 +399,13 @@ async def _open_devices(config: EngineConfig, launcher: Launcher) -> AsyncGenera
     if config.nodes is None:
         yield [ProcessDevice(config, launcher, replica=r, files=files) for r in replicas]
     else:
-        from trouper.actors.executor.workers.machines.opening import open_crews
+        from trouper.actors.executor.workers.machines.opening import open_workers
 
-        async with open_crews(config, config.nodes) as crew_of:
-            yield [ProcessDevice(config, replica=r, crew=crew_of(r), files=files) for r in replicas]
+        async with open_workers(config, config.nodes) as launcher_of:
+            yield [
+                ProcessDevice(config, replica=r, launch_workers=launcher_of(r), files=files)
+                for r in replicas
+            ]
 
 
 AsyncLLM = AsyncLLMEngine

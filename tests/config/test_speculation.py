@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.scheduling.test_policy import Desk
 from tests.support.engines import expected, simulated_engine
 from trouper import SamplingParams
-from trouper.actors.executor.speculation.drafter import FEW_ALIKE, find, last_match, num_equal
+from trouper.actors.executor.speculation.drafter import FEW_MATCHING, find, last_match, num_equal
 from trouper.actors.executor.speculation.matching import MOST_TOKENS, SEPARATOR, RecentAnswers
 from trouper.actors.executor.speculation.pace import (
     CHANCES,
@@ -192,8 +192,8 @@ def test_where_few_tokens_agree_the_passage_that_is_followed_goes_before_the_lat
     assert last_match(text, text, 5) == (8, 1)
     assert last_match(text, text, 5, near=3) == (4, 1)
     assert last_match(text, text, 5, near=60) == (8, 1)
-    many = np.array([*text, *text[: FEW_ALIKE + 1]])
-    assert last_match(many[:-1], many[:-1], 5, near=5) == (FEW_ALIKE, FEW_ALIKE)
+    many = np.array([*text, *text[: FEW_MATCHING + 1]])
+    assert last_match(many[:-1], many[:-1], 5, near=5) == (FEW_MATCHING, FEW_MATCHING)
     more = np.array([1, 2, 3, 4, 0, 1, 2, 3, 5, 1, 2, 3])
     assert last_match(more, more, 5, near=3) == (8, 3)
 

@@ -17,14 +17,14 @@ from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.speculation.drafter import num_equal
 from trouper.actors.executor.speculation.grammar_drafts import (
     FORCED,
-    NUM_ALIKE,
+    NUM_MATCHING,
     PRIOR_WEIGHT,
     WORTH_IN_GRAMMAR,
     GrammarDrafts,
     Guess,
     History,
-    like_places,
     look_ahead,
+    matching_positions,
 )
 from trouper.actors.executor.speculation.matching import SEPARATOR
 from trouper.actors.executor.speculation.pace import STEP_COSTS, Shares, best_length
@@ -237,21 +237,21 @@ def test_behind_another_name_comes_what_came_behind_the_names_before():
 
 def brute_force_places(shapes, longest):
     """All earlier places, with how many shapes agree there."""
-    num_alike = {}
+    num_matching = {}
     for end in range(1, len(shapes)):
         num = 0
         while num < min(longest, end) and shapes[end - 1 - num] == shapes[-1 - num]:
             num += 1
         if num:
-            num_alike[end] = num
-    return num_alike
+            num_matching[end] = num
+    return num_matching
 
 
-@given(st.lists(st.integers(0, 2), max_size=30), st.integers(NUM_ALIKE, 6))
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(NUM_MATCHING, 6))
 def test_the_places_are_those_where_the_last_shapes_stood(shapes, longest):
-    alike, best = like_places(np.array(shapes, dtype=np.int32), longest)
+    alike, best = matching_positions(np.array(shapes, dtype=np.int32), longest)
     found = brute_force_places(shapes, longest)
-    two = [end for end, num in found.items() if num >= NUM_ALIKE]
+    two = [end for end, num in found.items() if num >= NUM_MATCHING]
     assert alike.tolist() == (two or list(found))
     most = max(found.values(), default=0)
     assert best == max((end for end, num in found.items() if num == most), default=-1)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from trouper.actors.executor.links.worker_links import CrewSizes, ModelSizes, create_crew_files
+from trouper.actors.executor.links.worker_links import ModelSizes, SharedSizes, create_shared_files
 from trouper.actors.executor.models.decoder import rank_share
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.sharding import Shard
@@ -90,8 +90,8 @@ class WorkersInThreads(RanksInThreads):
             config, scheduler=scheduler, tensor_parallel_size=num_ranks
         )
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
-        files = create_crew_files(
-            CrewSizes.of(config, ModelSizes(traits.hidden_size, traits.vocab_size))
+        files = create_shared_files(
+            SharedSizes.of(config, ModelSizes(traits.hidden_size, traits.vocab_size))
         )
         self.pools = [ThreadPoolExecutor(1) for _ in files]
         # each worker closes its own, as if it had inherited them

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.adapters import random_tensors, write_adapter
 from trouper import LLM, SamplingParams
-from trouper.actors.executor.links.worker_links import CrewSizes, ModelSizes, create_crew_files
+from trouper.actors.executor.links.worker_links import ModelSizes, SharedSizes, create_shared_files
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
@@ -34,7 +34,7 @@ class StagesInTurn:
         config = msgspec.structs.replace(config, scheduler=scheduler, layer_partition=partition)
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
         model = ModelSizes(traits.hidden_size, traits.vocab_size)
-        files = create_crew_files(CrewSizes.of(config, model))
+        files = create_shared_files(SharedSizes.of(config, model))
         # each stage closes its own, as if it had inherited them
         self.stages = [
             StageRunner(config, index, duplicated(mine)) for index, mine in enumerate(files)

@@ -83,9 +83,11 @@ def left_of(pid):
 @asynccontextmanager
 async def an_engine_on_two_machines(port, **options):
     config = resolve(EngineArgs(nnodes=2, master_port=port, **OPTIONS, **options))
-    async with open_nodes(config, config.nodes) as crew_of:
+    async with open_nodes(config, config.nodes) as launcher_of:
         replicas = range(config.data_parallel_size)
-        devices = [ProcessDevice(config, replica=r, crew=crew_of(r)) for r in replicas]
+        devices = [
+            ProcessDevice(config, replica=r, launch_workers=launcher_of(r)) for r in replicas
+        ]
         async with open_engine(config, devices) as engine:
             yield engine
 

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.workers.machines import launch_ray
-from trouper.actors.executor.workers.machines.opening import open_crews
+from trouper.actors.executor.workers.machines.opening import open_workers
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError
@@ -51,8 +51,10 @@ def cluster(monkeypatch):
 @asynccontextmanager
 async def an_engine_at_places(**options):
     config = resolve(EngineArgs(distributed_executor_backend="ray", **OPTIONS, **options))
-    async with open_crews(config, config.nodes) as crew_of:
-        async with open_engine(config, ProcessDevice(config, crew=crew_of(0))) as engine:
+    async with open_workers(config, config.nodes) as launcher_of:
+        async with open_engine(
+            config, ProcessDevice(config, launch_workers=launcher_of(0))
+        ) as engine:
             yield engine
 
 

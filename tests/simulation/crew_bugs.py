@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import anyio.lowlevel
 
-from trouper.actors.executor.devices.outstanding import OpenCalls, StateInForce
+from trouper.actors.executor.devices.outstanding import OpenCalls, RestoredState
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import Death, RestartBudget
 from trouper.actors.executor.workers.wire import Loaded
@@ -97,7 +97,7 @@ def only_the_cause_is_reaped(right):
     return faulty
 
 
-@crew_bug(StateInForce, "follow")
+@crew_bug(RestoredState, "follow")
 def sleep_level_forgotten(right):
     return lambda self, call: None
 

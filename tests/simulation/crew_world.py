@@ -104,7 +104,7 @@ class CrewWorld(World):
 
     async def run(self) -> None:
         launcher = SimLauncher(self, self._dice("peers"))
-        self.device = WatchedProcessDevice(self.make_config(), crew=SimCrew(launcher))
+        self.device = WatchedProcessDevice(self.make_config(), launch_workers=SimCrew(launcher))
         self.device.launcher, self.device.check = launcher, self._check_event
         self.device.ready, self.device.sampled = {}, {}
         logging.disable(logging.CRITICAL)

@@ -10,7 +10,7 @@ import trio
 
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.workers.machines import channel, coordinator, host
-from trouper.actors.executor.workers.model_files import PlaceFacts
+from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.actors.executor.workers.wire import (
     MAX_FRAME,
     Call,
@@ -145,7 +145,7 @@ class VirtualGroup:
         self._controls = {}
 
 
-class WatchedFront(coordinator.Front):
+class WatchedCoordinator(coordinator.Coordinator):
     """Notes that a machine was taken which does not belong."""
 
     async def _serve_host(self, hello: Any, channel: Any, address: str) -> None:
@@ -160,7 +160,7 @@ class RunningHost:
     def __init__(self, world: Any, node: int, address: str, key: bytes = KEY) -> None:
         self.address, self.program = address, f"host {node} at {address}, {next(world.numbers)}"
         nodes = NodesConfig("mp", world.scenario.num_hosts + 1, node, *FRONT)
-        self._host = host.Host(nodes, key, PlaceFacts(1))
+        self._host = host.Host(nodes, key, MachineFacts(1))
         self._scope = trio.CancelScope()
         self.refusal: TrouperValidationError | None = None
         self.ended = trio.Event()

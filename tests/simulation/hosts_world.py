@@ -2,7 +2,7 @@
 
     python -m tests.simulation.hosts_world --seconds 60
 
-What runs as it is: the engine, `ProcessDevice`, `NodesCrew`, `RemotePeer`, `Front` with its proofs, `Host`, and every message. Simulated are sockets
+What runs as it is: the engine, `ProcessDevice`, `HostsLauncher`, `RemotePeer`, `Coordinator` with its proofs, `Host`, and every message. Simulated are sockets
 (`virtual_network.py`) and the part of a place that blocks: its workers are tasks that answer frames. Faults come while requests run: a machine cut off for a while,
 switched off and on, its host killed or stopped, its network slow, a worker killed, a second host of the same number, hosts with another key,
 strangers. Then all is well again: each request must end with the tokens that it has alone, and nothing may be left.
@@ -43,7 +43,7 @@ from .hosts_places import (
     VirtualAnyio,
     VirtualGroup,
     VirtualWorker,
-    WatchedFront,
+    WatchedCoordinator,
 )
 from .hosts_scenario import FAULTS_S, VOCABULARY, HostsScenario, MachineFault
 from .scheduling import run_deterministically
@@ -99,7 +99,7 @@ class HostsWorld:
         MACHINE.set("front")
         scenario = self.scenario
         listener: Any = self.network.listen("front")
-        self.front = WatchedFront(listener, KEY, scenario.num_hosts + 1)
+        self.front = WatchedCoordinator(listener, KEY, scenario.num_hosts + 1)
         async with trio.open_nursery() as self._nursery:
             for node in range(1, scenario.num_hosts + 1):
                 self.hosts[node] = self.start_host(node, f"10.0.0.{node}")
@@ -156,10 +156,12 @@ class HostsWorld:
 
         config = self._config()
         crews = [
-            launch_hosts.NodesCrew(config, layout, replica, self.front, make_group)
+            launch_hosts.HostsLauncher(config, layout, replica, self.front, make_group)
             for replica, layout in enumerate(self.scenario.layouts)
         ]
-        return [ProcessDevice(config, replica=r, crew=crew) for r, crew in enumerate(crews)]
+        return [
+            ProcessDevice(config, replica=r, launch_workers=crew) for r, crew in enumerate(crews)
+        ]
 
     # Clients
 
@@ -291,7 +293,7 @@ class HostsWorld:
             raise SimulationFault(f"workers are left: {self.workers}")
         if self.network.sockets:
             raise SimulationFault(f"connections are left: {self.network.sockets}")
-        if repr(self.front) != "<Front: 0 hosts, 0 workers expected>":
+        if repr(self.front) != "<Coordinator: 0 hosts, 0 workers expected>":
             raise SimulationFault(f"the front keeps what is gone: {self.front}")
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.simulation.stages_world --seconds 60
 
-Front, stages and clients take their steps one at a time; which is next is drawn. A stage keeps what it computes in blocks, as a
+Coordinator, stages and clients take their steps one at a time; which is next is drawn. A stage keeps what it computes in blocks, as a
 model does: a value of each position, a hash of the stage's salt, of what the position is given and of the value before it. The
 last stage's value is the token. So a wrong hidden state, or an id in a row that is not its own, changes what clients get.
 """

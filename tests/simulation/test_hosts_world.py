@@ -30,7 +30,7 @@ def the_system_is_not_asked_to_look_for_the_other_side(patch):
 
 
 def a_host_that_has_come_is_not_told(patch):
-    right = coordinator.Front._serve_host
+    right = coordinator.Coordinator._serve_host
 
     async def faulty(self, *args):
         waiting = list(self._arrived)
@@ -38,11 +38,11 @@ def a_host_that_has_come_is_not_told(patch):
         await right(self, *args)
         self._arrived.extend(waiting)
 
-    patch.setattr(coordinator.Front, "_serve_host", faulty)
+    patch.setattr(coordinator.Coordinator, "_serve_host", faulty)
 
 
 def a_host_that_is_gone_is_kept(patch):
-    right = coordinator.Front._serve_host
+    right = coordinator.Coordinator._serve_host
 
     async def faulty(self, hello, *args):
         await right(self, hello, *args)
@@ -51,22 +51,22 @@ def a_host_that_is_gone_is_kept(patch):
 
     def note(self, *args):
         made(self, *args)
-        coordinator.Front.last = self
+        coordinator.Coordinator.last = self
 
     made = coordinator.HostLink.__init__
     patch.setattr(coordinator.HostLink, "__init__", note)
-    patch.setattr(coordinator.Front, "last", None, raising=False)
-    patch.setattr(coordinator.Front, "_serve_host", faulty)
+    patch.setattr(coordinator.Coordinator, "last", None, raising=False)
+    patch.setattr(coordinator.Coordinator, "_serve_host", faulty)
 
 
 def two_hosts_of_a_number_are_taken(patch):
-    right = coordinator.Front._refusal
+    right = coordinator.Coordinator._refusal
 
     def faulty(self, hello):
         refusal = right(self, hello)
         return refusal if refusal is None or refusal.is_final else None
 
-    patch.setattr(coordinator.Front, "_refusal", faulty)
+    patch.setattr(coordinator.Coordinator, "_refusal", faulty)
 
 
 def an_order_that_is_given_up_is_not_told(patch):
@@ -74,13 +74,13 @@ def an_order_that_is_given_up_is_not_told(patch):
 
 
 def any_proof_will_do(patch):
-    right = authentication.Listening.judge
+    right = authentication.ListenerProof.judge
 
     def faulty(self, answer):
         _, verdict = right(self, answer)
         return True, verdict
 
-    patch.setattr(authentication.Listening, "judge", faulty)
+    patch.setattr(authentication.ListenerProof, "judge", faulty)
 
 
 def a_stranger_may_take_its_time(patch):

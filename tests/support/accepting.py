@@ -5,7 +5,7 @@ from trouper.actors.executor.workers.machines import authentication, channel
 
 def accept(connection, key):
     """Whether the side that has connected has this key; it is told."""
-    listening = authentication.Listening(key)
+    listening = authentication.ListenerProof(key)
     connection.sendall(listening.greeting)
     answer = authentication.receive_exactly(connection, authentication.ANSWER_BYTES)
     is_right, verdict = listening.judge(answer)

@@ -17,8 +17,8 @@ from trouper.config.model import DEMO_MODEL
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 
-from .test_nodes import tcp_pair
-from .test_nodes_places import with_dense
+from .test_machine_workers import with_dense
+from .test_machines import tcp_pair
 
 NAME = "model.safetensors"
 

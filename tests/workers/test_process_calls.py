@@ -1,9 +1,16 @@
-"""Calls to workers that have no step: one that does not answer is killed after the patience that a step has."""
+"""Calls to workers that have no step: one that does not answer is killed after the patience that a step has.
+
+Calls to several workers: all of them do what is asked, or none does, or they differ.
+
+The exchange of ranks over all interleavings; `tests/simulation/rank_protocol.py` has the moves.
+"""
 
 import pytest
 import trio
 import trio.testing
 
+from tests.simulation import rank_protocol
+from trouper.actors.executor.devices.outstanding import OpenCalls
 from trouper.actors.executor.devices.process import CLOSE_S, ProcessDevice
 from trouper.actors.executor.devices.supervision import (
     CALL_FACTOR,
@@ -11,11 +18,11 @@ from trouper.actors.executor.devices.supervision import (
     MIN_STEP_S,
     call_deadline_s,
 )
-from trouper.actors.executor.workers.wire import Call, Returned
+from trouper.actors.executor.workers.wire import Call, ErrorText, Returned
 from trouper.actors.messages.steps import DeviceBack, DeviceLost, StepDone
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
-from trouper.errors import DeviceStartError, RetryableRequestError
+from trouper.errors import DeviceStartError, RetryableRequestError, TrouperValidationError
 from trouper.frontends.server.program.server import GRACE_S, GUARD_S
 
 from .test_process_ranks import FakeLauncher, FakePeer, make_device, plan, run
@@ -126,7 +133,7 @@ def test_a_plan_behind_a_call_has_its_whole_time_from_the_answer_on():
 
 def test_the_wait_for_a_machine_is_no_part_of_the_load():
     async def act():
-        device = ProcessDevice(resolve(EngineArgs()), crew=AwayCrew())
+        device = ProcessDevice(resolve(EngineArgs()), launch_workers=AwayCrew())
         await device.load()
         asked_s = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -168,7 +175,7 @@ async def fail_in_a_call(device):
 def test_a_crew_gives_back_what_it_holds_when_there_will_be_no_other():
     async def act():
         crew = AwayCrew()
-        device = ProcessDevice(resolve(EngineArgs(max_worker_restarts=0)), crew=crew)
+        device = ProcessDevice(resolve(EngineArgs(max_worker_restarts=0)), launch_workers=crew)
         await device.load()
         crew.peers[0].hang_up()
         assert isinstance(await device.receive(), DeviceLost)
@@ -183,3 +190,49 @@ def test_a_crew_gives_back_what_it_holds_when_there_will_be_no_other():
 def test_the_patience_grows_with_what_the_load_has_taken():
     assert call_deadline_s(0.0) == FIRST_STEP_S
     assert call_deadline_s(FIRST_STEP_S) == CALL_FACTOR * FIRST_STEP_S
+
+
+BAD = ErrorText("TrouperValidationError", "too wide", "lora_path")
+
+
+def answered(*errors):
+    """The calls, an open one and what its last answer gave, once workers have answered so."""
+    calls = OpenCalls()
+    opened = calls.open("sleep", (1,), 0.0)
+    found = [calls.note(Returned(opened.call.number, error), len(errors)) for error in errors]
+    assert found[:-1] == [None] * (len(errors) - 1)
+    return calls, opened, found[-1]
+
+
+def test_a_call_that_all_workers_have_done_is_done():
+    calls, opened, done = answered(None, None, None)
+    assert (done, opened.future.result(), calls.differ) == (opened.call, None, None)
+
+
+def test_an_error_of_all_workers_is_the_askers_alone():
+    calls, opened, done = answered(BAD, BAD)
+    with pytest.raises(TrouperValidationError, match="too wide"):
+        opened.future.result()
+    assert (done, calls.differ) == (None, None)
+
+
+def test_an_error_of_some_workers_leaves_them_in_different_states():
+    calls, opened, done = answered(None, BAD, None)
+    with pytest.raises(TrouperValidationError, match="too wide"):
+        opened.future.result()
+    assert done is None
+    assert calls.differ == "1 of 3 workers failed to sleep: TrouperValidationError: too wide"
+    calls.fail_all(RuntimeError())
+    assert calls.differ is None
+
+
+def test_in_no_interleaving_of_three_ranks_is_a_part_read_that_is_written():
+    """And ranks that do different things find out, whichever of them leaves something out or does more."""
+    num_runs, num_states = rank_protocol.check_all(max_ranks=3, num_exchanges=4)
+    assert num_runs > 40
+    assert num_states > 10_000
+
+
+@pytest.mark.parametrize("name", rank_protocol.FAULTS)
+def test_the_model_check_of_ranks_finds_known_mistakes(name):
+    assert rank_protocol.find(name)

@@ -91,8 +91,8 @@ def a_ray(monkeypatch, fails):
 async def test_an_error_of_ray_is_a_start_that_has_failed(fails, monkeypatch):
     monkeypatch.setattr(launch_ray, "PLACE_S", 0.01)
     ray = a_ray(monkeypatch, {fails})
-    async with open_ray(resolve(EngineArgs()), NodesConfig("ray")) as crew_of:
-        crew = crew_of(0)
+    async with open_ray(resolve(EngineArgs()), NodesConfig("ray")) as launcher_of:
+        crew = launcher_of(0)
         with pytest.raises(DeviceStartError, match="Ray"):
             await crew()
         # at once: another replica, or another user of the cluster, may have room for it
@@ -105,8 +105,8 @@ async def test_an_error_of_ray_is_a_start_that_has_failed(fails, monkeypatch):
 @pytest.mark.parametrize("fails", ["kill", "remove_placement_group"])
 async def test_what_ray_has_lost_need_not_be_given_back(fails, monkeypatch):
     ray = a_ray(monkeypatch, {fails, "get"})
-    async with open_ray(resolve(EngineArgs()), NodesConfig("ray")) as crew_of:
-        crew = crew_of(0)
+    async with open_ray(resolve(EngineArgs()), NodesConfig("ray")) as launcher_of:
+        crew = launcher_of(0)
         for _ in range(2):
             with pytest.raises(DeviceStartError, match="Ray"):
                 await crew()

@@ -130,7 +130,7 @@ def _make_call(number: int, method: str, args: tuple[object, ...]) -> Call:
 ALL_MEMORY = frozenset({"weights", "kv_cache"})
 
 
-class StateInForce:
+class RestoredState:
     """The state that is in force: how deep the workers sleep, their trace, and their adapters.
 
     Memory: the files of at most `num_slots` adapters, each as large as it lay on the disk.
@@ -146,7 +146,7 @@ class StateInForce:
         self._adapters: dict[int, AdapterFiles] = {}  # by slot
 
     def __repr__(self) -> str:
-        return f"<StateInForce: sleep level {self._sleep_level}, {len(self._adapters)} adapters>"
+        return f"<RestoredState: sleep level {self._sleep_level}, {len(self._adapters)} adapters>"
 
     @property
     def adapters(self) -> Mapping[int, AdapterFiles]:

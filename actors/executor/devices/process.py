@@ -17,7 +17,7 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult, timed
-from trouper.actors.executor.devices.outstanding import OpenCalls, StateInForce, SubmittedPlan
+from trouper.actors.executor.devices.outstanding import OpenCalls, RestoredState, SubmittedPlan
 from trouper.actors.executor.devices.supervision import (
     Death,
     RestartBudget,
@@ -35,8 +35,8 @@ from trouper.actors.executor.devices.worker_link import (
     take_what_has_come,
 )
 from trouper.actors.executor.links.tcp_link import LinkLostError
-from trouper.actors.executor.workers.launching import CrewLauncher, Launcher, launch
-from trouper.actors.executor.workers.local_workers import LocalCrew
+from trouper.actors.executor.workers.launching import Launcher, WorkersLauncher, launch
+from trouper.actors.executor.workers.local_workers import LocalLauncher
 from trouper.actors.executor.workers.model_files import FileSample
 from trouper.actors.executor.workers.model_host import check_call, log_phase
 from trouper.actors.executor.workers.wire import (
@@ -77,7 +77,7 @@ class ProcessDevice:
     Args:
         config: `max_worker_restarts`, `worker_restart_window_s` and `step_timeout_s` bound losses.
         launcher: starts a worker on this machine; tests have their own.
-        crew: starts all workers instead, where some are on other machines.
+        launch_workers: starts all workers instead, when some run on other machines.
         replica: of those of the engine; workers are numbered through, for people.
         files: of the model, a sample that is compared with what each worker finds; none: nothing is.
     """
@@ -88,7 +88,7 @@ class ProcessDevice:
         launcher: Launcher = launch,
         *,
         replica: int = 0,
-        crew: CrewLauncher | None = None,
+        launch_workers: WorkersLauncher | None = None,
         files: tuple[FileSample, ...] = (),
     ) -> None:
         self._first_number = first = replica * config.workers_per_replica
@@ -96,7 +96,7 @@ class ProcessDevice:
             own = config.cpu_bind[first : first + config.workers_per_replica]
             config = msgspec.structs.replace(config, cpu_bind=own)
         self._config = config
-        self._crew = LocalCrew(config, replica, launcher) if crew is None else crew
+        self._launch_workers = launch_workers or LocalLauncher(config, replica, launcher)
         self._state = WorkerState.STARTING
         self._workers: list[WorkerLink] = []  # by rank
         self._error: ErrorText | None = None  # of a `Broken` frame
@@ -108,7 +108,7 @@ class ProcessDevice:
         self._last_answer_s = -math.inf
         self._last_epoch = self._lost_epoch = -1
         self._calls = OpenCalls()
-        self._in_force = StateInForce(files)
+        self._restored = RestoredState(files)
         self._vocabulary: Vocabulary | None = None  # once the workers have it; of successors, too
         self._ready: list[GrammarReady] = []  # answers to the order that is out, one of each worker
         self._budget = RestartBudget(config.max_worker_restarts, config.worker_restart_window_s)
@@ -170,7 +170,7 @@ class ProcessDevice:
     async def receive(self) -> DeviceEvent:
         while True:
             if self._state is WorkerState.FAILED:
-                await self._crew.release()
+                await self._launch_workers.release()
                 raise DeviceStartError(self._failure)
             if self._state is WorkerState.LOST:
                 if await self._restart():
@@ -242,18 +242,18 @@ class ProcessDevice:
         config = self._config
         if self._info is not None:  # the successor must offer the same blocks
             config = msgspec.structs.replace(config, num_blocks=self._info.num_blocks - 1)
-        peers = await self._crew()  # which may wait for a machine as long as it is away
+        peers = await self._launch_workers()  # which may wait for a machine as long as it is away
         began_s = anyio.current_time()
         self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(peers)]
         self._ready.clear()
         for worker in self._workers:
-            send_to_all([worker], self._in_force.load(config, worker.rank))
+            send_to_all([worker], self._restored.load(config, worker.rank))
         loaded = await self._frames_of_all(Loaded)
         if isinstance(loaded, Death):
             return loaded
         if self._vocabulary is not None:
             send_to_all(self._workers, self._vocabulary)
-        for slot, files in self._in_force.adapters.items():
+        for slot, files in self._restored.adapters.items():
             # one by one, so that there is room in the sockets
             await send_adapter(
                 self._workers, Call(NO_CALL, "load_adapter", slot=slot, adapter=files)
@@ -404,7 +404,7 @@ class ProcessDevice:
                 self._last_answer_s = anyio.current_time()
                 call = self._calls.note(frame, len(self._workers))
                 if call is not None:
-                    self._in_force.follow(call)
+                    self._restored.follow(call)
             case LogRecord(name, level, message):
                 logging.getLogger(f"trouper.worker.{number}.{name}").log(level, "%s", message)
             case Progress(phase):

@@ -70,14 +70,14 @@ TOKEN_BYTES = 8  # int64
 MIN_SHEET_NUMBERS = 2**23
 
 
-class RankPlace(NamedTuple):
+class WorkerPosition(NamedTuple):
     """The stage and the rank of a worker."""
 
     stage: int
     rank: int
 
     @classmethod
-    def of(cls, worker: int, config: EngineConfig) -> "RankPlace":
+    def of(cls, worker: int, config: EngineConfig) -> "WorkerPosition":
         return cls(*divmod(worker, config.tensor_parallel_size))
 
     def samples(self, config: EngineConfig) -> bool:
@@ -118,7 +118,7 @@ def group_sizes(config: EngineConfig, model: ModelSizes, stage: int) -> Exchange
     return ExchangeSizes(config.tensor_parallel_size, part, sheet)
 
 
-class CrewSizes(NamedTuple):
+class SharedSizes(NamedTuple):
     """The sizes of all that the workers of a device share."""
 
     num_stages: int
@@ -130,7 +130,7 @@ class CrewSizes(NamedTuple):
     ]  # of the memory of the ranks of each stage; empty: there is one rank
 
     @classmethod
-    def of(cls, config: EngineConfig, model: ModelSizes) -> "CrewSizes":
+    def of(cls, config: EngineConfig, model: ModelSizes) -> "SharedSizes":
         scheduler, num_ranks = config.scheduler, config.tensor_parallel_size
         if config.device == "cuda":
             return cls(1, num_ranks, 0, 0, (0,))
@@ -157,7 +157,7 @@ class LinkEnds(NamedTuple):
     entry_bytes: int
 
 
-def crew_links(sizes: CrewSizes) -> list[LinkEnds]:
+def link_ends(sizes: SharedSizes) -> list[LinkEnds]:
     """Return the links between the workers of a device, in the order in which each inherits those that it has."""
     num_ranks, last = sizes.num_ranks, sizes.num_stages - 1
     found = [
@@ -173,8 +173,8 @@ def crew_links(sizes: CrewSizes) -> list[LinkEnds]:
     return found
 
 
-def create_crew_files(
-    sizes: CrewSizes,
+def create_shared_files(
+    sizes: SharedSizes,
     workers: Sequence[int] | None = None,
     connections: Mapping[str, int] | None = None,
 ) -> list[tuple[int, ...]]:
@@ -188,7 +188,7 @@ def create_crew_files(
         DeviceStartError: the system has not so much memory, or no descriptors.
     """
     workers = range(sizes.num_workers) if workers is None else workers
-    links = crew_links(sizes)
+    links = link_ends(sizes)
     rings = [link for link in links if link.sender in workers and link.receiver in workers]
     stages = sorted({worker // sizes.num_ranks for worker in workers})
     groups = {stage: sizes.group_bytes[stage] for stage in stages if sizes.group_bytes}
@@ -211,13 +211,13 @@ def create_crew_files(
     return [tuple(some) for some in files.values()]
 
 
-def open_worker_links(worker: int, files: Sequence[int], sizes: CrewSizes) -> WorkerLinks:
+def open_worker_links(worker: int, files: Sequence[int], sizes: SharedSizes) -> WorkerLinks:
     """Open the links of a worker by the descriptors that it has inherited."""
     rest = list(files)
     group = rest.pop(0) if sizes.num_ranks > 1 else None
     opened = [
         (link, open_next(rest, link.num_entries, link.entry_bytes))
-        for link in crew_links(sizes)
+        for link in link_ends(sizes)
         if worker in (link.sender, link.receiver)
     ]
 

@@ -20,16 +20,22 @@ from trouper.actors.executor.sampling.grammar import GrammarMasks
 from trouper.actors.executor.sampling.results import PromptLogprobs, entry_failures
 from trouper.actors.executor.sampling.sampler import Sampled
 from trouper.actors.executor.speculation.grammar_drafts import GrammarDrafts
-from trouper.actors.executor.speculation.matching import SEPARATOR, RecentAnswers, places_alike
+from trouper.actors.executor.speculation.matching import (
+    SEPARATOR,
+    RecentAnswers,
+    positions_after_match,
+)
 from trouper.actors.executor.speculation.pace import CHANCES_OF_MODEL, Pace
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.steps import StepDone, StepPlan, TokenLogprobs
 from trouper.config.speculation import SpeculativeConfig
 
-LEAST_OF_OTHERS = 3  # tokens that must agree with another's answer: fewer say little of this one
+LEAST_MATCHING_OTHERS = (
+    3  # tokens that must agree with another's answer: fewer say little of this one
+)
 # Where so few tokens agree, a place near the passage that the text has followed says more than the latest one: tokens
 # before it and behind it, and for how many tokens it has.
-FEW_ALIKE, BEFORE, BEHIND, AGE = 2, 4, 24, 16
+FEW_MATCHING, BEFORE, BEHIND, AGE = 2, 4, 24, 16
 
 
 class SecondModel(Protocol):
@@ -173,11 +179,11 @@ class Drafter:
         match = find(token_L[:end], self._config, recent, self._trail(slot, end))
         if match is None:
             return []
-        if match.num_alike > FEW_ALIKE:
+        if match.num_matching > FEW_MATCHING:
             self._follow(slot, match.place, end)
         room = min(room, match.num_following(self._config))
-        draft = match.draft(pace.length(match.num_alike, room))
-        self._found[slot] = match.num_alike, match.place, end
+        draft = match.draft(pace.length(match.num_matching, room))
+        self._found[slot] = match.num_matching, match.place, end
         token_L[end : end + len(draft)] = draft
         return draft.tolist()
 
@@ -195,8 +201,8 @@ class Drafter:
         if self._model is not None:
             self._paces[slot].note(0, num_drafted, num_right)
             return
-        num_alike, place, end = self._found[slot]
-        self._paces[slot].note(num_alike, num_drafted, num_right)
+        num_matching, place, end = self._found[slot]
+        self._paces[slot].note(num_matching, num_drafted, num_right)
         if num_right:
             self._follow(slot, place, end)
 
@@ -232,14 +238,14 @@ class Match(NamedTuple):
     """A place where a text went on behind the same tokens as the one that is continued."""
 
     text: np.ndarray  # from there on
-    num_alike: int
+    num_matching: int
     place: int | None  # in the sequence's own text; None: in another's answer
 
     def num_following(self, config: SpeculativeConfig) -> int:
         """Count the tokens that may be drafted from it."""
         most, factor = config.num_speculative_tokens, config.suffix_decoding_max_spec_factor
         if factor is not None and config.method == "suffix":
-            most = min(most, max(1, int(self.num_alike * factor)))
+            most = min(most, max(1, int(self.num_matching * factor)))
         if self.place is None:  # another's answer ends
             ends = np.flatnonzero(self.text[:most] == SEPARATOR)
             return int(ends[0]) if len(ends) else min(most, len(self.text))
@@ -266,12 +272,12 @@ def find(
         longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
     else:
         longest, shortest = config.suffix_decoding_max_tree_depth, 1
-    place, num_alike = last_match(token_L, token_L, longest, near)
-    if recent is not None and len(recent) and num_alike < longest:
+    place, num_matching = last_match(token_L, token_L, longest, near)
+    if recent is not None and len(recent) and num_matching < longest:
         behind, most = last_match(recent, token_L, longest)
-        if most > num_alike and most >= LEAST_OF_OTHERS:
+        if most > num_matching and most >= LEAST_MATCHING_OTHERS:
             return Match(recent[behind:], most, None)
-    return Match(token_L[place:], num_alike, place) if num_alike >= shortest else None
+    return Match(token_L[place:], num_matching, place) if num_matching >= shortest else None
 
 
 def last_match(
@@ -285,15 +291,15 @@ def last_match(
     Returns:
         The position behind it, and how many tokens agree; 0 if the last token does not stand there.
     """
-    found = list(places_alike(text_M, token_L, longest))
+    found = list(positions_after_match(text_M, token_L, longest))
     if not found:
         return len(text_M), 0
-    ends, num_alike = found[-1], len(found)
-    if near is not None and num_alike <= FEW_ALIKE:
+    ends, num_matching = found[-1], len(found)
+    if near is not None and num_matching <= FEW_MATCHING:
         close = ends[(ends > near - BEFORE) & (ends <= near + BEHIND)]
         if len(close):
-            return int(close[0]), num_alike
-    return int(ends[-1]), num_alike
+            return int(close[0]), num_matching
+    return int(ends[-1]), num_matching
 
 
 def num_equal(draft: Sequence[int], drawn: Sequence[int]) -> int:

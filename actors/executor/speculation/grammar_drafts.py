@@ -20,14 +20,14 @@ import numpy as np
 
 from trouper.actors.executor.sampling.ahead import Ahead
 from trouper.actors.executor.sampling.grammar import GrammarMasks
-from trouper.actors.executor.speculation.matching import RecentAnswers, places_alike
+from trouper.actors.executor.speculation.matching import RecentAnswers, positions_after_match
 from trouper.actors.executor.speculation.pace import Shares, best_length
 from trouper.actors.executor.steps.request_slots import RequestSlots
 
 FORCED = -2  # a run of tokens that a grammar forced; no token, and not the separator
 # Shapes of recent answers, which are copied for each sequence with a grammar: 64 KiB.  To look for places in all takes 20 µs.
 MOST_SHAPES = 2**14
-NUM_ALIKE = 2  # shapes that agree at the places whose followers are counted
+NUM_MATCHING = 2  # shapes that agree at the places whose followers are counted
 NUM_GUESSES = 3  # that the grammar is asked after, at one position
 PRIOR_WEIGHT = 4.0  # guesses, for which the share of like places counts beside how guesses fared
 # Of a token saved, in steps without a draft.  Guesses are rarer than in free text, so what is saved would seldom have been
@@ -102,12 +102,12 @@ class History:
         self._size = size
 
 
-class Places:
+class MatchPositions:
     """Remembers where the last shapes of a history stood before, and tells what followed."""
 
     def __init__(self, shapes: np.ndarray, longest: int) -> None:
         self._shapes = shapes
-        self._alike, self._best = like_places(shapes, longest)
+        self._alike, self._best = matching_positions(shapes, longest)
 
     def guesses(self) -> Iterator[Guess]:
         """Yield what may come next, the likeliest first: the follower of the longest match, and then the latest ones."""
@@ -135,19 +135,19 @@ class Places:
         return self._best >= 0
 
 
-def like_places(shapes: np.ndarray, longest: int) -> tuple[np.ndarray, int]:
+def matching_positions(shapes: np.ndarray, longest: int) -> tuple[np.ndarray, int]:
     """Find where the last shapes stood before.
 
     Returns:
-        The positions behind the last `NUM_ALIKE` of them, or behind the last where those never stood; and the latest of
+        The positions behind the last `NUM_MATCHING` of them, or behind the last where those never stood; and the latest of
         the positions behind which the most agree, -1 if there is none.
     """
     alike = ends = np.zeros(0, dtype=np.int64)
     if len(shapes):
-        for num, ends in enumerate(places_alike(shapes, shapes, longest), 1):
-            if num in (1, NUM_ALIKE):
+        for num, ends in enumerate(positions_after_match(shapes, shapes, longest), 1):
+            if num in (1, NUM_MATCHING):
                 alike = ends
-            if num >= NUM_ALIKE and len(ends) == 1:
+            if num >= NUM_MATCHING and len(ends) == 1:
                 break
     return alike, int(ends[-1]) if len(ends) else -1
 
@@ -169,7 +169,7 @@ def look_ahead(
     """
     found: list[Drafted] = []
     size, chance = len(history.shapes), 1.0
-    places: Places | None = None
+    places: MatchPositions | None = None
     while len(found) < room:
         forced = ahead.forced()[: room - len(found)]
         if forced:
@@ -179,7 +179,7 @@ def look_ahead(
             found += [Drafted(token, chance, None) for token in forced]
         else:
             if places is None:
-                places = Places(history.shapes, longest)
+                places = MatchPositions(history.shapes, longest)
             guess = next(_that_may_stand(places, ahead), None)
             if guess is None or (chance := chance * trust.chance(guess.kind, guess.share)) < least:
                 break
@@ -192,7 +192,7 @@ def look_ahead(
     return found
 
 
-def _that_may_stand(places: Places, ahead: Ahead) -> Iterator[Guess]:
+def _that_may_stand(places: MatchPositions, ahead: Ahead) -> Iterator[Guess]:
     for guess, _ in zip(places.guesses(), range(NUM_GUESSES), strict=False):
         if guess.shape >= 0 and ahead.take(guess.shape):
             yield guess

@@ -94,22 +94,22 @@ class Pace(msgspec.Struct):
         self.pause -= 1
         return True
 
-    def length(self, num_alike: int, room: int) -> int:
-        """Return how long a draft behind `num_alike` tokens that agree is worth it, at most `room`."""
+    def length(self, num_matching: int, room: int) -> int:
+        """Return how long a draft behind `num_matching` tokens that agree is worth it, at most `room`."""
         room = min(room, self.most)
-        each = (self.chance(num_alike + i) for i in range(room))
+        each = (self.chance(num_matching + i) for i in range(room))
         length = best_length(accumulate(each, mul), WORTH_IN_TEXT, self.draft_cost)
         return max(length, min(room, self.least))
 
-    def chance(self, num_alike: int) -> float:
+    def chance(self, num_matching: int) -> float:
         """Return the chance of a token behind so many that agree."""
-        prior = self._prior(num_alike)
+        prior = self._prior(num_matching)
         return self.shares.chance(prior, prior)
 
-    def note(self, num_alike: int, num_drafted: int, num_right: int) -> None:
+    def note(self, num_matching: int, num_drafted: int, num_right: int) -> None:
         """Take what became of a draft."""
         for i in range(min(num_right + 1, num_drafted)):
-            self.shares.note(self._prior(num_alike + i), was_right=i < num_right)
+            self.shares.note(self._prior(num_matching + i), was_right=i < num_right)
         self.num_runs += 1
         self.earned += num_right - _cost(num_drafted, self.draft_cost)
         if self.num_runs == RUNS:
@@ -120,5 +120,5 @@ class Pace(msgspec.Struct):
                 self.next_pause = PAUSE
             self.num_runs, self.earned = 0, 0.0
 
-    def _prior(self, num_alike: int) -> float:
-        return self.chances[min(num_alike, len(self.chances) - 1)]
+    def _prior(self, num_matching: int) -> float:
+        return self.chances[min(num_matching, len(self.chances) - 1)]

@@ -63,7 +63,7 @@ class Launcher(Protocol):
         ...
 
 
-class CrewLauncher(Protocol):
+class WorkersLauncher(Protocol):
     """Starts the workers of a device, wherever each of them is to run."""
 
     async def __call__(self) -> Sequence[Peer]:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import anyio
 
 from trouper.actors.executor.links.worker_links import (
-    CrewSizes,
     ModelSizes,
+    SharedSizes,
     close_files,
-    create_crew_files,
+    create_shared_files,
 )
 from trouper.actors.executor.models.families.mixtures import check_device
 from trouper.actors.executor.models.families.registry import decoder_traits
@@ -20,19 +20,19 @@ from trouper.actors.executor.workers.launching import Launcher, Peer
 from trouper.config.resolve import EngineConfig
 
 
-class LocalCrew:
-    """`CrewLauncher` of one replica: a process for each rank, with its ends of the rings between them."""
+class LocalLauncher:
+    """`WorkersLauncher` of one replica: a process for each rank, with its ends of the rings between them."""
 
     def __init__(self, config: EngineConfig, replica: int, launcher: Launcher) -> None:
         self._config, self._launcher = config, launcher
         self._first_number = replica * config.workers_per_replica
 
     def __repr__(self) -> str:
-        return f"<LocalCrew from worker {self._first_number}>"
+        return f"<LocalLauncher from worker {self._first_number}>"
 
     async def __call__(self) -> Sequence[Peer]:
         is_alone = self._config.workers_per_replica == 1
-        files = [()] if is_alone else create_crew_files(crew_sizes(self._config))
+        files = [()] if is_alone else create_shared_files(shared_sizes(self._config))
         return await launch_all(self._launcher, self._first_number, range(len(files)), files)
 
     async def release(self) -> None:
@@ -66,7 +66,7 @@ async def end_all(peers: Sequence[Peer]) -> None:
             await peer.end(0.0)
 
 
-def crew_sizes(config: EngineConfig) -> CrewSizes:
+def shared_sizes(config: EngineConfig) -> SharedSizes:
     """Read the model's widths, and size all memory and links by them.
 
     Raises:
@@ -76,4 +76,4 @@ def crew_sizes(config: EngineConfig) -> CrewSizes:
     traits = decoder_traits(config.model.hf_config, config.model.architecture)
     check_device(traits, config.device)
     check_shards(traits, config.tensor_parallel_size, quantization=config.quantization)
-    return CrewSizes.of(config, ModelSizes(traits.hidden_size, traits.vocab_size))
+    return SharedSizes.of(config, ModelSizes(traits.hidden_size, traits.vocab_size))

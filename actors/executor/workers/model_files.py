@@ -106,7 +106,7 @@ def _sample(path: Path, num_windows: int) -> FileSample:
     return FileSample(path.name, num_bytes, digest.hexdigest()[:16])
 
 
-class PlaceFacts(msgspec.Struct, frozen=True):
+class MachineFacts(msgspec.Struct, frozen=True):
     """Facts that a worker takes from the place where it runs, and not from the front's plan."""
 
     num_workers: int  # that share the machine's cores

@@ -21,7 +21,7 @@ from collections import deque
 from typing import Any
 
 from trouper.actors.executor.device import PendingResult, StepResult
-from trouper.actors.executor.workers.model_files import PlaceFacts, check_model
+from trouper.actors.executor.workers.model_files import MachineFacts, check_model
 from trouper.actors.executor.workers.model_host import GrammarThread, ModelHost
 from trouper.actors.executor.workers.wire import (
     MAX_FRAME,
@@ -60,7 +60,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     place = None
     if arguments[0] == "--place":
-        place, arguments = PlaceFacts.of_argument(arguments[1]), arguments[2:]
+        place, arguments = MachineFacts.of_argument(arguments[1]), arguments[2:]
     control, parent = socket.socket(fileno=int(arguments[0])), int(arguments[1])
     files = tuple(map(int, arguments[2:]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -92,7 +92,7 @@ class Worker:
     """Reads frames, runs what they ask for and writes the answers, in the main thread; grammars are compiled in another."""
 
     def __init__(
-        self, control: socket.socket, files: tuple[int, ...] = (), place: PlaceFacts | None = None
+        self, control: socket.socket, files: tuple[int, ...] = (), place: MachineFacts | None = None
     ) -> None:
         self._control, self._files = control, files
         self._place = place  # None: the front's own machine

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.links.worker_links import (
-    CrewSizes,
     Link,
     ModelSizes,
-    RankPlace,
+    SharedSizes,
+    WorkerPosition,
     group_sizes,
     open_worker_links,
 )
@@ -45,10 +45,10 @@ class StageRunner(CpuRunner):
 
     def __init__(self, config: EngineConfig, worker: int, files: Sequence[int]) -> None:
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
-        place = RankPlace.of(worker, config)
+        place = WorkerPosition.of(worker, config)
         stage = model_stages(config, traits)[place.stage]
         model = ModelSizes(traits.hidden_size, traits.vocab_size)
-        self._links = open_worker_links(worker, files, CrewSizes.of(config, model))
+        self._links = open_worker_links(worker, files, SharedSizes.of(config, model))
         group = None
         if self._links.group is not None:
             group = open_group(config, traits, place, self._links.group)
@@ -129,7 +129,7 @@ class StageRunner(CpuRunner):
 
 
 def open_group(
-    config: EngineConfig, traits: DecoderTraits, place: RankPlace, file: int
+    config: EngineConfig, traits: DecoderTraits, place: WorkerPosition, file: int
 ) -> RankGroup:
     """Map the memory of the ranks of a stage, and close its descriptor.
 

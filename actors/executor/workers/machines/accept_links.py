@@ -10,7 +10,7 @@ from time import monotonic
 
 from trouper.actors.executor.workers.machines.authentication import (
     PROOF_S,
-    Strangers,
+    UnprovenConnections,
     WrongKeyError,
     tune,
 )
@@ -40,8 +40,8 @@ class LinkAcceptor:
     ) -> None:
         self._listener, self._key, self._order = listener, key, order
         self._awaited = set(awaited)
-        self._heard: dict[socket.socket, Hearing] = {}
-        self._strangers = Strangers(MAX_HEARD)
+        self._heard: dict[socket.socket, PendingHello] = {}
+        self._strangers = UnprovenConnections(MAX_HEARD)
         self._found: dict[str, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
 
@@ -79,7 +79,7 @@ class LinkAcceptor:
         except (BlockingIOError, ConnectionError):  # it has gone again
             return
         try:
-            hearing = Hearing(connection, self._key)
+            hearing = PendingHello(connection, self._key)
         except OSError:
             connection.close()
             return
@@ -88,7 +88,7 @@ class LinkAcceptor:
         self._selector.register(connection, selectors.EVENT_READ, hearing)
         self._heard[connection] = hearing
 
-    def _hear(self, hearing: "Hearing") -> None:
+    def _hear(self, hearing: "PendingHello") -> None:
         try:
             hello = hearing.read()
         except BlockingIOError:
@@ -113,7 +113,7 @@ class LinkAcceptor:
         return connection
 
 
-class Hearing:
+class PendingHello:
     """A connection whose first message is not whole yet."""
 
     def __init__(self, connection: socket.socket, key: bytes) -> None:
@@ -125,7 +125,7 @@ class Hearing:
         self._num_wanted = self._say(*next(self._talk))
 
     def __repr__(self) -> str:
-        return f"<Hearing of {len(self._data)} of {self._num_wanted} bytes>"
+        return f"<PendingHello of {len(self._data)} of {self._num_wanted} bytes>"
 
     def read(self) -> Message | None:
         """Take what has come; returns the first message when it is whole.

@@ -8,7 +8,7 @@ A proof is the HMAC-SHA256 of the side's name and both challenges, so one side's
 an old one again. All sizes are fixed: a stranger can make neither side keep more than these bytes. What follows is neither
 encrypted nor signed.
 
-Places for connections that have not proved that they have the key, and what is said of them.  Pure.
+MatchPositions for connections that have not proved that they have the key, and what is said of them.  Pure.
 
 Laws:
   * A newcomer always has a place.  Where all are taken, the eldest connection of the address that has most of them makes room: a
@@ -43,7 +43,7 @@ class WrongKeyError(TrouperError):
     """The other side has another key, or none."""
 
 
-class Listening:
+class ListenerProof:
     """The side of a proof that was connected to.  Pure: bytes in, bytes out."""
 
     def __init__(self, key: bytes) -> None:
@@ -162,7 +162,7 @@ class _Address(msgspec.Struct):
     logged_s: float | None = None
 
 
-class Strangers:
+class UnprovenConnections:
     """The connections that are heard, in `num_places` places."""
 
     def __init__(self, num_places: int) -> None:
@@ -171,7 +171,7 @@ class Strangers:
         self._known: OrderedDict[str, _Address] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"<Strangers: {len(self._heard)} heard, {len(self._known)} addresses>"
+        return f"<UnprovenConnections: {len(self._heard)} heard, {len(self._known)} addresses>"
 
     def __len__(self) -> int:
         return len(self._heard)

@@ -15,10 +15,10 @@ from typing import Any
 import anyio
 import msgspec
 
-from trouper.actors.executor.links.worker_links import CrewSizes
+from trouper.actors.executor.links.worker_links import SharedSizes
 from trouper.actors.executor.workers.machines.authentication import (
     ANSWER_BYTES,
-    Listening,
+    ListenerProof,
     WrongKeyError,
 )
 from trouper.actors.executor.workers.wire import TYPES
@@ -54,18 +54,18 @@ class LinkHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """Front → host, before orders: it is part of this cluster."""
+    """Coordinator → host, before orders: it is part of this cluster."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Front → host, instead of orders: why it cannot be part of this cluster."""
+    """Coordinator → host, instead of orders: why it cannot be part of this cluster."""
 
     message: str
     is_final: bool  # False: it may come again
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """Front → host: listen for links of an order."""
+    """Coordinator → host: listen for links of an order."""
 
     order: int
 
@@ -78,12 +78,12 @@ class Listens(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Front → place: start these ranks of an order, behind `Listen`."""
+    """Coordinator → place: start these ranks of an order, behind `Listen`."""
 
     order: int
     ranks: tuple[int, ...]
     first_number: int = 0  # of rank 0, for people
-    sizes: CrewSizes | None = None  # of what workers share; None: there is one
+    sizes: SharedSizes | None = None  # of what workers share; None: there is one
     dials: dict[str, tuple[str, int]] = {}  # links by name, and where their other side listens
 
 
@@ -101,7 +101,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Front → host: let a worker exit for so long, then kill it."""
+    """Coordinator → host: let a worker exit for so long, then kill it."""
 
     order: int
     rank: int
@@ -117,7 +117,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag=True):
-    """Front → host: end what there is of an order, started or not; it is not answered."""
+    """Coordinator → host: end what there is of an order, started or not; it is not answered."""
 
     order: int
 
@@ -181,7 +181,7 @@ def first_message(key: bytes) -> Generator[tuple[bytes, int], bytes, Message]:
         WrongKeyError: it has another key.
         ChannelError: what it says is no message.
     """
-    proof = Listening(key)
+    proof = ListenerProof(key)
     is_right, verdict = proof.judge((yield proof.greeting, ANSWER_BYTES))
     if not is_right:
         yield verdict, 0

@@ -19,7 +19,7 @@ from anyio.abc import TaskStatus
 
 from trouper.actors.executor.workers.machines.authentication import (
     PROOF_S,
-    Strangers,
+    UnprovenConnections,
     WrongKeyError,
     tune,
 )
@@ -153,7 +153,7 @@ class HostLink:
         future.fail(HostGoneError(f"node {self.node} at {self.address} is gone"))
 
 
-class Front:
+class Coordinator:
     """Listener for other machines, and their hosts.
 
     Args:
@@ -171,10 +171,10 @@ class Front:
         self._arrived: deque[Future[None]] = deque()  # one for each replica that waits for a host
         self._expected: dict[tuple[int, int], Future[socket.socket]] = {}
         self._num_orders = 0
-        self._strangers = Strangers(MAX_UNPROVEN)
+        self._strangers = UnprovenConnections(MAX_UNPROVEN)
 
     def __repr__(self) -> str:
-        return f"<Front: {len(self._hosts)} hosts, {len(self._expected)} workers expected>"
+        return f"<Coordinator: {len(self._hosts)} hosts, {len(self._expected)} workers expected>"
 
     async def listen(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Accept connections until it is cancelled."""
@@ -354,7 +354,7 @@ class Front:
 
 
 @asynccontextmanager
-async def listening(front: Front) -> AsyncGenerator[None]:
+async def listening(front: Coordinator) -> AsyncGenerator[None]:
     """Accept connections while the block runs; what the block raises comes out as it is, and in no group."""
     problem: Exception | None = None
     async with anyio.create_task_group() as tasks:

@@ -29,7 +29,7 @@ from trouper.actors.executor.workers.machines.channel import (
     shorten,
 )
 from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
-from trouper.actors.executor.workers.model_files import PlaceFacts
+from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.actors.executor.workers.worker_process import MODULE, Exit
 from trouper.config.parallel import CLUSTER_KEY, NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError, invalid
@@ -48,7 +48,7 @@ class Host:
     """
 
     def __init__(
-        self, nodes: NodesConfig, key: bytes, place: PlaceFacts, module: str = MODULE
+        self, nodes: NodesConfig, key: bytes, place: MachineFacts, module: str = MODULE
     ) -> None:
         self._nodes, self._key = nodes, key
         self._place, self._module = place, module

@@ -14,13 +14,13 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from trouper.actors.executor.links.worker_links import crew_links
-from trouper.actors.executor.workers.launching import CrewLauncher, Launcher, Peer, launch
-from trouper.actors.executor.workers.local_workers import crew_sizes, end_all, launch_all
+from trouper.actors.executor.links.worker_links import link_ends
+from trouper.actors.executor.workers.launching import Launcher, Peer, WorkersLauncher, launch
+from trouper.actors.executor.workers.local_workers import end_all, launch_all, shared_sizes
 from trouper.actors.executor.workers.machines.authentication import serve_at
 from trouper.actors.executor.workers.machines.channel import Start
 from trouper.actors.executor.workers.machines.coordinator import (
-    Front,
+    Coordinator,
     HostGoneError,
     HostLink,
     listening,
@@ -76,7 +76,7 @@ class LocalGroup:
 class HostGroup:
     """The workers on the machine of a host."""
 
-    def __init__(self, front: Front, host: HostLink, order: int) -> None:
+    def __init__(self, front: Coordinator, host: HostLink, order: int) -> None:
         self._front, self._host, self._order = front, host, order
         self._has_started = False
 
@@ -96,7 +96,7 @@ class HostGroup:
 
 
 async def connected_peers(
-    front: Front, start: Start, end: Callable[[int, float], Awaitable[Exit]], where: str
+    front: Coordinator, start: Start, end: Callable[[int, float], Awaitable[Exit]], where: str
 ) -> list[Peer]:
     """Take the connections of workers that have been started elsewhere.
 
@@ -122,8 +122,8 @@ async def connected_peers(
     return peers
 
 
-class NodesCrew:
-    """`CrewLauncher` of one replica.
+class HostsLauncher:
+    """`WorkersLauncher` of one replica.
 
     Args:
         ranks: by machine, or by place of a machine.
@@ -135,16 +135,16 @@ class NodesCrew:
         config: EngineConfig,
         ranks: Mapping[int, tuple[int, ...]],
         replica: int,
-        front: Front,
+        front: Coordinator,
         make_group: Callable[[int, int], Awaitable[GroupPort]],
     ) -> None:
         self._front, self._make_group = front, make_group
         self._first_number = replica * config.workers_per_replica
         self._ranks = ranks
-        self._sizes = crew_sizes(config) if config.workers_per_replica > 1 else None
+        self._sizes = shared_sizes(config) if config.workers_per_replica > 1 else None
 
     def __repr__(self) -> str:
-        return f"<NodesCrew of {self._ranks}>"
+        return f"<HostsLauncher of {self._ranks}>"
 
     async def __call__(self) -> Sequence[Peer]:
         num_lost = 0
@@ -226,7 +226,7 @@ def with_dials(starts: Sequence[Start], addresses: Sequence[tuple[str, int]]) ->
     found: list[Start] = []
     for i, start in enumerate(starts):
         dials: dict[str, tuple[str, int]] = {}
-        for link in () if start.sizes is None else crew_links(start.sizes):
+        for link in () if start.sizes is None else link_ends(start.sizes):
             ends = {group_of[link.sender], group_of[link.receiver]}
             if link.name in outer_links(start) and max(ends) == i:
                 dials[link.name] = addresses[min(ends)]
@@ -259,10 +259,10 @@ def listen(nodes: NodesConfig) -> socket.socket:
 @asynccontextmanager
 async def open_nodes(
     config: EngineConfig, nodes: NodesConfig, launcher: Launcher = launch
-) -> AsyncGenerator[Callable[[int], CrewLauncher]]:
+) -> AsyncGenerator[Callable[[int], WorkersLauncher]]:
     """Listen for the other machines while the block runs; yields what starts the workers of a replica."""
     key = cluster_key()
-    front = Front(listener := listen(nodes), key, nodes.num_nodes, config.num_workers)
+    front = Coordinator(listener := listen(nodes), key, nodes.num_nodes, config.num_workers)
     address = nodes.address, listener.getsockname()[1]
 
     async def make_group(node: int, order: int) -> GroupPort:
@@ -271,6 +271,6 @@ async def open_nodes(
         return HostGroup(front, await front.host(node), order)
 
     async with listening(front):
-        yield lambda replica: NodesCrew(
+        yield lambda replica: HostsLauncher(
             config, ranks_by_node(config, nodes, replica), replica, front, make_group
         )

@@ -18,18 +18,18 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from trouper.actors.executor.workers.launching import CrewLauncher, Peer
+from trouper.actors.executor.workers.launching import Peer, WorkersLauncher
 from trouper.actors.executor.workers.machines.authentication import serve_at
 from trouper.actors.executor.workers.machines.channel import Start
-from trouper.actors.executor.workers.machines.coordinator import Front, listening
+from trouper.actors.executor.workers.machines.coordinator import Coordinator, listening
 from trouper.actors.executor.workers.machines.launch_hosts import (
     BACKLOG,
-    NodesCrew,
+    HostsLauncher,
     connected_peers,
 )
 from trouper.actors.executor.workers.machines.remote_peer import END_S
 from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
-from trouper.actors.executor.workers.model_files import PlaceFacts
+from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.parallel import NodesConfig
 from trouper.config.resolve import EngineConfig
@@ -40,7 +40,7 @@ LOOK_S = 0.5  # between two looks whether it has
 ANSWER_S = 60.0  # for an actor: its process imports this module first
 
 
-class RayPlace:
+class RayHost:
     """The actor of a place; Ray calls its methods one after another, in the main thread of a process of its own."""
 
     def __init__(self, front: tuple[str, int], key: bytes, num_cpus: int) -> None:
@@ -51,7 +51,7 @@ class RayPlace:
     def listen(self) -> tuple[str, int]:
         """Listen for links; returns where."""
         address = import_module("ray").util.get_node_ip_address()
-        facts = PlaceFacts(num_workers=1)  # Ray shares out the cores
+        facts = MachineFacts(num_workers=1)  # Ray shares out the cores
         self._group = WorkerGroup(self._front, address, self._key, facts.as_argument())
         return address, self._group.listen()
 
@@ -75,7 +75,7 @@ class RayPlace:
 class RayGroup:
     """`GroupPort` of the workers that one actor starts."""
 
-    def __init__(self, ray: Any, actor: Any, front: Front, number: int) -> None:
+    def __init__(self, ray: Any, actor: Any, front: Coordinator, number: int) -> None:
         self._ray, self._actor, self._front, self._number = ray, actor, front, number
 
     async def prepare(self) -> tuple[str, int]:
@@ -116,11 +116,11 @@ class RayGroup:
             raise DeviceStartError(f"place {self._number} of Ray is gone: {kind}") from None
 
 
-class RayCrew:
-    """`CrewLauncher` of one replica; it holds the places of its last crew."""
+class RayLauncher:
+    """`WorkersLauncher` of one replica; it holds the places of its last crew."""
 
     def __init__(
-        self, ray: Any, config: EngineConfig, nodes: NodesConfig, replica: int, front: Front,
+        self, ray: Any, config: EngineConfig, nodes: NodesConfig, replica: int, front: Coordinator,
         address: tuple[str, int], key: bytes,
     ) -> None:  # fmt: skip
         self._ray, self._front = ray, front
@@ -132,12 +132,12 @@ class RayCrew:
             for stage in range(config.num_stages)
         }
         self._num_places = len(places)
-        self._crew = NodesCrew(config, places, replica, front, self._make_group)
+        self._crew = HostsLauncher(config, places, replica, front, self._make_group)
         self._places: Any = None  # a placement group
         self._actors: list[Any] = []
 
     def __repr__(self) -> str:
-        return f"<RayCrew of {self._num_places} x {self._bundle}>"
+        return f"<RayLauncher of {self._num_places} x {self._bundle}>"
 
     async def __call__(self) -> Sequence[Peer]:
         await self.release()
@@ -195,7 +195,7 @@ class RayCrew:
     def _start_actors(self) -> None:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for index in range(self._num_places):
-            actor_class = self._ray.remote(RayPlace).options(
+            actor_class = self._ray.remote(RayHost).options(
                 num_cpus=self._bundle["CPU"],
                 scheduling_strategy=strategy(self._places, placement_group_bundle_index=index),
             )
@@ -208,7 +208,7 @@ class RayCrew:
 @asynccontextmanager
 async def open_ray(
     config: EngineConfig, nodes: NodesConfig
-) -> AsyncGenerator[Callable[[int], CrewLauncher]]:
+) -> AsyncGenerator[Callable[[int], WorkersLauncher]]:
     """Use Ray while the block runs, the cluster that this process has joined or else joins; yields what starts a replica's workers.
 
     Raises:
@@ -220,17 +220,17 @@ async def open_ray(
     if not was_there:
         await anyio.to_thread.run_sync(_join, ray)
     key = secrets.token_bytes(32)  # of this engine alone
-    crews: list[RayCrew] = []
+    crews: list[RayLauncher] = []
     try:
         listener = _listen(ray.util.get_node_ip_address())
-        front, address = Front(listener, key), listener.getsockname()[:2]
+        front, address = Coordinator(listener, key), listener.getsockname()[:2]
 
-        def crew_of(replica: int) -> CrewLauncher:
-            crews.append(RayCrew(ray, config, nodes, replica, front, address, key))
+        def launcher_of(replica: int) -> WorkersLauncher:
+            crews.append(RayLauncher(ray, config, nodes, replica, front, address, key))
             return crews[-1]
 
         async with listening(front):
-            yield crew_of
+            yield launcher_of
     finally:
         with anyio.CancelScope(shield=True):  # bounded: Ray's own calls do not wait for places
             for crew in crews:

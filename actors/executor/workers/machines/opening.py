@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
-from trouper.actors.executor.workers.launching import CrewLauncher
+from trouper.actors.executor.workers.launching import WorkersLauncher
 from trouper.actors.executor.workers.machines.launch_hosts import open_nodes
 from trouper.actors.executor.workers.machines.launch_ray import open_ray
 from trouper.config.parallel import NodesConfig
@@ -12,9 +12,9 @@ from trouper.errors import invalid
 
 
 @asynccontextmanager
-async def open_crews(
+async def open_workers(
     config: EngineConfig, nodes: NodesConfig
-) -> AsyncGenerator[Callable[[int], CrewLauncher]]:
+) -> AsyncGenerator[Callable[[int], WorkersLauncher]]:
     """Be there for other machines while the block runs; yields what starts the workers of a replica.
 
     Raises:
@@ -24,5 +24,5 @@ async def open_crews(
         rule = "must be 0 where an engine runs; trouper serve runs the other machines"
         raise invalid("node_rank", rule, nodes.rank)
     opened = open_ray if nodes.backend == "ray" else open_nodes
-    async with opened(config, nodes) as crew_of:
-        yield crew_of
+    async with opened(config, nodes) as launcher_of:
+        yield launcher_of

@@ -6,7 +6,7 @@ to those elsewhere go connections, which the place makes and its workers inherit
 
 import socket
 
-from trouper.actors.executor.links.worker_links import close_files, create_crew_files, crew_links
+from trouper.actors.executor.links.worker_links import close_files, create_shared_files, link_ends
 from trouper.actors.executor.workers.machines.accept_links import LinkAcceptor
 from trouper.actors.executor.workers.machines.authentication import WrongKeyError, dial, serve_at
 from trouper.actors.executor.workers.machines.channel import LinkHello, Start, WorkerHello, encode
@@ -22,7 +22,7 @@ class WorkerGroup:
     Args:
         front: address and port of the front.
         address: of this place, as the others reach it.
-        place: a `PlaceFacts` in JSON, for its workers.
+        place: a `MachineFacts` in JSON, for its workers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class WorkerGroup:
             if awaited:
                 assert self._listener is not None, "the front has us start before it has us listen"
                 made |= LinkAcceptor(self._listener, self._key, start.order, awaited).accept_all()
-            return create_crew_files(start.sizes, start.ranks, made)
+            return create_shared_files(start.sizes, start.ranks, made)
         except BaseException:
             close_files([tuple(made.values())])
             raise
@@ -146,5 +146,5 @@ def outer_links(start: Start) -> set[str]:
     """Return the names of the links between ranks of a place and others."""
     if start.sizes is None:
         return set()
-    links = crew_links(start.sizes)
+    links = link_ends(start.sizes)
     return {x.name for x in links if (x.sender in start.ranks) != (x.receiver in start.ranks)}

@@ -10,7 +10,7 @@ import pytest
 from trouper.actors.executor.links.worker_links import close_files
 from trouper.actors.executor.workers.machines import accept_links, authentication
 from trouper.actors.executor.workers.machines import channel as messages
-from trouper.actors.executor.workers.machines.accept_links import Hearing, LinkAcceptor
+from trouper.actors.executor.workers.machines.accept_links import LinkAcceptor, PendingHello
 from trouper.actors.executor.workers.machines.channel import ChannelError, LinkHello
 
 KEY = b"a key of these machines"
@@ -115,7 +115,7 @@ def pair(listener):
 
 def test_a_hello_is_whole_however_its_bytes_come_and_none_behind_it_is_read(pair):
     near, far = pair
-    hearing = Hearing(far, KEY)
+    hearing = PendingHello(far, KEY)
     sent, verdict = answer_to(near)
     hello = messages.encode(LinkHello(1, "hidden 0"))
     found = []
@@ -140,7 +140,7 @@ def test_a_hello_is_whole_however_its_bytes_come_and_none_behind_it_is_read(pair
 )
 def test_what_is_no_hello_is_an_error(pair, data, words):
     near, far = pair
-    hearing = Hearing(far, KEY)
+    hearing = PendingHello(far, KEY)
     near.sendall(answer_to(near)[0])
     assert read(hearing) is None
     near.sendall(data)
@@ -151,7 +151,7 @@ def test_what_is_no_hello_is_an_error(pair, data, words):
 
 def test_another_key_is_told_to_the_dialler_and_ends_the_connection(pair):
     near, far = pair
-    hearing = Hearing(far, b"another key")
+    hearing = PendingHello(far, b"another key")
     near.sendall(answer_to(near)[0])
     with pytest.raises(authentication.WrongKeyError):
         read(hearing)

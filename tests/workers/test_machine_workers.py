@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 from trouper.actors.executor.links.worker_links import (
-    CrewSizes,
+    SharedSizes,
     close_files,
-    crew_links,
+    link_ends,
     open_worker_links,
 )
-from trouper.actors.executor.workers.local_workers import crew_sizes
+from trouper.actors.executor.workers.local_workers import shared_sizes
 from trouper.actors.executor.workers.machines.channel import Start
 from trouper.actors.executor.workers.machines.launch_hosts import ranks_by_node, with_dials
 from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
-from trouper.actors.executor.workers.model_files import PlaceFacts
+from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.pooler import Dense, PoolerSpec
 from trouper.config.parallel import CLUSTER_KEY, RAY_CPUS, NodesConfig, nodes_config
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
-from .test_nodes import KEY, a_config
+from .test_machines import KEY, a_config
 
 
 @pytest.fixture
@@ -64,13 +64,13 @@ def test_every_machine_has_as_many_workers_one_after_another(num_nodes, stages, 
 )
 def test_each_link_between_machines_is_dialled_once_by_the_later_one(num_ranks, groups):
     num_stages = sum(map(len, groups)) // num_ranks
-    sizes = CrewSizes(num_stages, num_ranks, 64, 8, (64,) * num_stages)
+    sizes = SharedSizes(num_stages, num_ranks, 64, 8, (64,) * num_stages)
     starts = [Start(1, ranks, 0, sizes) for ranks in groups]
     addresses = [(f"10.0.0.{i}", 1000 + i) for i in range(len(groups))]
     found = [start.dials for start in with_dials(starts, addresses)]
     group_of = {rank: i for i, ranks in enumerate(groups) for rank in ranks}
     num_dials = 0
-    for link in crew_links(sizes):
+    for link in link_ends(sizes):
         places = {group_of[link.sender], group_of[link.receiver]}
         dialled = [(i, dials[link.name]) for i, dials in enumerate(found) if link.name in dials]
         assert dialled == ([(max(places), addresses[min(places)])] if len(places) > 1 else [])
@@ -83,7 +83,7 @@ def test_stages_of_two_machines_reach_each_other_by_what_they_inherit(num_ranks)
     """Stage 0 at one place, 1 and 2 at another: rings inside, connections between."""
     config = a_config(pipeline_parallel_size=3, tensor_parallel_size=num_ranks, max_model_len=64,
                       max_num_seqs=2, max_num_batched_tokens=4)  # fmt: skip
-    sizes = crew_sizes(config)
+    sizes = shared_sizes(config)
     groups = [WorkerGroup(("127.0.0.1", 1), "127.0.0.1", KEY) for _ in range(2)]
     addresses = [("127.0.0.1", group.listen()) for group in groups]
     ranks = tuple(range(num_ranks)), tuple(range(num_ranks, 3 * num_ranks))
@@ -126,10 +126,10 @@ def test_a_place_has_its_own_paths_and_its_share_of_the_cores():
     theirs = msgspec.structs.replace(
         config, nodes=nodes, model=msgspec.structs.replace(config.model, path="/elsewhere")
     )
-    place = PlaceFacts.of_argument(PlaceFacts.of(theirs).as_argument().decode())
+    place = MachineFacts.of_argument(MachineFacts.of(theirs).as_argument().decode())
     found = place.localise(config)
     assert (found.model.path, found.num_workers) == ("/elsewhere", 2)
-    assert PlaceFacts(3).localise(config).model == config.model
+    assert MachineFacts(3).localise(config).model == config.model
 
 
 def with_dense(config, *folders):
@@ -144,7 +144,7 @@ def with_dense(config, *folders):
 
 def test_a_place_reads_the_dense_modules_of_a_pooling_model_from_its_own_folder():
     config = a_config()
-    place = PlaceFacts.of(with_dense(config, "/here/2_Dense", "/here/3_Dense"))
+    place = MachineFacts.of(with_dense(config, "/here/2_Dense", "/here/3_Dense"))
     found = place.localise(with_dense(config, "/there/2_Dense", "/there/3_Dense"))
     assert [each.folder for each in found.pooler.dense] == ["/here/2_Dense", "/here/3_Dense"]
     other = with_dense(config, "/there/2_Dense")  # another model: the load refuses it

@@ -28,15 +28,15 @@ from trouper.actors.executor.workers.machines.channel import (
 from trouper.actors.executor.workers.machines.host import Orders
 from trouper.actors.executor.workers.machines.launch_hosts import (
     MAX_HOSTS_LOST,
+    HostsLauncher,
     LocalGroup,
-    NodesCrew,
     listen,
 )
 from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.parallel import CLUSTER_KEY, NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 
-from .test_nodes import KEY, a_config, a_front, a_host, crew_on_host, running
+from .test_machines import KEY, a_config, a_front, a_host, crew_on_host, running
 
 pytestmark = [pytest.mark.anyio]
 
@@ -279,7 +279,7 @@ async def test_what_a_machine_has_prepared_is_closed_if_another_cannot():
         return Refusing() if node else Local(("127.0.0.1", 1), KEY, launch)
 
     async with a_front() as (front, _):
-        crew = NodesCrew(a_config(), {0: (0,), 1: (1,)}, 0, front, make_group)
+        crew = HostsLauncher(a_config(), {0: (0,), 1: (1,)}, 0, front, make_group)
         with pytest.raises(DeviceStartError, match="no room"):
             await crew()
     address, closed = where

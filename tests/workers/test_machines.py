@@ -11,21 +11,21 @@ import anyio.to_thread
 import pytest
 
 from tests.support.accepting import accept
-from trouper.actors.executor.links.worker_links import CrewSizes
+from trouper.actors.executor.links.worker_links import SharedSizes
 from trouper.actors.executor.workers.launching import CLOSED
 from trouper.actors.executor.workers.machines import authentication
 from trouper.actors.executor.workers.machines import channel as messages
 from trouper.actors.executor.workers.machines.channel import Channel, ChannelError, HostHello, Start
-from trouper.actors.executor.workers.machines.coordinator import Front
+from trouper.actors.executor.workers.machines.coordinator import Coordinator
 from trouper.actors.executor.workers.machines.host import Host, Orders
 from trouper.actors.executor.workers.machines.launch_hosts import (
     HostGroup,
-    NodesCrew,
+    HostsLauncher,
     listen,
     open_nodes,
 )
 from trouper.actors.executor.workers.machines.remote_peer import RemotePeer
-from trouper.actors.executor.workers.model_files import PlaceFacts
+from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.actors.executor.workers.wire import MAX_FRAME, Close, FrameReader, encode
 from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.args import EngineArgs
@@ -94,7 +94,7 @@ def test_a_wrong_key_is_told_to_the_dialler():
 
 
 def test_no_proof_of_one_side_is_one_of_the_other_nor_of_another_time():
-    one, two = authentication.Listening(KEY), authentication.Listening(KEY)
+    one, two = authentication.ListenerProof(KEY), authentication.ListenerProof(KEY)
     sent, wanted = authentication.answer(KEY, one.greeting)
     assert one.judge(sent) == (True, wanted)
     assert two.judge(sent) == (False, bytes(33))
@@ -117,7 +117,7 @@ async def test_messages_are_whole_however_their_bytes_come():
     far.setblocking(False)
     wanted = [
         HostHello("digest", 1, 2),
-        Start(3, (0, 1), 4, CrewSizes(4, 1, 64, 8, ()), {"hidden 1": ("10.0.0.1", 77)}),
+        Start(3, (0, 1), 4, SharedSizes(4, 1, 64, 8, ()), {"hidden 1": ("10.0.0.1", 77)}),
         messages.Ended(3, 1, Exit(-9, stderr=("last", "words"))),
         messages.Failed(3, "no memory"),
     ]
@@ -226,13 +226,13 @@ def a_config(**options):
 
 def a_host(address, rank=1, num_nodes=2, key=KEY, num_workers=1):
     nodes = NodesConfig("mp", num_nodes, rank, *address)
-    return Host(nodes, key, PlaceFacts(num_workers), IDLE)
+    return Host(nodes, key, MachineFacts(num_workers), IDLE)
 
 
 @asynccontextmanager
 async def a_front(num_nodes=2):
     listener = socket.create_server(("127.0.0.1", 0))
-    front = Front(listener, KEY, num_nodes)
+    front = Coordinator(listener, KEY, num_nodes)
     async with anyio.create_task_group() as tasks:
         await tasks.start(front.listen)
         yield front, listener.getsockname()
@@ -246,7 +246,7 @@ def crew_on_host(front):
         return HostGroup(front, await front.host(1), order)
 
     config = a_config()
-    return NodesCrew(config, {1: (0,)}, 0, front, make_group)
+    return HostsLauncher(config, {1: (0,)}, 0, front, make_group)
 
 
 @asynccontextmanager
@@ -295,7 +295,7 @@ async def test_a_host_serves_the_next_front_when_one_is_gone(monkeypatch):
     async with running(a_host(address)):
         for _ in range(2):
             async with anyio.create_task_group() as tasks:
-                front = Front(listen(NodesConfig("mp", 2, 0, *address)), KEY, 2)
+                front = Coordinator(listen(NodesConfig("mp", 2, 0, *address)), KEY, 2)
                 await tasks.start(front.listen)
                 peer = await started(front)
                 tasks.cancel_scope.cancel()
@@ -424,7 +424,7 @@ async def test_a_key_holder_that_says_nonsense_is_left_alone():
             except ConnectionResetError:
                 pass
             connection.close()
-        assert repr(front) == "<Front: 0 hosts, 0 workers expected>"
+        assert repr(front) == "<Coordinator: 0 hosts, 0 workers expected>"
 
 
 @pytest.mark.anyio

@@ -9,16 +9,16 @@ import pytest
 
 from trouper.actors.executor.links import worker_links
 from trouper.actors.executor.links.worker_links import (
-    CrewSizes,
     ModelSizes,
-    RankPlace,
+    SharedSizes,
+    WorkerPosition,
     close_files,
-    create_crew_files,
+    create_shared_files,
     group_sizes,
     open_worker_links,
 )
 from trouper.actors.executor.runners.cpu.recorded_steps import MAX_LOGITS
-from trouper.actors.executor.workers.local_workers import crew_sizes
+from trouper.actors.executor.workers.local_workers import shared_sizes
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, UnsupportedFeatureError
@@ -41,8 +41,8 @@ def crew(request):
     """The links of all workers."""
     before = num_open()
     config = config_of(*request.param)
-    sizes = CrewSizes.of(config, MODEL)
-    files = create_crew_files(sizes)
+    sizes = SharedSizes.of(config, MODEL)
+    files = create_shared_files(sizes)
     links = [
         open_worker_links(worker, list(map(os.dup, mine)), sizes)
         for worker, mine in enumerate(files)
@@ -84,7 +84,7 @@ def test_hidden_states_go_to_the_same_rank_of_the_next_stage(crew):
     config, links = crew
     num_ranks = config.tensor_parallel_size
     for worker, link in enumerate(links):
-        assert (link.hidden_in is None) == (RankPlace.of(worker, config).stage == 0)
+        assert (link.hidden_in is None) == (WorkerPosition.of(worker, config).stage == 0)
         if link.hidden_out is not None:
             assert sent(link.hidden_out, links[worker + num_ranks].hidden_in) == [0, 1, 2, 3]
 
@@ -110,7 +110,7 @@ def test_too_little_memory_is_an_error_before_any_is_taken(monkeypatch):
     with pytest.raises(
         DeviceStartError, match=f"the workers share {wanted} bytes .*, 1000 are free"
     ):
-        create_crew_files(CrewSizes(2, 2, 64, 8, (600, 500)))
+        create_shared_files(SharedSizes(2, 2, 64, 8, (600, 500)))
     assert num_open() == before
 
 
@@ -127,7 +127,7 @@ def test_a_system_that_refuses_leaves_nothing_open(monkeypatch, name):
     before = num_open()
     monkeypatch.setattr(os, name, refusing)
     with pytest.raises(DeviceStartError, match="No space left"):
-        create_crew_files(CrewSizes.of(config_of(2, 2), MODEL))
+        create_shared_files(SharedSizes.of(config_of(2, 2), MODEL))
     assert num_open() == before
 
 
@@ -140,7 +140,7 @@ def test_a_mixture_is_refused_on_gpus_before_a_process_starts(tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
     config = resolve(EngineArgs(str(tmp_path), tensor_parallel_size=2, max_model_len=64))
-    assert crew_sizes(config).num_ranks == 2
+    assert shared_sizes(config).num_ranks == 2
     with pytest.raises(UnsupportedFeatureError, match="experts") as caught:
-        crew_sizes(msgspec.structs.replace(config, device="cuda"))
+        shared_sizes(msgspec.structs.replace(config, device="cuda"))
     assert caught.value.parameter == "device"
