@@ -1,13 +1,14 @@
-"""The experts of a layer as models call them: gated MLPs of which each token uses some, whatever form their weights have.
+"""The experts of a mixture-of-experts layer, independent of the form of their weights.
 
-x [T, E]        tokens × hidden size
-logits [T, ≥ X] of the router: X experts, then that of the shared expert's gate, if there is one; the rest is ignored
-k               experts of a token
+    x [T, E]          tokens × hidden size
+    logits [T, ≥ X]   router logits of X experts, then the logit of the shared expert's gate, if the model has one;
+                      further columns are ignored
+    k                 experts that each token uses
 
-A token's output is the sum over its k experts, the likeliest first, of weight · down(act(gate(x)) · up(x)); its weights
-are the softmax of its logits in float32, among all experts, or among the k.
+An expert is a gated MLP.  A token's output is the sum over its k most likely experts of
+weight · down(act(gate(x)) · up(x)).  The weights are a float32 softmax of the logits, over all experts or over the k.
 
-The experts of each token, and their weights, from a router's logits; the formula is that of `kernels/experts.py`.
+`PlainExperts` calls the linear layers of one expert after the other; `cpu/experts` computes all of them in one launch.
 """
 
 
@@ -21,27 +22,22 @@ from torch import Tensor
 
 from trouper.kernels.linear import LinearMethod
 
-# pyright: reportUnknownMemberType=false
-# torch leaves the types of some functions open.
-
 
 class Routing(NamedTuple):
     """How a router's logits become experts and their weights."""
 
     num_experts: int
     top_k: int
-    is_normalised: bool  # the weights of a token's experts add up to one
-    has_shared_gate: bool = (
-        False  # the shared expert's output is times the sigmoid of one more logit
-    )
+    is_normalised: bool
+    has_shared_gate: bool = False
 
 
 class Experts(Protocol):
-    """The experts of one layer, with their weights."""
+    """The experts of one layer with their weights."""
 
     @property
     def linears(self) -> Sequence[LinearMethod]:
-        """The products of all experts."""
+        """All linear layers of all experts, so that a caller can count their bytes."""
         ...
 
     def forward(
@@ -54,14 +50,14 @@ class Experts(Protocol):
         """Return the sum over each token's experts, a new tensor [T, E].
 
         Args:
-            shared_TE: the output of the expert that all tokens use; None = there is none.
-            act_and_mul: from the product of gate and up [., 2 M] to [., M].
+            shared_TE: the output of the expert that every token uses, if the model has one.
+            act_and_mul: the activation: maps the fused product of gate and up [., 2 M] to [., M].
         """
         ...
 
 
 class PlainExperts:
-    """Experts whose products are linear layers of any kind: of different forms, of shapes that no kernel takes."""
+    """Experts of arbitrary linear layers, for weight formats and shapes that no expert kernel accepts."""
 
     def __init__(
         self, gate_up: Sequence[LinearMethod], down: Sequence[LinearMethod], routing: Routing
@@ -101,9 +97,12 @@ class PlainExperts:
 def route(
     logits_TX: Tensor, num_experts: int, top_k: int, *, is_normalised: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's experts [T, k] int64, the likeliest first, and their weights [T, k] float32."""
+    """Choose each token's experts.
+
+    Returns their ids [T, k] int64, the most likely first, and their weights [T, k] float32.
+    """
     scores_TX = logits_TX.narrow(1, 0, num_experts).float()
-    # stable: of two equal ones the first
+    # A stable sort prefers the smaller id if two logits are equal.
     best_TX, ids_TX = scores_TX.sort(dim=1, descending=True, stable=True)
     best_TK, ids_TK = (x.narrow(1, 0, top_k) for x in (best_TX, ids_TX))
     among = best_TK if is_normalised else scores_TX

@@ -1,9 +1,12 @@
-"""A linear layer y = x Wᵀ + b as models call it, whatever form its weight has in memory.
+"""A linear layer y = x Wᵀ + b, independent of the form of its weight.
 
-x [T, I]   tokens × inputs, rows may be strided
-W [O, I]   as checkpoints store it
-b [O]      or absent
-y [T, O]
+    x [T, I]   tokens × inputs; rows may be strided
+    W [O, I]   the layout of checkpoints
+    b [O]      optional
+    y [T, O]
+
+Models call a `LinearMethod`.  Each implementation packs the weight once, into the layout that its kernel reads
+fastest; `select.make_linear` chooses the implementation.
 """
 
 from abc import abstractmethod
@@ -16,27 +19,35 @@ from trouper.kernels.reference.activation import activate
 
 
 class LinearConfig(NamedTuple):
-    """Wishes of the caller about a linear layer, beyond its weight."""
+    """Options of a linear layer that do not follow from its weight.
+
+    Args:
+        quantization: round the weight to this format at load.
+        is_compressed: store bfloat16 in twelve bits, if the machine supports it.
+        is_for_many_rows: expect that most products have more than a dozen rows.
+        is_batch_invariant: on CUDA, make the bits of a row independent of the number of rows.
+    """
 
     device: Literal["cpu", "cuda"] = "cpu"
-    quantization: Format | None = None  # round the weight at load
-    is_compressed: bool = True  # keep bfloat16 in twelve bits where the machine can
-    is_for_many_rows: bool = False  # most products have more than a dozen rows
-    is_batch_invariant: bool = False  # on CUDA: a row's bits do not depend on the number of rows
+    quantization: Format | None = None
+    is_compressed: bool = True
+    is_for_many_rows: bool = False
+    is_batch_invariant: bool = False
 
 
 class LinearMethod(Protocol):
-    """One linear layer: its weight in the form that one kernel reads, and that kernel.
+    """One linear layer: a packed weight and the kernel that reads it.
 
-    It owns the only copy of the weight: after `pack` nothing refers to the plain matrix.  What wraps a layer is a
-    method too.
+    The layer owns the only copy of its weight: after `pack` nothing refers to the matrix of the checkpoint.  A wrapper
+    of a layer, such as `LoRALinear`, is a method too.
     """
 
-    is_recordable: ClassVar[bool] = False  # `apply` is launches of compiled kernels alone
-    takes_integers: ClassVar[bool] = (
-        False  # `pack` rounds a matrix, or takes one that was rounded before
-    )
-    is_compiled_per_size: ClassVar[bool] = False  # a new number of rows costs a compilation
+    # Whether `apply` only launches compiled kernels, so that it can be part of a recording.
+    is_recordable: ClassVar[bool] = False
+    # Whether `pack` accepts integers with scales, or rounds a matrix to them.
+    takes_integers: ClassVar[bool] = False
+    # Whether the first call with a new number of rows compiles code.
+    is_compiled_per_size: ClassVar[bool] = False
 
     shape: tuple[int, int]  # outputs, inputs
     bias: Tensor | None
@@ -44,16 +55,17 @@ class LinearMethod(Protocol):
     @classmethod
     @abstractmethod
     def pack(cls, weight: Any, bias_O: Tensor | None = None) -> "LinearMethod":
-        """Bring a plain matrix into this method's form, and compile what no step should wait for.
+        """Convert a plain matrix to this method's layout, and compile its kernels, so that no step waits for a compiler.
 
-        `weight` is a tensor [O, I], or an `IntegerWeight` for a method that takes one.
+        Args:
+            weight: a tensor [O, I], or an `IntegerWeight` if the method takes integers.
         """
         ...
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Count the bytes of the weight that a product of one row reads."""
+        """Count the bytes of weight that a product with one row reads."""
         ...
 
     @abstractmethod
@@ -62,7 +74,7 @@ class LinearMethod(Protocol):
         ...
 
     def apply_act(self, x_TI: Tensor, act: str) -> Tensor:
-        """Return act(x Wᵀ + b); see `activation.activate` for the names of the functions."""
+        """Return act(x Wᵀ + b).  `activation.activate` lists the names of the functions."""
         return activate(self.apply(x_TI), act)
 
     def apply_add(self, x_TI: Tensor, residual_TO: Tensor) -> Tensor:

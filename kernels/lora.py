@@ -1,14 +1,14 @@
-"""A linear layer with adapters: y = base(x) + B A x, where A and B are those of the row's adapter.
+"""A linear layer with LoRA adapters: y = base(x) + B A x, where A and B belong to the adapter of the row.
 
-    x [T, I]    rows of a step            A [r, I], B [O, r]    one adapter's, its scale in B
-    y [T, O]    the base's product        slot 0                no adapter
+    x [T, I]    rows of a step               A [r, I], B [O, r]    matrices of one adapter; B includes the scale
+    y [T, O]    product of the base layer    slot 0                rows without an adapter
 
-A fused layer has an A and a B for each of its parts, the outputs of one checkpoint matrix.
+A fused layer, such as q, k and v, has an A and a B for each of the checkpoint matrices that it joins.
 
 Laws:
-  * Which adapter a row has is data, found at a fixed address: a step that was recorded, or captured in a graph,
-    serves every mixture.
-  * A row's bits do not depend on the adapters of other rows, nor on their number.
+  * The slot of each row is data at a fixed address, so a recorded step or a CUDA graph serves every mixture of
+    adapters.
+  * The bits of a row depend neither on the adapters of other rows nor on the number of rows.
 """
 
 from collections.abc import Sequence
@@ -19,31 +19,33 @@ from torch import Tensor
 
 from trouper.kernels.linear import LinearMethod
 
-BLOCK_ROWS = (
-    4  # rows of one adapter that a CPU's kernel computes at once, the reads of A and B shared
-)
+# The CPU kernel computes this many rows of one adapter at once, so that they share the reads of A and B.
+BLOCK_ROWS = 4
 
 
 class LowRank(NamedTuple):
-    """One adapter's matrices of one part."""
+    """The matrices of one adapter for one part of a fused layer."""
 
     a_RI: Tensor
-    b_OR: Tensor  # times the scale
+    b_OR: Tensor  # includes the scale
 
 
 class RowTable:
-    """The adapter slots of the rows of one product, and the same rows in blocks of one adapter each."""
+    """The adapter slot of each row of a product, and the rows grouped into blocks of one adapter.
+
+    The arrays keep their addresses, so that recordings and graphs read the rows of every step.
+    """
 
     def __init__(self, max_rows: int, block_rows: int = BLOCK_ROWS) -> None:
         self._block_rows = block_rows
         self.slots = np.zeros(max_rows, dtype=np.int64)
-        self.order = np.zeros(max_rows, dtype=np.int64)  # rows that have an adapter, by slot
-        # [0, 0] is their number; each further row is slot, first in the order, count
+        self.order = np.zeros(max_rows, dtype=np.int64)  # rows with an adapter, ordered by slot
+        # blocks[0, 0] is the number of blocks.  Each further row is a block: its slot, its first index in `order`, its length.
         self.blocks = np.zeros((max_rows + 1, 3), dtype=np.int64)
         self.num_rows = 0
 
     def fill(self, slots_T: np.ndarray) -> None:
-        """Take the slots of the rows."""
+        """Store the slots of a step's rows and group them."""
         self.num_rows = len(slots_T)
         self.slots[: self.num_rows] = slots_T
         rows = np.flatnonzero(slots_T)
@@ -63,18 +65,18 @@ class RowTable:
 
 
 class RowSource(Protocol):
-    """Source of the adapters of a step's rows, in the form that one kind of kernels reads."""
+    """Provides the adapters of a step's rows in the form that one kind of kernel reads."""
 
     def of(self, num_rows: int) -> Any:
-        """Return those of a product of so many rows."""
+        """Return the adapters of a product with this number of rows."""
         ...
 
 
 class AdapterRows:
-    """The adapter slots of a step's rows: of all its tokens, and of those that are read.
+    """The adapter slots of a step on the CPU: of all its tokens, and of the tokens whose output is read.
 
     Args:
-        max_rows: tokens of a step.
+        max_rows: the largest number of tokens of a step.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -82,16 +84,22 @@ class AdapterRows:
         self._none = RowTable(max_rows)
 
     def begin_step(self, slots_T: np.ndarray, read_R: np.ndarray | None = None) -> None:
-        """Take the slot of each token, and which tokens the last layer goes on with; None = all."""
+        """Store the slot of each token.
+
+        Args:
+            read_R: indices of the tokens that the last layer continues with; all tokens by default.
+        """
         self._all.fill(slots_T)
         if read_R is not None:
             self._read.fill(slots_T[read_R])
 
     def of(self, num_rows: int) -> RowTable:
-        """Return the table of a product of so many rows: a step reads fewer tokens than it computes, or all.
+        """Return the table of a product with this number of rows.
+
+        A layer multiplies either all tokens of a step or only those whose output is read, and these numbers identify which.
 
         Raises:
-            RuntimeError: these are other rows, so whose adapters they want is not known.
+            RuntimeError: the step has adapters, and neither table has this number of rows.
         """
         for table in (self._all, self._read):
             if table.num_rows == num_rows:
@@ -102,23 +110,31 @@ class AdapterRows:
 
 
 class LoRAWeights(Protocol):
-    """The adapters of one linear layer, in the form that one kernel reads, and that kernel."""
+    """The adapters of one linear layer, in the layout that one kernel reads, and that kernel."""
 
     def load(self, slot: int, parts: Sequence[LowRank | None]) -> None:
-        """Put an adapter into a slot, from 1 on; a part that it leaves alone is None."""
+        """Copy an adapter into a slot.  Slots start at 1.
+
+        Args:
+            parts: the matrices of each part of a fused layer; None for a part that the adapter does not change.
+        """
         ...
 
     def clear(self, slot: int) -> None:
-        """Empty a slot: its rows get the base's product."""
+        """Empty a slot.  Its rows get the product of the base layer."""
         ...
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor, rows: Any) -> None:
-        """Add the adapters' product to y, row by row; `rows` is what the `RowSource` of these kernels gives."""
+        """Add the products of the adapters to y in place, row by row.
+
+        Args:
+            rows: the result of the `RowSource` of these kernels.
+        """
         ...
 
 
 class LoRALinear(LinearMethod):
-    """Any linear layer, and adapters on top of it."""
+    """A linear layer of any kind with adapters on top of it."""
 
     def __init__(self, base: LinearMethod, weights: LoRAWeights, rows: RowSource) -> None:
         self.shape, self.bias = base.shape, base.bias
@@ -140,5 +156,5 @@ class LoRALinear(LinearMethod):
 
 
 def rounded_rank(rank: int) -> int:
-    """Return the rank that memory is laid out for: whole registers of sixteen."""
+    """Return the rank that memory is allocated for: a multiple of the 16 lanes of a register."""
     return -(-rank // 16) * 16

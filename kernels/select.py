@@ -1,19 +1,23 @@
-"""The one place that chooses an implementation: of a decoder's operations, and of each linear layer.
+"""The choice of an implementation: for a decoder's operations and for each linear layer.
 
-    CpuOps     any dtype, shape and machine; several torch calls an operation
-    NativeOps  compiled kernels: one pass over memory and one launch an operation, on torch's threads
+Operations on the CPU:
 
-    compressed  bfloat16 where the machine has AVX512-BF16: 12 bits a weight (`cpu/linear/compressed.py`)
-    native      bfloat16 that is not compressed, and float32 ("floats"), with AVX2 (`cpu/linear/dense.py`)
-    split       float32 for many rows, with AMX (`cpu/linear/split_fp32.py`)
-    int8, int4, fp4  integers with scales for bfloat16, wherever kernels compile (`cpu/linear/integer.py`); elsewhere the
-                rounded weights in their own dtype, with no gain
-    onednn      other shapes and machines (`cpu/linear/onednn.py`)
-    plain       what oneDNN does not pack, and GPUs, where cuBLAS multiplies (`cpu/linear/plain.py`)
-    invariant   on a GPU, where it is asked for (`cuda/linear.py`)
+    NativeOps  compiled kernels: one launch and one pass over memory for each operation
+    CpuOps     torch: any dtype, shape and machine; several calls for each operation
 
-Law: a choice depends on the weight, the machine and the configuration, never on a batch; tests compare the
-implementations (`tests/kernels/cpu`).
+Linear layers:
+
+    CompressedLinear   bfloat16 in 12 bits a weight, with AVX512-BF16 (`cpu/linear/compressed.py`)
+    DenseLinear        other bfloat16, and float32, with AVX2 (`cpu/linear/dense.py`)
+    SplitLinear        float32 for many rows, with AMX (`cpu/linear/split_fp32.py`)
+    INTEGER_LINEARS    int8, int4 and fp4 with scales, for bfloat16, if kernels compile (`cpu/linear/integer.py`);
+                       otherwise the rounded weights are kept in their own dtype, which saves nothing
+    OneDNNLinear       other shapes and machines (`cpu/linear/by_torch.py`)
+    PlainLinear        weights that oneDNN does not pack, and GPUs, where cuBLAS multiplies
+    InvariantLinear    batch-invariant products on a GPU (`cuda/linear.py`)
+
+Law: a choice depends on the weight, the machine and the configuration, never on a batch.  Tests compare the
+implementations with each other (`tests/kernels/cpu`).
 """
 
 from collections.abc import Sequence
@@ -39,28 +43,33 @@ from trouper.kernels.ops import CpuOps, OpsConfig
 
 
 class Processor(NamedTuple):
-    """Capabilities of the processor that a choice depends on."""
+    """The capabilities of the processor that a choice depends on."""
 
-    can_compile: bool  # kernels at all: llvmlite is there
-    can_multiply: bool  # compiled products, AVX2
-    can_decode: bool  # weights of few bits as fast as they are read, AVX512-BF16
+    can_compile: bool  # llvmlite is installed
+    can_multiply: bool  # AVX2
+    can_decode: bool  # AVX512-BF16
     has_tiles: bool  # AMX
     onednn_dtypes: frozenset[torch.dtype]
 
 
 class WeightSpec(NamedTuple):
-    """Properties of a weight that a choice depends on."""
+    """The properties of a weight that a choice depends on.
+
+    `fmt` is the format of a checkpoint's integers, if a kernel can read their groups.
+    """
 
     num_out: int
     num_in: int
     dtype: torch.dtype
-    fmt: Format | None = (
-        None  # of numbers with scales in a checkpoint, if a kernel reads their groups
-    )
+    fmt: Format | None = None
 
 
 def make_ops(config: OpsConfig, *, native: bool | None = None) -> CpuOps:
-    """Build the operations; `native` = None chooses compiled kernels wherever they can be used."""
+    """Build the operations of a decoder on the CPU.
+
+    Args:
+        native: whether to use compiled kernels; by default if they support the model and the machine.
+    """
     if native or (native is None and can_be_native(config)):
         from trouper.kernels.cpu.ops import NativeOps
 
@@ -69,7 +78,7 @@ def make_ops(config: OpsConfig, *, native: bool | None = None) -> CpuOps:
 
 
 def can_be_native(config: OpsConfig) -> bool:
-    """All rows are whole registers, and the kernels know the dtype and the heads."""
+    """Test whether compiled kernels support the model: its widths fill whole registers, and its dtype and heads are known."""
     sizes = (config.head_dim, config.hidden_size, config.intermediate_size)
     if any(n % LANES for n in sizes) or units.kind_of(config.dtype) is None:
         return False
@@ -83,7 +92,7 @@ def make_linear(
     bias_O: Tensor | None = None,
     config: LinearConfig = LinearConfig(),  # noqa: B008  # immutable
 ) -> LinearMethod:
-    """Choose the method for a weight, and pack the weight."""
+    """Choose the method for a weight, and pack the weight into its layout."""
     method = choose_linear(spec_of(weight), this_processor(), config)
     if method.takes_integers:
         return method.pack(weight, bias_O)
@@ -97,7 +106,7 @@ def make_linear(
 def choose_linear(
     weight: WeightSpec, processor: Processor, config: LinearConfig
 ) -> type[LinearMethod]:
-    """Choose the method of a linear layer: a pure function of its arguments."""
+    """Choose the method of a linear layer.  It is a pure function of its arguments, so tests can enumerate the choices."""
     if config.device == "cuda":
         if not config.is_batch_invariant:
             return PlainLinear
@@ -145,7 +154,7 @@ def _choose_fp32(
 def make_experts(
     gate_up: Sequence[LinearMethod], down: Sequence[LinearMethod], routing: Routing
 ) -> Experts:
-    """Put the experts of a layer together: one launch a product where a kernel takes all of them in the form that they have."""
+    """Combine the experts of a layer, into one launch for each product if a kernel accepts the form of their weights."""
     if units.is_available():
         from trouper.kernels.cpu.experts.native import grouped
 
@@ -157,7 +166,11 @@ def make_experts(
 def make_lora(
     part_sizes: Sequence[int], num_in: int, num_slots: int, max_rank: int, dtype: torch.dtype
 ) -> LoRAWeights:
-    """Make empty slots for the adapters of a layer whose outputs are these parts: compiled kernels where they can be used."""
+    """Allocate empty adapter slots for a layer.  Uses compiled kernels if they support its sizes and dtype.
+
+    Args:
+        part_sizes: number of outputs of each part of a fused layer.
+    """
     if units.is_available():
         from trouper.kernels.cpu.linear.lora import NativeLoRA, can_adapt
 
@@ -167,7 +180,7 @@ def make_lora(
 
 
 def this_processor() -> Processor:
-    """Ask the processor and torch."""
+    """Detect the capabilities of this machine's processor and of torch."""
     can_multiply = units.can_multiply()
     return Processor(
         can_compile=units.is_available(),
@@ -179,7 +192,7 @@ def this_processor() -> Processor:
 
 
 def spec_of(weight: Tensor | IntegerWeight) -> WeightSpec:
-    """Describe a weight to `choose_linear`."""
+    """Extract the properties of a weight that `choose_linear` reads."""
     if isinstance(weight, IntegerWeight):
         num_out, num_in = weight.q_OI.shape
         fmt = weight.fmt if can_pack(weight) else None

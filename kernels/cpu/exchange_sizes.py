@@ -1,19 +1,23 @@
-"""The layout of the memory that ranks share; importing it needs neither llvmlite nor torch."""
+"""The layout of the memory that ranks on one machine share.
+
+The memory has three parts: control words of each rank, two buffers of each rank for its part of a sum, and one sheet
+for rows of logits.  The process that starts the ranks allocates it, so this module imports neither llvmlite nor torch.
+"""
 
 from typing import NamedTuple
 
-LINE = 8  # int64 of a cache line
-CONTROL = 2 * LINE  # of a rank
+LINE = 8  # int64 in a cache line
+CONTROL = 2 * LINE  # int64 for each rank
 PAGE = 4096
 FLOAT_BYTES = 4
 
 
 class ExchangeSizes(NamedTuple):
-    """The sizes of what the ranks of a group share."""
+    """The sizes of the buffers that a group of ranks shares."""
 
     num_ranks: int
-    part_bytes: int  # of the largest part of a sum: the rows of a step
-    sheet_numbers: int = 0  # float32 of the largest sheet of logits
+    part_bytes: int  # largest part of a sum: all rows of a step
+    sheet_numbers: int = 0  # float32 in the sheet of logits
 
     @property
     def parts_offset(self) -> int:
@@ -29,5 +33,5 @@ class ExchangeSizes(NamedTuple):
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Round up to pages."""
+    """Round up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE

@@ -1,40 +1,45 @@
-"""Memory for rows of activations, and how many threads are worth waking for them.
-
-Small weights in float32, as kernels read them.
-"""
+"""Memory for activations, float32 copies of small weights, and the number of threads for a launch."""
 
 import torch
 from torch import Tensor
 
-FEW = 16  # rows that one thread computes sooner than it wakes another: a row of a norm costs 0.5 µs, a thread 3
-PAD = 32  # bfloat16 of a cache line
+# One thread computes this many rows faster than it wakes another one: a row of a norm takes 0.5 µs, a wake-up 3 µs.
+FEW = 16
+PAD = 32  # bfloat16 in a cache line
 
 
 def num_threads_for(num_rows: int) -> int:
-    """Return 1, or all of torch's threads: a team of another size would be ended and made anew."""
+    """Return 1 for few rows, or else all of torch's threads.
+
+    There is nothing in between: OpenMP would end the team of threads and create one of another size.
+    """
     return 1 if num_rows < FEW else torch.get_num_threads()
 
 
 def padded(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Allocate rows a cache line apart from each other, so that a column of them is not one set of the cache.
+    """Allocate rows that end a cache line apart.
 
-    Rows of float32 have no gaps: the products of float32 want none.
+    Without the gap the rows of a column would map to the same set of the cache, because widths are powers of two.
+    Rows of float32 have no gap, because their matrix products read them without one.
     """
     pad = PAD if dtype == torch.bfloat16 else 0
     return torch.empty((num_rows, width + pad), dtype=dtype).narrow(1, 0, width)
 
 
 class Float32Copies:
-    """The copies that have been made, each kept together with its source, so that no other tensor gets its id."""
+    """Float32 copies of small weights, which kernels read in this dtype only.
+
+    Each copy is kept together with its source, so that no other tensor can get the source's id.
+    """
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # and sources, by the ids of those
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id(weight): copy, weight
 
     def __repr__(self) -> str:
         return f"<Float32Copies of {len(self._copies)} weights>"
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return a weight in float32: itself, if it is."""
+        """Return a contiguous float32 copy of a weight, or the weight itself if it is one."""
         if weight.dtype == torch.float32 and weight.is_contiguous():
             return weight
         held = self._copies.get(id(weight))
@@ -43,5 +48,5 @@ class Float32Copies:
         return held[0]
 
     def clear(self) -> None:
-        """Give all of them back."""
+        """Free all copies."""
         self._copies.clear()
