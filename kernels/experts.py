@@ -24,7 +24,11 @@ from trouper.kernels.linear import LinearMethod
 
 
 class Routing(NamedTuple):
-    """How a router's logits become experts and their weights."""
+    """The rule that turns router logits into experts and weights.
+
+    With `is_normalised` the weights of a token's experts add up to one.  With `has_shared_gate` the output of the shared
+    expert is multiplied by the sigmoid of one more logit.
+    """
 
     num_experts: int
     top_k: int

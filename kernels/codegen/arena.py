@@ -1,12 +1,12 @@
-"""Memory for the activations of one step after the other.
+"""Memory for activations that one step after the other reuses.
 
     with Lender(arena): y = forward(x)
 
-What torch allocates by `empty` within the block lies in the arena; what is freed there is used again.  The C library
-would give so much memory back to the system after a step: of a prompt of 1,024 tokens (473 M parameters) 120,000 pages
-were touched anew, a sixth of the step's time.
+Inside the block `torch.empty` allocates from the arena, and freed tensors return to it.  The C library would return
+this much memory to the system after each step: a prompt of 1,024 tokens (473 M parameters) then touched 120,000 pages
+again, which took a sixth of the step's time.
 
-Law: everything that was allocated in a block is read before the next block begins.
+Law: everything allocated in a block is read before the next block begins.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -25,26 +25,30 @@ SMALLEST = 64  # bytes
 
 
 class Arena:
-    """Memory in pieces of powers of two bytes, never given back: as many of each size as one block needs at once."""
+    """Blocks of memory, each a power of two bytes, that are never returned to the system.
+
+    The arena grows to the number of blocks of each size that one step needs at the same time.
+    """
 
     def __init__(self) -> None:
-        self.pieces: dict[int, Tensor] = {}  # by address
+        self.blocks: dict[int, Tensor] = {}  # by address
 
     def __repr__(self) -> str:
-        return f"<Arena of {sum(map(len, self.pieces.values()))} bytes>"
+        return f"<Arena of {sum(map(len, self.blocks.values()))} bytes>"
 
 
 class Lender(TorchDispatchMode):
-    """Context in which this thread's torch allocates from an arena."""
+    """Context in which torch allocates from an arena, on this thread."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
         self._arena = arena
-        self._free = list(arena.pieces.values())
+        self._free = list(arena.blocks.values())
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch imports its compiler: 1.5 s
+        # Otherwise torch imports its compiler, which takes 1.5 s.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -53,7 +57,7 @@ class Lender(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if lent is None else lent
 
     def lent(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return a tensor in the arena if `func` allocates one, else None."""
+        """Return a tensor in the arena if `func` allocates memory, or else None."""
         if func is torch.ops.aten.empty.memory_format:
             return self._empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         if func is torch.ops.aten.new_empty.default:
@@ -62,16 +66,16 @@ class Lender(TorchDispatchMode):
 
     def _empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         num_bytes = dtype.itemsize * int(np.prod(list(shape)))
-        piece = self._piece(max(SMALLEST, 1 << (num_bytes - 1).bit_length()))
-        # the storage refers to this array, and nothing else does: it dies with the last view
-        lent = piece.numpy()[:num_bytes]
-        weakref.finalize(lent, self._free.append, piece)
+        block = self._block(max(SMALLEST, 1 << (num_bytes - 1).bit_length()))
+        # Only the storage of the returned tensor refers to this array, so it is freed together with the last view.
+        lent = block.numpy()[:num_bytes]
+        weakref.finalize(lent, self._free.append, block)
         return torch.from_numpy(lent).view(dtype).view(*shape)
 
-    def _piece(self, num_bytes: int) -> Tensor:
-        for i, piece in enumerate(self._free):
-            if len(piece) == num_bytes:
+    def _block(self, num_bytes: int) -> Tensor:
+        for i, block in enumerate(self._free):
+            if len(block) == num_bytes:
                 return self._free.pop(i)
-        piece = torch.empty(num_bytes, dtype=torch.uint8)
-        self._arena.pieces[piece.data_ptr()] = piece
-        return piece
+        block = torch.empty(num_bytes, dtype=torch.uint8)
+        self._arena.blocks[block.data_ptr()] = block
+        return block

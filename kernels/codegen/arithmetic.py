@@ -1,19 +1,18 @@
-"""Products of small integers, exactly, by what the processor has: VNNI, AVX2's, or plain multiplications.
+"""Arithmetic of the kernel builder: exact dot products of small integers, and exp2, log and sqrt.
 
-    i32x16  also sixteen words of four bytes, or of two 16-bit integers
+Processors multiply small integers with VNNI, with the instructions of AVX2, or with plain multiplications.  Kernels
+call one method, and the builder emits what the processor has.
+
+    i32x16  sixteen 32-bit integers; also sixteen words of four bytes, or of two 16-bit integers
     i16x32  sums of the products of neighbouring bytes
 
-Law: all of them give the same bits, as long as sums of two products of bytes stay within 16 bits.
-
-Exponential, logarithm and root of the kernel builder.
+Law: all variants compute the same bits if the sum of two products of bytes fits 16 bits.
 """
 
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # llvmlite has no types.
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# llvmlite has no types.
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -39,13 +38,13 @@ class IntegerBuilder(VectorBuilder):
     """`VectorBuilder` with dot products of integers."""
 
     def byte_dot(self, total: Value, unsigned: Value, signed: Value) -> Value:
-        """Return total + the four products of each lane, of unsigned and signed bytes: VNNI alone."""
+        """Return total + the four products of unsigned and signed bytes in each lane.  Requires VNNI."""
         operands = [(total, I32), (unsigned, I8), (signed, I8)]
         wide = "llvm.x86.avx512.vpdpbusd.512" if has_wide_byte_dots() else None
         return self._by_halves(wide, "llvm.x86.avx512.vpdpbusd.256", I32, operands)
 
     def byte_pairs(self, unsigned: Value, signed: Value) -> Value:
-        """Return i16x32, the sum of two products each, of unsigned and signed bytes; it must fit."""
+        """Return i16x32 sums of two products of unsigned and signed bytes.  Each sum must fit 16 bits."""
         if has_byte_pairs():
             wide = "llvm.x86.avx512.pmaddubs.w.512" if has_wide_byte_pairs() else None
             operands = [(unsigned, I8), (signed, I8)]
@@ -55,7 +54,7 @@ class IntegerBuilder(VectorBuilder):
         return low + (u >> 8 & 0xFF) * (s >> 8)
 
     def lookup_bytes(self, table: Sequence[int], index: Value) -> Value:
-        """Return sixteen words whose bytes are entries of the table of sixteen, by the bytes 0 … 15 of `index`."""
+        """Look up the bytes 0 … 15 of `index` in a table of sixteen bytes.  Returns sixteen words of four entries."""
         wide = _vector(I8, LANES)
         constant = Value(self, ir.Constant(wide, list(table) * 4))
         if has_byte_pairs():
@@ -70,7 +69,7 @@ class IntegerBuilder(VectorBuilder):
         return self.as_i32x16(Value(self, found))
 
     def word_dot(self, total: Value, a: Value, b: Value) -> Value:
-        """Return total + the two products of each lane, of signed 16-bit integers."""
+        """Return total + the two products of signed 16-bit integers in each lane."""
         if has_byte_dots():
             wide = "llvm.x86.avx512.vpdpwssd.512" if has_wide_byte_dots() else None
             operands = [(total, I32), (a, I16), (b, I16)]
@@ -78,7 +77,7 @@ class IntegerBuilder(VectorBuilder):
         return total + self.word_pairs(a, b)
 
     def word_pairs(self, a: Value, b: Value) -> Value:
-        """Return the sum of the two products of each lane, of signed 16-bit integers."""
+        """Return the sum of the two products of signed 16-bit integers in each lane."""
         if has_byte_pairs():
             wide = "llvm.x86.avx512.pmaddw.d.512" if has_wide_byte_pairs() else None
             return self._by_halves(wide, "llvm.x86.avx2.pmadd.wd", I32, [(a, I16), (b, I16)])
@@ -88,7 +87,14 @@ class IntegerBuilder(VectorBuilder):
     def _by_halves(
         self, wide: str | None, narrow: str, result: Any, operands: list[tuple[Value, Any]]
     ) -> Value:
-        """Call an instruction on whole registers of 64 bytes, or on halves; operands with the elements that it takes."""
+        """Call an instruction once on 64 bytes, or twice on halves if the processor has only the narrow one.
+
+        Args:
+            wide: name of the instruction on 64 bytes, or None if the processor lacks it.
+            narrow: name of the instruction on 32 bytes.
+            result: element type of the result.
+            operands: each with the element type that the instruction expects.
+        """
         b = self.builder
         if wide is not None:
             whole = [b.bitcast(x.ir, _vector(kind, LANES)) for x, kind in operands]
@@ -103,32 +109,36 @@ class IntegerBuilder(VectorBuilder):
 
 
 def _vector(kind: Any, words: int) -> Any:
-    """Return the type of as many words of these elements."""
+    """Return the vector type that fills this number of 32-bit words with these elements."""
     return ir.VectorType(kind, words * 32 // kind.width)
 
 
-# 2^f on [-½, ½], degree 7: relative error 5e-9 before rounding
+# Coefficients of 2^f on [-½, ½], of degree 7.  The relative error is 5e-9 before rounding.
 _EXP2 = [math.log(2) ** i / math.factorial(i) for i in range(8)]
-# on [0, 1), minimax of degree 5: 8e-8
+# Coefficients of 2^f on [0, 1), a minimax polynomial of degree 5.  The relative error is 8e-8.
 _EXP2_UP = (1.0, 0.693151295, 0.240164444, 0.0557999127, 0.00901702885, 0.00186713075)
-# log(1 + f) = f - f²/2 + f³ P(f) on [√½ - 1, √2 - 1], of Cephes' logf
+# Coefficients of P in log(1 + f) = f - f²/2 + f³ P(f) on [√½ - 1, √2 - 1], from Cephes' logf.
 _LOG = (
     3.3333331174e-1, -2.4999993993e-1, 2.0000714765e-1, -1.6668057665e-1, 1.4249322787e-1,
     -1.2420140846e-1, 1.1676998740e-1, -1.1514610310e-1, 7.0376836292e-2,
 )  # fmt: skip
 _LN2 = 0.693359375, -2.12194440e-4  # high and low part
 _SQRT_HALF = 0.707106781186547524
-_LOWEST, _HIGHEST = -126.0, 127.0  # below it exp2 is 0, above it stays
+# Below the lowest exponent exp2 returns 0; above the highest it stays constant.
+_LOWEST, _HIGHEST = -126.0, 127.0
 
 
 class MathBuilder(IntegerBuilder):
-    """`IntegerBuilder` with functions of vectors."""
+    """`IntegerBuilder` with elementary functions of vectors."""
 
     def sqrt(self, x: Value) -> Value:
         return self._intrinsic("llvm.sqrt.f32", F32, x.ir)
 
     def exp2(self, x: Value) -> Value:
-        """Return 2^x to 2e-7; 0 below 2^-126, 2^127 above; not a number where x is not."""
+        """Return 2^x with a relative error of 2e-7.
+
+        Returns 0 below 2^-126 and 2^127 above 2^127; NaN stays NaN.
+        """
         bounded = self.select(x > _HIGHEST, _HIGHEST, x)
         if has_scaling():
             bounded = self.select(x < _LOWEST, -math.inf, bounded)
@@ -159,12 +169,12 @@ class MathBuilder(IntegerBuilder):
         return total
 
     def _above_floor(self, x: Value) -> Value:
-        """Return x - floor(x); of infinities 0."""
+        """Return x - floor(x), or 0 for infinities."""
         round_down = ir.Constant(I32, 1)
         return self._masked("reduce", x, Value(self, round_down))
 
     def _masked(self, name: str, a: Value, b: Value) -> Value:
-        """Call an instruction of AVX-512 on all lanes, with the current rounding."""
+        """Call an AVX-512 instruction on all lanes, with the current rounding mode."""
         everywhere, as_ever = ir.Constant(I16, -1), ir.Constant(I32, 4)
         none = ir.Constant(F32X16, ir.Undefined)
         full = f"llvm.x86.avx512.mask.{name}.ps.512"

@@ -1,10 +1,12 @@
-"""Which of the processor's instructions kernels may use, by TROUPER_KERNELS.
+"""The choice of the processor's instructions, by the environment variable TROUPER_KERNELS.
 
-all       what there is: the default
-avx-vnni  AVX2 and AVX-VNNI
-avx2      AVX2
-portable  what every processor of the kind has
-torch     no kernels: torch's operations instead
+It lets a modern machine compile and compute like an older one, for tests and for bisecting a wrong result.
+
+    all       every instruction of the processor (the default)
+    avx-vnni  AVX2 and AVX-VNNI
+    avx2      AVX2
+    portable  the instructions that every processor of this architecture has
+    torch     no compiled kernels; torch computes everything
 """
 
 import functools
@@ -19,10 +21,10 @@ Choice = Literal["all", "avx-vnni", "avx2", "portable", "torch"]
 
 @functools.cache
 def chosen() -> Choice:
-    """Return what the variable says.
+    """Return the value of the variable.
 
     Raises:
-        TrouperValidationError: it holds another word.
+        TrouperValidationError: the value is none of the supported words.
     """
     found, choices = os.environ.get(VARIABLE) or "all", get_args(Choice)
     if found not in choices:

@@ -1,16 +1,13 @@
-"""Source files that a kernel is made of: the module that writes it, and whatever that imports, in turn.
-
-Law: every file of trouper is named whose change could change the kernel.  An import counts wherever it stands,
-also within a function.
-
-From a kernel's function to machine code, kept on disk: the second start loads what the first compiled.
+"""Compile a kernel to machine code, and keep it on disk, so that the second start loads what the first one compiled.
 
 Laws:
-  * The key of a file is what its content depends on: the sources that its kernel is made of, the
-    processor's name and features, the version of LLVM.  A file under a key never changes, and a change of one
-    kernel's source compiles that kernel anew and no other.
-  * A file begins with the hash of the rest, and is renamed into place.  Whatever else is found there
-    (cut off, foreign, not ours) is compiled anew.  Nothing is unpickled.
+  * A file's key covers everything that its content depends on: the sources of the kernel, the name and features of the
+    processor, the version of LLVM.  A file with a given key never changes, and an edit of one kernel recompiles only
+    that kernel.
+  * The sources of a kernel are the module that writes it and all modules of trouper that it imports, directly or
+    indirectly, at the top or inside a function.
+  * A file begins with the hash of its content and is renamed into place.  A file that does not match its hash (truncated,
+    foreign) is compiled again.  Nothing is unpickled.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
@@ -44,13 +41,13 @@ COMMENT = re.compile("#[^\n]*")
 
 
 def digest_of(*files: Path) -> str:
-    """Return a hash of these files and of every file of trouper that they import, in turn."""
+    """Return a hash of these files and of every file of trouper that they import, directly or indirectly."""
     contents = sorted((file.name, _hash_and_imports(file)[0]) for file in files_of(*files))
     return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
 def files_of(*files: Path) -> set[Path]:
-    """Return these files and every file of trouper that they import, in turn."""
+    """Return these files and every file of trouper that they import, directly or indirectly."""
     found: set[Path] = set()
     waiting = list(files)
     while waiting:
@@ -60,9 +57,12 @@ def files_of(*files: Path) -> set[Path]:
     return found
 
 
-@functools.cache  # a start compiles some twenty kernels from the same files
+@functools.cache
 def _hash_and_imports(file: Path) -> tuple[str, tuple[Path, ...]]:
-    """Return the hash of a file, and the files of trouper that it imports."""
+    """Return the hash of a file, and the files of trouper that it imports.
+
+    Results are cached, because a start compiles about twenty kernels from the same files.
+    """
     content = file.read_bytes()
     modules = imported_modules(content.decode())
     files = dict.fromkeys(found for name in modules if (found := _file_of(name)))
@@ -70,12 +70,12 @@ def _hash_and_imports(file: Path) -> tuple[str, tuple[Path, ...]]:
 
 
 def imported_modules(source: str) -> Iterator[str]:
-    """Yield the dotted names in the imports of this source that may be modules of trouper."""
+    """Yield the dotted names in this source's imports that may be modules of trouper."""
     for package, names, modules in IMPORTS.findall(source):
         if package:
             yield package
         for name in COMMENT.sub("", names or modules).strip("() \n").split(","):
-            if name := name.strip().partition(" ")[0]:  # without `as …`
+            if name := name.strip().partition(" ")[0]:
                 yield f"{package}.{name}" if package else name
 
 
@@ -92,7 +92,14 @@ _compiling = threading.Lock()
 
 
 def address_of(name: str, write: Callable[..., None], *options: object) -> tuple[int, object]:
-    """Return the address of the function that `write` writes, and the library that must outlive its calls."""
+    """Return the address of the compiled function, and the library that must outlive its calls.
+
+    Loads the machine code from disk, or else compiles it and writes it there.
+
+    Args:
+        name: the function's name, unique for `write` and its options.
+        write: the Python function that writes the kernel.
+    """
     with _compiling:
         file = _file_for(name, write)
         image = None if file is None else _read(file)
@@ -108,7 +115,10 @@ def address_of(name: str, write: Callable[..., None], *options: object) -> tuple
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """Return this user's own folder for machine code; None where none can be kept, and every start compiles."""
+    """Return the user's private folder for machine code.
+
+    Returns None if no such folder can be created; then every start compiles.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256()
     for part in (*target(), llvmlite_version):
@@ -120,19 +130,23 @@ def cache_folder() -> Path | None:
     except OSError:
         return None
     if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & stat.S_IWOTH):
-        logger.warning("%s belongs to somebody else: kernels are compiled each time", folder)
+        logger.warning(
+            "%s belongs to another user or is world-writable: compiling the kernels at each start",
+            folder,
+        )
         return None
     return folder
 
 
 def _file_for(name: str, write: Callable[..., None]) -> Path | None:
-    """Return where the machine code of a kernel lies; None where none is kept."""
+    """Return the path of a kernel's machine code, or None if it cannot be kept."""
     folder, writer = cache_folder(), getattr(sys.modules[write.__module__], "__file__", None)
     if folder is None or writer is None:
         return None
     try:
         digest = digest_of(Path(writer), Path(__file__))
-    except OSError:  # bytecode alone
+    # Without the sources, as in a distribution of bytecode, there is no key.
+    except OSError:
         return None
     return folder / f"{name}-{digest[:16]}.o"
 
@@ -147,7 +161,8 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, image: bytes) -> None:
-    with contextlib.suppress(OSError):  # full, or read-only: the next start compiles again
+    # If the disk is full or read-only, the next start compiles again.
+    with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:
             made.write(hashlib.sha256(image).digest() + image)
         os.replace(made.name, file)
@@ -159,7 +174,7 @@ def _compile(name: str, write: Callable[..., None], *options: object) -> bytes:
     machine = _target_machine()
     module = binding.parse_assembly(code.finish())
     module.verify()
-    # vectors are explicit; loops are unrolled where that pays
+    # Kernels use explicit vectors and unroll loops themselves, so these passes would only slow compilation down.
     tuning = binding.create_pipeline_tuning_options(speed_level=2)
     tuning.loop_vectorization = tuning.slp_vectorization = tuning.loop_unrolling = False
     passes: Any = binding.create_pass_builder(machine, tuning)

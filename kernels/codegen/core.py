@@ -1,16 +1,16 @@
 """Values, memory, loops and branches of the kernel builder.
 
-int 64 bits, float 32 bits
-f32x16  sixteen float32: a zmm register, two ymm, four NEON registers
-i32x16  sixteen 32-bit integers, or sixteen pairs of bfloat16 (even element low)
-i16x32  thirty-two 16-bit integers: the same register
+int     64 bits
+float   32 bits
+f32x16  sixteen float32: one zmm register, two ymm, or four NEON registers
+i32x16  sixteen 32-bit integers, or sixteen pairs of bfloat16 (the even element in the low half)
+i16x32  thirty-two 16-bit integers in the same register
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # llvmlite has no types.
 
 import contextlib
-import platform
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from trouper.kernels.codegen.units import LANES, Kind
 
 
 class Value:
-    """A number, a vector or a condition of the machine; operators are those of its type."""
+    """A number, a vector or a condition at run time.  Python's operators write the instruction for its type."""
 
     def __init__(self, code: "CoreBuilder", value: Any) -> None:
         self.code, self._value = code, value
@@ -47,7 +47,7 @@ class Value:
 
     @property
     def type(self) -> Any:
-        """Return LLVM's type of the value."""
+        """The LLVM type of the value."""
         return self._value.type
 
     def __add__(self, other: "Operand") -> "Value":
@@ -113,7 +113,7 @@ Operand = Value | int | float
 
 
 class Var(Value):
-    """A variable: `set` replaces its value, and reading it reads what is set at that point."""
+    """A variable at run time: `set` writes it, and every use reads its current value."""
 
     @property
     def ir(self) -> Any:
@@ -128,7 +128,7 @@ class Var(Value):
 
 
 class Pointer:
-    """The address of elements of one kind; indices and sums count elements."""
+    """The address of elements of one kind.  Indices and sums count elements, not bytes."""
 
     def __init__(self, code: "CoreBuilder", value: Any, kind: Kind) -> None:
         self.code, self.ir = code, value
@@ -141,7 +141,7 @@ class Pointer:
         return Pointer(self.code, moved, self.kind)
 
     def of(self, kind: Kind) -> "Pointer":
-        """Return the same address, of elements of another kind."""
+        """Return the same address as a pointer to elements of another kind."""
         return Pointer(self.code, self.ir, kind)
 
     def __getitem__(self, index: Operand) -> Value:
@@ -152,7 +152,7 @@ class Pointer:
         self._store(index, self.code.like(element, value).ir)
 
     def load(self, index: Operand = 0) -> Value:
-        """Load sixteen elements from `index` on: numbers as f32x16, integers as i32x16."""
+        """Load sixteen elements from `index` on: floats as f32x16, integers as i32x16."""
         if self.kind == "bf16":
             halves = Value(
                 self.code, self.code.builder.zext(self.of("i16")._load(index, I16X16), I32X16)
@@ -164,7 +164,7 @@ class Pointer:
         return Value(self.code, raw)
 
     def store(self, index: Operand, x: Value) -> None:
-        """Store sixteen elements, rounded or cut to the kind."""
+        """Store sixteen elements, rounded or truncated to the kind."""
         if self.kind == "bf16":
             self._store(index, self.code.round_bf16(x))
             return
@@ -174,7 +174,7 @@ class Pointer:
         self._store(index, raw)
 
     def load_bytes(self, index: Operand = 0) -> Value:
-        """Load thirty-two bytes, widened with their signs."""
+        """Load thirty-two bytes, sign-extended to i16x32."""
         raw = self._load(index, ir.VectorType(ELEMENTS["i8"], 2 * LANES))
         return Value(self.code, self.code.builder.sext(raw, I16X32))
 
@@ -185,14 +185,14 @@ class Pointer:
         self._store(index, x.ir)
 
     def store_lanes(self, index: Operand, x: Value) -> None:
-        """Store a vector of any length as it is."""
+        """Store a vector of any length without conversion."""
         self._store(index, x.ir)
 
     def prefetch(self, index: Operand = 0, *, level: Literal[1, 2] = 2) -> None:
-        """Prefetch a cache line; any address will do."""
+        """Prefetch a cache line into the first or second cache.  Any address is allowed."""
         locality = 4 - level
         kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
-        arguments = [(self + index).ir, I32(0), I32(locality), I32(1)]  # read, data
+        arguments = [(self + index).ir, I32(0), I32(locality), I32(1)]  # for reading; data
         self.code.call("llvm.prefetch.p0", kind, arguments)
 
     def _load(self, index: Operand, kind: Any) -> Any:
@@ -203,7 +203,7 @@ class Pointer:
 
 
 class CoreBuilder:
-    """A C function of one pointer to int64 arguments, while it is written; see `launch.py`."""
+    """A C function with one argument, a pointer to int64, during its construction.  `launch.py` describes the arguments."""
 
     def __init__(self, name: str) -> None:
         self.module: Any = ir.Module()
@@ -217,7 +217,7 @@ class CoreBuilder:
         self._arguments = Pointer(self, self._function.args[0], "i64")
 
     def finish(self) -> str:
-        """Return the text of the module."""
+        """Return the text of the LLVM module."""
         self.builder.ret_void()
         self._variables.branch(self._body)
         return str(self.module)
@@ -226,62 +226,12 @@ class CoreBuilder:
         """Return the kernel's own arguments, in the order of the call."""
         return [self._arguments[3 + i] for i in range(count)]
 
-    def thread(self) -> Value:
-        """Return a number of its own for each thread of this call: 0, 1, …"""
-        return self.fetch_add(self._arguments + 1, 1, "monotonic")
-
-    @property
-    def num_pieces(self) -> Value:
-        """Return the number of pieces of the call."""
-        return self._arguments[2]
-
-    def pieces(self, count: Value | None = None) -> Iterator[Value]:
-        """Take pieces of work until none is left; there are as many as the call says, or `count`.
-
-        A `count` is written into the call, where threads that come later look whether there is work left.
-        """
-        if count is not None:
-            self._arguments[2] = count
-        with self._repeated() as leave_unless:
-            piece = self.fetch_add(self._arguments, 1, "monotonic" if count is None else "acq_rel")
-            leave_unless(piece < (self.num_pieces if count is None else count))
-            yield piece
-
-    def runs_of_pieces(self, num_threads: Value) -> Iterator[Value]:
-        """Take pieces of work, as `pieces` does, but in runs of neighbours: long ones first, then shorter ones.
-
-        For memory that is read once: a processor fetches it ahead of a thread that goes on where it was.
-        """
-        count = self.num_pieces
-        with self._repeated() as leave_unless:
-            left = count - self.fetch(self._arguments)
-            least = self.maximum(count // (num_threads * 8), 1)
-            length = self.maximum(left * 3 // (num_threads * 4), least)
-            first = self.fetch_add(self._arguments, length, "monotonic")
-            leave_unless(first < count)
-            yield from self.loop(first, self.minimum(first + length, count))
-
     def fetch_add(self, where: Pointer, count: Operand, ordering: str = "seq_cst") -> Value:
-        """Add to memory atomically; return the number before."""
+        """Add to memory atomically.  Returns the number before the addition."""
         return Value(self, self.builder.atomic_rmw("add", where.ir, self.i64(count).ir, ordering))
 
     def fetch(self, where: Pointer) -> Value:
         return Value(self, self.builder.load_atomic(where.ir, "seq_cst", align=8, typ=I64))
-
-    def pause(self) -> None:
-        """Pause the core for some ten nanoseconds, where it knows how."""
-        nothing = ir.VoidType()
-        if platform.machine() in ("x86_64", "AMD64"):
-            self.call("llvm.x86.sse2.pause", ir.FunctionType(nothing, []), [])
-        elif platform.machine() in ("aarch64", "arm64"):
-            self.call("llvm.aarch64.hint", ir.FunctionType(nothing, [I32]), [I32(1)])  # yield
-
-    def call_at(self, address: Value, *arguments: Operand) -> Value:
-        """Call a C function of integers and addresses that returns an integer."""
-        values = [self.i64(x).ir for x in arguments]
-        kind = ir.FunctionType(I64, [I64] * len(values))
-        function = self.builder.inttoptr(address.ir, kind.as_pointer())
-        return Value(self, self.builder.call(function, values))
 
     def loop(self, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
         stop = self.i64(stop)
@@ -293,7 +243,7 @@ class CoreBuilder:
             i.set(here + step)
 
     def while_(self, variable: Var, limit: Operand) -> Iterator[None]:
-        """Repeat the block as long as variable < limit."""
+        """Repeat the block while variable < limit."""
         with self._repeated() as leave_unless:
             leave_unless(variable < limit)
             yield
@@ -319,17 +269,17 @@ class CoreBuilder:
             yield
 
     def var(self, value: Operand) -> Var:
-        """Make a variable; a Python float is a float32, an int 64 bits."""
+        """Create a variable.  A Python float becomes a float32, an int 64 bits."""
         first = self._value(value)
         variable = Var(self, self._variables.alloca(first.ir.type))
         variable.set(first)
         return variable
 
     def array(self, kind: Kind, count: int) -> Pointer:
-        """Allocate memory of this call, aligned to cache lines; its content is arbitrary."""
+        """Allocate memory on the stack, aligned to cache lines and not initialised."""
         memory = self._variables.alloca(ir.ArrayType(ELEMENTS[kind], count))
         memory.align = 64
-        memory.type = POINTER  # not of that element alone
+        memory.type = POINTER
         return Pointer(self, memory, kind)
 
     def _value(self, x: Operand) -> Value:
@@ -341,13 +291,13 @@ class CoreBuilder:
         return x if isinstance(x, Value) else Value(self, I64(x))
 
     def f32(self, x: Operand) -> Value:
-        """Return a float32; of an integer value the nearest."""
+        """Convert a constant or an integer value to the nearest float32."""
         if not isinstance(x, Value):
             return Value(self, ir.Constant(F32, rounded_f32(x)))
         return Value(self, self.builder.sitofp(x.ir, F32))
 
     def f32_argument(self, bits: Value) -> Value:
-        """Return the float64 that an argument carries (`launch.float_bits`), as a float32."""
+        """Convert an argument that carries the bits of a float64 (`launch.float_bits`) to float32."""
         wide = self.builder.bitcast(bits.ir, ir.DoubleType())
         return Value(self, self.builder.fptrunc(wide, F32))
 
@@ -367,7 +317,7 @@ class CoreBuilder:
         return Pointer(self, self.builder.inttoptr(address.ir, POINTER), kind)
 
     def like(self, model: Value, x: Operand) -> Value:
-        """Return `x` in the type of `model`; a number or an element is broadcast to its lanes."""
+        """Convert `x` to the type of `model`.  A number or an element is broadcast to all lanes."""
         kind = model.type
         element = kind.element if isinstance(kind, ir.VectorType) else kind
         if not isinstance(x, Value):
@@ -396,7 +346,7 @@ class CoreBuilder:
         return Value(self, getattr(self.builder, "f" + name if is_float else name)(x, y))
 
     def compare(self, operator: str, a: Value, b: Operand) -> Value:
-        """Compare; of floats false where one is not a number."""
+        """Compare.  A comparison with NaN is false."""
         x, y, is_float = self._pair(a, b)
         compare = self.builder.fcmp_ordered if is_float else self.builder.icmp_signed
         return Value(self, compare(operator, x, y))
@@ -411,7 +361,7 @@ class CoreBuilder:
         return self.select(a < b, a, b)
 
     def maximum(self, a: Operand, b: Operand) -> Value:
-        """Return the larger; b where a is not a number."""
+        """Return the larger operand, or b if a is NaN."""
         a = self._value(a)
         return self.select(a > b, a, b)
 
@@ -424,24 +374,24 @@ class CoreBuilder:
         return Value(self, self.call(name, kind, arguments))
 
     def as_f32x16(self, words: Value) -> Value:
-        """Return the floats whose bits these are."""
+        """Reinterpret the bits as floats."""
         return Value(self, self.builder.bitcast(words.ir, F32X16))
 
     def as_i32x16(self, x: Value) -> Value:
-        """Return the bits of floats, or of 16-bit integers."""
+        """Reinterpret the bits of floats or of 16-bit integers as 32-bit integers."""
         return Value(self, self.builder.bitcast(x.ir, I32X16))
 
     def as_i16x32(self, x: Value) -> Value:
         return Value(self, self.builder.bitcast(x.ir, I16X32))
 
     def round_bf16(self, x: Value) -> Any:
-        """Return sixteen numbers rounded to bfloat16: half a register."""
+        """Round sixteen floats to bfloat16, half a register."""
         if has_bf16_dot():
             return self.builder.fptrunc(x.ir, ir.VectorType(BFloat16(), LANES))
         return self.builder.trunc((self._rounded_bits(x) >> 16).ir, I16X16)
 
     def _rounded_bits(self, x: Value) -> Value:
-        """Return i32x16 whose upper halves are the nearest bfloat16, halves to even; NaN stays NaN."""
+        """Return i32x16 whose upper halves hold the nearest bfloat16, ties to even.  NaN stays NaN."""
         bits = self.as_i32x16(x)
         rounded = bits + 0x7FFF + (bits >> 16 & 1)
         return self.select(x.equals(x), rounded, bits | 0x400000)

@@ -1,6 +1,6 @@
-"""Features of the processor that the kernel builder asks about.
+"""The features of the processor that the kernel builder uses.
 
-`choice.py` may leave some of them out, so that a machine with more compiles and computes as one with less does.
+`choice.py` can exclude features, so that a modern machine compiles and computes like an older one.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
@@ -14,60 +14,63 @@ from llvmlite import binding
 
 from trouper.kernels.codegen import choice
 
-ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # Linux on x86-64
 X86 = ("x86_64", "AMD64")
-# what a processor of AVX2 does not have; AVX-VNNI is all that it may have beside
+# Feature names beyond AVX2.  AVX-VNNI may be added to AVX2 on its own.
 BEYOND_AVX2 = ("avx512", "avx10", "amx", "avxvnni", "avxifma", "avxneconvert", "evex")
 
 
 def has_bf16_dot() -> bool:
-    """AVX512-BF16 multiplies pairs of bfloat16, and rounds to bfloat16."""
+    """Test for AVX512-BF16: it multiplies pairs of bfloat16 and rounds to bfloat16."""
     return _has("avx512bf16")
 
 
 def has_fma() -> bool:
-    """A product and a sum of vectors are one instruction."""
+    """Test whether one instruction multiplies and adds vectors."""
     return _has("fma") and (_has("avx2") or _has("avx512f"))
 
 
 def has_permutations() -> bool:
-    """One instruction permutes the thirty-two 16-bit integers of a register."""
+    """Test whether one instruction permutes the thirty-two 16-bit integers of a register."""
     return _has("avx512bw")
 
 
 def has_scaling() -> bool:
-    """AVX-512 splits floats into exponent and fraction, and joins them again."""
+    """Test for the AVX-512 instructions that split a float into exponent and fraction, and join them."""
     return _has("avx512dq")
 
 
 def has_byte_pairs() -> bool:
-    """One instruction multiplies bytes and adds the products of neighbours, and another one of 16-bit integers: AVX2."""
+    """Test for AVX2: one instruction multiplies bytes and adds neighbouring products, another does so for 16-bit integers."""
     return _has("avx2")
 
 
 def has_wide_byte_pairs() -> bool:
-    """One instruction does so for a register of 64 bytes."""
+    """Test for the instructions of `has_byte_pairs` on a register of 64 bytes."""
     return _has("avx512bw")
 
 
 def has_byte_dots() -> bool:
-    """VNNI adds products of four bytes, or two 16-bit integers, to 32 bits."""
+    """Test for VNNI: it adds the products of four bytes, or of two 16-bit integers, to 32 bits."""
     return _has("avxvnni") or has_wide_byte_dots()
 
 
 def has_wide_byte_dots() -> bool:
-    """One instruction does so for a register of 64 bytes."""
+    """Test for VNNI on a register of 64 bytes."""
     return _has("avx512vnni")
 
 
 def num_registers() -> int:
-    """Count the registers' worth of sixteen floats that the processor holds."""
+    """Return how many vectors of sixteen floats the processor's registers hold."""
     return 32 if _has("avx512f") else 8
 
 
 @functools.cache
 def has_tiles() -> bool:
-    """AMX multiplies bfloat16, and this process may use it: Linux grants it once, for all threads."""
+    """Test for AMX with bfloat16, and request permission to use it.
+
+    Linux grants the permission once for all threads of the process.
+    """
     if not (has_bf16_dot() and _has("amx-tile") and _has("amx-bf16")):
         return False
     syscall = ctypes.CDLL(None).syscall
@@ -76,7 +79,7 @@ def has_tiles() -> bool:
 
 @functools.cache
 def target() -> tuple[str, str]:
-    """Return LLVM's name of the processor that kernels are compiled for, and its features."""
+    """Return LLVM's name of the target processor, and its features."""
     chosen = choice.chosen()
     if chosen == "all":
         return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
@@ -95,6 +98,6 @@ def _has(feature: str) -> bool:
     return chosen == "all" or not is_beyond
 
 
-@functools.cache  # the question takes 0.3 ms
+@functools.cache
 def _host_features() -> dict[str, bool]:
     return dict(binding.get_host_cpu_features())

@@ -1,4 +1,4 @@
-"""LLVM's types that kernels use, and constants as LLVM wants them."""
+"""LLVM types of the kernels, and conversions of Python numbers to LLVM constants."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # llvmlite has no types.
@@ -14,7 +14,7 @@ I16_LANES = 2 * LANES
 
 
 class BFloat16(ir.Type):
-    """The type bfloat, for which llvmlite has no name."""
+    """The LLVM type bfloat, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -44,10 +44,10 @@ SIZES = {"bf16": 2, "f32": 4, "i64": 8, "i32": 4, "i16": 2, "i8": 1}
 
 
 def signed(x: int, width: int) -> int:
-    """Return the number with the same bits that LLVM takes for a constant of this width."""
+    """Return the signed number with the same bits as x: LLVM's form of a constant of this width."""
     return (x + 2 ** (width - 1)) % 2**width - 2 ** (width - 1)
 
 
 def rounded_f32(x: float) -> float:
-    """Return the nearest float32, as LLVM wants its constants."""
+    """Return the nearest float32.  LLVM accepts only exact constants."""
     return struct.unpack("f", struct.pack("f", x))[0]

@@ -1,17 +1,19 @@
-"""Compiled kernels on the threads that torch computes with: its own OpenMP team, and no second pool.
+"""Launch compiled kernels on the OpenMP threads of torch, so that there is no second thread pool.
 
-A kernel is a C function of one pointer, to int64 arguments; every thread of the team calls it:
+A kernel is a C function with one argument, a pointer to int64.  Every thread of the team calls it:
 
-    args[0]  next piece of work, taken by `KernelBuilder.pieces`        args[1]  threads so far, likewise
-    args[2]  pieces in all                                     args[3 …]  the kernel's own
+    args[0]    next work item, incremented by `KernelBuilder.work_items`
+    args[1]    number of threads that have asked for their number
+    args[2]    number of work items
+    args[3 …]  the kernel's own arguments
 
-`GOMP_parallel` is looked up through libtorch_cpu, so that it is the runtime torch itself calls: the
-same threads, the same waiting, one phase after the other.  Where it has no such name (macOS, Windows)
-a kernel runs on one thread.
+`GOMP_parallel` is looked up through libtorch_cpu, so it belongs to the runtime that torch itself calls: the same
+threads and the same waiting, one parallel region after the other.  Without that symbol (macOS, Windows) a kernel runs
+on one thread.
 
-Law: a piece's result does not depend on which thread computes it, nor on the number of threads.
+Law: the result of a work item depends neither on the thread that computes it nor on the number of threads.
 
-Measured on one EPYC core: 2.5 µs a launch with ten arguments, most of it ctypes.
+Measured on one EPYC core: a launch with ten arguments takes 2.5 µs, mostly in ctypes.
 """
 
 import contextlib
@@ -29,51 +31,59 @@ _made: "dict[tuple[object, ...], Kernel]" = {}
 
 
 class Recorder(Protocol):
-    """Takes launches down in place of running them; `recording.Recording` is one."""
+    """Receives launches instead of running them; see `recording.Recording`."""
 
     def add(self, address: int, num_threads: int, arguments: tuple[int, ...]) -> None:
-        """Take one launch of a kernel down."""
+        """Append one launch of a kernel."""
         ...
 
     def keep(self, memory: object) -> None:
-        """Hold memory whose address a launch was given."""
+        """Keep memory alive that a launch refers to by address."""
         ...
 
 
 class Kernel:
-    """A compiled kernel: a C function, and the way to call it."""
+    """A compiled kernel that can be called like a Python function.
+
+    It keeps the machine code alive, because ctypes does not.
+    """
 
     __slots__ = ("_address", "_call", "_code", "name")
 
     def __init__(self, name: str, address: int, code: object) -> None:
         self.name = name
-        self._address, self._code = address, code  # machine code lives as long as its function
+        self._address, self._code = address, code
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name}>"
 
-    def __call__(self, num_pieces: int, *arguments: int, num_threads: int = 1) -> None:
-        """Run all pieces.  `arguments` are addresses and numbers."""
+    def __call__(self, num_items: int, *arguments: int, num_threads: int = 1) -> None:
+        """Run the kernel for all work items, or pass the launch to this thread's recorder.
+
+        Args:
+            num_items: number of work items that the threads share.
+            arguments: addresses and integers; `float_bits` converts floats.
+            num_threads: 1, or torch's own number.  OpenMP would end the team and create another one for a different number.
+        """
         recorder: Recorder | None = getattr(_local, "recorder", None)
         if recorder is not None:
-            recorder.add(self._address, num_threads, (0, 0, num_pieces, *arguments))
+            recorder.add(self._address, num_threads, (0, 0, num_items, *arguments))
             return
-        args = (ctypes.c_int64 * (3 + len(arguments)))(0, 0, num_pieces, *arguments)
-        # always torch's own number: a team of another size would be ended and made anew
-        if num_threads > 1 and num_pieces > 1 and (fork := _gomp_parallel()) is not None:
+        args = (ctypes.c_int64 * (3 + len(arguments)))(0, 0, num_items, *arguments)
+        if num_threads > 1 and num_items > 1 and (fork := _gomp_parallel()) is not None:
             fork(self._address, args, num_threads, 0)
-        elif num_pieces:
+        elif num_items:
             self._call(args)
 
 
 @functools.cache
 def compiled(write: Callable[..., None], *options: object) -> Kernel:
-    """Return the kernel that `write(code, *options)` writes, from the disk if it was compiled before."""
+    """Return the kernel that `write(code, *options)` writes, loaded from disk if it was compiled before."""
     from trouper.kernels.codegen.compiler import address_of
 
     name = "_".join((write.__name__, *map(str, options)))
-    # The cache alone would let two threads make one each, and drop the one whose address is recorded.
+    # `functools.cache` would let two threads compile the same kernel and then drop one, whose address may be recorded.
     with _making:
         key = write, options
         if key not in _made:
@@ -82,12 +92,15 @@ def compiled(write: Callable[..., None], *options: object) -> Kernel:
 
 
 def float_bits(x: float) -> int:
-    """Return the bits of a float64, as a kernel takes it for an argument."""
+    """Return the bits of a float64 as an integer, the form in which kernels receive floats."""
     return struct.unpack("q", struct.pack("d", x))[0]
 
 
 def scratch(num_bytes: int) -> int:
-    """Return the address of this thread's scratch memory, valid until its next call; aligned to cache lines."""
+    """Return the address of this thread's scratch memory, aligned to cache lines.
+
+    The content is valid until the thread's next call.
+    """
     held: ctypes.Array[Any] | None = getattr(_local, "scratch", None)
     if held is None or len(held) < num_bytes + 64:
         held = _local.scratch = (ctypes.c_char * (2 * num_bytes + 64))()
@@ -99,7 +112,7 @@ def scratch(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def recorded_by(recorder: Recorder) -> Generator[None]:
-    """Within the block, give this thread's launches to `recorder`; no kernel runs."""
+    """Pass this thread's launches to `recorder` inside the block; no kernel runs."""
     _local.recorder = recorder
     try:
         yield
@@ -109,7 +122,7 @@ def recorded_by(recorder: Recorder) -> Generator[None]:
 
 @functools.cache
 def address_in_torch(name: str) -> int:
-    """Return the address of a C function in libtorch_cpu or a library it is linked to; 0 where there is none."""
+    """Return the address of a C function in libtorch_cpu or one of its libraries, or 0 if it does not exist."""
     import torch
 
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"

@@ -1,14 +1,17 @@
-"""Launches that are recorded once and repeated by one call, as a CUDA graph repeats kernels.
+"""Record a sequence of kernel launches once and repeat it by one call, like a CUDA graph.
 
-    recording = Recording(arena, inputs, lambda: forward(x))    nothing is computed
-    recording.replay()    recording.result is what forward(x) gives, of what the inputs hold now
+A decode step of a small model has hundreds of launches of a few microseconds each; Python and ctypes would take longer
+than the kernels.
+
+    recording = Recording(arena, inputs, lambda: forward(x))    records without computing
+    recording.replay()                                          recording.result is forward(x) of the current inputs
 
 Laws:
-  * What differs between two replays lies in the inputs, or in what kernels find through an address.
-  * Only kernels compute from the inputs; torch may allocate and view.  What torch computes from
-    constants is computed once and kept.
-  * All recordings of an arena share its memory: a result is read before the next replay.
-  * A recording keeps neither weights nor caches: drop recordings before the weights or caches they point into.
+  * Everything that differs between two replays is in the inputs, or is read by the kernels through an address.
+  * Only kernels compute from the inputs; torch may allocate and create views.  Values that torch computes from constants
+    are computed once and kept.
+  * All recordings of an arena share its memory, so a result is read before the next replay.
+  * A recording does not keep weights or caches alive: drop it before the weights and caches that it refers to.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,15 +29,15 @@ Result = TypeVar("Result")  # tensors
 
 
 class NotRecordableError(Exception):
-    """torch computes something from the inputs, so the launches alone do not give the result."""
+    """torch computes something from the inputs, so repeating the launches would not give the result."""
 
 
 class Recording(Generic[Result]):
-    """Launches that kernels were asked for while `function` ran, as one list of commands.
+    """The kernel launches of one call of `function`, as a list of commands.
 
     Args:
-        arena: where what it allocates lies.
-        inputs: the tensors whose content may differ in each replay.
+        arena: the memory for the tensors that the function allocates.
+        inputs: the tensors that may have different content in each replay.
 
     Raises:
         NotRecordableError: torch computes from the inputs.
@@ -67,11 +70,11 @@ class Recording(Generic[Result]):
         return f"<Recording of {len(self._commands)} launches>"
 
     def add(self, address: int, num_threads: int, arguments: tuple[int, ...]) -> None:
-        """Take a launch down; kernels call it while recording."""
+        """Append a launch.  Kernels call this during the recording."""
         self._launches.append((address, num_threads, arguments))
 
     def keep(self, memory: object) -> None:
-        """Keep memory alive whose address a kernel was given."""
+        """Keep memory alive that a kernel refers to by address."""
         self._kept.append(memory)
 
     def replay(self) -> None:
@@ -79,7 +82,7 @@ class Recording(Generic[Result]):
         self._replay(num_threads=self._num_threads)
 
     def _written(self) -> np.ndarray:
-        """Lay the commands out; each block of arguments begins with a cache line."""
+        """Write the commands to memory.  The arguments of each launch start at a cache line."""
         from trouper.kernels.codegen.replay import COMMAND, LINE
 
         lengths = [-(-len(arguments) // LINE) * LINE for _, _, arguments in self._launches]
@@ -95,7 +98,7 @@ class Recording(Generic[Result]):
 
 
 class _Allocations(Lender):
-    """Context in which torch allocates from an arena and computes nothing from the inputs."""
+    """Context in which torch allocates from an arena and may not compute from the inputs."""
 
     def __init__(self, arena: Arena, inputs: Iterable[Tensor], kept: list[object]) -> None:
         super().__init__(arena)
@@ -112,7 +115,8 @@ class _Allocations(Lender):
         if is_ours and not func.is_view:
             raise NotRecordableError(str(func))
         result = func(*args, **(kwargs or {}))
-        if is_ours and not all(map(self._holds, tree_leaves(result))):  # no view, but a copy
+        # The result is a copy, not a view.
+        if is_ours and not all(map(self._holds, tree_leaves(result))):
             raise NotRecordableError(str(func))
         if not is_ours:
             self._kept.append(result)
@@ -121,7 +125,7 @@ class _Allocations(Lender):
     def _holds(self, x: object) -> bool:
         if not isinstance(x, Tensor):
             return False
-        return (address := _storage(x)) in self._inputs or address in self._arena.pieces
+        return (address := _storage(x)) in self._inputs or address in self._arena.blocks
 
 
 def _storage(x: Tensor) -> int:

@@ -1,25 +1,29 @@
-"""Many launches in one: the threads of one parallel region run a list of commands, one after the other.
+"""The kernel that replays a recording: the threads of one parallel region run a list of commands in order.
 
-    commands [C, 3]       int64: address of a kernel, address of its arguments, is it for all threads
-    counters [24 + 2 C]   int64 zeros: the command they are at, threads asleep, threads that are through, a cache line
-                          each; then for each command how many threads have entered it, and how many have left it
+    commands [C, 3]       int64: address of a kernel, address of its arguments, whether all threads run it
+    counters [24 + 2 C]   int64, initially zero: index of the current command, number of sleeping threads, number of
+                          finished threads, a cache line each; then for each command the number of threads that entered
+                          it and the number that left it
 
-A command is done when no thread is in it: a thread leaves when it has found no piece left.  So no command waits for a
-thread that has not come, only the end does: a thread that wakes late, or whose core does something else, joins the
-others where they are.  A waiting thread spins about as long as a system call takes, then sleeps: spinning longer would
-keep a busy core from the thread that is waited for.  The last one through sets the counters of the arguments back, so that the list can be run again.
+A command is finished when no thread is inside it; a thread leaves when it finds no more work items.  So no command
+waits for a thread that has not arrived yet, only the end does: a thread that wakes late, or whose core is busy with
+another process, joins the others at their current command.  A waiting thread spins about as long as a system call
+takes and then sleeps, because spinning longer would keep a busy core from the thread that the others wait for.  The
+last thread resets the counters of all arguments, so that the list can run again.
 
-Laws.  A thread counts itself as entered before it looks whether there are pieces left, and without any it begins nothing: no thread
-is in the memory of a command that is done.  `left` is read before `entered`: then they were equal at one moment.
+Laws:
+  * A thread counts itself as entered before it checks for work items, and starts nothing if there are none.  So no
+    thread touches the memory of a finished command.
+  * `left` is read before `entered`: if they are equal then they were equal at one moment.
 
-Measured, 281 launches of a decode step of 473 M bfloat16 parameters, one row, ms.  Two EPYC cores, when all threads
-met after each command:
+Measured: 281 launches of a decode step of 473 M bfloat16 parameters, one row, in ms.  Two EPYC cores, with a version in
+which all threads met after each command:
 
-    pauses before sleep           30    100   300   1000  3000  launched one by one
+    pauses before sleep           30    100   300   1000  3000  one launch after the other
     machine idle                  28.3  27.5  26.0  26.1  26.2  31.1
-    two busy loops beside it      33.5        34.9  40.3  53.8  36.4
+    with two busy loops           33.5        34.9  40.3  53.8  36.4
 
-Two Xeon cores, in turn: 31.5 with such meetings, 30.4 as it is; beside one busy loop 70 and 55.
+Two Xeon cores, alternating: 31.5 with meetings, 30.4 without; with one busy loop 70 and 55.
 """
 
 import platform
@@ -27,7 +31,7 @@ import platform
 from trouper.kernels.codegen.builder import KernelBuilder
 
 COMMAND = 3
-LINE = 8  # int64 of a cache line
+LINE = 8  # int64 in a cache line
 PAUSES = 300
 FUTEX = {"x86_64": 202}.get(platform.machine(), 98)  # Linux's number of the system call
 WAIT, WAKE, ALL_THREADS = 128, 129, 2**30  # among the threads of this process
@@ -38,7 +42,10 @@ def num_counters(num_commands: int) -> int:
 
 
 def replay(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments commands, C, counters, addresses of omp_get_num_threads or 0 and of libc's syscall or 0."""
+    """Write the kernel with the arguments commands, C, counters, and the addresses of omp_get_num_threads and syscall.
+
+    Either address is 0 if the function does not exist.
+    """
     commands, count, counters, get_team_size, syscall = code.arguments(5)
     current = code.pointer(counters, "i64")
     asleep, through = current + LINE, current + 2 * LINE
@@ -49,8 +56,8 @@ def replay(code: KernelBuilder) -> None:
         entered = current + (i * 2 + 3 * LINE)
         left, left_address = entered + 1, counters + (i * 2 + (3 * LINE + 1)) * 8
         num_before = code.fetch_add(entered, 1)
-        has_pieces = (command[2] > 0) & (code.fetch(arguments) < arguments[2])
-        with code.when(num_before.equals(0) | has_pieces):
+        has_items = (command[2] > 0) & (code.fetch(arguments) < arguments[2])
+        with code.when(num_before.equals(0) | has_items):
             code.call_at(command[0], command[1])
         code.fetch_add(left, 1)
         with code.when(code.fetch(asleep) > 0):
@@ -64,12 +71,14 @@ def replay(code: KernelBuilder) -> None:
                 seen = code.fetch(left)
                 with code.when(
                     seen < code.fetch(entered)
-                ):  # returns at once if a thread has left since
+                    # The call returns at once if a thread has left since `seen` was read.
+                ):
                     code.call_at(syscall, FUTEX, left_address, WAIT, seen, 0, 0, 0)
                 code.fetch_add(asleep, -1)
             missing.set(code.fetch(left) - code.fetch(entered))
         with code.when(num_before.equals(0)):
-            code.fetch_add(current, 1)  # a thread that joins begins there
+            # A thread that joins late starts at this command.
+            code.fetch_add(current, 1)
         i.set(i + 1)
     team = code.var(1)
     with code.when(get_team_size > 0):

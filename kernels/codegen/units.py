@@ -1,6 +1,7 @@
-"""Units that this machine multiplies with, and the dtypes that compiled kernels compute with.
+"""The instructions that multiply on this machine, and the dtypes that compiled kernels support.
 
-Importing this module needs neither llvmlite nor torch: without llvmlite every question is answered with no.
+The choice of kernels needs these answers also without llvmlite and torch, so this module imports neither.
+Without llvmlite every answer is no.
 """
 
 import functools
@@ -12,14 +13,15 @@ from trouper.kernels.codegen import choice
 if TYPE_CHECKING:
     import torch
 
-LANES = 16  # float32 of the register that the kernel builder assumes: one zmm, two ymm
-Kind = Literal["bf16", "f32", "i64", "i32", "i16", "i8"]  # element types of memory
+# The number of float32 in the register that the kernel builder assumes: one zmm, two ymm or four NEON registers.
+LANES = 16
+Kind = Literal["bf16", "f32", "i64", "i32", "i16", "i8"]  # element types in memory
 
 # Instructions that multiply:
-#   dots    AVX512-BF16, or two FMAs of float32 in its place
-#   tiles   AMX of bfloat16
+#   dots    AVX512-BF16, or two FMAs of float32 instead
+#   tiles   AMX with bfloat16
 #   floats  FMAs of float32
-#   bytes   integers: VNNI, AVX2's products of bytes, or plain ones
+#   bytes   integers: VNNI, products of bytes of AVX2, or plain multiplications
 Unit = Literal["dots", "tiles", "floats", "bytes"]
 
 logger = logging.getLogger(__name__)
@@ -27,31 +29,35 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def is_available() -> bool:
-    """llvmlite can be imported, and TROUPER_KERNELS=torch does not ask for torch's operations instead."""
+    """Test whether kernels can be compiled: llvmlite is installed, and TROUPER_KERNELS is not torch."""
     if choice.chosen() == "torch":
         return False
     try:
         from trouper.kernels.codegen import features
     except ImportError as error:
-        logger.warning("llvmlite cannot be imported, the CPU runs on torch alone: %s", error)
+        logger.warning("cannot import llvmlite, so torch computes everything on the CPU: %s", error)
         return False
     return bool(features)
 
 
 def kind_of(dtype: "torch.dtype") -> Kind | None:
-    """The kernels' name of the dtype; None where this machine's kernels do not compute with it."""
+    """Return the kernels' name of a dtype, or None if the kernels of this machine do not support it."""
     kinds: dict[str, Kind] = {"torch.bfloat16": "bf16", "torch.float32": "f32"}
     kind = kinds.get(str(dtype))
     return kind if can_multiply() or (kind == "f32" and is_available()) else None
 
 
 def row_kind(dtype: "torch.dtype", width: int, *, native: bool | None = None) -> Kind | None:
-    """`kind_of` where rows of this width are whole registers, else None; None with `native=False`."""
+    """Return `kind_of` the dtype if rows of this width fill whole registers, or else None.
+
+    Args:
+        native: False forces None, so that a caller can request torch.
+    """
     return None if native is False or width % LANES else kind_of(dtype)
 
 
 def can_multiply() -> bool:
-    """Compiled products beat torch's in both dtypes: the machine has AVX2 or more."""
+    """Test whether compiled products are faster than torch's in both dtypes: with AVX2 or more."""
     if not is_available():
         return False
     from trouper.kernels.codegen.features import has_fma
@@ -60,7 +66,7 @@ def can_multiply() -> bool:
 
 
 def can_decode() -> bool:
-    """Weights of few bits become numbers as fast as they are read: the machine has AVX512-BF16."""
+    """Test whether weights of few bits can be decoded as fast as memory delivers them: with AVX512-BF16."""
     if not is_available():
         return False
     from trouper.kernels.codegen.features import has_bf16_dot
@@ -69,13 +75,13 @@ def can_decode() -> bool:
 
 
 def integer_unit() -> Literal["dots", "tiles", "bytes"]:
-    """The instructions that multiply weights of few bits on this machine: bytes where none knows bfloat16."""
+    """Return the instructions that multiply weights of few bits: bytes if the processor has none for bfloat16."""
     return bf16_unit() if can_decode() else "bytes"
 
 
 @functools.cache
 def bf16_unit() -> Literal["dots", "tiles"]:
-    """The instructions that multiply bfloat16 on this machine."""
+    """Return the instructions that multiply bfloat16 on this machine."""
     from trouper.kernels.codegen.features import has_tiles
 
     return "tiles" if has_tiles() else "dots"

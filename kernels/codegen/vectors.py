@@ -1,4 +1,4 @@
-"""Vectors of the kernel builder: conversions, permutations, masks and sums across lanes."""
+"""Vector instructions of the kernel builder: conversions, permutations, masks and reductions."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # llvmlite has no types.
@@ -33,7 +33,10 @@ class VectorBuilder(CoreBuilder):
         return self._intrinsic("llvm.fma.v16f32", F32X16, self.like(c, a).ir, b.ir, c.ir)
 
     def dot(self, a: Value, b: Value, c: Value) -> Value:
-        """Return c + the two products of each pair of bfloat16: the machine's bfloat16 instruction, or two FMAs."""
+        """Return c + the two products of each pair of bfloat16.
+
+        Uses the processor's bfloat16 instruction, or else two FMAs.
+        """
         if not has_bf16_dot():
             (a_low, a_high), (b_low, b_high) = self.unpack_bf16(a), self.unpack_bf16(b)
             return self.fma(a_high, b_high, self.fma(a_low, b_low, c))
@@ -41,7 +44,7 @@ class VectorBuilder(CoreBuilder):
         return self._intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", F32X16, c.ir, x, y)
 
     def interleave_bf16(self, low: Value, high: Value) -> Value:
-        """Return pairs of bfloat16, the two numbers of each lane."""
+        """Round two vectors to bfloat16.  Returns pairs: lane i holds the numbers of lane i of both."""
         if not has_bf16_dot():
             return self._rounded_bits(low) >> 16 & 0xFFFF | self._rounded_bits(high) & -0x10000
         both = self.as_i16x32(self.pack_bf16(low, high))
@@ -49,11 +52,11 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.bitcast(self.shuffle(both, both, alternate).ir, I32X16))
 
     def unpack_bf16(self, words: Value) -> tuple[Value, Value]:
-        """Return the low and the high numbers of pairs of bfloat16, each as f32x16."""
+        """Split pairs of bfloat16 into their low and high numbers, each as f32x16."""
         return self.as_f32x16(words << 16), self.as_f32x16(words & -0x10000)
 
     def pack_bf16(self, first: Value, second: Value) -> Value:
-        """Return thirty-two bfloat16 in order: sixteen numbers and sixteen more."""
+        """Round two vectors to bfloat16.  Returns thirty-two numbers: the first sixteen, then the second."""
         if not has_bf16_dot():
             low, high = (Value(self, self.round_bf16(x)) for x in (first, second))
             whole = self.shuffle(low, high, range(I16_LANES))
@@ -67,7 +70,7 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.sitofp(integers.ir, F32X16))
 
     def split_exponent(self, x: Value) -> tuple[Value, Value]:
-        """Split positive normal floats into f · 2^e: i32x16 e, and f32x16 f in [½, 1)."""
+        """Split positive normal floats into f · 2^e.  Returns e as i32x16 and f in [½, 1) as f32x16."""
         bits = self.as_i32x16(x)
         f = self.as_f32x16((bits & 0x7FFFFF) | 0x3F000000)
         return (bits >> 23) - 126, f
@@ -77,16 +80,16 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.extract_element(x.ir, I32(i)))
 
     def lane_ids(self) -> Value:
-        """Return the i32x16 0, 1, … 15."""
+        """Return the lane numbers 0, 1, … 15 as i32x16."""
         return Value(self, ir.Constant(I32X16, list(range(LANES))))
 
     def round_i32x16(self, x: Value) -> Value:
-        """Round floats to the nearest integers, halves to even."""
+        """Round floats to the nearest integers, ties to even."""
         whole = self._intrinsic("llvm.rint.v16f32", F32X16, x.ir)
         return Value(self, self.builder.fptosi(whole.ir, I32X16))
 
     def lookup_bf16(self, table: Sequence[float], index: Value) -> Value:
-        """Look up pairs of bfloat16: entry i of 32, where i is the lowest five bits of each half."""
+        """Look up pairs of bfloat16: the lowest five bits of each half are the index in a table of 32."""
         entries = [struct.unpack("i", struct.pack("f", x))[0] >> 16 for x in table]
         constant = Value(self, ir.Constant(I16X32, entries))
         found = self.permute(constant, self.as_i16x32(index))
@@ -97,7 +100,7 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.trunc(x.ir, ELEMENTS[kind]))
 
     def sign_extend(self, x: Value) -> Value:
-        """Widen an integer to 64 bits, with its sign."""
+        """Widen an integer to 64 bits, keeping its sign."""
         return Value(self, self.builder.sext(x.ir, I64))
 
     def swap_bytes(self, x: Value) -> Value:
@@ -105,8 +108,9 @@ class VectorBuilder(CoreBuilder):
         return self._intrinsic("llvm.bswap.v32i16", I16X32, x.ir)
 
     def permute(self, table: Value, indices: Value) -> Value:
-        """Return table[index mod 32] of 16-bit integers."""
-        if not has_permutations():  # for tests: no layout that needs it is chosen there
+        """Return table[index mod 32] for each 16-bit index."""
+        # Only tests get here: without the instruction no layout with tables is chosen.
+        if not has_permutations():
             room = self.array("i16", 3 * I16_LANES)
             room.store_i16x32(0, table)
             room.store_i16x32(I16_LANES, indices & I16_LANES - 1)
@@ -117,17 +121,17 @@ class VectorBuilder(CoreBuilder):
         return self._intrinsic(name, I16X32, table.ir, indices.ir)
 
     def any(self, conditions: Value) -> Value:
-        """Test whether one of sixteen or thirty-two conditions holds."""
+        """Test whether any of sixteen or thirty-two conditions holds."""
         return self.compare("!=", self._bits(conditions), 0)
 
     def count(self, conditions: Value) -> Value:
-        """Count how many of sixteen conditions hold."""
+        """Count the conditions that hold, among sixteen."""
         bits = self._bits(conditions)
         number = self._intrinsic("llvm.ctpop.i16", I16, bits.ir)
         return Value(self, self.builder.zext(number.ir, I64))
 
     def compress(self, x: Value, conditions: Value) -> Value:
-        """Move the lanes whose condition holds to the front, in their order; the rest is arbitrary."""
+        """Move the lanes that satisfy their condition to the front, in order.  The other lanes are arbitrary."""
         rest = ir.Constant(F32X16, ir.Undefined)
         name = "llvm.experimental.vector.compress.v16f32"
         return self._intrinsic(name, F32X16, x.ir, conditions.ir, rest)
@@ -137,7 +141,7 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.bitcast(raw, ir.IntType(raw.type.count)))
 
     def reduce_sum(self, x: Value) -> Value:
-        """Add all lanes up, halves upon halves: the same order on every machine."""
+        """Add all lanes by folding halves, in the same order on every machine."""
         return self._horizontal(x, lambda a, b: a + b)
 
     def reduce_max(self, x: Value) -> Value:
@@ -154,12 +158,15 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.extract_element(x.ir, I32(0)))
 
     def shuffle(self, a: Value, b: Value, indices: Sequence[int]) -> Value:
-        """Return the lanes `indices` of a followed by b."""
+        """Return the lanes `indices` of the concatenation of a and b."""
         mask = ir.Constant(ir.VectorType(I32, len(indices)), list(indices))
         return Value(self, self.builder.shuffle_vector(a.ir, b.ir, mask))
 
     def sums8(self, rows: Sequence[Value]) -> Value:
-        """Return the sums of eight rows as eight lanes: halves folded pairwise, 3 instructions a row."""
+        """Return the sums of eight vectors in eight lanes.
+
+        Halves are folded pairwise, which takes three instructions for each vector.
+        """
         part = LANES
         rows = [Value(self, row.ir) for row in rows]
         while len(rows) > 1:  # each holds LANES / part rows of `part` partial sums

@@ -1,43 +1,26 @@
-"""x = words[id] + types[type] + positions[position]: what an encoder begins with.
+"""Embedding, layer norm and pooling of encoders on the CPU, each one launch that a recording can contain.
 
-    words, types, positions [., D], the last two may be absent      x [T, D]
+Each class has a compiled kernel, for bfloat16 and float32 if D is a multiple of 16, and a torch implementation for
+everything else.  In a recorded step nothing here holds the interpreter, which torch's calls do.
 
-    native   bfloat16 and float32, D a multiple of 16: `embed_tokens.py`, added in float32
-    torch    elsewhere
-
-Laws:
-  * The choice depends on the dtype, the width and the machine, never on a batch.
-  * Rows are those of their tables, as admission and loading have checked: the kernel does not.
-
-In bfloat16 the sum is rounded once, where torch rounds twice: of 200 × 384 numbers 22 % differ, by a mean error of
-1.8e-3 in place of 2.6e-3.
-
-Roofline: bytes = 4 e T D.  One launch, which a recording holds, where torch's calls let go of the interpreter.
-
-y = (s - mean(s)) / √(var(s) + ε) · w + b over the last dimension,  s = x + r
-
-    x, r, y [T, D], r may be absent;  w, b [D], b may be absent
-
-    native   bfloat16 and float32, D a multiple of 16: `center_norm.py`
-    torch    elsewhere
-
-Law: the choice depends on the dtype, the width and the machine, never on a batch.
-
-Roofline: bytes = 3 e T D, FLOPs = 8 T D.
-
-y = the mean of the rows of a text that count, in float32: all of them, the first or the last.
-
-    x [T, D]   rows may be apart       y [C, D] float32, a row for each sequence of the groups, in their order
-
-    native   bfloat16 and float32, D a multiple of 16: `mean_pool.py`
-    torch    elsewhere
+    TokenEmbedding   x = words[id] + types[type] + positions[position]
+                     words, types, positions [., D], the last two optional; x [T, D]
+    LayerNorm        y = (s - mean(s)) / √(var(s) + ε) · w + b of s = x + r over the last dimension
+                     x, r, y [T, D], r optional; w, b [D], b optional
+    RowPooling       y = the mean of all rows of a text, or its first or last row, in float32
+                     x [T, D], rows may be strided; y [C, D] float32, in the order of the sequences
 
 Laws:
-  * The choice depends on the dtype, the width and the machine, never on a batch.
-  * Rows are added one by one, in either way: a text's bits do not depend on what is beside it.
+  * The implementation depends on the dtype, the width and the machine, never on a batch.
+  * Rows are added one after the other in both implementations, so a text's bits do not depend on its batch.
+  * The kernels do not check ids; admission and loading have checked them against the tables.
 
-Roofline: bytes = e T D.  Measured on one Zen 3 core, with the call: 21 µs for 8 rows of 384 bfloat16 and 60 for 510 of
-six texts, where torch's `embedding_bag` takes 116 and 157; from memory 159 and 245 where it takes 310 and 401.
+The embedding adds in float32 and rounds once.  torch rounds a bfloat16 sum twice: of 200 × 384 numbers 22 % differ,
+with a mean error of 2.6e-3 instead of 1.8e-3.
+
+Roofline: embedding 4 e T D bytes; layer norm 3 e T D bytes and 8 T D FLOPs; pooling e T D bytes.
+Pooling on one Zen 3 core, call included: 21 µs for 8 rows of 384 bfloat16 and 60 µs for 510 rows of six texts, compared
+with 116 and 157 µs of torch's `embedding_bag`; from memory 159 and 245 µs, compared with 310 and 401.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -55,7 +38,7 @@ from trouper.kernels.cpu.memory import num_threads_for
 
 
 class TokenEmbedding:
-    """The tables of an encoder's embedding, and the way they are added."""
+    """The embedding tables of an encoder, and the kernel that adds their rows."""
 
     def __init__(
         self,
@@ -65,8 +48,12 @@ class TokenEmbedding:
         *,
         native: bool | None = None,
     ) -> None:
-        """Take the tables; `native` = None compiles a kernel wherever one can be used."""
-        for table in (words, types, positions):  # as the kernel takes them to be
+        """Store the tables.
+
+        Args:
+            native: whether to compile a kernel; by default if one supports the tables.
+        """
+        for table in (words, types, positions):
             assert table is None or (table.dtype, table.shape[1:]) == (words.dtype, words.shape[1:])
             assert table is None or table.is_contiguous()
         self._words, self._types, self._positions = words, types, positions
@@ -89,7 +76,7 @@ class TokenEmbedding:
         return self._words.shape[1]
 
     def __call__(self, ids_T: Tensor, type_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return [T, D]; ids and positions are [T] int64."""
+        """Return the embeddings [T, D] for ids, type ids and positions [T] int64."""
         if self._kernel is None:
             x_TD = F.embedding(ids_T, self._words)
             if self._types is not None:
@@ -115,12 +102,16 @@ class TokenEmbedding:
 
 
 class LayerNorm:
-    """One layer norm: its weights, and the way it is computed."""
+    """One layer norm: its weights, and the kernel that applies them."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, eps: float, *, native: bool | None = None
     ) -> None:
-        """Take the weights; `native` = None compiles a kernel wherever one can be used."""
+        """Store the weights, with a float32 copy for the kernel.
+
+        Args:
+            native: whether to compile a kernel; by default if one supports the weights.
+        """
         self._weight, self._bias, self._eps = weight, bias, eps
         kind = units.row_kind(weight.dtype, len(weight), native=native)
         self._kernel: launch.Kernel | None = None
@@ -138,7 +129,7 @@ class LayerNorm:
         )
 
     def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
-        """Return the norm of x + residual, a new tensor; rows are contiguous."""
+        """Return the norm of x + residual, a new tensor.  Rows must be contiguous."""
         if self._kernel is None:
             x_TD = x_TD if residual_TD is None else x_TD + residual_TD
             return F.layer_norm(x_TD, self._weight.shape, self._weight, self._bias, self._eps)
@@ -166,16 +157,16 @@ def layer_norm_reference(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps
 
 
 class RowPooling:
-    """Pooling of the states of a text into one row."""
+    """Pooling of the hidden states of each text into one row."""
 
     def __init__(
         self, rows: str, dtype: torch.dtype, width: int, *, native: bool | None = None
     ) -> None:
-        """Prepare the pooling of states of that dtype and width.
+        """Prepare the pooling of states with this dtype and width.
 
         Args:
-            rows: MEAN, CLS (the first) or LAST.
-            native: None = where it can.
+            rows: MEAN, CLS (the first row) or LAST.
+            native: whether to compile a kernel; by default if one supports the states.
         """
         self._rows, self._width = rows, width
         kind = units.row_kind(dtype, width, native=native)
@@ -189,7 +180,7 @@ class RowPooling:
         return f"<RowPooling {self._rows}, {'torch' if self._kernel is None else 'native'}>"
 
     def __call__(self, x_TD: Tensor, groups: Sequence[Group]) -> Tensor:
-        """Return one row a sequence, a new tensor; the groups hold all rows of x."""
+        """Return one row for each sequence, a new tensor.  The groups must cover all rows of x."""
         spans_C2 = self._spans(groups)
         if self._kernel is None:
             return self._by_torch(x_TD, torch.from_numpy(spans_C2[:, 0]))
@@ -204,7 +195,7 @@ class RowPooling:
         return F.embedding_bag(torch.arange(len(x_TD)), x_TD.float(), firsts_C, mode="mean")
 
     def _spans(self, groups: Sequence[Group]) -> np.ndarray:
-        """Return [C, 2] int64: the first of the rows that count, and how many there are."""
+        """Return [C, 2] int64: the first pooled row of each sequence, and the number of pooled rows."""
         spans: list[tuple[int, int]] = []
         for group in groups:
             length = group.length

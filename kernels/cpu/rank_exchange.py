@@ -1,14 +1,13 @@
-"""The ranks that share out a model's layers, as each of them reaches the others: by memory that all have mapped.
+"""Sums and gathered logits of the ranks on one machine, through memory that all of them have mapped.
 
-    ranks = RankExchange(rank, sizes, memory)         memory: a mapping of `sizes.num_bytes`, zeros at first
+    ranks = RankExchange(rank, sizes, memory)   memory: a mapping of `sizes.num_bytes`, initially zero
     ranks.begin_step(7)
-    z = ranks.fused_add_norm(x, y, …)          y: this rank's part of a sum; z, x: equal bits on every rank
+    z = ranks.fused_add_norm(x, y, …)           y: this rank's part of a sum; x and z: equal bits on every rank
     ranks.check()
 
-Ranks are processes that have inherited a memory file, or threads over one mapping.  Every operation is one launch, and may
-be part of a recording.  What an exchange is, and its laws: `fused/rank_sums.py`.
-
-The operations in which all ranks of a model take part, over memory that all have mapped: a `RankGroup`.
+The ranks are processes that inherit a memory file, or threads in tests.  Every operation is one launch and may be
+part of a recording, because the launch waits for the other ranks inside the kernel.  `fused/rank_sums.py` explains the
+protocol and its laws.  `SharedGroup` offers these operations to a model, as a `RankGroup`.
 """
 
 import mmap
@@ -29,7 +28,7 @@ from trouper.kernels.cpu.fused.rank_sums import (
     STEP,
     THEIR_LABEL,
     THEIR_NUMBER,
-    num_pieces,
+    num_items,
     shared_columns,
     shared_heads_norm,
     shared_sum,
@@ -40,15 +39,16 @@ from trouper.kernels.ops import RankGroup, RankShare, q_and_k
 
 
 class RanksDisagreeError(RuntimeError):
-    """Two ranks of a group have not done the same: what they hold is not to be used, and the group cannot go on."""
+    """Two ranks of a group made different calls.  Their results are unusable, and the group cannot continue."""
 
 
 class RankExchange:
-    """The group as one rank has it.  One thread of each rank calls it.
+    """The group from the view of one rank.  One thread of each rank calls it.
 
     Args:
-        rank: from 0 on.
-        memory: written by all ranks.
+        rank: number of this rank, from 0.
+        sizes: the layout of the memory, equal on all ranks.
+        memory: the mapping that all ranks write.
     """
 
     def __init__(self, rank: int, sizes: ExchangeSizes, memory: mmap.mmap) -> None:
@@ -57,7 +57,7 @@ class RankExchange:
         self._bytes = np.frombuffer(memory, dtype=np.uint8)
         assert len(self._bytes) >= sizes.num_bytes, "a mapping of all that the group shares"
         self._state = np.zeros(STATE + 8, dtype=np.int64)
-        first = -(self._state.ctypes.data // 8) % 8  # a cache line's beginning
+        first = -(self._state.ctypes.data // 8) % 8  # start of a cache line
         self._state = self._state[first:]
         address = self._bytes.ctypes.data
         self._own = address, rank, self._state.ctypes.data, address_in_torch("syscall")
@@ -69,14 +69,14 @@ class RankExchange:
         return f"<RankExchange: {self.rank} of {self.num_ranks}, {self._state[NUM_DONE]} exchanges>"
 
     def begin_step(self, step: int) -> None:
-        """Say which step the exchanges that follow belong to."""
+        """Set the number of the step that the following exchanges belong to."""
         self._state[STEP] = step
 
     def check(self) -> None:
-        """Look whether all exchanges so far were the same on all ranks.
+        """Check that all exchanges so far were the same on all ranks.
 
         Raises:
-            RanksDisagreeError: they were not; nothing that they gave is of use.
+            RanksDisagreeError: they were not, so all their results are unusable.
         """
         state = self._state
         if state[FAILED]:
@@ -98,19 +98,22 @@ class RankExchange:
         eps: float = 0.0,
         norm: Norm = "rms",
     ) -> Tensor:
-        """Add α times the sum of all ranks' y to x in place; return the norm of x, or x where there is no weight.
+        """Add α times the sum of all ranks' y to x in place.  Returns the norm of x, or x itself without a weight.
 
         Args:
-            x_TE: None = return the sum alone.
-            weight: [E] float32, or [2, E] of a layer norm.
-            post_weight: likewise, of the norm of the sum.
+            x_TE: the residual stream; without it only the sum is returned.
+            weight: [E] float32, or [2, E] for a layer norm.
+            post_weight: weights of a norm that is applied to the sum first, in the same form.
+
+        Raises:
+            ValueError: y is larger than the shared buffer.
         """
         length, width = y_TE.shape
         self._check_part(length * width * y_TE.itemsize)
         z_TE = padded(length, width, y_TE.dtype) if x_TE is None or weight is not None else x_TE
         if length:
             compiled(shared_sum, kind_of(y_TE.dtype), self.num_ranks, norm)(
-                num_pieces(length),
+                num_items(length),
                 *self._own,
                 *self._parts,
                 y_TE.data_ptr(),
@@ -146,9 +149,11 @@ class RankExchange:
         """Normalise this rank's q and k in place, each over the heads of all ranks (OLMo-2).
 
         Args:
-            q_TX: the beginning of rows in which k lies behind it.
-            q_weight: of this rank's q, float32.
-            num_copies: ranks that have the same keys, one after the other.
+            q_TX: the beginning of rows that contain k directly behind q.
+            k_TX: the keys in the same rows.
+            q_weight: float32 weights for this rank's q.
+            k_weight: float32 weights for this rank's k.
+            num_copies: number of consecutive ranks that hold the same keys.
         """
         length, (q_width, k_width) = len(q_TX), (len(q_weight), len(k_weight))
         assert k_TX.data_ptr() == q_TX.data_ptr() + q_width * q_TX.itemsize, "one row holds both"
@@ -156,7 +161,7 @@ class RankExchange:
         if length:
             kernel = compiled(shared_heads_norm, kind_of(q_TX.dtype), self.num_ranks, num_copies)
             kernel(
-                num_pieces(length),
+                num_items(length),
                 *self._own,
                 *self._parts,
                 q_TX.data_ptr(),
@@ -173,43 +178,50 @@ class RankExchange:
             )
 
     def max_logits_rows(self, vocab_size: int) -> int:
-        """Return how many rows of logits the sheet has room for."""
+        """Return how many rows of logits the shared sheet can hold."""
         return self._sizes.sheet_numbers // vocab_size
 
     def gather_logits(
         self, product_RW: Tensor, first: int, vocab_size: int, scale: float, cap: float | None
     ) -> Tensor:
-        """Return the logits [R, vocabulary] of all ranks' columns, finished as `Ops.finish_logits` does.
+        """Return the logits [R, vocabulary] of all ranks' columns, finished like `Ops.finish_logits`.
 
-        They lie in memory that all ranks see, and are valid on a rank until its next call.
+        The result is in the shared memory, and a rank may read it until its next call.
 
         Args:
-            product_RW: of this rank's columns, at least 16 or none.
-            first: its first column.
+            product_RW: the product for this rank's columns: at least 16 of them, or none.
+            first: the index of this rank's first column.
+
+        Raises:
+            ValueError: the sheet cannot hold this many rows.
         """
         length, width = product_RW.shape
         if length * vocab_size > self._sizes.sheet_numbers:
-            raise ValueError(f"{length} rows of logits for a sheet of {self._sizes.sheet_numbers}")
+            raise ValueError(
+                f"{length} rows of logits exceed the sheet of {self._sizes.sheet_numbers} numbers"
+            )
         assert width >= LANES or not width
         sheet_RV = self._sheet[: length * vocab_size].view(length, vocab_size)
         if length:
             kernel = compiled(shared_columns, kind_of(product_RW.dtype), self.num_ranks)
             product, numbers = (product_RW.data_ptr(), product_RW.stride(0)), (float_bits(scale), float_bits(cap or 0.0))  # fmt: skip
             target = sheet_RV.data_ptr() + first * FLOAT_BYTES, vocab_size
-            # all have read what was there before
-            kernel(num_pieces(1), *self._own, *product, *target, length, 0, *numbers)
+            # This exchange writes nothing: when it ends, all ranks have finished reading the previous sheet.
+            kernel(num_items(1), *self._own, *product, *target, length, 0, *numbers)
             threads = num_threads_for(length)
-            kernel(num_pieces(length), *self._own, *product, *target, length, width, *numbers, num_threads=threads)  # fmt: skip
+            kernel(num_items(length), *self._own, *product, *target, length, width, *numbers, num_threads=threads)  # fmt: skip
         return sheet_RV
 
     def all_agree(self, value: bool) -> bool:
-        """Return whether every rank says yes; all ask at the same time."""
+        """Return whether every rank passed True; all ranks must call this at the same point."""
         votes = torch.full((1, LANES), float(value))
         return self.sum(votes)[0, 0].item() == self.num_ranks
 
     def _check_part(self, num_bytes: int) -> None:
         if num_bytes > self._sizes.part_bytes:
-            raise ValueError(f"a part of {num_bytes} bytes where {self._sizes.part_bytes} fit")
+            raise ValueError(
+                f"a part of {num_bytes} bytes exceeds the shared buffer of {self._sizes.part_bytes} bytes"
+            )
 
 
 def _described(label: int) -> str:
@@ -217,10 +229,11 @@ def _described(label: int) -> str:
 
 
 class SharedGroup(RankGroup):
-    """The group as one rank calls it.
+    """The group of ranks as a model uses it.
 
     Args:
-        exchange: with the other ranks.
+        exchange: the connection with the other ranks.
+        share: this rank's sizes and constants.
     """
 
     def __init__(self, exchange: RankExchange, share: RankShare) -> None:
@@ -273,7 +286,7 @@ class SharedGroup(RankGroup):
         )
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
-        """Put the columns of all ranks side by side; more rows than the sheet has are copied from it in turns."""
+        """Gather the columns of all ranks.  If there are more rows than the sheet can hold, they are copied from it in batches."""
         first, vocab_size = self._share.first_logit, self._share.vocab_size
         length, at_once = len(product_RV), self.exchange.max_logits_rows(vocab_size)
         if length <= at_once:

@@ -68,7 +68,7 @@ def paged_attention(
     attend = _capped(scale, softcap) if softcap else _flash(scale)
     sinks_HG = None if sinks_N is None else sinks_N.float().view(num_kv, -1)
     rows_1HGD = q_THGD.split(1)  # one call for all lone queries
-    pieces: list[Tensor] = []
+    outs: list[Tensor] = []
     for first, count, runs in tiles:
         if count == 1:
             q = rows_1HGD[first]
@@ -76,7 +76,7 @@ def paged_attention(
                 attend(q, k_1HSD.narrow(2, r.slot, r.length), v_1HSD.narrow(2, r.slot, r.length), False, None)
                 for r in runs
             ]  # fmt: skip
-            pieces.append(_sunk(_merge(parts, q.dtype), sinks_HG))
+            outs.append(_sunk(_merge(parts, q.dtype), sinks_HG))
             continue
         q = q_THGD.narrow(0, first, count).permute(1, 2, 0, 3)
         parts = [_over_run(attend, q, k_1HSD, v_1HSD, run, masks) for run in runs]
@@ -86,8 +86,8 @@ def paged_attention(
         )
         parts.append(attend(q, k, v, True, None))
         sinks_HG1 = None if sinks_HG is None else sinks_HG.unsqueeze(2)
-        pieces.append(_sunk(_merge(parts, q.dtype), sinks_HG1).permute(2, 0, 1, 3))
-    out_THGD = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        outs.append(_sunk(_merge(parts, q.dtype), sinks_HG1).permute(2, 0, 1, 3))
+    out_THGD = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out_THGD.reshape(num_tokens, num_q * width)
 
 

@@ -511,7 +511,7 @@ def test_texts_are_split_as_the_name_says(name, tmp_path):
     table = np.zeros((10, 64), np.float32)
     path = write(tmp_path / "m.gguf", tensors=[("token_embd.weight", table, None)], pre=name)
     splitter = read_tokenizer(read_gguf(path)).backend.pre_tokenizer
-    assert [piece for piece, _ in splitter.pre_tokenize_str("it's 1234 up!\n")] == PIECES[name]
+    assert [item for item, _ in splitter.pre_tokenize_str("it's 1234 up!\n")] == PIECES[name]
 
 
 def test_a_folder_with_one_file_and_a_quantization_name_it(tmp_path):

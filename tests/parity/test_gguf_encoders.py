@@ -46,14 +46,14 @@ MEAN, CLS, LAST, RANK = 1, 2, 3, 4
 
 
 def words(count=SIZE):
-    """Pieces as a file has them: ▁ in front of what begins a word, and nothing in front of a continuation."""
-    pieces = WORDS + [f"w{i}" for i in range(count - len(WORDS))]
-    special = [x if x in WORDS[:5] else x.removeprefix("##") if "##" in x else f"▁{x}" for x in pieces]  # fmt: skip
-    return pieces, special
+    """Work items as a file has them: ▁ in front of what begins a word, and nothing in front of a continuation."""
+    items = WORDS + [f"w{i}" for i in range(count - len(WORDS))]
+    special = [x if x in WORDS[:5] else x.removeprefix("##") if "##" in x else f"▁{x}" for x in items]  # fmt: skip
+    return items, special
 
 
 def write(path, arch, config, tensors, numbers=None, pooling=None, kind=None, labels=()):
-    """A file with a tokenizer of word pieces."""
+    """A file with a tokenizer of word work items."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -160,12 +160,12 @@ def test_a_file_that_ranks_scores_pairs(tmp_path):
 def test_word_pieces_are_those_of_berts_own_tokenizer(tmp_path):
     model = save_tiny("bert", AutoModel, tmp_path)
     own = Tokenizer.load(converted(model, tmp_path, "bert"))
-    pieces, _ = words()
-    reference = Backend(models.WordPiece({x: i for i, x in enumerate(pieces)}, unk_token="[UNK]"))
+    items, _ = words()
+    reference = Backend(models.WordPiece({x: i for i, x in enumerate(items)}, unk_token="[UNK]"))
     reference.normalizer = normalizers.BertNormalizer()
     reference.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     reference.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    reference.add_special_tokens(pieces[:5])
+    reference.add_special_tokens(items[:5])
     for text in ("Hello  worldS", "a,a hello[MASK]ly", "日本 w3", "", "Éa é", "hello" * 40):
         assert own.encode(text) == reference.encode(text).ids
     ids, types = own.encode_within("hello", "world")
@@ -181,11 +181,11 @@ def test_a_vocabulary_with_capitals_keeps_them(tmp_path, monkeypatch):
 
 
 def test_unigram_pieces_are_those_of_xlm_roberta(tmp_path):
-    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0), ("▁he", -2.0), ("llo", -2.5), ("▁hello", -4.0), ("a", -5.0), ("b", -5.0)]  # fmt: skip
+    items = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0), ("▁he", -2.0), ("llo", -2.5), ("▁hello", -4.0), ("a", -5.0), ("b", -5.0)]  # fmt: skip
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "bert")
     writer.add_tokenizer_model("t5")
-    writer.add_token_list([piece for piece, _ in pieces])
-    writer.add_token_scores([score for _, score in pieces])
+    writer.add_token_list([item for item, _ in items])
+    writer.add_token_scores([score for _, score in items])
     writer.add_token_types([3, 3, 3, 2] + [1] * 6)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(2)

@@ -164,8 +164,8 @@ def test_a_part_may_be_put_anywhere_by_the_template_or_be_dropped():
     with LLM(enable_prompt_embeds=True, dtype="float32") as llm:
         (output,) = llm.chat(messages, GREEDY, chat_template=template, use_tqdm=False)
         tokenizer = llm.llm_engine.async_engine.tokenizer
-        pieces = [tokenizer.encode(text) for text in ("[a][", "][", "][0]")]
-    assert output.prompt_token_ids == [*pieces[0], 0, 0, 0, *pieces[1], 0, *pieces[2]]
+        items = [tokenizer.encode(text) for text in ("[a][", "][", "][0]")]
+    assert output.prompt_token_ids == [*items[0], 0, 0, 0, *items[1], 0, *items[2]]
     assert output.prompt == "[a][][][0]"
 
 

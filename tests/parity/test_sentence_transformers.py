@@ -16,7 +16,7 @@ MODEL = Path(package.__file__).parent / "model"
 
 
 def texts(count):
-    """Pieces of 1 to 40 words of the standard library; every 40th exceeds the model's 256 tokens."""
+    """Work items of 1 to 40 words of the standard library; every 40th exceeds the model's 256 tokens."""
     words = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text().split()
     lengths = [250 if i % 40 == 39 else 1 + 37 * i % 40 for i in range(count)]
     return [" ".join(words[7 * i : 7 * i + length]) for i, length in enumerate(lengths)]

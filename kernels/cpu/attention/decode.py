@@ -10,10 +10,10 @@
                          end of each is, and the partial result, than those of the one before it
     merges [M, 3]        int64: token, first partial result, number of them
     sinks  [N]           float32, or absent
-    plan                 int64: tables, their stride, spans, P, heads of a piece, partials, merges, M
+    plan                 int64: tables, their stride, spans, P, heads of a work item, partials, merges, M
     out    [T, N · D]
 
-A piece of work is some KV heads of one span of positions begin … end - 1.  Its keys are read once for
+A work item is some KV heads of one span of positions begin … end - 1.  Its keys are read once for
 all G heads of its tokens, up to `MOST_TOKENS` of one sequence (as in a step that verifies drafts): sixteen lanes along D,
 eight keys by two heads of accumulators; then an online softmax over the block, then lanes-wide rows of the output by
 four heads.  A context longer than `SPAN` is several spans, so that one long request keeps all cores busy; they are cut at
@@ -40,7 +40,7 @@ from trouper.kernels.codegen.core import Operand, Pointer, Value, Var
 from trouper.kernels.codegen.features import has_bf16_dot
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 
-SPAN = 1024  # positions; 512 KiB of K and V at D = 128, enough to hide what a piece costs
+SPAN = 1024  # positions; 512 KiB of K and V at D = 128, enough to hide what a work item costs
 KEYS = 128  # whose scores are held at a time
 LOG2_E = math.log2(math.e)
 HIDDEN = -1e30  # below every score, and finite: its difference to itself is 0
@@ -80,13 +80,13 @@ def decode_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
         code.f32_argument(scale), code.f32_argument(cap),
     )  # fmt: skip
     parts = num_kv // heads
-    for piece in code.pieces(num_spans * parts):
-        row = spans + piece // parts * 8
+    for item in code.work_items(num_spans * parts):
+        row = spans + item // parts * 8
         token, begin, end, partial = row[0], row[2], row[3], row[4]
         num_tokens, growth, partial_step = row[5], row[6], row[7]
         table = tables + row[1] * table_stride
         first_slot = table[begin // block_size] * block_size + begin % block_size
-        first_head = piece % parts * heads
+        first_head = item % parts * heads
         for head in code.loop(first_head, first_head + heads):
             for t in code.loop(0, num_tokens):
                 span.keep_query(t, q + ((token + t) * q_stride + head * size))
@@ -369,15 +369,15 @@ def capped(code: KernelBuilder, x: Value, cap: Value) -> Value:
 
 
 def merge_partials(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments plan, N, D, sinks or 0, out, its stride.  A piece is one head of one token."""
+    """Write the kernel of the arguments plan, N, D, sinks or 0, out, its stride.  A work item is one head of one token."""
     plan, num_q, width, sinks, out, stride = code.arguments(6)
     plan = code.pointer(plan, "i64")
     partials, merges = plan[5], plan[6]
     step = num_q * (width + 2)
-    for piece in code.pieces(plan[7] * num_q):
-        row = code.pointer(merges, "i64") + piece // num_q * 3
+    for item in code.work_items(plan[7] * num_q):
+        row = code.pointer(merges, "i64") + item // num_q * 3
         token, first, count = row[0], row[1], row[2]
-        head = piece % num_q
+        head = item % num_q
         part = code.pointer(partials, "f32") + (first * num_q + head) * (width + 2)
         largest = code.var(part[0])
         for i in code.loop(1, count):

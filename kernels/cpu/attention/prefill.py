@@ -10,7 +10,7 @@
     sinks  [N]           float32, or absent
     out    [T, N · D]
 
-A piece of work is one KV head of one tile: its tokens and group heads are R ≤ SIDE query rows, which
+A work item is one KV head of one tile: its tokens and group heads are R ≤ SIDE query rows, which
 lie along the *lanes* throughout.  For each SIDE keys of the past and of the tile itself
 
     scores [SIDE, R]  = K q      each key's cells in all lanes, times the transposed queries
@@ -37,7 +37,7 @@ Attention of whole sequences in both directions, without padding and without a c
     bias   [N, 2 P + WHOLE_SIDE]  float32, or absent; a tile reads up to WHOLE_SIDE beyond its last query
     out    [T, N D]
 
-A piece of work is one head of one tile.  Tiles and what is done with one are those of
+A work item is one head of one tile.  Tiles and what is done with one are those of
 `prefill.py`: an online softmax over WHOLE_SIDE keys at a time.
 
 Roofline: FLOPs = 4 Σ L² N D, bytes = 4 e T N D.
@@ -51,7 +51,9 @@ from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import LOG2_E, capped
 from trouper.kernels.cpu.attention.tile import WIDEST, Tile, tile_of
 
-PARTS = 4  # tiles of queries in a piece of work, at most: keys and values are prepared once for all of them
+PARTS = (
+    4  # tiles of queries in a work item, at most: keys and values are prepared once for all of them
+)
 SIDE = 128  # keys, and rows of queries: by AMX 64 and 64 take 1.15 times as long; by AVX-512 they are equal
 
 
@@ -69,9 +71,9 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
     tile = tile_of(unit, code, kind, base, group, width, SIDE)
     scale, cap = code.f32_argument(scale), code.f32_argument(cap)
     with tile.begun():
-        for piece in code.pieces():
-            row = tiles + piece // num_kv * 4
-            head = piece % num_kv
+        for item in code.work_items():
+            row = tiles + item // num_kv * 4
+            head = item % num_kv
             token, count, position = row[0], row[1], row[3]
             table = tables + row[2] * table_stride
             k = cache + head * num_slots * width
@@ -85,7 +87,7 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
             def parts(
                 count: Value = count, step: Value = step
             ) -> Iterator[tuple[Tile, Value, Value]]:
-                """Yield the parts of a piece: the tile, its first token, how many tokens."""
+                """Yield the parts of a work item: the tile, its first token, how many tokens."""
                 for part in code.loop(0, (count + (step - 1)) // step):
                     at = part * step
                     yield tile.part(part), at, code.minimum(step, count - at)
@@ -145,8 +147,8 @@ def whole_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
     size = num_heads * width
     stride = size * 3
     with tile.begun():
-        for piece in code.pieces():
-            row, head = tiles + piece // num_heads * 4, piece % num_heads
+        for item in code.work_items():
+            row, head = tiles + item // num_heads * 4, item % num_heads
             start, num_keys, query, count = row[0], row[1], row[2], row[3]
             q = qkv + (start * stride + head * width)
             k, v = q + size, q + size * 2

@@ -1,1 +1,1 @@
-"""Mixtures of experts on the CPU."""
+"""Kernels for mixtures of experts."""

@@ -1,26 +1,18 @@
-"""Products of all experts in one launch: each reads its own tokens' rows, and is read once a step.
+"""Kernels that multiply by all experts of a layer in one launch, so that each expert's weight is read once a step.
 
-    x [R, I]         bfloat16 or float32, rows may be strided
-    W                of `chosen.py`: panels as `cpu/linear/dense.py` packs them, and biases
-    y [T k, O]       row a is that of choice a
-    order, spans     of `route.py`
+    grouped_matmul     weights in bfloat16 or float32, packed like `cpu/linear/dense.py`
+    grouped_integers   integer weights, packed like `cpu/linear/integer.py`, with bfloat16 dot products
+    grouped_bytes      integer weights, with rows quantized by `cpu/linear/integer_rows.py`
 
-A piece's rows are computed in the blocks of `cpu/linear/products.py`: the law of one accumulator holds, so a row's bits
-do not depend on the other tokens.  AMX is not used: its tiles want rows that follow each other.
+    x [R, I]         the rows, which may be strided
+    W                addresses of each expert's tensors, see `routing.py`
+    y [T k, O]       row a is the output of choice a
+    order, spans     the tokens of each expert, see `routing.py`
 
-Roofline: bytes = e (O I of each expert that has tokens + T k (I + O)), FLOPs = 2 T k O I.
+The rows of a work item are computed in the blocks of a linear layer, so an output has the bits that the expert's own
+layer would give, whatever the other tokens are.  AMX is not used, because its tiles need consecutive rows.
 
-Products of all experts, whose weights are integers, in one launch: each is read once a step.
-
-    x                rows of bfloat16, or their integers and records (`cpu/linear/integer_rows.py`)
-    W                of `chosen.py`: integers, scales, zeros and minima as `cpu/linear/integer.py` packs them, and biases
-    y [T k, O]       bfloat16, row a is that of choice a
-    order, spans     of `route.py`
-
-A piece's rows are computed in the blocks of a linear layer, dots or bytes: an output has the bits that the expert's
-own layer gives, whatever the other tokens.  AMX is not used: its tiles want rows that follow each other.
-
-Roofline: bytes = O I (bits / 8 + 2 / G) of each expert that has tokens, FLOPs = 2 T k O I.
+Roofline: e O I bytes (or O I (bits / 8 + 2 / G)) for each expert with tokens, plus e T k (I + O); 2 T k O I FLOPs.
 """
 
 from typing import Any
@@ -29,7 +21,7 @@ from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Value
 from trouper.kernels.codegen.features import has_bf16_dot
 from trouper.kernels.codegen.units import LANES, Kind, Unit
-from trouper.kernels.cpu.experts.routing import ADDRESSES, Choices, ExpertPiece, expert_pieces
+from trouper.kernels.cpu.experts.routing import ADDRESSES, Choices, ExpertItem, expert_items
 from trouper.kernels.cpu.linear.integer_bytes import BYTE_BLOCKING, ByteProduct
 from trouper.kernels.cpu.linear.integer_matmul import INTEGER_BLOCKINGS, IntegerDots
 from trouper.kernels.cpu.linear.integer_panels import KeptPanel
@@ -38,7 +30,7 @@ from trouper.kernels.formats import Format
 
 
 def grouped_matmul(code: KernelBuilder, unit: Unit) -> None:
-    """Write the kernel of the arguments x, its stride in words, divisor, W, y, T k, words of a row, O / 16, order, spans."""
+    """Write the kernel with the arguments x, its stride in words, divisor, W, y, T k, words of a row, O / 16, order, spans."""
     x, stride, divisor, weights, y, num_rows, words, num_panels, order, spans = code.arguments(10)
     choices, no_bias, width = Choices(code, order, divisor), code.i64(0), num_panels * LANES
     kind = Floats if unit == "floats" else Dots
@@ -46,17 +38,17 @@ def grouped_matmul(code: KernelBuilder, unit: Unit) -> None:
     product.rows = choices
     shape = BLOCKINGS[unit]
     many = shape.few[-1] if unit == "dots" and not has_bf16_dot() else shape.many
-    for piece in expert_pieces(code, weights, spans, num_panels):
-        choices.begin(piece)
-        weight, *_, product.bias = piece.addresses
+    for item in expert_items(code, weights, spans, num_panels):
+        choices.begin(item)
+        weight, *_, product.bias = item.addresses
         words_of = code.pointer(weight, "i32")
         before = 0
         for i, block in enumerate((*shape.few, many)):
             is_last = i == len(shape.few)
-            fits = piece.num_rows > before
-            with code.when(fits if is_last else fits & (piece.num_rows <= block.rows)):
-                for panel in code.loop(piece.first_panel, piece.stop, block.panels):
-                    _rows(product, piece.num_rows, words_of, panel, block)
+            fits = item.num_rows > before
+            with code.when(fits if is_last else fits & (item.num_rows <= block.rows)):
+                for panel in code.loop(item.first_panel, item.stop, block.panels):
+                    _rows(product, item.num_rows, words_of, panel, block)
             before = block.rows
 
 
@@ -76,34 +68,34 @@ def grouped_bytes(
     has_minima: bool,
     group: int,
 ) -> None:
-    """Write the kernel of the arguments rows' q and r, divisor, W, y, T k, I / 2, O / 16, pairs of a group, order, spans."""
+    """Write the kernel with the arguments rows' q and r, divisor, W, y, T k, I / 2, O / 16, pairs of a group, order, spans."""
     x, records, divisor, weights, y, *sizes, order, spans = code.arguments(11)
     choices, none, alone = Choices(code, order, divisor), [code.i64(0)] * ADDRESSES, code.i64(1)
     arguments = [x, records, *none, y, *sizes, alone]
     options = fmt, scale_kind, has_zeros, has_minima, group
     work = ByteProduct(code, *options, arguments)
     work.rows = choices
-    for piece in expert_pieces(code, weights, spans, work.num_panels):
-        choices.begin(piece)
-        work.take_weight(*piece.addresses)
+    for item in expert_items(code, weights, spans, work.num_panels):
+        choices.begin(item)
+        work.take_weight(*item.addresses)
         before = 0
         for block in BYTE_BLOCKING.few:
-            with code.when((piece.num_rows > before) & (piece.num_rows <= block.rows)):
-                for panel in code.loop(piece.first_panel, piece.stop, block.panels):
+            with code.when((item.num_rows > before) & (item.num_rows <= block.rows)):
+                for panel in code.loop(item.first_panel, item.stop, block.panels):
                     work.block(panel, code.i64(0), block.rows)
             before = block.rows
-        with code.when(piece.num_rows > before):
+        with code.when(item.num_rows > before):
             block = BYTE_BLOCKING.many
-            for panel in code.loop(piece.first_panel, piece.stop, block.panels):
-                for row in code.loop(0, piece.num_rows, block.rows):
+            for panel in code.loop(item.first_panel, item.stop, block.panels):
+                for row in code.loop(0, item.num_rows, block.rows):
                     work.block(panel, row, block.rows)
 
 
 def grouped_integers(
     code: KernelBuilder, fmt: Format, scale_kind: Kind, has_zeros: bool, has_minima: bool
 ) -> None:
-    """Write the kernel of the arguments x, its stride in words, divisor, W, y, T k, I / 2, O / 16, pairs of a group, scratch, its bytes
-    a thread, order, spans.
+    """Write the kernel with the arguments x, its stride in words, divisor, W, y, T k, I / 2, O / 16, pairs of a group, scratch,
+    scratch bytes of a thread, order, spans.
     """
     x, stride, divisor, weights, y, *sizes, scratch, each, order, spans = code.arguments(13)
     choices, none, alone = Choices(code, order, divisor), [code.i64(0)] * ADDRESSES, code.i64(1)
@@ -112,28 +104,28 @@ def grouped_integers(
     work.rows = choices
     thread = code.thread()
     shape = INTEGER_BLOCKINGS["dots", fmt]
-    for piece in expert_pieces(code, weights, spans, work.num_panels):
-        choices.begin(piece)
-        work.take_weight(*piece.addresses)
+    for item in expert_items(code, weights, spans, work.num_panels):
+        choices.begin(item)
+        work.take_weight(*item.addresses)
         before = 0
         for block in shape.few:
-            with code.when((piece.num_rows > before) & (piece.num_rows <= block.rows)):
+            with code.when((item.num_rows > before) & (item.num_rows <= block.rows)):
                 work.begin_few(block.rows, thread)
-                for panel in code.loop(piece.first_panel, piece.stop, block.panels):
+                for panel in code.loop(item.first_panel, item.stop, block.panels):
                     work.block(work.panels(panel, block.panels), code.i64(0), block.rows)
             before = block.rows
-        with code.when(piece.num_rows > before):
-            _many_by_dots(work, piece, thread)
+        with code.when(item.num_rows > before):
+            _many_by_dots(work, item, thread)
 
 
-def _many_by_dots(work: IntegerDots, piece: ExpertPiece, thread: Value) -> None:
-    """Compute blocks of many rows: the first keeps its panels as bfloat16 for the others."""
+def _many_by_dots(work: IntegerDots, item: ExpertItem, thread: Value) -> None:
+    """Compute blocks of many rows.  The first block keeps its panels as bfloat16 for the following ones."""
     code = work.code
     panels, rows, _ = INTEGER_BLOCKINGS["dots", work.fmt].many
     mine = work.scratch_of(thread)
     kept = [KeptPanel(mine + p * work.pairs * LANES) for p in range(panels)]
-    for panel in code.loop(piece.first_panel, piece.stop, panels):
+    for panel in code.loop(item.first_panel, item.stop, panels):
         at_panel = work.panels(panel, panels)
         work.block(at_panel, code.i64(0), rows, kept)
-        for row in code.loop(rows, piece.num_rows, rows):
+        for row in code.loop(rows, item.num_rows, rows):
             work.block(at_panel, row, rows, kept, is_first=False)

@@ -1,6 +1,7 @@
-"""Experts by the kernels of this folder: five launches, whatever the number of experts, and recordable.
+"""Experts by compiled kernels: five launches for any number of experts, which a recording can contain.
 
-Where no instruction multiplies bfloat16 and weights are integers, rows become integers by one more launch before each product.
+The launches are the choice of experts, the product of gate and up, the activation, the product of down, and the sum.
+For integer weights on machines without bfloat16 instructions, one more launch quantizes the rows before each product.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ from trouper.kernels.linear import LinearMethod
 
 
 class NativeExperts:
-    """Experts whose products are single launches.
+    """Experts that compute each product of a layer in one launch.
 
     Args:
-        gate_up: of each expert, E -> 2 M.
-        down: of each expert, M -> E.
+        gate_up: the fused gate and up products of all experts, E -> 2 M.
+        down: the down products of all experts, M -> E.
     """
 
     def __init__(self, gate_up: ExpertProducts, down: ExpertProducts, routing: Routing) -> None:
@@ -81,7 +82,7 @@ class NativeExperts:
 def grouped(
     gate_up: Sequence[LinearMethod], down: Sequence[LinearMethod], routing: Routing
 ) -> NativeExperts | None:
-    """Put experts together; None where the kernels do not compute them."""
+    """Combine experts.  Returns None if the kernels do not support their sizes or the form of their weights."""
     if down[0].shape[0] % LANES or routing.num_experts >= MAX_EXPERTS:
         return None
     first, second = make_product(gate_up), make_product(down)

@@ -1,6 +1,7 @@
-"""Products of all experts of a layer, by the kernel for the form that their weights have.
+"""The products of all experts of a layer with their tokens, by the kernel for the form of their weights.
 
-`apply` takes the rows x [R, I] and gives y [T k, O]: choice a of a token reads row a // divisor and writes row a.
+`apply` takes rows x [R, I] and returns y [T k, O]: choice a of a token reads row a // divisor and writes row a.  The
+divisor is k for the first product, which reads the tokens, and 1 for the second, which reads the choices.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from trouper.kernels.codegen import launch
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.experts.grouped import grouped_bytes, grouped_integers, grouped_matmul
-from trouper.kernels.cpu.experts.routing import SPAN, num_pieces
+from trouper.kernels.cpu.experts.routing import SPAN, num_items
 from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.linear.integer import IntegerLinear
 from trouper.kernels.cpu.linear.integer_matmul import scratch_bytes
@@ -21,7 +22,7 @@ from trouper.kernels.linear import LinearMethod
 
 
 class Routed(NamedTuple):
-    """The choices of a step's tokens, as `route.py` writes them."""
+    """The experts that a step's tokens chose, as `routing.route` writes them."""
 
     num_tokens: int
     order: Tensor
@@ -35,18 +36,18 @@ class Routed(NamedTuple):
 class ExpertProducts(Protocol):
     """The products of all experts with their rows."""
 
-    kind: Kind  # of the rows
+    kind: Kind  # dtype of the rows
 
     @property
     def linears(self) -> Sequence[LinearMethod]: ...
 
     def apply(self, x_RI: Tensor, divisor: int, routed: Routed) -> Tensor:
-        """Return [T k, O]."""
+        """Return the products [T k, O]."""
         ...
 
 
 def make_product(linears: Sequence[LinearMethod]) -> ExpertProducts | None:
-    """Choose the kernel; None where no launch holds them all: other methods, or forms that differ."""
+    """Choose the kernel.  Returns None if no launch supports all experts, because their methods or forms differ."""
     dense = [x for x in linears if isinstance(x, DenseLinear)]
     if len(dense) == len(linears):
         return DenseExpertProducts(dense)
@@ -56,7 +57,7 @@ def make_product(linears: Sequence[LinearMethod]) -> ExpertProducts | None:
 
 
 class DenseExpertProducts:
-    """Products with bfloat16 or float32."""
+    """Products with bfloat16 or float32 weights."""
 
     def __init__(self, linears: Sequence[DenseLinear]) -> None:
         self.linears = linears
@@ -70,7 +71,7 @@ class DenseExpertProducts:
         per_word = 4 // x_RI.itemsize
         y = x_RI.new_empty((len(routed.order), num_out))
         self._matmul(
-            num_pieces(routed.num_spans, num_out // LANES),
+            num_items(routed.num_spans, num_out // LANES),
             x_RI.data_ptr(),
             x_RI.stride(0) // per_word,
             divisor,
@@ -87,7 +88,7 @@ class DenseExpertProducts:
 
 
 class IntegerExpertProducts:
-    """Products of bfloat16 with integers, each as its linear layer has it."""
+    """Products of bfloat16 rows with integer weights, bit for bit like the linear layer of each expert."""
 
     kind: Kind = "bf16"
 
@@ -114,11 +115,11 @@ class IntegerExpertProducts:
             x, num_sums = [x_RI.data_ptr(), x_RI.stride(0) // 2], 0
             if first.minima is not None:
                 num_sums = num_groups
-            sizes = (1, routed.num_tokens)  # the fewest rows of an expert, and the most
+            sizes = (1, routed.num_tokens)  # fewest and most rows of an expert
             each = max(scratch_bytes(n, num_in, "dots", first.fmt, num_sums) for n in sizes)
             scratch = [launch.scratch(num_threads * each), each]
         self._matmul(
-            num_pieces(routed.num_spans, num_out // LANES),
+            num_items(routed.num_spans, num_out // LANES),
             *x,
             divisor,
             self._addresses.ctypes.data,
@@ -136,12 +137,12 @@ class IntegerExpertProducts:
 
 
 def _form(linear: IntegerLinear) -> tuple[object, ...]:
-    """Return what must be equal for one launch."""
+    """Return the properties that must be equal for one launch."""
     return linear.options, linear.scales.shape, linear.order is None
 
 
 def _addresses(parts: Sequence[tuple[Tensor | None, ...]]) -> np.ndarray:
-    """Lay the addresses of each expert's tensors out; 0 = there is none."""
+    """Collect the addresses of each expert's tensors, with 0 for an absent one."""
     return np.array(
         [[0 if part is None else part.data_ptr() for part in each] for each in parts], np.int64
     )

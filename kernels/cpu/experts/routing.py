@@ -1,31 +1,28 @@
-"""y = Σ weight · expert's output, over a token's experts and the one that all tokens use.
+"""Kernels that choose each token's experts, and that add the experts' outputs.
 
-    each [T k, E]         outputs of the experts, those of a token together; E a multiple of 16
-    weights [T, k + 1]    float32; the last is the shared expert's
-    shared [T, E]         or absent
+`route` reads a router's logits:
+
+    logits [T, S]        any float dtype; S a multiple of 16, at least X, or X + 1 with the gate of a shared expert
+    ids [T, k] int64     the experts of a token, the most likely first; the smaller id if two logits are equal
+    weights [T, k + 1]   float32: the weights of those experts, then of the shared expert: the sigmoid of its logit, or 1
+    order [T k] int64    t · k + j of each choice, sorted by expert and then by token
+    spans [., 3] int64   expert, first index in order, number of choices, for each expert with tokens; then empty spans,
+                         up to min(X, T k)
+
+The products between the two kernels read `order` and `spans` (`expert_items`), and write:
+
+    each [T k, E]        output a belongs to choice a; E a multiple of 16
+    W [X, 5]             addresses of each expert's weight, scales, zeros, minima and bias, or 0
+
+`combine` adds them: y = Σ weight · output over a token's experts and the shared expert.
+
+    shared [T, E]        output of the shared expert, or absent
     y [T, E]
 
-The sum is float32, in the order of the token's experts: a token's bits do not depend on the others.
+The sum is float32 in the order of the token's experts, so its bits do not depend on other tokens.
 
-Roofline: bytes = e T (k + 2) E.
-
-Rows and weights of one expert after the other, for the kernels that multiply by all of them in one launch.
-
-    order, spans     of `route.py`; choice a of a token reads row a // divisor of x, and is row a of y
-    W [X, 5]         addresses of each expert's weight, scales, zeros, minima and bias; 0 where there is none
-
-A piece is twelve panels of an expert with all its rows; there are as many times as an expert has pieces as there are
-spans.
-
-From a router's logits to the experts of each token, their weights, and the tokens of each expert.
-
-    logits [T, S]        of any float kind; S a multiple of 16, at least X, and X + 1 with the gate of a shared expert
-    ids [T, k] int64     the experts of a token, the likeliest first; of two equal ones the first
-    weights [T, k + 1]   float32: of those; then the shared expert's: the sigmoid of its logit, or one
-    order [T k] int64    t · k + j of each choice, those of one expert together, by token
-    spans [., 3] int64   expert, first in order, number: of each expert that has tokens; then of none, up to min(X, T k)
-
-One thread does it.  Measured, one EPYC core, X = 128, k = 8: 1 row 1.0 µs, 16 rows 10 µs.
+Roofline of combine: e T (k + 2) E bytes.  `route` uses one thread: with X = 128 and k = 8 on one EPYC core 1 row takes
+1.0 µs and 16 rows take 10 µs.
 """
 
 import math
@@ -38,9 +35,9 @@ from trouper.kernels.codegen.units import LANES, Kind
 
 
 def combine(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments each, weights, k, shared or 0, y, E.  A piece is a token."""
+    """Write the kernel with the arguments each, weights, k, shared or 0, y, E.  A work item is a token."""
     each, weights, k, shared, ys, width = code.arguments(6)
-    for t in code.pieces():
+    for t in code.work_items():
         first = code.pointer(each, kind) + t * k * width
         own = code.pointer(weights, "f32") + t * (k + 1)
         other, y = (code.pointer(start, kind) + t * width for start in (shared, ys))
@@ -53,14 +50,14 @@ def combine(code: KernelBuilder, kind: Kind) -> None:
             y.store(d, total)
 
 
-PANELS = 12  # of a piece: a multiple of the panels of every block
+PANELS = 12  # panels in a work item: a multiple of the panels of every block
 ADDRESSES = 5
 
 
-class ExpertPiece(NamedTuple):
-    """A piece of work of one expert."""
+class ExpertItem(NamedTuple):
+    """Twelve panels of one expert, with all rows of that expert."""
 
-    first: Value  # of its choices, in the order
+    first: Value  # index in the order
     num_rows: Value
     addresses: list[Value]
     first_panel: Value
@@ -68,15 +65,15 @@ class ExpertPiece(NamedTuple):
 
 
 class Choices:
-    """The `Rows` of a product that belong to the expert at hand."""
+    """The `Rows` of a product for the current expert."""
 
     def __init__(self, code: KernelBuilder, order: Value, divisor: Value) -> None:
         self._code, self._order, self._divisor = code, code.pointer(order, "i64"), divisor
         self._first = self._num_rows = code.i64(0)
 
-    def begin(self, piece: ExpertPiece) -> None:
-        """Take the rows of a piece."""
-        self._first, self._num_rows = piece.first, piece.num_rows
+    def begin(self, item: ExpertItem) -> None:
+        """Switch to the rows of a work item."""
+        self._first, self._num_rows = item.first, item.num_rows
 
     def row(self, index: Value) -> Value:
         return self._order[self._first + self._code.minimum(index, self._num_rows - 1)]
@@ -85,42 +82,45 @@ class Choices:
         return row // self._divisor
 
 
-def num_pieces(num_spans: int, num_panels: int) -> int:
-    """Count the pieces of a call."""
+def num_items(num_spans: int, num_panels: int) -> int:
+    """Count the work items of a call: each span has those of one expert."""
     return num_spans * -(-num_panels // PANELS)
 
 
-def expert_pieces(
+def expert_items(
     code: KernelBuilder, weights: Value, spans: Value, num_panels: Value
-) -> Iterator[ExpertPiece]:
-    """Yield the pieces of experts that have tokens."""
+) -> Iterator[ExpertItem]:
+    """Yield the work items of the experts with tokens."""
     per_expert = (num_panels + (PANELS - 1)) // PANELS
     table = code.pointer(weights, "i64")
-    for piece in code.pieces():
-        span = code.pointer(spans, "i64") + piece // per_expert * SPAN
-        first_panel = piece % per_expert * PANELS
+    for item in code.work_items():
+        span = code.pointer(spans, "i64") + item // per_expert * SPAN
+        first_panel = item % per_expert * PANELS
         with code.when(span[2] > 0):
             own = table + span[0] * ADDRESSES
             addresses = [own[i] for i in range(ADDRESSES)]
             stop = code.minimum(first_panel + PANELS, num_panels)
-            yield ExpertPiece(span[1], span[2], addresses, first_panel, stop)
+            yield ExpertItem(span[1], span[2], addresses, first_panel, stop)
 
 
 LOG2_E = math.log2(math.e)
-MAX_EXPERTS = 1024  # of the arrays on the stack: 16 KiB
+MAX_EXPERTS = 1024  # 16 KiB for the arrays on the stack
 LOWEST = -3.0e38
 NONE = 2**30
 SPAN = 3
 
 
 def route(code: KernelBuilder, kind: Kind, is_normalised: bool, has_shared_gate: bool) -> None:
-    """Write the kernel of the arguments logits, S, T, X, k, ids, weights, order, spans, their number.  One piece."""
+    """Write the kernel with the arguments logits, S, T, X, k, ids, weights, order, spans, their number.
+
+    One thread processes the single work item.
+    """
     logits, stride, num_rows, num_experts, k, *outputs, num_spans = code.arguments(10)
     ids, order, spans = (code.pointer(outputs[i], "i64") for i in (0, 2, 3))
     weights = code.pointer(outputs[1], "f32")
     counts, room = code.array("i64", MAX_EXPERTS), code.array("f32", LANES)
     chooser = _Chooser(code, num_experts)
-    for _ in code.pieces():
+    for _ in code.work_items():
         for expert in code.loop(0, num_experts):
             counts[expert] = 0
         for t in code.loop(0, num_rows):
@@ -145,7 +145,7 @@ def route(code: KernelBuilder, kind: Kind, is_normalised: bool, has_shared_gate:
 
 
 class _Chooser:
-    """The experts of one token, taken one after the other."""
+    """Selects the experts of one token, one after the other."""
 
     def __init__(self, code: KernelBuilder, num_experts: Value) -> None:
         self._code, self._num_experts = code, num_experts
@@ -157,7 +157,7 @@ class _Chooser:
         self._numbers = numbers.load()
 
     def read(self, row: Pointer) -> Value:
-        """Read a token's logits; return the sum of e^(logit - the largest)."""
+        """Read a token's logits.  Returns the sum of e^(logit - largest)."""
         code, powers = self._code, self._powers
         for d in code.loop(0, self._stop, LANES):
             powers.store(d, row.load(d))
@@ -172,7 +172,7 @@ class _Chooser:
         return code.reduce_sum(total)
 
     def take(self) -> tuple[Value, Value]:
-        """Return the likeliest expert that is left, and its power; where a logit is not a number, any of them."""
+        """Return the most likely expert among the remaining ones, and its power; an arbitrary expert if a logit is NaN."""
         code, powers = self._code, self._powers
         largest = code.reduce_max(self._over(code.maximum, code.f32x16(-1.0)))
         place = code.var(code.i32x16(NONE))
@@ -203,7 +203,7 @@ def _sort(
     spans: Pointer,
     num_spans: Value,
 ) -> None:
-    """Write order and spans; `counts`, of each expert, are overwritten."""
+    """Write order and spans.  Overwrites `counts`, the number of choices of each expert."""
     num_found, first = code.var(0), code.var(0)
     for expert in code.loop(0, num_experts):
         number = code.var(counts[expert])

@@ -1,1 +1,1 @@
-"""Small fused operations on the CPU."""
+"""Kernels that fuse several small operations into one pass over memory."""

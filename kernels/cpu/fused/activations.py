@@ -1,25 +1,19 @@
-"""y = act(g) · u for the two halves g, u of a fused gate-and-up product; see `act_and_mul.py`.
+"""Kernels of elementwise functions: activations with and without a gate, and the last step of the logits.
 
-    gate_up [T, 2 M] -> y [T, M],  M a multiple of 16
+    act_and_mul     y = act(g) · u     gate_up [T, 2 M] with the halves g and u -> y [T, M]
+    activate        y = act(x)         x [T, M] -> y [T, M]
+    finish_logits   y = cap(scale · x) x [R, V] -> y [R, V] float32,  cap(s) = c · tanh(s / c), or s without a cap
 
-clamped_swiglu: y = (u + 1) · g / (1 + e^(-α g)), of g ≤ limit and -limit ≤ u ≤ limit.
-silu(g) = g / (1 + e^-g);  gelu's tanh form is g / (1 + e^(-2 a (g + b g³))), a = √(2 / π), b = 0.044715.
-gelu by the error function is `linear/products.py`;  relu2 is max(g, 0)².
+M is a multiple of 16.  The activations:
 
-Roofline: bytes = 3 e T M, FLOPs ≈ 20 T M.
-Measured, one EPYC core, M = 3072, bf16: 27 µs for 16 rows, 40 in torch.
+    silu            x / (1 + e^-x)
+    gelu            with the error function, see `linear/products.py`
+    gelu_tanh       x / (1 + e^(-2 a (x + b x³))),  a = √(2 / π),  b = 0.044715
+    relu, relu2     max(x, 0), and its square
+    clamped_swiglu  y = (u + 1) · g / (1 + e^(-α g)),  with g ≤ limit and -limit ≤ u ≤ limit
 
-y = act(x), of an MLP without a gate; the activations are those of `act_and_mul.py`.
-
-    x [T, M] -> y [T, M],  M a multiple of 16, rows of y may be strided
-
-Roofline: bytes = 2 e T M, FLOPs ≈ 20 T M.
-
-y = cap(scale · x) in float32, cap(s) = c · tanh(s / c) if there is a c: what models do to their head's product.
-
-    x [R, V]   as the product leaves it;  y [R, V] float32
-
-Roofline: bytes = (e + 4) R V.
+Roofline: act_and_mul 3 e T M bytes and about 20 T M FLOPs; activate 2 e T M bytes; finish_logits (e + 4) R V bytes.
+Measured on one EPYC core with M = 3072, bfloat16: 27 µs for 16 rows, 40 µs in torch.
 """
 
 import math
@@ -37,17 +31,18 @@ GELU_B = 0.044715
 
 
 def act_and_mul(code: KernelBuilder, kind: Kind, activation: Activation) -> None:
-    """Write the kernel of the arguments gate_up, y, its stride, M; α and limit where it is clamped.  A piece is a row."""
+    """Write the kernel with the arguments gate_up, y, its stride, M; then α and the limit if clamped.  A work item is a row."""
     is_clamped = activation == "clamped_swiglu"
     gate_up, y, stride, width, *bounds = code.arguments(6 if is_clamped else 4)
     alpha, limit = [code.f32x16(code.f32_argument(x)) for x in bounds] if is_clamped else (1.0, 0.0)
-    for row in code.pieces():
+    for row in code.work_items():
         gates = code.pointer(gate_up, kind) + row * 2 * width
         ups = gates + width
         target = code.pointer(y, kind) + row * stride
         for d in code.loop(0, width, LANES):
             g, u = gates.load(d), ups.load(d)
-            if is_clamped:  # what is not a number stays so
+            # Selections keep NaN, which a minimum would hide.
+            if is_clamped:
                 g = code.select(g > limit, limit, g)
                 u = code.select(u > limit, limit, u)
                 u = code.select(u < 0.0 - limit, 0.0 - limit, u) + 1.0
@@ -60,12 +55,12 @@ def activated(
     activation: Activation,
     alpha: Value | float = 1.0,
 ) -> Value:
-    """Return the activation of sixteen numbers; alpha is that of the clamped one."""
+    """Return the activation of sixteen numbers.  `alpha` is the constant of `clamped_swiglu`."""
     if activation == "gelu":
-        # The form for float32 also of bfloat16: the other one is off by 6e-6 g far below zero.
+        # The form for float32 also serves bfloat16, because the shorter form is off by 6e-6 g far below zero.
         return gelu(code, g, "f32")
     if activation in ("relu", "relu2"):
-        # A comparison passes NaN on, which a maximum would hide.
+        # A comparison keeps NaN, which a maximum would hide.
         positive = code.select(g < 0.0, 0.0, g)
         return positive * positive if activation == "relu2" else positive
     power = g * (alpha * -LOG2_E)
@@ -75,9 +70,9 @@ def activated(
 
 
 def activate(code: KernelBuilder, kind: Kind, activation: Activation) -> None:
-    """Write the kernel of the arguments x, y, its stride, M.  A piece is a row."""
+    """Write the kernel with the arguments x, y, its stride, M.  A work item is a row."""
     xs, ys, stride, width = code.arguments(4)
-    for row in code.pieces():
+    for row in code.work_items():
         x = code.pointer(xs, kind) + row * width
         y = code.pointer(ys, kind) + row * stride
         for d in code.loop(0, width, LANES):
@@ -85,11 +80,12 @@ def activate(code: KernelBuilder, kind: Kind, activation: Activation) -> None:
 
 
 def finish_logits(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments x, y, V, at least 16, scale, cap or 0.  A piece is a row."""
+    """Write the kernel with the arguments x, y, V (at least 16), scale, cap or 0.  A work item is a row."""
     xs, ys, length, scale, cap = code.arguments(5)
     scale, cap = code.f32_argument(scale), code.f32_argument(cap)
-    for row in code.pieces():
+    for row in code.work_items():
         x, y = code.pointer(xs, kind) + row * length, code.pointer(ys, "f32") + row * length
         for start in code.loop(0, length, LANES):
-            first = code.minimum(start, length - LANES)  # those before again
+            # The last vector overlaps the one before it.
+            first = code.minimum(start, length - LANES)
             y.store(first, capped(code, x.load(first) * scale, cap))

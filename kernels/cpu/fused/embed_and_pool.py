@@ -1,12 +1,12 @@
-"""y = scale · table[id]: the embeddings of a step's tokens.
+"""Kernels at both ends of a model: embeddings of tokens, and means of the rows of a text.
 
-    table [V, D]   D a multiple of 16;  ids [T] int64, below V, as admission has checked;  y [T, D]
+    embed           y = scale · table[id]                  table [V, D], ids [T] int64, y [T, D]
+    embed_tokens    the sum of a row of each of three tables, added in float32 (encoders)
+    mean_of_spans   the mean of consecutive rows; the mean of one row is that row, except for the sign of a zero
 
-Roofline: bytes = 2 e T D.  One launch, which a recording holds, where torch's two calls let go of the interpreter.
+D is a multiple of 16.  Admission has checked that ids are below V.
 
-The kernel of `token_embedding.py`: a row of each table, added up in float32.
-
-The kernel of `row_pooling.py`.  Of one row the mean is that row, but for the sign of a zero.
+Roofline: embed 2 e T D bytes.  One launch that a recording can contain, while torch's two calls hold the interpreter.
 """
 
 from trouper.kernels.codegen.builder import KernelBuilder
@@ -14,10 +14,10 @@ from trouper.kernels.codegen.units import LANES, Kind
 
 
 def embed(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments table, D, ids, scale, y.  A piece is a row."""
+    """Write the kernel with the arguments table, D, ids, scale, y.  A work item is a row."""
     table, width, ids, scale, ys = code.arguments(5)
     scale = code.f32_argument(scale)
-    for row in code.pieces():
+    for row in code.work_items():
         x = code.pointer(table, kind) + code.pointer(ids, "i64")[row] * width
         y = code.pointer(ys, kind) + row * width
         for d in code.loop(0, width, LANES):
@@ -25,12 +25,12 @@ def embed(code: KernelBuilder, kind: Kind) -> None:
 
 
 def embed_tokens(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of three tables and their rows for each token, then D, y; the last two tables may be 0.
+    """Write the kernel with the arguments of three tables, each followed by its row ids, then D and y.
 
-    A piece is a token.
+    The address of the second and the third table may be 0.  A work item is a token.
     """
     words, ids, types, type_ids, positions, position_ids, width, ys = code.arguments(8)
-    for token in code.pieces():
+    for token in code.work_items():
         word, kind_of_text, place = (
             code.pointer(table, kind) + code.pointer(rows, "i64")[token] * width
             for table, rows in ((words, ids), (types, type_ids), (positions, position_ids))
@@ -46,9 +46,12 @@ def embed_tokens(code: KernelBuilder, kind: Kind) -> None:
 
 
 def mean_of_spans(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments x, its stride, spans [C, 2] int64 (first row, how many, never none), D, y.  A piece is a span."""
+    """Write the kernel with the arguments x, its stride, spans [C, 2] int64, D, y.  A work item is a span.
+
+    A span is its first row and its number of rows, at least one.
+    """
     xs, stride, spans, width, ys = code.arguments(5)
-    for i in code.pieces():
+    for i in code.work_items():
         span = code.pointer(spans, "i64") + i * 2
         x = code.pointer(xs, kind) + span[0] * stride
         y = code.pointer(ys, "f32") + i * width

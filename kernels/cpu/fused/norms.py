@@ -1,21 +1,17 @@
-"""The norm of one row, as the kernels of this folder write it.
+"""Kernels of norms over rows: RMS norm and layer norm, with the additions that precede them in models.
 
-rms      x / √(mean(x²) + ε) · w
-layer    (x - mean(x)) / √(mean((x - mean(x))²) + ε) · w + b
+    rms      x / √(mean(x²) + ε) · w
+    layer    (x - mean(x)) / √(mean((x - mean(x))²) + ε) · w + b
 
-w [D] float32, and behind it b [D] of a layer norm
+    fused_add_norm   x += α · y in place, then z = norm(x): a residual sum and the next norm
+                     x, y, z [T, D], rows may be strided; y is optional, and so are w and z together
+    center_norm      y = layer norm of x + r: three passes over each row, two of them in the first cache
 
-The kernel of `layer_norm.py`: three looks at each row, two of them in the first cache.
+D is a multiple of 16.  The weights w are [D] float32, followed by the biases b [D] of a layer norm.
+The sum is rounded to x's dtype before it is squared, so that it has the bits of two separate calls.
 
-x += α · y, in place, and then  z = norm(x) : a residual sum and the next norm, of either kind in `row_norm.py`.
-
-    x, y, z [T, D]   D a multiple of 16, rows may be strided;  y may be absent, or w and z
-    w [D] float32, or [2, D] of a layer norm
-
-The sum is rounded to x's dtype before it is squared, as two calls would do.
-
-Roofline: bytes = 4 e T D, FLOPs = 6 T D; 0.3 µs a row of 1024 bfloat16 from cache.
-Measured, one EPYC core: 9 µs for 16 rows, 26 in torch.
+Roofline of fused_add_norm: 4 e T D bytes, 6 T D FLOPs; 0.3 µs for a row of 1024 bfloat16 from cache.
+Measured on one EPYC core: 9 µs for 16 rows, 26 µs in torch.
 """
 
 from collections.abc import Callable
@@ -31,7 +27,10 @@ Load = Callable[[Value], Value]
 def row_norm(
     code: KernelBuilder, load: Load, width: Value, weight: Pointer, eps: Value, norm: Norm
 ) -> Load:
-    """Write the sums over a row; return what gives sixteen numbers of its norm from a column on."""
+    """Write the instructions that sum over a row.
+
+    Returns a function from a column to the norm of the sixteen numbers that start there.
+    """
     if norm == "rms":
         inverse = _inverse_root(code, load, width, eps)
         return lambda d: load(d) * inverse * weight.load(d)
@@ -54,11 +53,11 @@ def _inverse_root(code: KernelBuilder, load: Load, width: Value, eps: Value) -> 
 
 
 def center_norm(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments x, r or 0, w, b or 0, y, D, ε.  A piece is a row."""
+    """Write the kernel with the arguments x, r or 0, w, b or 0, y, D, ε.  A work item is a row."""
     xs, others, weights, biases, ys, width, eps = code.arguments(7)
     weight, bias = code.pointer(weights, "f32"), code.pointer(biases, "f32")
     eps, size = code.f32_argument(eps), code.f32(width)
-    for row in code.pieces():
+    for row in code.work_items():
         x, other, y = (code.pointer(start, kind) + row * width for start in (xs, others, ys))
 
         def sum_at(d: Value, x: Pointer = x, other: Pointer = other) -> Value:
@@ -84,11 +83,14 @@ def center_norm(code: KernelBuilder, kind: Kind) -> None:
 
 
 def fused_add_norm(code: KernelBuilder, kind: Kind, norm: Norm) -> None:
-    """Write the kernel of the arguments x, its stride, y or 0, its stride, w or 0, z, its stride, D, α, ε.  A piece is a row."""
+    """Write the kernel with the arguments x, its stride, y or 0, its stride, w or 0, z, its stride, D, α, ε.
+
+    A work item is a row.
+    """
     xs, x_stride, ys, y_stride, weights, zs, z_stride, width, alpha, eps = code.arguments(10)
     alpha, eps = code.f32_argument(alpha), code.f32_argument(eps)
     weight = code.pointer(weights, "f32")
-    for row in code.pieces():
+    for row in code.work_items():
         x = code.pointer(xs, kind) + row * x_stride
         z = code.pointer(zs, kind) + row * z_stride
         with code.when(ys > 0):

@@ -1,20 +1,20 @@
-"""Norm, rotation and cache write between the QKV product and the attention, in one pass over each token.
+"""The kernel between the QKV product and attention: head norms, rotation and cache write in one pass over each token.
 
     q, k  <- rotate(norm(q), p), rotate(norm(k), p);   cache[:, h, slot] <- k, v
     q, k  <- norm(rotate(q, p)), norm(rotate(k, p))    with `is_norm_last`
 
-    qkv       [T, N + 2 H, D]  q is finished in place, D a multiple of 16
-    weight    [N + H, D]       float32, of the norm of each head, or [N + H, 2, D] of layer norms; or absent
-    tables    [P, 2, R]        float32 (cos, signed sin), see `rope.py`; or R = 0.  The queries' table may be
-                               another one than the keys', because some models scale queries by their position
+    qkv       [T, N + 2 H, D]  q is changed in place; D is a multiple of 16
+    weight    [N + H, D]       float32 weights of the norm of each head, or [N + H, 2, D] for layer norms; optional
+    tables    [P, 2, R]        float32 cos and signed sin, see `rope.py`; R = 0 rotates nothing.  Queries may have
+                               another table than keys, because some models scale queries by their position
     cache     [2, H, S, D]
     positions, slots [T]       int64
 
-Norm and rotation are computed in float32 and rounded once, where two torch calls round in between.
+Norm and rotation are computed in float32 and rounded once, while two torch calls round in between.
 
-Roofline: bytes = 2 e T (N + 2 H) D, FLOPs = 7 T (N + H) D.
-Measured, one EPYC core, N = 16, H = 8, D = 128, bf16: 25 µs for 16 tokens, 116 in torch; for 1024
-tokens 1.5 ms, 12.9 in torch.  What it costs are the 2 H pages of the cache that a token touches.
+Roofline: 2 e T (N + 2 H) D bytes, 7 T (N + H) D FLOPs.
+Measured on one EPYC core with N = 16, H = 8, D = 128, bfloat16: 25 µs for 16 tokens, 116 µs in torch; 1.5 ms for 1024
+tokens, 12.9 ms in torch.  The time is spent on the 2 H pages of the cache that each token touches.
 """
 
 from trouper.kernels.codegen.builder import KernelBuilder
@@ -27,9 +27,10 @@ from trouper.kernels.formats import Norm
 def qk_norm_rope_kv_write(
     code: KernelBuilder, kind: Kind, norm: Norm, is_norm_last: bool = False
 ) -> None:
-    """Write the kernel of the arguments qkv, weight or 0, table of q, of k, positions, cache, slots, S, N, H, D, R, ε, scratch, scratch bytes.
+    """Write the kernel with the arguments qkv, weight or 0, tables of q and of k, positions, cache, slots, S, N, H, D, R, ε,
+    scratch, scratch bytes.
 
-    A piece is a token.
+    A work item is a token.
     """
     (
         qkv, weight, q_table, k_table, positions, cache, slots, num_slots, num_q, num_kv, width, rotated, eps,
@@ -37,12 +38,13 @@ def qk_norm_rope_kv_write(
     ) = code.arguments(15)  # fmt: skip
     eps = code.f32_argument(eps)
     wide = code.pointer(scratch + code.thread() * scratch_bytes, "f32")
-    for token in code.pieces():
+    for token in code.work_items():
         heads = code.pointer(qkv, kind) + token * (num_q + 2 * num_kv) * width
         slot = code.pointer(slots, "i64")[token]
         position = code.pointer(positions, "i64")[token]
         own = code.pointer(cache, kind) + slot * width
-        for head in code.loop(0, 2 * num_kv):  # each in a page of its own: ask for them early
+        # Each head writes to another page of the cache, so the lines are requested early.
+        for head in code.loop(0, 2 * num_kv):
             for d in code.loop(0, width, 2 * LANES):
                 (own + head * num_slots * width).prefetch(d, level=1)
         for head in code.loop(0, num_q + num_kv):
@@ -77,7 +79,7 @@ def _normalise(
     eps: Value,
     norm: Norm,
 ) -> None:
-    """Put the norm of x into `wide` if there is a weight."""
+    """Write the norm of x to `wide` if there is a weight."""
     with code.when(weight > 0):
         own = code.pointer(weight, "f32") + head * (width * (1 if norm == "rms" else 2))
         normed = row_norm(code, x.load, width, own, eps, norm)

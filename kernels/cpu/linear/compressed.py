@@ -18,7 +18,7 @@ A bfloat16 is a sign, eight bits of exponent and seven of mantissa, and sixteen 
 A vector is a shift, a permutation of the table, a three-way logic instruction, and every other one an
 exchange of bytes.  A group is decoded to the first cache while the one before it is multiplied, exceptions
 are written over it, and the tile of `dense.py` reads it there.  Of more than twelve rows the first tile of
-a piece keeps its panels, in the second cache, for the others.
+a work item keeps its panels, in the second cache, for the others.
 
 Roofline: bytes = 1.5 O I + e (T I + T O), FLOPs = 2 T O I.
 """
@@ -39,7 +39,7 @@ from trouper.kernels.cpu.linear.products import (
     TILE,
     Block,
     Steps,
-    pieces_of_many,
+    items_of_many,
     product_of,
 )
 from trouper.kernels.linear import LinearMethod
@@ -52,7 +52,7 @@ EXPONENT = 0x7F80
 END = 2**62
 AHEAD = 16  # groups asked for, into the second cache: 1.13 times as fast as without
 BEYOND = TILE // VECTORS  # groups that are decoded after the last
-# of one row eight panels read 1.1 to 1.2 times as fast as four: a piece begins slowly
+# of one row eight panels read 1.1 to 1.2 times as fast as four: a work item begins slowly
 _DOTS = BLOCKINGS["dots"]
 COMPRESSED_BLOCKINGS = {
     "dots": _DOTS._replace(few=(Block(8, 1), Block(8, 2), *_DOTS.few[2:])),
@@ -91,7 +91,7 @@ class CompressedLinear(LinearMethod):
         num_threads = torch.get_num_threads()
         y_TO = x_TI.new_empty((num_rows, num_out))
         self._matmul(
-            COMPRESSED_BLOCKINGS[self._unit].num_pieces(num_rows, num_out, num_in),
+            COMPRESSED_BLOCKINGS[self._unit].num_items(num_rows, num_out, num_in),
             x_TI.data_ptr(),
             x_TI.stride(0) // 2,
             self.weight.data_ptr(),
@@ -145,7 +145,7 @@ def _room(pairs: N) -> N:
 
 
 def compress(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments plain matrix [O, I], W, I / 2, failures.  A piece is a panel.
+    """Write the kernel of the arguments plain matrix [O, I], W, I / 2, failures.  A work item is a panel.
 
     A panel with more exceptions than there is room for adds one to failures [1] int64.
     """
@@ -154,7 +154,7 @@ def compress(code: KernelBuilder) -> None:
     counts = code.array("i32", 4 * 256)
     bits, codes = (code.array("i16", I16_LANES) for _ in range(2))
     last = _room(pairs) - 1
-    for panel in code.pieces():
+    for panel in code.work_items():
         rows = code.pointer(plain, "i32") + panel * LANES * pairs
         _count(code, rows.of("i64"), pairs * LANES // 2, counts)
         table, exceptions, groups = blocks.parts(panel)
@@ -223,7 +223,7 @@ def _most_frequent(code: KernelBuilder, counts: Pointer, table: Pointer) -> None
 def compressed_matmul(code: KernelBuilder, unit: Unit) -> None:
     """Write the kernel of the arguments x, its stride in words, W, b or 0, y, its stride, T, I / 2, O / 16, threads, scratch.
 
-    A piece is panels of a block of rows.
+    A work item is panels of a block of rows.
     """
     x, stride, weight, *others, threads, scratch = code.arguments(11)
     product = product_of(unit, code, "none", x, stride, *others)
@@ -234,8 +234,8 @@ def compressed_matmul(code: KernelBuilder, unit: Unit) -> None:
     with product.begun():
         for block in shape.few:
             with code.when((num_rows > before) & (num_rows <= block.rows)):
-                for piece in code.pieces():
-                    at_panel = product.panels_from(piece * block.panels, block.panels)
+                for item in code.work_items():
+                    at_panel = product.panels_from(item * block.panels, block.panels)
                     own = rooms[: block.panels]
                     steps = blocks.decoded(at_panel, own, product.step, is_kept=False)
                     product.block(at_panel, code.i64(0), block.rows, steps)
@@ -245,9 +245,7 @@ def compressed_matmul(code: KernelBuilder, unit: Unit) -> None:
             length = (pairs + BEYOND * VECTORS) * LANES
             own = code.pointer(scratch, "i32") + code.thread() * panels * length
             kept = [own + p * length for p in range(panels)]
-            for panel, first, stop in pieces_of_many(
-                code, shape.many, num_rows, product.num_panels
-            ):
+            for panel, first, stop in items_of_many(code, shape.many, num_rows, product.num_panels):
                 at_panel = product.panels_from(panel, panels)
                 steps = blocks.decoded(at_panel, kept, product.step, is_kept=True)
                 product.block(at_panel, first, rows, steps)

@@ -15,7 +15,7 @@ Instructions that multiply such words are named by `Unit`:
     floats  float32: a word is one input, and the same blocks of accumulators
 
 No sum across lanes is ever needed.  Few rows are one block, so that each panel is read once; for more rows
-the panels of a piece stay in the second cache.  Rows whose stride is a multiple of 4 KiB fall into one set of
+the panels of a work item stay in the second cache.  Rows whose stride is a multiple of 4 KiB fall into one set of
 the first cache: activations are padded (`cpu/rows.py`).
 
 Law: an output is one accumulator over the inputs in their order, whatever the block: a row's result does
@@ -44,7 +44,7 @@ from trouper.kernels.cpu.linear.products import (
     Act,
     Block,
     Product,
-    pieces_of_many,
+    items_of_many,
     product_of,
 )
 from trouper.kernels.cpu.memory import padded
@@ -83,7 +83,7 @@ class DenseLinear(LinearMethod):
         num_rows, (num_out, num_in) = len(x_TI), self.shape
         per_word = 4 // x_TI.itemsize
         launch.compiled(matmul, self._unit, act)(
-            BLOCKINGS[self._unit].num_pieces(num_rows, num_out, 2 * num_in // per_word),
+            BLOCKINGS[self._unit].num_items(num_rows, num_out, 2 * num_in // per_word),
             x_TI.data_ptr(),
             x_TI.stride(0) // per_word,
             self.weight.data_ptr(),
@@ -115,9 +115,9 @@ def pack_panels(weight_OI: Tensor) -> Tensor:
 
 
 def pack(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments plain matrix [O, I], its packed form, words of a row.  A piece is a panel."""
+    """Write the kernel of the arguments plain matrix [O, I], its packed form, words of a row.  A work item is a panel."""
     plain, packed, pairs = code.arguments(3)
-    for panel in code.pieces():
+    for panel in code.work_items():
         rows = code.pointer(plain, "i32") + panel * LANES * pairs
         words = code.pointer(packed, "i32") + panel * LANES * pairs
         for i in code.loop(0, pairs, LANES):
@@ -128,15 +128,15 @@ def pack(code: KernelBuilder) -> None:
 
 
 def matmul(code: KernelBuilder, unit: Unit, act: Act) -> None:
-    """Write the kernel of the arguments x, its stride in words, W, b or 0, y, its stride, T, words of a row, O / 16.  A piece is panels of a block of rows."""
+    """Write the kernel of the arguments x, its stride in words, W, b or 0, y, its stride, T, words of a row, O / 16.  A work item is panels of a block of rows."""
     x, stride, weight, *others = code.arguments(9)
     product, shape = product_of(unit, code, act, x, stride, *others), BLOCKINGS[unit]
     words, num_rows, before = code.pointer(weight, "i32"), product.num_rows, 0
     with product.begun():
         for block in shape.few:
             with code.when((num_rows > before) & (num_rows <= block.rows)):
-                for piece in code.pieces():
-                    at_panel = product.panels_from(piece * block.panels, block.panels)
+                for item in code.work_items():
+                    at_panel = product.panels_from(item * block.panels, block.panels)
                     weights = [words + p * product.pairs * LANES for p in at_panel]
                     steps = product.plain(weights, block.ahead)
                     product.block(at_panel, code.i64(0), block.rows, steps)
@@ -146,9 +146,7 @@ def matmul(code: KernelBuilder, unit: Unit, act: Act) -> None:
                 widened_matmul(product, words, shape.many)
                 return
             panels, rows, ahead = shape.many
-            for panel, first, stop in pieces_of_many(
-                code, shape.many, num_rows, product.num_panels
-            ):
+            for panel, first, stop in items_of_many(code, shape.many, num_rows, product.num_panels):
                 at_panel = product.panels_from(panel, panels)
                 weights = [words + p * product.pairs * LANES for p in at_panel]
                 for row in code.loop(first, stop, rows):
@@ -160,7 +158,7 @@ SOME = 16  # rows that blocks of four fill, and those of five, 1.1 times as fast
 
 
 def widened_matmul(product: Product, words: Pointer, many: Block) -> None:
-    """Multiply many rows where a dot is two FMAs: the numbers of x are taken out of their words once for all panels of a piece.
+    """Multiply many rows where a dot is two FMAs: the numbers of x are taken out of their words once for all panels of a work item.
 
     The order of every sum is that of `Dots`.
     """
@@ -170,7 +168,7 @@ def widened_matmul(product: Product, words: Pointer, many: Block) -> None:
         with code.when(is_better):
             block = many._replace(rows=rows)
             widened = _Widened(product, words, block)
-            for panel, first, stop in pieces_of_many(code, block, num_rows, product.num_panels):
+            for panel, first, stop in items_of_many(code, block, num_rows, product.num_panels):
                 for row in code.loop(first, stop, rows):
                     widened.block(panel, row)
 

@@ -113,7 +113,7 @@ class IntegerLinear(LinearMethod):
         num_sums = 0 if self.minima is None else num_groups
         bytes_each = scratch_bytes(num_rows, num_in, self.unit, self.fmt, num_sums)
         self._matmul(
-            INTEGER_BLOCKINGS[self.unit, self.fmt].num_pieces(num_rows, num_out, num_in),
+            INTEGER_BLOCKINGS[self.unit, self.fmt].num_items(num_rows, num_out, num_in),
             x_TI.data_ptr(),
             x_TI.stride(0) // 2,
             *self._arguments(y_TO),
@@ -128,7 +128,7 @@ class IntegerLinear(LinearMethod):
         num_threads = torch.get_num_threads()
         q_TI, records = self.quantized_rows(x_TI)
         self._matmul(
-            BYTE_BLOCKING.num_pieces(num_rows, num_out, num_in),
+            BYTE_BLOCKING.num_items(num_rows, num_out, num_in),
             q_TI.data_ptr(),
             records.data_ptr(),
             *self._arguments(y_TO),

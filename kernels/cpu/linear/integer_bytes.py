@@ -33,7 +33,7 @@ from trouper.kernels.cpu.linear.integer_rows import (
     SCALE,
     SCALED_SUM,
 )
-from trouper.kernels.cpu.linear.products import AllRows, Block, Blocking, Rows, pieces_of_many
+from trouper.kernels.cpu.linear.products import AllRows, Block, Blocking, Rows, items_of_many
 from trouper.kernels.cpu.linear.quantization import E2M1, PANELS, STEP
 from trouper.kernels.formats import BITS, Format, integers_per_word
 
@@ -57,19 +57,19 @@ def byte_matmul(
 ) -> None:
     """Write the kernel of the arguments rows' q and r, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads.
 
-    `group` inputs of x have one scale.  A piece is panels of a stretch of rows.
+    `group` inputs of x have one scale.  A work item is panels of a stretch of rows.
     """
     work = ByteProduct(code, fmt, scale_kind, has_zeros, has_minima, group, code.arguments(13))
     shape, num_rows, before = BYTE_BLOCKING, work.num_rows, 0
     for block in shape.few:
         with code.when((num_rows > before) & (num_rows <= block.rows)):
-            for piece in code.runs_of_pieces(work.num_threads):
-                work.block(piece * block.panels, code.i64(0), block.rows)
+            for item in code.runs_of_items(work.num_threads):
+                work.block(item * block.panels, code.i64(0), block.rows)
         before = block.rows
     with code.when(num_rows > before):
         work.num_between = work.num_threads - 1
         rows = shape.many.rows
-        for panel, first, stop in pieces_of_many(code, shape.many, num_rows, work.num_panels):
+        for panel, first, stop in items_of_many(code, shape.many, num_rows, work.num_panels):
             for row in code.loop(first, stop, rows):
                 work.block(panel, row, rows)
 
@@ -89,7 +89,7 @@ class ByteProduct:
     ) -> None:
         x, records, q, s, z, m, bias, y, *sizes = arguments
         self.num_rows, self._pairs, self.num_panels, self._length, self.num_threads = sizes
-        self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of pieces
+        self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of work items
         self._code, self._group = code, group // 2
         self._fmt: Format = fmt
         self._kind: Kind = scale_kind

@@ -40,7 +40,7 @@ from trouper.kernels.cpu.linear.products import (
     Rows,
     Steps,
     Tiles,
-    pieces_of_many,
+    items_of_many,
 )
 from trouper.kernels.cpu.linear.quantization import PANELS, STEP
 from trouper.kernels.formats import BITS, Format
@@ -80,7 +80,7 @@ def quantized_matmul(
     """Write the kernel of the arguments x, its stride in words, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads,
     scratch, its bytes a thread.
 
-    A piece is panels of a block of rows.
+    A work item is panels of a block of rows.
     """
     kind = IntegerDots if unit == "dots" else _Tiles
     work = kind(code, fmt, scale_kind, has_zeros, has_minima, code.arguments(15))
@@ -89,8 +89,8 @@ def quantized_matmul(
         for block in shape.few:
             with code.when((num_rows > before) & (num_rows <= block.rows)):
                 work.begin_few(block.rows)
-                for piece in code.runs_of_pieces(work.num_threads):
-                    at_panel = work.panels(piece * block.panels, block.panels)
+                for item in code.runs_of_items(work.num_threads):
+                    at_panel = work.panels(item * block.panels, block.panels)
                     work.block(at_panel, code.i64(0), block.rows)
             before = block.rows
         with code.when(num_rows > before):
@@ -98,7 +98,7 @@ def quantized_matmul(
             panels, rows, _ = shape.many
             mine = work.scratch_of(code.thread())
             kept = [KeptPanel(mine + p * work.pairs * LANES) for p in range(panels)]
-            for panel, first, stop in pieces_of_many(code, shape.many, num_rows, work.num_panels):
+            for panel, first, stop in items_of_many(code, shape.many, num_rows, work.num_panels):
                 at_panel = work.panels(panel, panels)
                 work.block(at_panel, first, rows, kept)
                 for row in code.loop(first + rows, stop, rows):
@@ -118,7 +118,7 @@ class _Work(ABC):
         x, stride, q, s, z, m, bias, y, *sizes, scratch, bytes_each = arguments
         self.addresses = x, stride, bias, y
         self.num_rows, self.pairs, self.num_panels, self.length, self.num_threads = sizes
-        self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of pieces
+        self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of work items
         self.num_groups = self.pairs // self.length
         self.code = code
         self.fmt: Format = fmt
@@ -174,7 +174,7 @@ class _Work(ABC):
         return contextlib.nullcontext()
 
     def begin_few(self, rows: int, thread: Value | None = None) -> None:  # noqa: B027  # tiles need nothing
-        """Compute what all pieces of a call of few rows need; `thread` = None takes a number."""
+        """Compute what all work items of a call of few rows need; `thread` = None takes a number."""
 
     def reading(self, at_panel: list[Value], kept: "Sequence[KeptPanel]") -> "list[KeepingPanel]":
         return [KeepingPanel(self.packed(p), k) for p, k in zip(at_panel, kept, strict=True)]
@@ -209,7 +209,7 @@ class IntegerDots(_Work):
         return [self._x + self.rows.x_row(row) * self._stride for row in at_row]
 
     def begin_few(self, rows: int, thread: Value | None = None) -> None:
-        """Compute the sums of x over each group, which a piece would else do for its own panels."""
+        """Compute the sums of x over each group, which a work item would else do for its own panels."""
         if self.minima is None:
             return
         code, most = self.code, self.num_groups

@@ -162,11 +162,11 @@ IntegerPanel = PackedPanel | KeepingPanel | KeptPanel
 
 
 def quantize_panels(code: KernelBuilder, fmt: Format) -> None:
-    """Write the kernel of the arguments plain matrix, q, s, I / 2, pairs of a group.  A piece is a panel."""
+    """Write the kernel of the arguments plain matrix, q, s, I / 2, pairs of a group.  A work item is a panel."""
     plain, q, s, pairs, length = code.arguments(5)
     num_groups, at_once = pairs // length, STEP if fmt == "int4" else 1  # columns to a word
     of_step = LANES * STEP // at_once
-    for panel in code.pieces():
+    for panel in code.work_items():
         block, place = panel // PANELS, panel % PANELS
         rows = code.pointer(plain, "i32") + panel * LANES * pairs
         words = code.pointer(q, "i32" if fmt == "int4" else "i16")

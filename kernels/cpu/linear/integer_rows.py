@@ -42,10 +42,10 @@ SECOND = [4 * (k // 2) + 2 + k % 2 for k in range(LANES // 2)]
 
 
 def quantize_rows(code: KernelBuilder, fmt: Format, group: int) -> None:
-    """Write the kernel of the arguments x, its stride in words, q, r, I / 2; groups of so many inputs.  A piece is a row."""
+    """Write the kernel of the arguments x, its stride in words, q, r, I / 2; groups of so many inputs.  A work item is a row."""
     x, stride, q, records, pairs = code.arguments(5)
     per_row = pairs // (group // 2) * RECORD
-    for row in code.pieces():
+    for row in code.work_items():
         source = code.pointer(x, "i32") + row * stride
         target = code.pointer(q, "i32") + row * (pairs // (integers_per_word(fmt) // 2))
         record = code.pointer(records, "i32") + row * per_row
@@ -116,10 +116,10 @@ def gathered(x_TI: Tensor, order_I: Tensor) -> Tensor:
 
 
 def gather_columns(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments x, its stride, order, I, y.  A piece is a row."""
+    """Write the kernel of the arguments x, its stride, order, I, y.  A work item is a row."""
     xs, stride, order, width, ys = code.arguments(5)
     place = code.pointer(order, "i64")
-    for row in code.pieces():
+    for row in code.work_items():
         x = code.pointer(xs, "i16") + row * stride
         y = code.pointer(ys, "i16") + row * width
         for i in code.loop(0, width):

@@ -6,8 +6,8 @@
     B [S, O / 16, R, 16]        sixteen outputs at a time; of a part that a slot leaves alone zeros
     y [T, O]                    rows may be strided; parts are whole panels
 
-    lora_shrink   h = A x: pieces are panels of ranks with every n-th block of rows
-    lora_expand   y += B h: pieces are panels of outputs with every n-th block of rows
+    lora_shrink   h = A x: work items are panels of ranks with every n-th block of rows
+    lora_expand   y += B h: work items are panels of outputs with every n-th block of rows
 
 A block is up to four rows of one adapter (`RowTable`): its A and B are read once for them.
 
@@ -33,10 +33,10 @@ from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.linear.dense import pack_panels
 from trouper.kernels.lora import BLOCK_ROWS, LoRAWeights, LowRank, RowTable, rounded_rank
 
-# Panels of outputs in a piece of `lora_expand`.  Of many rows long stretches: 512 rows of 4096 outputs took 2.5 ms by
+# Panels of outputs in a work item of `lora_expand`.  Of many rows long stretches: 512 rows of 4096 outputs took 2.5 ms by
 # 4 panels, each a line of its own from the third cache.
 FEW_PANELS, MANY_PANELS, MANY_ROWS = 4, 32, 64
-MAX_SPLITS = 16  # of the blocks of rows, in pieces
+MAX_SPLITS = 16  # of the blocks of rows, in work items
 COLUMNS = 3  # of a row of `RowTable.blocks`
 
 
@@ -171,9 +171,9 @@ def lora_shrink(code: KernelBuilder, kind: Kind) -> None:
     x, stride, a, words, num_panels, per_part, blocks, order, ranks, h = code.arguments(10)
     table = _RowBlocks(code, blocks, order, ranks)
     xs, panels, sums = code.pointer(x, "i32"), code.pointer(a, "i32"), code.pointer(h, "f32")
-    num_splits = code.num_pieces // num_panels
-    for piece in code.pieces():
-        panel, number = piece % num_panels, code.var(piece // num_panels)
+    num_splits = code.num_items // num_panels
+    for item in code.work_items():
+        panel, number = item % num_panels, code.var(item // num_panels)
         for _ in code.while_(number, table.count):
             block = table.block(number)
             weights = panels + ((block.slot - 1) * num_panels + panel) * words * LANES
@@ -204,16 +204,16 @@ def _products(
 
 
 def lora_expand(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments panels of a piece, h, its width, B, ranks of a panel, panels, where a panel's part begins in h, blocks, order, ranks, y, its stride."""
+    """Write the kernel of the arguments panels of a work item, h, its width, B, ranks of a panel, panels, where a panel's part begins in h, blocks, order, ranks, y, its stride."""
     chunk, h, width, b, rank, num_panels, offsets, blocks, order, ranks, y, stride = code.arguments(
         12
     )
     table = _RowBlocks(code, blocks, order, ranks)
     sums, begins = code.pointer(h, "f32"), code.pointer(offsets, "i64")
     across = (num_panels + chunk - 1) // chunk
-    num_splits = code.num_pieces // across
-    for piece in code.pieces():
-        first, number = piece % across * chunk, code.var(piece // across)
+    num_splits = code.num_items // across
+    for item in code.work_items():
+        first, number = item % across * chunk, code.var(item // across)
         stop = code.minimum(first + chunk, num_panels)
         for _ in code.while_(number, table.count):
             block = table.block(number)

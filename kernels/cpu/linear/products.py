@@ -7,7 +7,7 @@
     floats  float32: a word is one input, and the same blocks of accumulators
 
 No sum across lanes is ever needed.  Few rows are one block, so that each panel is read once; for more rows
-the panels of a piece stay in the second cache.
+the panels of a work item stay in the second cache.
 
 Law: an output is one accumulator over the inputs in their order, whatever the block: a row's result does
 not depend on the number of rows.
@@ -47,15 +47,15 @@ class Block(NamedTuple):
 class Blocking(NamedTuple):
     few: tuple[Block, ...]  # the first that holds a step's rows
     many: Block
-    most_rows: int = 192  # of a piece of many
+    most_rows: int = 192  # of a work item of many
     most_bytes: int = 2**20  # of x that one reads: the second cache holds it, and the panels
 
     @property
     def most_few(self) -> int:
         return self.few[-1].rows
 
-    def num_pieces(self, num_rows: int, num_out: int, num_in: int) -> int:
-        """Count the pieces of a call; `num_in` counts inputs of two bytes."""
+    def num_items(self, num_rows: int, num_out: int, num_in: int) -> int:
+        """Count the work items of a call; `num_in` counts inputs of two bytes."""
         fitting = (block for block in (*self.few, self.many) if num_rows <= block.rows)
         panels = next(fitting, self.many).panels
         most, step = min(self.most_rows, self.most_bytes // (2 * num_in)), self.many.rows
@@ -80,20 +80,20 @@ BLOCKINGS: dict[Unit, Blocking] = {
 }  # fmt: skip
 
 
-def pieces_of_many(
+def items_of_many(
     code: KernelBuilder, block: Block, num_rows: Value, num_panels: Value
 ) -> Iterator[tuple[Value, Value, Value]]:
-    """Yield first panel, first row, end of the rows of each piece: all panels with one stretch of rows, then with the next.
+    """Yield first panel, first row, end of the rows of each work item: all panels with one stretch of rows, then with the next.
 
-    The call's number of pieces says how many stretches: equal ones.
+    The call's number of work items says how many stretches: equal ones.
     """
     across = (num_panels + (block.panels - 1)) // block.panels
-    num_stretches = code.num_pieces // across
+    num_stretches = code.num_items // across
     rows = (num_rows + (num_stretches - 1)) // num_stretches
     length = (rows + (block.rows - 1)) // block.rows * block.rows
-    for piece in code.pieces():
-        first = piece // across * length
-        yield piece % across * block.panels, first, code.minimum(first + length, num_rows)
+    for item in code.work_items():
+        first = item // across * length
+        yield item % across * block.panels, first, code.minimum(first + length, num_rows)
 
 
 class Rows(Protocol):

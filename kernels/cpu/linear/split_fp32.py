@@ -11,7 +11,7 @@ cut, and the rest.  Of the nine products of the parts of x and w three are below
 one accumulator.  A word pairs inputs i and i + 16 of 32, in x as in W: then no lane moves.
 
 W stays as it is: the parts of a step's panels are made while the step before it is multiplied, instruction by
-instruction, for tiles and lanes are different units.  Of more than sixteen rows the first block of a piece keeps them,
+instruction, for tiles and lanes are different units.  Of more than sixteen rows the first block of a work item keeps them,
 in memory of the thread that stays in its second cache.
 
 Numbers below 2^-102 lose their last parts, and products below 2^-126 are zeros: tiles know no subnormal numbers.  An
@@ -47,7 +47,7 @@ from trouper.kernels.cpu.linear.products import (
     Block,
     Blocking,
     Tiles,
-    pieces_of_many,
+    items_of_many,
 )
 from trouper.kernels.linear import LinearMethod
 
@@ -104,7 +104,7 @@ class SplitLinear(LinearMethod):
             if rows > FEW.rows:
                 split(-(-rows // TILE), *x, parts, rows, num_in, num_threads=num_threads)
             product(
-                BLOCKING.num_pieces(rows, num_out, 3 * num_in),
+                BLOCKING.num_items(rows, num_out, 3 * num_in),
                 *x,
                 parts,
                 self.weight.data_ptr(),
@@ -139,10 +139,10 @@ def scratch_bytes(num_rows: int, num_in: int) -> int:
 
 
 def split_rows(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments x, its stride, parts, T, I.  A piece is a tile."""
+    """Write the kernel of the arguments x, its stride, parts, T, I.  A work item is a tile."""
     x, stride, parts, num_rows, num_in = code.arguments(5)
     x, parts = code.pointer(x, "f32"), code.pointer(parts, "i32")
-    for tile in code.pieces():
+    for tile in code.work_items():
         first = code.minimum(tile * TILE, code.maximum(num_rows - TILE, 0))
         own = parts + tile * num_in * (PARTS * LANES // 2)
         _split_tile(code, x + first * stride, stride, own, code.minimum(num_rows, TILE), num_in)
@@ -170,7 +170,7 @@ def _parts_of(code: KernelBuilder, low: Value, high: Value) -> Iterator[Value]:
 
 
 def split_matmul(code: KernelBuilder, act: Act) -> None:
-    """Write the kernel of the arguments x, its stride, parts, W, b or 0, y, its stride, T, I, O / 16, scratch.  A piece is panels of a block of rows.
+    """Write the kernel of the arguments x, its stride, parts, W, b or 0, y, its stride, T, I, O / 16, scratch.  A work item is panels of a block of rows.
 
     Few rows do not read `parts`.
     """
@@ -183,13 +183,13 @@ def split_matmul(code: KernelBuilder, act: Act) -> None:
             parts = mine + code.thread() * of_tile
             product.split_rows(parts)
             rooms = [code.array("i32", 2 * SIZE) for _ in range(FEW.panels)]
-            for piece in code.pieces():
-                at_panel = product.panels_from(piece * FEW.panels, FEW.panels)
+            for item in code.work_items():
+                at_panel = product.panels_from(item * FEW.panels, FEW.panels)
                 product.few(at_panel, parts, rooms)
         with code.when(num_rows > FEW.rows):
             first_kept = mine + code.thread() * (MANY.panels * of_tile)
             kept = [first_kept + p * of_tile for p in range(MANY.panels)]
-            for panel, first, stop in pieces_of_many(code, MANY, num_rows, product.num_panels):
+            for panel, first, stop in items_of_many(code, MANY, num_rows, product.num_panels):
                 at_panel = product.panels_from(panel, MANY.panels)
                 product.many(at_panel, first, kept, is_first=True)
                 for row in code.loop(first + MANY.rows, stop, MANY.rows):

@@ -30,12 +30,12 @@ UNROLLED = 4  # to compare or to add takes four cycles
 
 def sample_rows(code: KernelBuilder) -> None:
     """Write the kernel of the arguments logits, their stride, picked, parameters, rows, ends, tokens that have occurred,
-    their stride, masks, tokens, V, memory, its bytes for a thread.  A piece is a row.
+    their stride, masks, tokens, V, memory, its bytes for a thread.  A work item is a row.
     """
     logits, stride, picked, parameters, rows, ends, occurred, *others = code.arguments(13)
     occurred_stride, masks, tokens, length, memory, memory_bytes = others
     held = code.pointer(memory + code.thread() * memory_bytes, "f32")
-    for i in code.pieces():
+    for i in code.work_items():
         place, row = code.pointer(picked, "i64")[i], code.pointer(rows, "i64")[i]
         token, end = code.pointer(tokens, "i64") + i, code.pointer(ends, "i64")[i]
         values = code.pointer(logits, "f32") + place * stride

@@ -59,7 +59,7 @@ def run(objects):
         pytest.skip("needs qemu-aarch64 and a compiler for aarch64")
     folder = objects[0]
 
-    def run(name, num_pieces, *arguments):
+    def run(name, num_items, *arguments):
         program = folder / name
         if not program.exists():
             flags = ["-O1", "-ffreestanding", "-nostdlib", "-static", f"-DKERNEL={name}"]
@@ -74,7 +74,7 @@ def run(objects):
                 memory += content + bytes(-len(content) % LINE)
             else:
                 words += 0, argument
-        header = struct.pack(f"<{3 + len(words)}q", num_pieces, len(arguments), len(memory), *words)
+        header = struct.pack(f"<{3 + len(words)}q", num_items, len(arguments), len(memory), *words)
         done = subprocess.run(
             [EMULATOR, program], input=header + memory, check=True, stdout=subprocess.PIPE
         )

@@ -21,13 +21,13 @@ def test_the_next_block_is_lent_the_memory_of_the_last():
     arena = Arena()
     first = grown(arena, 100)
     assert first.unique().tolist() == [10.0]
-    num_pieces, where = len(arena.pieces), first.data_ptr()
-    assert repr(arena) == f"<Arena of {2048 * num_pieces} bytes>"
+    num_blocks, where = len(arena.blocks), first.data_ptr()
+    assert repr(arena) == f"<Arena of {2048 * num_blocks} bytes>"
     second = grown(arena, 128)
-    assert len(arena.pieces) == num_pieces == 2
-    assert {where, second.data_ptr()} <= set(arena.pieces)
+    assert len(arena.blocks) == num_blocks == 2
+    assert {where, second.data_ptr()} <= set(arena.blocks)
     assert grown(arena, 129).shape == (129, 8)  # needs larger ones
-    assert repr(arena) == f"<Arena of {(2048 + 4096) * num_pieces} bytes>"
+    assert repr(arena) == f"<Arena of {(2048 + 4096) * num_blocks} bytes>"
 
 
 def test_outside_of_a_block_and_in_an_empty_tensor_there_is_nothing_to_lend():

@@ -1,4 +1,4 @@
-"""The language of the kernels, piece by piece, against numpy."""
+"""The language of the kernels, instruction by instruction, against numpy."""
 
 import math
 
@@ -17,15 +17,15 @@ def _no_cache(monkeypatch):
     monkeypatch.setattr(machine_code, "cache_folder", lambda: None)
 
 
-def run(write, *arrays, num_pieces=1):
-    compiled.__wrapped__(write)(num_pieces, *(a.ctypes.data for a in arrays))
+def run(write, *arrays, num_items=1):
+    compiled.__wrapped__(write)(num_items, *(a.ctypes.data for a in arrays))
 
 
 def test_loops_branches_and_variables():
     def collatz(code):
         (out,) = code.arguments(1)
         out = code.pointer(out, "i64")
-        for n in code.pieces():
+        for n in code.work_items():
             x, steps, more = code.var(n), code.var(0), code.var(0)
             more.set(code.select(x > 1, 1, 0))
             for _ in code.while_(code.var(0), more):
@@ -48,20 +48,20 @@ def test_loops_branches_and_variables():
         return [steps, sum(range(0, steps, 2))]
 
     found = np.zeros(60, dtype=np.int64)
-    run(collatz, found, num_pieces=30)
+    run(collatz, found, num_items=30)
     assert found.tolist() == [x for n in range(30) for x in expected(n)]
 
 
 def test_exp2_over_all_of_its_range():
     def kernel(code):
         x, y = (code.pointer(a, "f32") for a in code.arguments(2))
-        for i in code.pieces():
+        for i in code.work_items():
             y.store(i * 16, code.exp2(x.load(i * 16)))
 
     x = np.linspace(-140, 130, 16 * 500, dtype=np.float32)
     x[:4] = -np.inf, np.inf, np.nan, -126.0
     y = np.empty_like(x)
-    run(kernel, x, y, num_pieces=500)
+    run(kernel, x, y, num_items=500)
     assert y[:4].tolist()[:2] == [0.0, 2.0**127]
     assert math.isnan(y[2])
     expected = np.exp2(np.minimum(x[3:].astype(np.float64), 127.0))
@@ -73,7 +73,7 @@ def test_exp2_over_all_of_its_range():
 def test_sums_transposition_and_pairs():
     def kernel(code):
         x, sums, columns, words = (code.pointer(a, "f32") for a in code.arguments(4))
-        for _ in code.pieces():
+        for _ in code.work_items():
             rows = [x.load(16 * i) for i in range(16)]
             sums.store(0, code.sums8(rows[:8]))
             sums[8], sums[9] = code.reduce_sum(rows[8]), code.reduce_max(rows[8])
@@ -96,7 +96,7 @@ def test_halfwords_are_looked_up_swapped_and_narrowed():
     def kernel(code):
         x, y = (code.pointer(a, "i16") for a in code.arguments(2))
         room = code.array("i32", 16)
-        for _ in code.pieces():
+        for _ in code.work_items():
             table, indices = x.load_i16x32(), x.load_i16x32(32)
             y.store_i16x32(0, code.permute(table, indices))
             y.store_i16x32(32, code.swap_bytes(indices))
@@ -120,30 +120,30 @@ def test_halfwords_are_looked_up_swapped_and_narrowed():
 def test_bfloat16_is_rounded_to_nearest_even_and_keeps_what_is_no_number():
     def kernel(code):
         x, y = code.arguments(2)
-        for i in code.pieces():
+        for i in code.work_items():
             code.pointer(y, "bf16").store(i * 16, code.pointer(x, "f32").load(i * 16))
 
     x = torch.randn(16 * 64) * torch.logspace(-30, 30, 16 * 64)
     x[:6] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, torch.inf, -torch.inf, torch.nan, -0.0])
     y = torch.zeros(x.shape, dtype=torch.bfloat16)
-    run(kernel, x.numpy(), y.view(torch.int16).numpy(), num_pieces=64)
+    run(kernel, x.numpy(), y.view(torch.int16).numpy(), num_items=64)
     torch.testing.assert_close(y, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
-@pytest.mark.parametrize("num_pieces", [1, 2, 7, 64, 100])
-def test_runs_of_pieces_take_each_piece_once_in_order_on_one_thread(num_pieces, num_threads):
+@pytest.mark.parametrize("num_items", [1, 2, 7, 64, 100])
+def test_runs_of_items_keep_their_order_on_one_thread(num_items, num_threads):
     def kernel(code):
         order, counters, threads = code.arguments(3)
         order, counters = code.pointer(order, "i64"), code.pointer(counters, "i64")
-        for piece in code.runs_of_pieces(threads):
-            order[code.fetch_add(counters, 1)] = piece
+        for item in code.runs_of_items(threads):
+            order[code.fetch_add(counters, 1)] = item
 
-    order, counters = np.full(num_pieces, -1, np.int64), np.zeros(1, np.int64)
+    order, counters = np.full(num_items, -1, np.int64), np.zeros(1, np.int64)
     launched = compiled.__wrapped__(kernel)
-    launched(num_pieces, order.ctypes.data, counters.ctypes.data, num_threads)
-    assert order.tolist() == list(range(num_pieces))
+    launched(num_items, order.ctypes.data, counters.ctypes.data, num_threads)
+    assert order.tolist() == list(range(num_items))
     counters[:] = 0
-    launched(num_pieces, order.ctypes.data, counters.ctypes.data, num_threads, num_threads=2)
-    assert counters[0] == num_pieces
-    assert sorted(order.tolist()) == list(range(num_pieces))
+    launched(num_items, order.ctypes.data, counters.ctypes.data, num_threads, num_threads=2)
+    assert counters[0] == num_items
+    assert sorted(order.tolist()) == list(range(num_items))

@@ -101,8 +101,8 @@ machine_code = pytest.importorskip("trouper.kernels.codegen.compiler")
 
 def write_answer(code):
     (target,) = code.arguments(1)
-    for piece in code.pieces():
-        code.pointer(target, "i64")[piece] = piece * piece + 1
+    for item in code.work_items():
+        code.pointer(target, "i64")[item] = item * item + 1
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ LENGTH = 64
 
 
 def mirror(code):
-    """x, y, turns: y[i] = x[LENGTH - 1 - i] + i, after as many turns of a loop.  A piece is an i."""
+    """x, y, turns: y[i] = x[LENGTH - 1 - i] + i, after as many turns of a loop.  A work item is an i."""
     x, y, turns = code.arguments(3)
-    for i in code.pieces():
+    for i in code.work_items():
         total = code.var(0)
         for turn in code.loop(0, turns * i):
             total.set(total + turn % 3)
@@ -103,15 +103,15 @@ def test_nobody_waits_for_a_thread_that_comes_when_all_is_done(kernel, words):
 
 
 def counted(code):
-    """A number of pieces, y: how often each was taken."""
+    """A number of work items, y: how often each was taken."""
     count, y = code.arguments(2)
-    for i in code.pieces(code.pointer(count, "i64")[0]):
+    for i in code.work_items(code.pointer(count, "i64")[0]):
         target = code.pointer(y, "i64") + i
         target[0] = target[0] + 1
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_who_comes_later_is_asked_for_as_many_pieces_as_there_are_now(
+def test_who_comes_later_is_asked_for_as_many_items_as_there_are_now(
     monkeypatch, words, num_threads
 ):
     monkeypatch.setattr(machine_code, "cache_folder", lambda: None)
@@ -157,12 +157,12 @@ def test_memory_is_used_again_within_a_recording_and_by_the_next(words):
         return x
 
     first = Recording(arena, (words,), lambda: function(1000))
-    assert len(arena.pieces) == 2
+    assert len(arena.blocks) == 2
     second = Recording(arena, (words,), lambda: function(600))
     assert repr(arena) == "<Arena of 2048 bytes>"
-    assert first.result.data_ptr() in arena.pieces
+    assert first.result.data_ptr() in arena.blocks
     assert second.result.shape == (150, 2)
-    assert all(address % 64 == 0 for address in arena.pieces)
+    assert all(address % 64 == 0 for address in arena.blocks)
 
 
 @pytest.mark.parametrize(

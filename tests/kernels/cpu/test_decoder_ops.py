@@ -467,7 +467,7 @@ def test_without_llvmlite_everything_is_torch(monkeypatch):
         units.is_available.cache_clear()
 
 
-def test_any_number_of_threads_does_each_piece_once():
+def test_threads_process_each_item_once():
     ops = NativeOps(TINY)
     x = torch.randn(1000, 64)
     for num_threads in (1, 2, 5):
