@@ -1,1 +1,1 @@
-"""Products with weights on the CPU."""
+"""Kernels of linear layers."""

@@ -1,11 +1,11 @@
-"""Linear layers by oneDNN, its weight packed once: no reorder in every call.
+"""Linear layers and adapters by torch, where no compiled kernel supports the dtype, the shape or the machine.
 
-Every private function of torch's mkldnn module is called here and nowhere else; `packed_dtypes` is empty where a
-build of torch lacks one of them, and then nothing is packed.
+    OneDNNLinear   oneDNN with a weight that is packed once, so that no call reorders it
+    PlainLinear    torch's own product: float16, odd shapes, and GPUs, where cuBLAS multiplies
+    PlainLoRA      adapters, also the reference of the kernels in `lora.py`
 
-Linear layers whose weight stays as checkpoints store it: float16, odd shapes, and GPUs, where cuBLAS multiplies.
-
-Adapters by plain torch: what computes where the kernels of `lora.py` cannot, and their reference.
+Only this module calls the private functions of torch's mkldnn module.  `packed_dtypes` is empty if a build of torch
+lacks one of them, and then `select.py` does not choose oneDNN.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from trouper.kernels.lora import LoRAWeights, LowRank, RowTable
 
 MKLDNN: Any = torch.ops.mkldnn
 NEEDED = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
-# oneDNN's name of the function and of its variant
+# oneDNN's names of the function and its variant.
 FUSED = {
     "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", ""),
     "silu": ("swish", ""), "tanh": ("tanh", ""),
@@ -29,7 +29,7 @@ FUSED = {
 
 
 def packed_dtypes() -> frozenset[torch.dtype]:
-    """Name the dtypes that oneDNN packs on this machine."""
+    """Return the dtypes that oneDNN packs on this machine."""
     if not torch.backends.mkldnn.is_available() or not all(hasattr(MKLDNN, x) for x in NEEDED):
         return frozenset()
     if MKLDNN._is_mkldnn_bf16_supported():
@@ -38,7 +38,7 @@ def packed_dtypes() -> frozenset[torch.dtype]:
 
 
 class OneDNNLinear(LinearMethod):
-    """oneDNN's product; an activation or a sum is applied while a tile of y is in registers."""
+    """oneDNN's product.  It applies an activation or a sum while a tile of y is in registers."""
 
     is_compiled_per_size: ClassVar[bool] = True
 
@@ -69,7 +69,7 @@ class OneDNNLinear(LinearMethod):
 
 
 class PlainLinear(LinearMethod):
-    """torch's own product."""
+    """torch's own product with a weight in the layout of checkpoints."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         num_out, num_in = weight_OI.shape
@@ -89,7 +89,7 @@ class PlainLinear(LinearMethod):
 
 
 class PlainLoRA(LoRAWeights):
-    """The matrices as they came, a product for each adapter of a step."""
+    """Adapters as plain matrices, applied row by row."""
 
     def __init__(self, part_sizes: Sequence[int]) -> None:
         self._ends = np.cumsum(part_sizes).tolist()

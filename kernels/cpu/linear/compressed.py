@@ -1,26 +1,29 @@
-"""y = x Wᵀ + b of bfloat16, W in twelve bits a weight and exact: what `dense.py` computes, bit for bit.
+"""y = x Wᵀ + b with bfloat16 weights stored in twelve bits, without loss: bit for bit the result of `dense.py`.
+
+A product of one row is bound by memory, so fewer bytes are faster.  A bfloat16 has a sign, eight bits of exponent and
+seven of mantissa, and sixteen exponents cover more than 99.99 % of the weights of a panel (the idea of DFloat11,
+arXiv 2504.11651, with a fixed width).
 
     x [T, I]        tokens × inputs, rows may be strided; I a multiple of 32
-    W [O / 16, B]   panels of sixteen outputs as blocks of B words, and one group more; O a multiple of 16
-    b [O]           or absent
+    W [O / 16, B]   panels of sixteen outputs as blocks of B words, and one more group; O a multiple of 16
+    b [O]           optional
     y [T, O]
 
-A bfloat16 is a sign, eight bits of exponent and seven of mantissa, and sixteen exponents hold more than
-99.99 % of the weights of a panel (the idea of DFloat11, arXiv 2504.11651, in a fixed width).  A block:
+A block:
 
-    table       [32] halfwords: the most frequent exponents, at their place in a bfloat16; twice
-    exceptions  [8 (I / 256 + 1)] int64: place << 16 | bits of each weight with another exponent, by
-                place, then END; a place counts bfloat16 of a panel as `dense.py` packs it
-    groups      [I / 8] of four vectors of 32 weights (16 outputs × a pair of inputs): 32 halfwords of
-                four codes, one for each vector; twice 32 halfwords of the other bits of two vectors,
-                one at their place in a bfloat16, one with its bytes exchanged
+    table       [32] halfwords: the most frequent exponents in the bit positions of a bfloat16, twice
+    exceptions  [8 (I / 256 + 1)] int64: index << 16 | bits of each weight with another exponent, by index, then END;
+                the index counts the bfloat16 of a panel in the layout of `dense.py`
+    groups      [I / 8] of four vectors of 32 weights (16 outputs × a pair of inputs): 32 halfwords of four codes, one
+                for each vector; then twice 32 halfwords with the other bits of two vectors, one in the bit positions of
+                a bfloat16 and one with swapped bytes
 
-A vector is a shift, a permutation of the table, a three-way logic instruction, and every other one an
-exchange of bytes.  A group is decoded to the first cache while the one before it is multiplied, exceptions
-are written over it, and the tile of `dense.py` reads it there.  Of more than twelve rows the first tile of
-a work item keeps its panels, in the second cache, for the others.
+Decoding a vector takes a shift, a permutation of the table, a three-way logic instruction, and for every other vector a
+swap of bytes.  A group is decoded to the first cache while the group before it is multiplied, exceptions are written over
+it, and the tile of `dense.py` reads it there.  With more than twelve rows the first tile of a work item keeps its panels in
+the second cache for the other tiles.
 
-Roofline: bytes = 1.5 O I + e (T I + T O), FLOPs = 2 T O I.
+Roofline: 1.5 O I + e (T I + T O) bytes, 2 T O I FLOPs.
 """
 
 from typing import ClassVar, TypeVar
@@ -44,15 +47,15 @@ from trouper.kernels.cpu.linear.products import (
 )
 from trouper.kernels.linear import LinearMethod
 
-VECTORS = 4  # of a group: as many codes as fit a halfword
-PLACES = VECTORS * I16_LANES  # of a group
+VECTORS = 4  # vectors of a group: the number of codes in a halfword
+PLACES = VECTORS * I16_LANES  # weights of a group
 GROUP_WORDS = LANES + PLACES // 4
 CODES = 16
 EXPONENT = 0x7F80
 END = 2**62
-AHEAD = 16  # groups asked for, into the second cache: 1.13 times as fast as without
-BEYOND = TILE // VECTORS  # groups that are decoded after the last
-# of one row eight panels read 1.1 to 1.2 times as fast as four: a work item begins slowly
+AHEAD = 16  # groups to prefetch into the second cache, which is 1.13 times as fast as none
+BEYOND = TILE // VECTORS  # groups that are decoded behind the last one
+# For one row eight panels are 1.1 to 1.2 times as fast as four, because a work item starts slowly.
 _DOTS = BLOCKINGS["dots"]
 COMPRESSED_BLOCKINGS = {
     "dots": _DOTS._replace(few=(Block(8, 1), Block(8, 2), *_DOTS.few[2:])),
@@ -63,8 +66,10 @@ N = TypeVar("N", int, Value)
 
 
 class CompressedLinear(LinearMethod):
-    """A weight of bfloat16 in twelve bits: one row is read 1.2 times as fast as by `DenseLinear`, eight rows or
-    more 0.85 to 0.95 times."""
+    """A bfloat16 weight in twelve bits.
+
+    It reads one row 1.2 times as fast as `DenseLinear`, and eight or more rows 0.85 to 0.95 times as fast.
+    """
 
     is_recordable: ClassVar[bool] = True
 
@@ -75,7 +80,7 @@ class CompressedLinear(LinearMethod):
 
     @classmethod
     def pack(cls, weight: Tensor, bias_O: Tensor | None = None) -> LinearMethod:
-        """Compress; a weight with too many exponents of their own becomes a `DenseLinear`."""
+        """Compress a weight.  A weight with too many different exponents becomes a `DenseLinear`."""
         num_out, num_in = weight.shape
         packed = _compressed(weight)
         if packed is None:
@@ -109,7 +114,7 @@ class CompressedLinear(LinearMethod):
 
 
 def _compressed(weight_OI: Tensor) -> Tensor | None:
-    """Return the blocks of a plain matrix; None where a panel has more exceptions than there is room for."""
+    """Compress a plain matrix.  Returns None if a panel has more exceptions than its block has room for."""
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     packed = torch.empty(weight_words(num_out, num_in), dtype=torch.int32)
@@ -126,7 +131,7 @@ def _compressed(weight_OI: Tensor) -> Tensor | None:
 
 
 def weight_words(num_out: int, num_in: int) -> int:
-    """Count the words of W; groups beyond the last are decoded and not used."""
+    """Count the words of W, including the groups behind the last one, which are decoded but not used."""
     block = LANES + 2 * _room(num_in // 2) + num_in // 8 * GROUP_WORDS
     return num_out // LANES * block + BEYOND * GROUP_WORDS
 
@@ -140,14 +145,14 @@ def scratch_bytes(num_rows: int, num_in: int, unit: Unit) -> int:
 
 
 def _room(pairs: N) -> N:
-    """Count the exceptions of a panel that there is room for, and their end."""
+    """Return how many exceptions a panel has room for, including the end marker."""
     return 8 * (pairs // 128 + 1)
 
 
 def compress(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments plain matrix [O, I], W, I / 2, failures.  A work item is a panel.
+    """Write the kernel with the arguments plain matrix [O, I], W, I / 2, failures.  A work item is a panel.
 
-    A panel with more exceptions than there is room for adds one to failures [1] int64.
+    A panel with too many exceptions adds one to failures [1] int64.
     """
     plain, weight, pairs, failures = code.arguments(4)
     blocks = _Blocks(code, weight, pairs)
@@ -192,9 +197,9 @@ def compress(code: KernelBuilder) -> None:
 
 
 def _count(code: KernelBuilder, quadruples: Pointer, length: Value, counts: Pointer) -> None:
-    """Write counts[exponent] = 256 · how often + exponent.
+    """Write counts[exponent] = 256 · frequency + exponent.
 
-    Four counters each: one alone waits for itself.
+    Four counters for each exponent are faster, because consecutive updates of one counter wait for each other.
     """
     for i in range(0, 4 * 256, LANES):
         counts.store(i, code.i32x16(0))
@@ -221,9 +226,9 @@ def _most_frequent(code: KernelBuilder, counts: Pointer, table: Pointer) -> None
 
 
 def compressed_matmul(code: KernelBuilder, unit: Unit) -> None:
-    """Write the kernel of the arguments x, its stride in words, W, b or 0, y, its stride, T, I / 2, O / 16, threads, scratch.
+    """Write the kernel with the arguments x, its stride in words, W, b or 0, y, its stride, T, I / 2, O / 16, threads, scratch.
 
-    A work item is panels of a block of rows.
+    A work item is the panels of a block of rows.
     """
     x, stride, weight, *others, threads, scratch = code.arguments(11)
     product = product_of(unit, code, "none", x, stride, *others)
@@ -263,7 +268,7 @@ class _Blocks:
         *,
         groups: int = 1,
     ) -> None:
-        """Describe W; `groups` are decoded at once."""
+        """Describe W.  `groups` of them are decoded at once."""
         self.code, self.num_groups, self._at_once = code, pairs // VECTORS, groups
         self._weight, self._threads = code.pointer(weight, "i32"), threads
         self._before_groups = LANES + 2 * _room(pairs)
@@ -275,13 +280,16 @@ class _Blocks:
         return block.of("i16"), (block + LANES).of("i64"), block + self._before_groups
 
     def room(self) -> Pointer:
-        """Allocate memory for what is decoded of a panel and not kept."""
+        """Allocate memory for decoded groups that are not kept."""
         return self.code.array("i32", 2 * self._at_once * VECTORS * LANES)
 
     def decoded(
         self, at_panel: list[Value], rooms: list[Pointer], step: int, *, is_kept: bool
     ) -> Steps:
-        """Yield the words of the panels, decoded into a buffer for each; it holds two groups, or all that is kept."""
+        """Yield the words of the panels, decoded into one buffer for each.
+
+        A buffer holds two groups, or the whole panel if it is kept.
+        """
         beyond = len(at_panel) * self._length * self._threads
         panels = [
             _Panel(self.code, *self.parts(at), room, beyond, self.num_groups, is_kept=is_kept)
@@ -310,7 +318,7 @@ class _Panel:
         *,
         is_kept: bool,
     ) -> None:
-        """Take a panel; `step` is the words to the panel that this thread will probably take next."""
+        """Describe a panel.  `step` is the distance in words to the panel that this thread will probably process next."""
         self.code, self._is_kept = code, is_kept
         self._num_groups = num_groups
         self._beyond = step - num_groups * GROUP_WORDS

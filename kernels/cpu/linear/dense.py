@@ -1,31 +1,20 @@
-"""y = act(x Wᵀ + b) of bfloat16 or float32, W packed so that any number of rows reads it in order.
+"""y = act(x Wᵀ + b) for bfloat16 and float32, with W packed so that any number of rows reads it in order.
 
-    x [T, I]                tokens × inputs, rows may be strided; I a multiple of 32, of float32 of 16
-    W [O / 16, I / 2, 16]   words: panels of sixteen outputs, pairs of inputs; O a multiple of 16; of float32 [O / 16, I, 16]
-    b [O]                   or absent
+    x [T, I]                tokens × inputs, rows may be strided; I a multiple of 32 (float32: of 16)
+    W [O / 16, I / 2, 16]   words: panels of sixteen outputs, pairs of inputs; O a multiple of 16 (float32: [O / 16, I, 16])
+    b [O]                   optional
     y [T, O]                rows may be strided
-    act                     none, or gelu
+    act                     none or gelu
 
-Instructions that multiply such words are named by `Unit`:
+`products.py` describes the units that multiply such words, and the law that a row's result does not depend on the number
+of rows.  Rows with a stride of a multiple of 4 KiB would share one set of the first cache, so activations are padded
+(`memory.padded`).  A machine has one unit for a dtype and a use; the roundings of units differ (for encoders in float32,
+machines with tiles use `split_fp32.py`).
 
-    dots    AVX512-BF16: a word of W times a pair of x in all lanes is sixteen outputs and two inputs.  Up to
-            twelve rows are one block of accumulators in registers.  Elsewhere two FMAs of float32
-    tiles   AMX: sixteen pairs of a panel are a tile as they lie, sixteen rows of 32 inputs another, and
-            their product sixteen rows of sixteen outputs
-    floats  float32: a word is one input, and the same blocks of accumulators
-
-No sum across lanes is ever needed.  Few rows are one block, so that each panel is read once; for more rows
-the panels of a work item stay in the second cache.  Rows whose stride is a multiple of 4 KiB fall into one set of
-the first cache: activations are padded (`cpu/rows.py`).
-
-Law: an output is one accumulator over the inputs in their order, whatever the block: a row's result does
-not depend on the number of rows.  A machine has one unit for a dtype and a use: their roundings differ
-(an encoder's float32, where there are tiles, is that of `split_fp32.py`).
-
-Roofline: bytes = e (O I + T I + T O), FLOPs = 2 T O I; bound by memory below about 10 tokens.
-Measured, two EPYC cores that read 41 GB/s, O = 32000, I = 1024: T = 1 41 GB/s (oneDNN's packed weights:
-29), T = 4 40 (32); one core: T = 12 16 GB/s = 195 GFLOP/s (146), T = 1024 227 GFLOP/s (221).
-Two Xeon cores with AMX, O = 6144: T = 16 0.68 TFLOP/s (0.69), T = 1024 2.1 (2.9).  Of float32 there, GFLOP/s:
+Roofline: e (O I + T I + T O) bytes, 2 T O I FLOPs; bound by memory below about 10 tokens.
+Measured on two EPYC cores that read 41 GB/s, O = 32000, I = 1024: T = 1 41 GB/s (oneDNN's packed weights: 29), T = 4 40
+(32); one core: T = 12 16 GB/s = 195 GFLOP/s (146), T = 1024 227 GFLOP/s (221).
+Two Xeon cores with AMX, O = 6144: T = 16 0.68 TFLOP/s (0.69), T = 1024 2.1 (2.9).  In float32 there, GFLOP/s:
 O = 1536, I = 384: T = 1 29 (15), T = 16 177 (119), T = 1024 228 (230); O = 1024, I = 3072: 19 (16), 182 (146), 250 (244).
 """
 
@@ -52,7 +41,7 @@ from trouper.kernels.linear import LinearMethod
 
 
 class DenseLinear(LinearMethod):
-    """A weight of bfloat16 or float32, panel after panel."""
+    """A weight in bfloat16 or float32, stored panel after panel."""
 
     is_recordable: ClassVar[bool] = True
 
@@ -76,7 +65,7 @@ class DenseLinear(LinearMethod):
     def apply_act(self, x_TI: Tensor, act: str) -> Tensor:
         if act != "gelu":
             return super().apply_act(x_TI, act)
-        # padded, as the next product reads it
+        # The next product reads padded rows faster.
         return self._product(x_TI, "gelu", padded(len(x_TI), self.shape[0], x_TI.dtype))
 
     def _product(self, x_TI: Tensor, act: Act, y_TO: Tensor) -> Tensor:
@@ -99,7 +88,7 @@ class DenseLinear(LinearMethod):
 
 
 def pack_panels(weight_OI: Tensor) -> Tensor:
-    """Copy a plain matrix into panels of sixteen outputs."""
+    """Copy a plain matrix [O, I] into panels of sixteen outputs."""
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     per_word = 4 // weight_OI.itemsize
@@ -115,7 +104,7 @@ def pack_panels(weight_OI: Tensor) -> Tensor:
 
 
 def pack(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments plain matrix [O, I], its packed form, words of a row.  A work item is a panel."""
+    """Write the kernel with the arguments plain matrix [O, I], its packed form, words of a row.  A work item is a panel."""
     plain, packed, pairs = code.arguments(3)
     for panel in code.work_items():
         rows = code.pointer(plain, "i32") + panel * LANES * pairs
@@ -128,7 +117,10 @@ def pack(code: KernelBuilder) -> None:
 
 
 def matmul(code: KernelBuilder, unit: Unit, act: Act) -> None:
-    """Write the kernel of the arguments x, its stride in words, W, b or 0, y, its stride, T, words of a row, O / 16.  A work item is panels of a block of rows."""
+    """Write the kernel with the arguments x, its stride in words, W, b or 0, y, its stride, T, words of a row, O / 16.
+
+    A work item is the panels of a block of rows.
+    """
     x, stride, weight, *others = code.arguments(9)
     product, shape = product_of(unit, code, act, x, stride, *others), BLOCKINGS[unit]
     words, num_rows, before = code.pointer(weight, "i32"), product.num_rows, 0
@@ -153,14 +145,15 @@ def matmul(code: KernelBuilder, unit: Unit, act: Act) -> None:
                     product.block(at_panel, row, rows, product.plain(weights, ahead))
 
 
-WIDE = 256  # words of a row that become numbers at once: with a panel's, 26 KiB of the first cache
-SOME = 16  # rows that blocks of four fill, and those of five, 1.1 times as fast, do not
+WIDE = 256  # words of a row to widen at once: with those of a panel, 26 KiB in the first cache
+# Up to this many rows blocks of four are 1.1 times as fast as blocks of five, because they leave no partial block.
+SOME = 16
 
 
 def widened_matmul(product: Product, words: Pointer, many: Block) -> None:
-    """Multiply many rows where a dot is two FMAs: the numbers of x are taken out of their words once for all panels of a work item.
+    """Multiply many rows where a dot product of bfloat16 is two FMAs.
 
-    The order of every sum is that of `Dots`.
+    The numbers of x are unpacked once for all panels of a work item.  The order of every sum is that of `Dots`.
     """
     code, num_rows = product.code, product.num_rows
     fitting = 4 if SOME % many.rows else many.rows
@@ -177,7 +170,9 @@ class _Widened:
     def __init__(self, product: Product, words: Pointer, block: Block) -> None:
         code = product.code
         self._product, self._words, self._block = product, words, block
-        self._x = code.array("f32", block.rows * 2 * WIDE)  # of each row the low, then the high
+        self._x = code.array(
+            "f32", block.rows * 2 * WIDE
+        )  # of each row the low, then the high numbers
         self._sums = code.array("f32", block.panels * block.rows * LANES)
 
     def block(self, first_panel: Value, first_row: Value) -> None:

@@ -1,30 +1,30 @@
-"""y = x (s · (q - z) + m)ᵀ + b: bfloat16 times integers of 4 or 8 bits, or sixteen numbers (fp4), with a scale for each group of inputs.
+"""y = x (s · (q - z) + m)ᵀ + b: bfloat16 times integers of 4 or 8 bits, or fp4, with a scale for each group of inputs.
 
-    x [T, I]                tokens × inputs, rows may be strided
+    x [T, I]                        tokens × inputs, rows may be strided
     q [O / 64, I / 8, 4, 16]        int4, fp4: words of eight inputs
       [O / 64, I / 8, 4, 4, 16, 2]  int8: bytes of four pairs of inputs
     s [O / 64, I / G, 4, 16]        bfloat16 or float32; G inputs of an output share a scale: a multiple of 32, or 16
-    z [O / 64, I / G, 4, 16]        words of 32 - (z + 8) twice, of int4 alone; or absent
-    m [O / 64, I / G, 4, 16]        float32, of weights without z; or absent
-    b [O]                           or absent
+    z [O / 64, I / G, 4, 16]        int4 only, optional: words of 32 - (z + 8), twice
+    m [O / 64, I / G, 4, 16]        float32, only without z, optional
+    b [O]                           optional
     y [T, O]
 
-Sixteen outputs are a panel, and four panels lie side by side, O rounded up, so that what one row reads
-is one stream: of panels one after the other a third is over before it could be prefetched.
+Sixteen outputs are a panel, and four panels are interleaved, with O rounded up, so that a product of one row reads one
+stream.  With separate panels a third of each would be processed before prefetching could start.
 
-Units, by what the machine has (`units.integer_unit`):
+Units (`units.integer_unit`):
 
-    dots, tiles  integers become pairs of bfloat16, exactly, and go into the units of `dense.py` (`integer_matmul.py`)
-    bytes        rows become integers, 8 bits for int4 and fp4, and 16 for int8, and products are exact (`integer_bytes.py`)
+    dots, tiles  integers become pairs of bfloat16, exactly, for the units of `products.py` (`integer_matmul.py`)
+    bytes        rows become integers, 8 bits for int4 and fp4 and 16 for int8, and products are exact
+                 (`integer_bytes.py`)
 
-Minima, int8 in groups and groups of 16 are left to dots where there are tiles.
+On machines with tiles, minima, int8 in groups and groups of 16 use dots.
 
 Law: a row's result does not depend on the number of rows.
 
-Roofline: bytes = O I (bits / 8 + 2 / G), FLOPs = 2 T O I.
-Measured, two Xeon cores with AMX, O = 6144, I = 1024, weights in memory, by tiles (dots): int4 T = 1 19.2 GB/s
-(21.2), T = 16 0.78 TFLOP/s (0.21), T = 512 1.3 (0.24); int8 T = 1 24.1 GB/s (22.7), T = 16 0.65 TFLOP/s (0.19),
-T = 512 2.3 (0.24).
+Roofline: O I (bits / 8 + 2 / G) bytes, 2 T O I FLOPs.
+Measured on two Xeon cores with AMX, O = 6144, I = 1024, weights in memory, by tiles (dots): int4 T = 1 19.2 GB/s (21.2),
+T = 16 0.78 TFLOP/s (0.21), T = 512 1.3 (0.24); int8 T = 1 24.1 GB/s (22.7), T = 16 0.65 TFLOP/s (0.19), T = 512 2.3 (0.24).
 """
 
 from typing import ClassVar, Self
@@ -55,7 +55,7 @@ from trouper.kernels.reference.linear import row_group
 
 
 class IntegerLinear(LinearMethod):
-    """A weight of integers with a scale for each group of inputs, rounded here or in the checkpoint."""
+    """A weight of integers with a scale for each group of inputs, rounded at load or in the checkpoint."""
 
     fmt: ClassVar[Format]
     is_recordable: ClassVar[bool] = True
@@ -77,7 +77,12 @@ class IntegerLinear(LinearMethod):
         chosen = units.integer_unit()
         self.unit: Unit = "dots" if chosen == "tiles" and is_for_dots else chosen
         kind = "bf16" if scales.dtype == torch.bfloat16 else "f32"
-        self.options = self.fmt, kind, zeros is not None, minima is not None  # of the kernels
+        self.options = (
+            self.fmt,
+            kind,
+            zeros is not None,
+            minima is not None,
+        )  # options of the kernels
         if self.unit == "bytes":
             self.row_group = row_group(shape[1] // scales.shape[1])
             self._matmul = launch.compiled(byte_matmul, *self.options, self.row_group)
@@ -87,7 +92,7 @@ class IntegerLinear(LinearMethod):
 
     @classmethod
     def pack(cls, weight: Tensor | IntegerWeight, bias_O: Tensor | None = None) -> Self:
-        """Round a plain bfloat16 matrix, or take the integers of a checkpoint as they are."""
+        """Round a plain bfloat16 matrix, or pack the integers of a checkpoint without rounding."""
         if isinstance(weight, IntegerWeight):
             num_out, num_in = weight.q_OI.shape
             return cls((num_out, num_in), *packed(weight), bias_O, weight.order_I)
@@ -137,7 +142,7 @@ class IntegerLinear(LinearMethod):
         )
 
     def quantized_rows(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows as integers and their records, which `byte_matmul` reads."""
+        """Return the rows as integers, and their records: the input of `byte_matmul`."""
         num_rows, num_in = len(x_TI), self.shape[1]
         per_word = integers_per_word(self.fmt)
         q_TI = x_TI.new_empty((num_rows, num_in // per_word), dtype=torch.int32)
@@ -154,7 +159,7 @@ class IntegerLinear(LinearMethod):
         return q_TI, records
 
     def _arguments(self, y_TO: Tensor) -> tuple[int, ...]:
-        """Return what both kernels are told of the weight and the sizes."""
+        """Return the arguments of the weight and the sizes, which both kernels share."""
         num_out, num_in = self.shape
         return (
             self.weight.data_ptr(),
@@ -179,7 +184,7 @@ class Int8Linear(IntegerLinear):
 
 
 class Fp4Linear(IntegerLinear):
-    """Multiplies with e2m1, which checkpoints bring: nothing is rounded to it."""
+    """Multiplies with e2m1 weights.  Only checkpoints contain them; no option rounds to fp4."""
 
     fmt: ClassVar[Format] = "fp4"
 
@@ -188,7 +193,7 @@ INTEGER_LINEARS = {kind.fmt: kind for kind in (Int4Linear, Int8Linear, Fp4Linear
 
 
 def _rounded(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return packed integers and scales, as `packed(quantize(...))` does, only faster."""
+    """Return packed integers and scales, equal to `packed(quantize(...))` but faster."""
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     group = group_of(num_in, fmt)

@@ -1,22 +1,22 @@
-"""y = x (s · (q - z) + m)ᵀ + b where no instruction multiplies bfloat16: rows become integers, and products are exact.
+"""y = x (s · (q - z) + m)ᵀ + b with rows rounded to integers, for machines without instructions for bfloat16.
 
-    weights as in `integer.py`, rows as in `integer_rows.py`
+Weights have the layout of `integer.py`, rows the layout of `integer_rows.py`.
 
-Of each 32 inputs (16 where a scale is for 16) an output has one sum of integers, exact, and adds it to its total times
-both scales. Two nibbles of weight are taken from a byte where they lie, and never widened in memory:
+For every 32 inputs (16 if a scale covers 16) an output computes one exact sum of integers and adds it, times both scales,
+to its total.  The two nibbles of a byte of weight are extracted in registers and never widened in memory:
 
-    int4  four products of nibbles and bytes of x to a lane: VNNI adds them to 32 bits, AVX2 in pairs to 16, where eight
-          such fit; (q + 8) is multiplied, and (z + 8) times the sum of x subtracted
-    fp4   the same with q + 12, looked up; AVX2 adds four such to 16 bits
-    int8  two products of 16-bit integers to a lane
+    int4  four products of nibbles and bytes of x in a lane: VNNI adds them to 32 bits, AVX2 adds pairs to 16 bits, which
+          hold eight; the factor is (q + 8), and (z + 8) times the sum of x is subtracted
+    fp4   likewise with q + 12, from a lookup table; for AVX2 16 bits hold four
+    int8  two products of 16-bit integers in a lane
 
-Law: a row's result does not depend on the number of rows, nor on the processor: sums of integers are exact, and the order
-of the rest is that of the groups (`kernels/reference/linear.py` has the same bits).
+Law: a row's result depends neither on the number of rows nor on the processor.  Sums of integers are exact, and the
+groups fix the order of everything else (`kernels/reference/linear.py` has the same bits).
 
-Four panels are one stream of memory, as everywhere; of each group they are taken one after the other, so that only one panel's
-accumulators are in registers, and the totals, touched once a group, lie in the first cache.
+Four interleaved panels are one stream of memory.  Within a group the panels are processed one after the other, so that
+only one panel's accumulators are in registers; the totals, used once a group, stay in the first cache.
 
-Roofline: bytes = O I (bits / 8 + 2 / G), products = T O I.
+Roofline: O I (bits / 8 + 2 / G) bytes, T O I products.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,14 +37,15 @@ from trouper.kernels.cpu.linear.products import AllRows, Block, Blocking, Rows, 
 from trouper.kernels.cpu.linear.quantization import E2M1, PANELS, STEP
 from trouper.kernels.formats import BITS, Format, integers_per_word
 
-# rows whose accumulators fit beside a word's nibbles: two registers each of AVX2's sixteen
+# The number of rows with room for their accumulators: each row needs two of AVX2's sixteen registers.
 _MOST = 8 if num_registers() == 32 else 4
 BYTE_BLOCKING = Blocking(
     few=(Block(PANELS, 1), Block(PANELS, 2), Block(PANELS, 3)), many=Block(PANELS, _MOST)
 )
 EIGHTS = 0x0F0F0F0F  # the low nibbles of a word
 ONES = 0x00010001
-ALL_BITS = 0x20  # what stored zeros are more than -(z + 8)
+# Stored zeros exceed -(z + 8) by this number.
+ALL_BITS = 0x20
 
 
 def byte_matmul(
@@ -55,9 +56,13 @@ def byte_matmul(
     has_minima: bool,
     group: int,
 ) -> None:
-    """Write the kernel of the arguments rows' q and r, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads.
+    """Write the kernel with the arguments rows' q and r, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a group,
+    threads.
 
-    `group` inputs of x have one scale.  A work item is panels of a stretch of rows.
+    A work item is the panels of a range of rows.
+
+    Args:
+        group: number of inputs of x that share a scale.
     """
     work = ByteProduct(code, fmt, scale_kind, has_zeros, has_minima, group, code.arguments(13))
     shape, num_rows, before = BYTE_BLOCKING, work.num_rows, 0
@@ -75,7 +80,7 @@ def byte_matmul(
 
 
 class ByteProduct:
-    """Blocks of four panels and some rows; `arguments` are those of `byte_matmul`."""
+    """Computes blocks of four panels and some rows.  `arguments` are those of `byte_matmul`."""
 
     def __init__(
         self,
@@ -89,7 +94,8 @@ class ByteProduct:
     ) -> None:
         x, records, q, s, z, m, bias, y, *sizes = arguments
         self.num_rows, self._pairs, self.num_panels, self._length, self.num_threads = sizes
-        self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of work items
+        # A call with few rows takes runs of work items; see `PanelStream`.
+        self.num_between = code.i64(0)
         self._code, self._group = code, group // 2
         self._fmt: Format = fmt
         self._kind: Kind = scale_kind
@@ -100,7 +106,7 @@ class ByteProduct:
         self.take_weight(q, s, z, m, bias)
 
     def take_weight(self, q: Value, s: Value, z: Value, m: Value, bias: Value) -> None:
-        """Multiply with the weight at these addresses from here on."""
+        """Use the weight at these addresses from now on."""
         code = self._code
         self._q, self._scales = code.pointer(q, "i32"), code.pointer(s, self._kind)
         self._bias = bias
@@ -108,7 +114,7 @@ class ByteProduct:
         self._minima = code.pointer(m, "f32") if self._has_minima else None
 
     def block(self, first_panel: Value, first_row: Value, rows: int) -> None:
-        """Compute four panels of a block of rows; beyond the last row or panel, the last again."""
+        """Compute four panels of a block of rows.  Indices beyond the last row or panel repeat the last one."""
         code, num_groups = self._code, self._pairs // self._length
         at_panel = [code.minimum(first_panel + p, self.num_panels - 1) for p in range(PANELS)]
         at_row = [self.rows.row(first_row + r) for r in range(rows)]
@@ -158,7 +164,7 @@ class ByteProduct:
         group: Value,
         zero: Value | None,
     ) -> list[Value]:
-        """Return each row's sums of a group of x, exactly."""
+        """Return each row's exact sums over a group of x."""
         code = self._code
         if self._fmt == "int8":
             sums = [code.var(code.i32x16(0)) for _ in xs]
@@ -191,13 +197,13 @@ class ByteProduct:
         ]
 
     def _unsigned(self, nibbles: Value) -> Value:
-        """Return the bytes that are multiplied: the weights, and as much as makes the least of them 0."""
+        """Return the unsigned bytes to multiply: the weights plus the constant that makes the smallest one 0."""
         if self._fmt == "int4":
             return nibbles
         return self._code.lookup_bytes([x - min(E2M1) for x in E2M1], nibbles)
 
     def _steps(self, group: Value, rows: int) -> Iterator[Value]:
-        """Yield the steps of a group of x: of one row unrolled."""
+        """Yield the steps of a group of x, unrolled for one row."""
         steps = self._group // STEP
         first = group * steps
         if rows == 1:
@@ -218,7 +224,7 @@ class ByteProduct:
             total.set(total + code.word_pairs(first + second, code.i32x16(ONES)))
 
     def _correction(self, record: Pointer, zero: Value | None) -> Value:
-        """Return what the bytes are too large by, times x: 8, or 8 + z, or 12 of fp4."""
+        """Return the correction for the constant in the bytes, times x: 8, or 8 + z, or 12 for fp4."""
         code = self._code
         if self._fmt == "fp4":
             return code.i32x16((record[MINUS_EIGHT_SUMS] * 3) >> 1)

@@ -1,14 +1,14 @@
-"""Products of bfloat16 with integers that are decoded to pairs of bfloat16: the kernel of `integer.py` where the machine has dots or tiles.
+"""Products of bfloat16 rows with integer weights, which are decoded to pairs of bfloat16: the kernel for dots and tiles.
 
-`dots` takes them from registers, `tiles` from memory in the first cache.  Of more rows than a block has
-the first block keeps the pairs for the others in memory of the thread, which stays in its second cache.
+Dots read the decoded pairs from registers, tiles from memory in the first cache.  If there are more rows than a block
+has, the first block keeps the pairs in memory of its thread, in the second cache, for the other blocks.
 
-Law: as in `dense.py`, a row's result does not depend on the number of rows: a sum begins at 0, follows
-its inputs, and goes into the total times the scale, whatever the block.  A sum is that of a group; by
-tiles of four bits that of 32 inputs, one product, whatever the group.
+Law: a row's result does not depend on the number of rows.  Each sum starts at 0, follows the inputs and is added to the
+total, times its scale, in every block.  A sum covers a group; for tiles with four bits it covers 32 inputs, one
+product, whatever the group.
 
-A minimum is multiplied by the sum of x over its group, which is one more dot product for each row, whatever
-the panels.  Minima, and int8 in groups, are left to dots.
+A minimum is multiplied by the sum of x over its group, which is one more dot product for each row.  Minima, and int8 in
+groups, always use dots.
 """
 
 import contextlib
@@ -45,9 +45,9 @@ from trouper.kernels.cpu.linear.products import (
 from trouper.kernels.cpu.linear.quantization import PANELS, STEP
 from trouper.kernels.formats import BITS, Format
 
-# Of dots the sums of a group fill the registers, and the totals of the larger blocks are spilled once a group: eight
-# rows, those of a step that verifies drafts, take 0.7 times as long as in blocks of four.  Six are pairs of panels too: threes
-# lie across the four that are side by side, and with two threads take 1.4 times as long.
+# With dots the sums of a group fill the registers, and the totals of larger blocks are spilled once a group: eight rows, the
+# rows of a step that verifies drafts, take 0.7 times as long as in blocks of four.  Six rows also use pairs of panels:
+# threes would split the four interleaved panels, and take 1.4 times as long with two threads.
 _FEW_BY_DOTS = (Block(4, 1), Block(4, 2), Block(4, 4), Block(2, 6), Block(2, 8))
 INTEGER_BLOCKINGS: dict[tuple[Unit, Format], Blocking] = {
     ("dots", "int4"): Blocking(few=_FEW_BY_DOTS, many=Block(3, 4)),
@@ -58,11 +58,12 @@ INTEGER_BLOCKINGS: dict[tuple[Unit, Format], Blocking] = {
     ("tiles", "int8"): Blocking(few=(Block(4, TILE),), many=Block(2, 2 * TILE), most_rows=512),
 }
 ONES = 0x3F803F80  # a pair of bfloat16
-CHUNK = 4  # tiles of a panel that are decoded, then multiplied, then added; with 8 one row took 1.1 times as long
+# Tiles of a panel that are decoded, then multiplied, then added.  With 8 one row took 1.1 times as long.
+CHUNK = 4
 
 
 def scratch_bytes(num_rows: int, num_in: int, unit: Unit, fmt: Format, num_sums: int = 0) -> int:
-    """Count the bytes of scratch memory that a thread needs, for kept panels or `num_sums` of each of few rows."""
+    """Count the bytes of scratch memory that a thread needs: for kept panels, or for `num_sums` sums of each of few rows."""
     shape = INTEGER_BLOCKINGS[unit, fmt]
     if num_rows <= shape.most_few:
         return -(-4 * shape.most_few * num_sums // LINE) * LINE
@@ -77,10 +78,10 @@ def quantized_matmul(
     has_zeros: bool,
     has_minima: bool = False,
 ) -> None:
-    """Write the kernel of the arguments x, its stride in words, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads,
-    scratch, its bytes a thread.
+    """Write the kernel with the arguments x, its stride in words, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a
+    group, threads, scratch, scratch bytes of a thread.
 
-    A work item is panels of a block of rows.
+    A work item is the panels of a block of rows.
     """
     kind = IntegerDots if unit == "dots" else _Tiles
     work = kind(code, fmt, scale_kind, has_zeros, has_minima, code.arguments(15))
@@ -118,7 +119,8 @@ class _Work(ABC):
         x, stride, q, s, z, m, bias, y, *sizes, scratch, bytes_each = arguments
         self.addresses = x, stride, bias, y
         self.num_rows, self.pairs, self.num_panels, self.length, self.num_threads = sizes
-        self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of work items
+        # A call with few rows takes runs of work items; see `PanelStream`.
+        self.num_between = code.i64(0)
         self.num_groups = self.pairs // self.length
         self.code = code
         self.fmt: Format = fmt
@@ -128,7 +130,7 @@ class _Work(ABC):
         self.take_weight(q, s, z, m, bias)
 
     def take_weight(self, q: Value, s: Value, z: Value, m: Value, bias: Value) -> None:
-        """Multiply with the weight at these addresses from here on."""
+        """Use the weight at these addresses from now on."""
         code = self.code
         self.q, self.scales, self.bias = code.pointer(q, "i8"), code.pointer(s, self._kind), bias
         self.zeros = code.pointer(z, "i32") if self._has_zeros else None
@@ -138,7 +140,7 @@ class _Work(ABC):
         return self.code.pointer(self._scratch + thread * self._bytes_each, "i32")
 
     def panels(self, first: Value, num: int) -> list[Value]:
-        """Return the numbers of `num` panels; beyond the last, the last again."""
+        """Return the indices of `num` panels.  Indices beyond the last panel repeat the last one."""
         return [self.code.minimum(first + p, self.num_panels - 1) for p in range(num)]
 
     def packed(self, panel: Value) -> "PackedPanel":
@@ -170,11 +172,15 @@ class _Work(ABC):
         ]
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
-        """Enter the state in which all blocks of a call are computed."""
+        """Configure the state that all blocks of a call share."""
         return contextlib.nullcontext()
 
     def begin_few(self, rows: int, thread: Value | None = None) -> None:  # noqa: B027  # tiles need nothing
-        """Compute what all work items of a call of few rows need; `thread` = None takes a number."""
+        """Compute what all work items of a call with few rows share.
+
+        Args:
+            thread: the number of this thread; by default a new one.
+        """
 
     def reading(self, at_panel: list[Value], kept: "Sequence[KeptPanel]") -> "list[KeepingPanel]":
         return [KeepingPanel(self.packed(p), k) for p, k in zip(at_panel, kept, strict=True)]
@@ -189,17 +195,22 @@ class _Work(ABC):
         *,
         is_first: bool = True,
     ) -> None:
-        """Compute a block of rows; beyond the last row, the last again.  The first block of `kept` panels keeps them."""
+        """Compute a block of rows; indices beyond the last row repeat the last one.
+
+        Args:
+            kept: memory for decoded panels.
+            is_first: whether this block decodes the panels into `kept`, or reads them from there.
+        """
 
 
 class IntegerDots(_Work):
-    """Blocks of panels and rows by dots; `arguments` are those of `quantized_matmul`."""
+    """Computes blocks of panels and rows with dots.  `arguments` are those of `quantized_matmul`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         x, self._stride, _, y = self.addresses
         self._x, self._y = self.code.pointer(x, "i32"), self.code.pointer(y, "bf16")
-        self._sums_of_x: list[Pointer] = []  # of few rows: the sums of each group
+        self._sums_of_x: list[Pointer] = []  # few rows only: the sums of each group
         self.rows: Rows = AllRows(self.code, self.num_rows)
 
     def _rows_from(self, first: Value, rows: int) -> list[Value]:
@@ -209,7 +220,7 @@ class IntegerDots(_Work):
         return [self._x + self.rows.x_row(row) * self._stride for row in at_row]
 
     def begin_few(self, rows: int, thread: Value | None = None) -> None:
-        """Compute the sums of x over each group, which a work item would else do for its own panels."""
+        """Compute the sums of x over each group once, instead of in every work item."""
         if self.minima is None:
             return
         code, most = self.code, self.num_groups
@@ -222,7 +233,7 @@ class IntegerDots(_Work):
                 for row, total in zip(xs, sums, strict=True):
                     self._add_x(total, row[i])
             for own, total in zip(self._sums_of_x, sums, strict=True):
-                own[g] = code.reduce_max(total)  # all lanes are the same
+                own[g] = code.reduce_max(total)  # all lanes are equal
 
     def _add_x(self, total: Var, pair: Value) -> None:
         total.set(self.code.dot(self.code.i32x16(ONES), self.code.i32x16(pair), total))
@@ -245,7 +256,7 @@ class IntegerDots(_Work):
         steps = self.length // STEP
         for g in code.loop(0, num_groups):
             sums = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in range(panels)]
-            # of few rows `begin_few` has them
+            # For few rows `begin_few` has computed these sums.
             of_x = [code.var(code.f32x16(0.0)) for _ in range(rows if minima and kept else 0)]
             for stream in (*scales, *minima, *weights):
                 stream.enter(g)
@@ -260,7 +271,7 @@ class IntegerDots(_Work):
             self._finish(own, panel, at_row)
 
     def _scale(self, totals: list[Var], sums: Sequence[Value], factor: Value) -> None:
-        """Add the sums of a group, times a factor of its panel."""
+        """Add the sums of a group, times the factor of their panel."""
         for total, part in zip(totals, sums, strict=True):
             total.set(self.code.fma(part, factor, total))
 
@@ -272,7 +283,7 @@ class IntegerDots(_Work):
         pairs: list[list[Value]],
         step: Value,
     ) -> None:
-        """Add the products of one step to the sums, and x itself to `of_x` where minima need it."""
+        """Add the products of one step to the sums, and x itself to `of_x` if minima need it."""
         code = self.code
         for j in range(STEP):
             for r, row in enumerate(xs):
@@ -296,8 +307,10 @@ class IntegerDots(_Work):
 
 
 class _Tiles(_Work):
-    """Products by AMX: a tile is decoded to the first cache, and loaded when others are there too, because a load of tiles
-    waits for stores that are still on their way; so does the sum of what was multiplied.
+    """Products by AMX.
+
+    Several tiles are decoded to the first cache before the first is loaded, because a load of a tile waits for unfinished
+    stores.  The same holds for the sums of products.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -367,7 +380,7 @@ class _Tiles(_Work):
         first: Value,
         length: int,
     ) -> None:
-        """Add to totals the product of each tile times its scale."""
+        """Add the product of each tile, times its scale, to the totals."""
         code, step, tile = self.code, first * (TILE // STEP), TILE * LANES
         per_group = self.length // TILE
         groups = [(first + t) // per_group for t in range(length)]

@@ -1,20 +1,16 @@
-"""Panels of integer weights as a kernel reads them: pairs of bfloat16, decoded or decoded before.
+"""Panels of integer weights: how kernels decode them to pairs of bfloat16, and the kernel that rounds and packs a matrix.
 
-    int4  by a lookup of the lowest five bits of each half word; without z the fifth is the next
-          integer's, and the table holds everything twice
-    fp4   likewise, of sixteen other numbers
-    int8  converted to float32, and those to bfloat16
+    int4  a lookup of the lowest five bits of each half word; without z the fifth bit belongs to the next integer, and the
+          table contains everything twice
+    fp4   likewise, with sixteen other numbers
+    int8  converted to float32, then to bfloat16
 
-A panel decodes step after step; what reads it asks for the pairs of a step (`pairs`), or has a tile of them written
-to memory (`decode`) and loads it from there (`tile`).
+A panel is decoded step by step.  A reader either takes the pairs of a step (`pairs`), or lets the panel write a tile to
+memory (`decode`) and loads it from there (`tile`).
 
-A plain bfloat16 matrix [O, I] rounded and packed: the formulas of `quantization.py`, the layouts of
-`integer.py`.
-
-Sixteen outputs are the lanes, so that no sum or maximum crosses them; a group is read twice, the second
-time from the cache.
-
-Roofline: bytes = O I (2 + bits / 8).
+`quantize_panels` uses the formulas of `quantization.py` and the layouts of `integer.py`.  Sixteen outputs are the lanes,
+so no sum or maximum crosses lanes.  It reads each group twice, the second time from the cache.
+Roofline of quantize_panels: O I (2 + bits / 8) bytes.
 """
 
 from collections.abc import Iterator
@@ -26,8 +22,8 @@ from trouper.kernels.cpu.linear.products import TILE
 from trouper.kernels.cpu.linear.quantization import E2M1, PANELS, STEP
 from trouper.kernels.formats import Format
 
-AHEAD = 48  # steps asked for, into the second cache
-GROUPS_AHEAD = 8  # of scales
+AHEAD = 48  # steps to prefetch into the second cache
+GROUPS_AHEAD = 8  # groups of scales to prefetch
 LINE = 64  # bytes
 NUMBERS: dict[Format, list[float]] = {
     "int4": [float(i % 16 - 8) for i in range(32)],
@@ -37,12 +33,16 @@ DIFFERENCES = [float((i + 16) % 32 - 16) for i in range(32)]
 
 
 class PanelStream:
-    """Data of a panel for each step or group, side by side with the other panels'."""
+    """The data of one panel for each step or group, interleaved with the data of other panels."""
 
     def __init__(
         self, start: Pointer, panel: Value, length: int, count: Value, num_between: Value
     ) -> None:
-        """Describe the stream; its thread will probably take the panels next that come behind `num_between` others."""
+        """Describe the stream.
+
+        Args:
+            num_between: number of panels between this one and the one that its thread will probably process next.
+        """
         self._own = start + (panel // PANELS * (count * PANELS) + panel % PANELS) * length
         self._stride, self._count, self._num_between = length * PANELS, count, num_between
 
@@ -51,11 +51,11 @@ class PanelStream:
         return self._own + i * self._stride + more * self._stride
 
     def enter(self, group: Value) -> None:
-        """Prefetch for a later group; streams of scales are entered with a group."""
+        """Prefetch the scales of a later group."""
         self.ask(group, GROUPS_AHEAD)
 
     def ask(self, i: Value, ahead: int, more: int = 0) -> None:
-        """Prefetch a later entry, or one of the panels that this thread will probably take next."""
+        """Prefetch a later entry, or one of the panel that this thread will probably process next."""
         later = i + ahead
         beyond = later + self._num_between * self._count
         there = self.at(later.code.select(later < self._count, later, beyond), more)
@@ -64,7 +64,7 @@ class PanelStream:
 
 
 class NibblePanel:
-    """A panel of int4 or fp4, read as pairs of bfloat16."""
+    """A panel of int4 or fp4, decoded to pairs of bfloat16."""
 
     def __init__(
         self, code: KernelBuilder, fmt: Format, words: PanelStream, zeros: PanelStream | None
@@ -87,13 +87,13 @@ class NibblePanel:
 
 
 class BytePanel:
-    """A panel of int8, read as pairs of bfloat16."""
+    """A panel of int8, decoded to pairs of bfloat16."""
 
     def __init__(self, code: KernelBuilder, words: PanelStream) -> None:
         self._code, self._words = code, words
 
     def enter(self, group: Value) -> None:
-        """Do nothing: one group has no zeros."""
+        """Do nothing: int8 has no zeros."""
 
     def pairs(self, i: Value, more: int = 0) -> list[Value]:
         code = self._code
@@ -107,35 +107,35 @@ PackedPanel = NibblePanel | BytePanel
 
 
 class KeptPanel:
-    """A panel that is pairs of bfloat16 already."""
+    """A panel of already decoded pairs of bfloat16."""
 
     def __init__(self, words: Pointer) -> None:
         self._words = words
 
     def enter(self, group: Value) -> None:
-        """Do nothing: zeros have been subtracted already."""
+        """Do nothing: the zeros are already subtracted."""
 
     def pairs(self, i: Value, more: int = 0) -> list[Value]:
         place = self.tile(i, more)
         return [place.load(j * LANES) for j in range(STEP)]
 
     def decode(self, i: Value, more: int = 0) -> None:
-        """Do nothing: it is decoded."""
+        """Do nothing: the panel is already decoded."""
 
     def tile(self, i: Value, more: int = 0) -> Pointer:
-        """Return the address of step i + more and those after it."""
+        """Return the address of step i + more and the following steps."""
         return self._words + i * (STEP * LANES) + more * (STEP * LANES)
 
 
 class ChunkPanel(KeptPanel):
-    """Memory for one chunk of a panel: step `more` of it, whatever i."""
+    """Memory for one chunk of a panel: it holds step `more` for any i."""
 
     def tile(self, i: Value, more: int = 0) -> Pointer:
         return self._words + more * (STEP * LANES)
 
 
 class KeepingPanel:
-    """A packed panel that is kept as it is read."""
+    """A packed panel that keeps what it decodes."""
 
     def __init__(self, packed: PackedPanel, kept: KeptPanel) -> None:
         self._packed, self._kept = packed, kept
@@ -162,9 +162,9 @@ IntegerPanel = PackedPanel | KeepingPanel | KeptPanel
 
 
 def quantize_panels(code: KernelBuilder, fmt: Format) -> None:
-    """Write the kernel of the arguments plain matrix, q, s, I / 2, pairs of a group.  A work item is a panel."""
+    """Write the kernel with the arguments plain matrix, q, s, I / 2, pairs of a group.  A work item is a panel."""
     plain, q, s, pairs, length = code.arguments(5)
-    num_groups, at_once = pairs // length, STEP if fmt == "int4" else 1  # columns to a word
+    num_groups, at_once = pairs // length, STEP if fmt == "int4" else 1  # columns of a word
     of_step = LANES * STEP // at_once
     for panel in code.work_items():
         block, place = panel // PANELS, panel % PANELS
@@ -192,7 +192,7 @@ def quantize_panels(code: KernelBuilder, fmt: Format) -> None:
 def _columns(
     code: KernelBuilder, rows: Pointer, pairs: Value, first: Value, length: Value
 ) -> Iterator[tuple[Value, list[Value]]]:
-    """Yield sixteen pairs of inputs at a time, each of sixteen outputs."""
+    """Yield sixteen pairs of inputs at a time, each for sixteen outputs."""
     for i in code.loop(first, first + length, LANES):
         yield i, code.transpose([rows.load(pairs * r + i) for r in range(LANES)])
 
@@ -202,7 +202,7 @@ def _magnitude(x: Value) -> Value:
 
 
 def _word(code: KernelBuilder, fmt: Format, columns: list[Value], inverse: Value) -> Value:
-    """Return the words of some columns: int4, a nibble of each half for each column; int8, two bytes."""
+    """Return the words of some columns: for int4 a nibble in each half for each column, for int8 two bytes."""
     lowest, highest = (-8.0, 7.0) if fmt == "int4" else (-127.0, 127.0)
     word = code.i32x16(0)
     for k, column in enumerate(columns):

@@ -1,25 +1,23 @@
-"""Rows of bfloat16 as integers with a scale for each group of inputs, as products of integers read them.
+"""Rows of bfloat16 rounded to integers with a scale for each group of inputs: the input of `integer_bytes.py`.
 
     x [T, I]         bfloat16, rows may be strided
-    q [T, I / 4]     of int4 and fp4: words of four bytes, -127 … 127, in the order in which nibbles are taken from a word of the weight:
-                     of eight inputs 0 4 1 5, then 2 6 3 7
-      [T, I / 2]     of int8: words of two inputs, -32767 … 32767
-    r [T, I / g, 4]  words, a record for each group: the scale; the sum of q in the low half; -8 times it; the
-                     scale times it (float32)
+    q [T, I / 4]     int4 and fp4: words of four bytes, -127 … 127, in the order in which the nibbles of a weight are
+                     extracted: of eight inputs 0 4 1 5, then 2 6 3 7
+      [T, I / 2]     int8: words of two 16-bit integers
+    r [T, I / g, 4]  words, a record for each group: the scale; the sum of q in the low half; -8 times the sum; the
+                     scale times the sum (float32)
 
-    a = max |x| of the group      scale = a · (1 / limit)      q = round(x · (limit / a)), halves to even
+    a = max |x| of the group      scale = a · (1 / limit)      q = round(x · (limit / a)), ties to even
 
-A group is 32 inputs, or 16.  With four bits a weight the rows' eight are the smaller error; bytes of weight cost an
-instruction of 16-bit integers anyway, and rows keep more than bfloat16 has.  A group that holds an infinity or no number has a scale
-like it, and integers 0: whatever they are multiplied with is no number.  One of nothing above 1e-30 has integers 0 as well.
+A group has 32 inputs, or 16.  With weights of four bits the error of the rows' eight bits is the smaller one.  Weights of
+eight bits need an instruction for 16-bit integers anyway, so their rows keep more bits than bfloat16 has.  A group with an
+infinity or NaN gets that scale and integers 0, so that its products are NaN.  A group without numbers above 1e-30 gets
+integers 0 as well.
 
-Roofline: bytes = T I (2 + 1 or 2).
+`gathered` reorders the inputs first, for a matrix with sorted columns: y[t, i] = x[t, order[i]].  It is one launch that a
+recording can contain.
 
-y[t, i] = x[t, order[i]]: the inputs of a matrix whose columns were sorted, in the order of its columns.
-
-    x [T, I]   bfloat16, rows may be strided;  order [I] int64;  y [T, I]
-
-Roofline: bytes = 4 T I + 8 I.  One launch, which a recording holds, where torch's call lets go of the interpreter.
+Roofline: quantize_rows T I (2 + 1 or 2) bytes; gather_columns 4 T I + 8 I bytes.
 """
 
 import torch
@@ -31,18 +29,23 @@ from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.formats import LIMITS, Format, integers_per_word
 
-PAIRS = 16  # of inputs that are rounded at once, one register
+PAIRS = 16  # pairs of inputs to round at once: one register
 RECORD = 4  # words
 SCALE, LOW_SUM, MINUS_EIGHT_SUMS, SCALED_SUM = range(RECORD)
 INFINITY = 0x7F800000  # bits
-SMALLEST = 1e-30  # of a group with integers other than 0: limit / a stays finite
-# where of a register's pairs a step of four has the first and second word
+# The largest number of a group with nonzero integers, so that limit / a stays finite.
+SMALLEST = 1e-30
+# Indices of the first and second word of each step of four, in a register of pairs.
 FIRST = [4 * (k // 2) + k % 2 for k in range(LANES // 2)]
 SECOND = [4 * (k // 2) + 2 + k % 2 for k in range(LANES // 2)]
 
 
 def quantize_rows(code: KernelBuilder, fmt: Format, group: int) -> None:
-    """Write the kernel of the arguments x, its stride in words, q, r, I / 2; groups of so many inputs.  A work item is a row."""
+    """Write the kernel with the arguments x, its stride in words, q, r, I / 2.  A work item is a row.
+
+    Args:
+        group: number of inputs that share a scale.
+    """
     x, stride, q, records, pairs = code.arguments(5)
     per_row = pairs // (group // 2) * RECORD
     for row in code.work_items():
@@ -73,7 +76,7 @@ def quantize_rows(code: KernelBuilder, fmt: Format, group: int) -> None:
 
 
 def _each_group(code: KernelBuilder, group: int, x: Value, *, largest: bool) -> list[Value]:
-    """Return the largest lane, or the sum of lanes, of each group."""
+    """Return the largest lane, or the sum of the lanes, of each group."""
     fold = code.reduce_max if largest else code.reduce_sum
     if group == 2 * LANES:
         return [fold(x)]
@@ -82,7 +85,7 @@ def _each_group(code: KernelBuilder, group: int, x: Value, *, largest: bool) -> 
 
 
 def _by_lane(code: KernelBuilder, values: list[Value]) -> Value:
-    """Return the value of each lane's group."""
+    """Return the value of its group in each lane."""
     if len(values) == 1:
         return code.i32x16(values[0])
     first, second = (code.i32x16(value) for value in values)
@@ -101,7 +104,7 @@ def _store(
 
 
 def gathered(x_TI: Tensor, order_I: Tensor) -> Tensor:
-    """Return the columns of x in another order."""
+    """Return the columns of x in another order, a new tensor."""
     y_TI = x_TI.new_empty(x_TI.shape)
     launch.compiled(gather_columns)(
         len(x_TI),
@@ -116,7 +119,7 @@ def gathered(x_TI: Tensor, order_I: Tensor) -> Tensor:
 
 
 def gather_columns(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments x, its stride, order, I, y.  A work item is a row."""
+    """Write the kernel with the arguments x, its stride, order, I, y.  A work item is a row."""
     xs, stride, order, width, ys = code.arguments(5)
     place = code.pointer(order, "i64")
     for row in code.work_items():

@@ -1,22 +1,23 @@
-"""y += B A x of bfloat16 or float32, each row with the A and B of its own adapter.
+"""y += B A x for bfloat16 and float32, where each row has the A and B of its own adapter.
 
-    x [T, I]                    rows may be strided; I a multiple of 32, of float32 of 16
-    A [S, P, R / 16, I / 2, 16] words: of each slot and part panels of sixteen ranks, as in `dense.py`
-    h [T, P · R]                A x, in float32
-    B [S, O / 16, R, 16]        sixteen outputs at a time; of a part that a slot leaves alone zeros
+    x [T, I]                    rows may be strided; I a multiple of 32 (float32: of 16)
+    A [S, P, R / 16, I / 2, 16] words: for each slot and part, panels of sixteen ranks in the layout of `dense.py`
+    h [T, P · R]                A x in float32
+    B [S, O / 16, R, 16]        panels of sixteen outputs; zeros for a part that the adapter does not change
     y [T, O]                    rows may be strided; parts are whole panels
 
-    lora_shrink   h = A x: work items are panels of ranks with every n-th block of rows
-    lora_expand   y += B h: work items are panels of outputs with every n-th block of rows
+    lora_shrink   h = A x: a work item is a panel of ranks with every n-th block of rows
+    lora_expand   y += B h: a work item is some panels of outputs with every n-th block of rows
 
-A block is up to four rows of one adapter (`RowTable`): its A and B are read once for them.
+A block is up to four rows of one adapter (`RowTable`), which share the reads of its A and B.
 
-Law: an output is one accumulator over the inputs in their order, whatever the block.
+Law: an output is one accumulator over the inputs in their order, in every block.
 
-Roofline: bytes = e r (I + O) for each block of an adapter, FLOPs = 2 T r (I + O).
-Measured, one EPYC core with AVX512-BF16 and neighbours, r = 16, 8 adapters, shrink + expand beside the base's product, µs:
-    I = 1024, O = 2 · 3072    16 rows  27 + 67 beside 1,023    512 rows  231 + 1,038 beside 28,971
-    I = 3072, O = 1024        16 rows  35 + 20 beside   457    512 rows  341 +   183 beside 14,945
+Roofline: e r (I + O) bytes for each block of an adapter, 2 T r (I + O) FLOPs.
+Measured on one EPYC core with AVX512-BF16 and busy neighbours, r = 16, 8 adapters: shrink + expand and the base's
+product, µs:
+    I = 1024, O = 2 · 3072    16 rows  27 + 67 and 1,023    512 rows  231 + 1,038 and 28,971
+    I = 3072, O = 1024        16 rows  35 + 20 and   457    512 rows  341 +   183 and 14,945
 """
 
 from collections.abc import Callable, Sequence
@@ -33,19 +34,21 @@ from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.linear.dense import pack_panels
 from trouper.kernels.lora import BLOCK_ROWS, LoRAWeights, LowRank, RowTable, rounded_rank
 
-# Panels of outputs in a work item of `lora_expand`.  Of many rows long stretches: 512 rows of 4096 outputs took 2.5 ms by
-# 4 panels, each a line of its own from the third cache.
+# Panels of outputs in a work item of `lora_expand`.  Many rows need long work items: 512 rows of 4096 outputs took 2.5 ms with
+# 4 panels, because each panel is another line of the third cache.
 FEW_PANELS, MANY_PANELS, MANY_ROWS = 4, 32, 64
-MAX_SPLITS = 16  # of the blocks of rows, in work items
-COLUMNS = 3  # of a row of `RowTable.blocks`
+MAX_SPLITS = 16  # parts of the blocks of rows, as work items
+COLUMNS = 3  # in a row of `RowTable.blocks`
 
 
 class NativeLoRA(LoRAWeights):
     """The adapters of one linear layer by compiled kernels.
 
     Args:
-        part_sizes: outputs of each part, multiples of 16.
-        num_slots: adapters that fit; pages of memory are taken when a slot is first loaded.
+        part_sizes: number of outputs of each part, multiples of 16.
+        num_in: number of inputs.
+        num_slots: number of adapters.  The system allocates the pages of a slot when it is first loaded.
+        max_rank: the largest rank of an adapter.
     """
 
     def __init__(
@@ -130,19 +133,19 @@ class NativeLoRA(LoRAWeights):
 
 
 def can_adapt(part_sizes: Sequence[int], num_in: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels know the dtype, and inputs and parts are whole registers."""
+    """Test whether the kernels support the dtype, and inputs and parts that fill whole registers."""
     if units.kind_of(dtype) is None or any(size % LANES for size in part_sizes):
         return False
     return num_in % (LANES * (4 // dtype.itemsize)) == 0
 
 
 class _RowBlock(NamedTuple):
-    """Rows of one adapter, as a kernel finds them."""
+    """Up to four rows of one adapter."""
 
     slot: Value
     rank: Value
     num_rows: Value
-    rows: Pointer  # of the order
+    rows: Pointer  # indices in the order
 
 
 class _RowBlocks:
@@ -160,14 +163,16 @@ class _RowBlocks:
         return _RowBlock(entry[0], self._ranks[entry[0]], entry[2], self._order + entry[1])
 
     def rows(self, block: _RowBlock, compute: Callable[[list[Value]], None]) -> None:
-        """Compute with the rows of a block: code for each number of them."""
+        """Run `compute` with the rows of a block.  Writes separate code for each number of rows."""
         for num_rows in range(1, BLOCK_ROWS + 1):
             with self._code.when(block.num_rows.equals(num_rows)):
                 compute([block.rows[r] for r in range(num_rows)])
 
 
 def lora_shrink(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments x, its stride in words, A, words of a row, panels of a slot and of a part, blocks, order, ranks, h."""
+    """Write the kernel with the arguments x, its stride in words, A, words of a row, panels of a slot and of a part, blocks,
+    order, ranks, h.
+    """
     x, stride, a, words, num_panels, per_part, blocks, order, ranks, h = code.arguments(10)
     table = _RowBlocks(code, blocks, order, ranks)
     xs, panels, sums = code.pointer(x, "i32"), code.pointer(a, "i32"), code.pointer(h, "f32")
@@ -204,7 +209,9 @@ def _products(
 
 
 def lora_expand(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments panels of a work item, h, its width, B, ranks of a panel, panels, where a panel's part begins in h, blocks, order, ranks, y, its stride."""
+    """Write the kernel with the arguments panels of a work item, h, its width, B, ranks of a panel, number of panels, column of h
+    where each panel's part begins, blocks, order, ranks, y, its stride.
+    """
     chunk, h, width, b, rank, num_panels, offsets, blocks, order, ranks, y, stride = code.arguments(
         12
     )

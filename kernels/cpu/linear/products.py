@@ -1,24 +1,21 @@
-"""Blocks of panels and rows by each unit that multiplies, whatever form the panels have in memory.
+"""Blocks of panels and rows by each unit that multiplies, for any layout of the panels in memory; and gelu of their sums.
 
-    dots    AVX512-BF16: a word of W times a pair of x in all lanes is sixteen outputs and two inputs.  Up to
-            twelve rows are one block of accumulators in registers.  Elsewhere two FMAs of float32
-    tiles   AMX: sixteen pairs of a panel are a tile as they lie, sixteen rows of 32 inputs another, and
-            their product sixteen rows of sixteen outputs
-    floats  float32: a word is one input, and the same blocks of accumulators
+    dots    AVX512-BF16: a word of W times a pair of x in all lanes is sixteen outputs and two inputs.  Up to twelve rows
+            are one block of accumulators in registers.  Machines without it use two FMAs of float32
+    tiles   AMX: sixteen pairs of a panel are one tile in memory order, sixteen rows of 32 inputs are another, and their
+            product is sixteen rows of sixteen outputs
+    floats  float32: a word is one input, with the same blocks of accumulators
 
-No sum across lanes is ever needed.  Few rows are one block, so that each panel is read once; for more rows
-the panels of a work item stay in the second cache.
+No sum crosses lanes.  Few rows are one block, so each panel is read once; for more rows the panels of a work item stay in
+the second cache.
 
-Law: an output is one accumulator over the inputs in their order, whatever the block: a row's result does
-not depend on the number of rows.
+Law: an output is one accumulator over the inputs in their order, in every block, so a row's result does not depend on the
+number of rows.
 
-y = x Φ(x), which `dense.py` applies to its sums.
-
-Of bfloat16 Φ is ½ + x Q(x²), where |x| is at most EDGE: Q is the minimax polynomial of degree 8 for the error of y,
-6e-5, half a unit of bfloat16 at 0.03.  No division and no exponential: 16 instructions for sixteen numbers.
-
-Of float32 y = max(x, 0) - |x| Φ(-|x|), and Φ(-|x|) = ½ R(t) exp(-x² / 2), t = 1 / (1 + P |x|): Abramowitz and Stegun
-7.1.26, with an error of at most 8e-8 |x|.
+gelu is y = x Φ(x).  In bfloat16 Φ is ½ + x Q(x²) for |x| ≤ EDGE.  Q is the minimax polynomial of degree 8 for the error of
+y: 6e-5, half a unit of bfloat16 at 0.03.  It needs neither a division nor an exponential: 16 instructions for sixteen
+numbers.  In float32 y = max(x, 0) - |x| Φ(-|x|), and Φ(-|x|) = ½ R(t) exp(-x² / 2) with t = 1 / (1 + P |x|), from
+Abramowitz and Stegun 7.1.26; the error is at most 8e-8 |x|.
 """
 
 import contextlib
@@ -33,33 +30,37 @@ from trouper.kernels.codegen.features import has_bf16_dot, num_registers
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 
 Act = Literal["none", "gelu"]
-Steps = Iterator[tuple[Value, list[Pointer]]]  # first pair of inputs, where each panel has it
+Steps = Iterator[
+    tuple[Value, list[Pointer]]
+]  # index of the first pair of inputs, its address in each panel
 
 
 class Block(NamedTuple):
-    """Panels and rows that are computed at once."""
+    """The panels and rows that are computed together in registers."""
 
     panels: int
     rows: int
-    ahead: int = 0  # words to ask for
+    ahead: int = 0  # words to prefetch
 
 
 class Blocking(NamedTuple):
-    few: tuple[Block, ...]  # the first that holds a step's rows
+    few: tuple[Block, ...]  # the first one with enough rows is used
     many: Block
-    most_rows: int = 192  # of a work item of many
-    most_bytes: int = 2**20  # of x that one reads: the second cache holds it, and the panels
+    most_rows: int = 192  # in a work item of many
+    # The bytes of x that a work item reads; the second cache holds them and the panels.
+    most_bytes: int = 2**20
 
     @property
     def most_few(self) -> int:
         return self.few[-1].rows
 
     def num_items(self, num_rows: int, num_out: int, num_in: int) -> int:
-        """Count the work items of a call; `num_in` counts inputs of two bytes."""
+        """Count the work items of a call.  `num_in` counts inputs of two bytes."""
         fitting = (block for block in (*self.few, self.many) if num_rows <= block.rows)
         panels = next(fitting, self.many).panels
         most, step = min(self.most_rows, self.most_bytes // (2 * num_in)), self.many.rows
-        rows = max(most // step * step, step)  # whole blocks: then no stretch of rows is empty
+        # With whole blocks no range of rows is empty.
+        rows = max(most // step * step, step)
         return -(-num_out // (LANES * panels)) * -(-num_rows // rows)
 
 
@@ -68,7 +69,7 @@ _WIDE_DOTS = Blocking(
     few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(4, 6), Block(3, 8, 1024), Block(2, 12, 1024)),
     many=Block(3, 8, 1024),
 )
-# Of FMAs: a word is two registers of numbers, and AVX2 has eight in place of thirty-two.
+# With FMAs a word is two registers of numbers, and AVX2 has eight registers instead of thirty-two.
 _WIDE_FMAS = Blocking(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(2, 8)), many=Block(8, 8))
 _NARROW_FMAS = Blocking(few=(Block(4, 1), Block(2, 2), Block(1, 4)), many=Block(8, 5))
 BLOCKINGS: dict[Unit, Blocking] = {
@@ -83,9 +84,10 @@ BLOCKINGS: dict[Unit, Blocking] = {
 def items_of_many(
     code: KernelBuilder, block: Block, num_rows: Value, num_panels: Value
 ) -> Iterator[tuple[Value, Value, Value]]:
-    """Yield first panel, first row, end of the rows of each work item: all panels with one stretch of rows, then with the next.
+    """Yield the first panel, the first row and the end of the rows of each work item.
 
-    The call's number of work items says how many stretches: equal ones.
+    All panels of one range of rows come before the next range.  The ranges are equal, and the call's number of work items
+    determines how many there are.
     """
     across = (num_panels + (block.panels - 1)) // block.panels
     num_stretches = code.num_items // across
@@ -100,16 +102,16 @@ class Rows(Protocol):
     """The rows of a product."""
 
     def row(self, index: Value) -> Value:
-        """Return the row of y of this index; beyond the last, the last again."""
+        """Return the row of y with this index.  Indices beyond the last row repeat the last one."""
         ...
 
     def x_row(self, row: Value) -> Value:
-        """Return the row of x that a row of y is made of."""
+        """Return the row of x that a row of y is computed from."""
         ...
 
 
 class AllRows:
-    """`Rows` as they lie."""
+    """All rows in memory order."""
 
     def __init__(self, code: KernelBuilder, num_rows: Value) -> None:
         self._code, self._num_rows = code, num_rows
@@ -122,7 +124,7 @@ class AllRows:
 
 
 class Product(ABC):
-    """Blocks of panels and rows, whatever form the panels have in memory."""
+    """Computes blocks of panels and rows.  Subclasses implement a unit."""
 
     step: ClassVar[int]  # words of inputs that are multiplied at once
     kind: ClassVar[Kind] = "bf16"
@@ -147,7 +149,7 @@ class Product(ABC):
         self.rows: Rows = AllRows(code, num_rows)
 
     def panels_from(self, first: Value, panels: int) -> list[Value]:
-        """Return the numbers of `panels` panels; beyond the last, the last again."""
+        """Return the indices of `panels` panels.  Indices beyond the last panel repeat the last one."""
         return [self.code.minimum(first + p, self.num_panels - 1) for p in range(panels)]
 
     def plain(self, weights: list[Pointer], ahead: int) -> Steps:
@@ -160,12 +162,12 @@ class Product(ABC):
             yield i, [weight + i * LANES for weight in weights]
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
-        """Enter the state in which all blocks of a call are computed."""
+        """Configure the state that all blocks of a call share."""
         return contextlib.nullcontext()
 
     @abstractmethod
     def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
-        """Compute a block of rows; beyond the last row, the last again."""
+        """Compute a block of rows; indices beyond the last row repeat the last one."""
 
     def store(self, row: Value, panel: Value, total: Value) -> None:
         found = gelu(self.code, total, self.kind) if self._act == "gelu" else total
@@ -228,12 +230,12 @@ class Floats(Dots):
         return self.code.fma(word, x, total)
 
 
-TILE = 16  # rows of a tile, and pairs of inputs of one
-TILE_BYTES = 64  # of a row
+TILE = 16  # rows of a tile, and pairs of inputs
+TILE_BYTES = 64  # bytes of a row
 
 
 class Tiles(Product):
-    """Blocks by AMX; registers: the sums, then one or two tiles of rows, then panels."""
+    """Blocks by AMX.  The registers hold the sums, then one or two tiles of rows, then panels."""
 
     step = TILE
 
@@ -245,12 +247,17 @@ class Tiles(Product):
     @contextlib.contextmanager
     def begun(self) -> Generator[None]:
         with self.code.tiles(
-            self.tile_rows, narrow=range(6)
-        ):  # of the first six none holds weights
+            self.tile_rows,
+            narrow=range(6),
+            # The first six registers hold no weights.
+        ):
             yield
 
     def tile_at(self, row: Value) -> Value:
-        """Return the first row of a tile: the last tile ends at the last row: some are computed twice, to the same end."""
+        """Return the first row of a tile.
+
+        The last tile ends at the last row, so some rows are computed twice, with equal results.
+        """
         return self.code.minimum(row, self.code.maximum(self.num_rows - TILE, 0))
 
     def block(
@@ -261,7 +268,7 @@ class Tiles(Product):
         steps: Steps,
         scales: Sequence[Value] = (),
     ) -> None:
-        """Compute a block of rows; `scales` multiply the sums of each panel."""
+        """Compute a block of rows.  `scales` multiply the sums of each panel."""
         code, num_tiles = self.code, rows // TILE
         num_sums = len(at_panel) * num_tiles
         at_row = [self.tile_at(first_row + r * TILE) for r in range(num_tiles)]

@@ -1,30 +1,30 @@
-"""y = act(x Wᵀ + b) of float32, by tiles that multiply bfloat16: as exact as float32's own products, and faster.
+"""y = act(x Wᵀ + b) in float32, by tiles that multiply bfloat16: as exact as float32's own products, and faster.
 
     x [T, I]            tokens × inputs, rows may be strided; I a multiple of 32
-    W [O / 16, I, 16]   panels of sixteen outputs, as `dense.py` packs float32; O a multiple of 16
-    b [O]               or absent
+    W [O / 16, I, 16]   panels of sixteen outputs in the float32 layout of `dense.py`; O a multiple of 16
+    b [O]               optional
     y [T, O]            rows may be strided
-    parts [T / 16, I / 32, 3, 16, 16]   words: x in tiles, T rounded up; of at most sixteen rows each thread makes its own
+    parts [T / 16, I / 32, 3, 16, 16]   words: x in tiles, T rounded up; with at most sixteen rows each thread makes its own
 
-A float32 has 24 bits of significand, so it is the sum of three bfloat16, exactly: itself rounded, what is then missing
-cut, and the rest.  Of the nine products of the parts of x and w three are below 2^-23 of x w; the other six go into
-one accumulator.  A word pairs inputs i and i + 16 of 32, in x as in W: then no lane moves.
+A float32 has 24 bits of significand, so it is exactly the sum of three bfloat16: the number rounded, the remainder
+truncated, and the rest.  Of the nine products of the parts of x and w three are below 2^-23 of x w; the other six are
+added to one accumulator.  A word pairs inputs i and i + 16 of 32, in x and in W, so that no lane moves.
 
-W stays as it is: the parts of a step's panels are made while the step before it is multiplied, instruction by
-instruction, for tiles and lanes are different units.  Of more than sixteen rows the first block of a work item keeps them,
-in memory of the thread that stays in its second cache.
+W is stored as float32.  The parts of a step's panels are computed while the step before it is multiplied, instruction by
+instruction, because tiles and lanes are different units.  With more than sixteen rows the first block of a work item
+keeps the parts in its thread's memory, which stays in the second cache.
 
-Numbers below 2^-102 lose their last parts, and products below 2^-126 are zeros: tiles know no subnormal numbers.  An
-infinity, or what rounds to one, makes its outputs no numbers.
+Numbers below 2^-102 lose their last parts, and products below 2^-126 are zero, because tiles flush subnormal numbers.  An
+infinity, or a number that rounds to one, makes its outputs NaN.
 
-Law: as in `dense.py`, a row's result does not depend on the number of rows.  So not they choose it, but the use: an
-encoder's passes are many rows; a decoder's single ones would take 1.1 to 1.4 times as long, as parts of a panel are
-made for each.
+Law: a row's result does not depend on the number of rows.  So the use decides, not the number of rows: encoders have
+many rows, while single rows of a decoder would take 1.1 to 1.4 times as long, because the parts of a panel are computed
+for each of them.
 
-Roofline: bytes = 4 (O I + T O) + 10 T I, FLOPs of tiles = 12 T O I: 940 GFLOP/s of float32 on two Xeon cores.
-Measured there, beside FMAs, GFLOP/s: O = 1536, I = 384: T = 1 10 (13), T = 16 172 (164), T = 512 435 (268);
-O = 384, I = 1536: 10 (13), 186 (180), 327 (305); O = 1024, I = 3072: 12 (13), 208 (184), 305 (279).  Its error is less
-than theirs: half of it for normal and for positive numbers, nine tenths where magnitudes differ much.
+Roofline: 4 (O I + T O) + 10 T I bytes, 12 T O I FLOPs of tiles: 940 GFLOP/s of float32 on two Xeon cores.
+Measured there, and FMAs in brackets, GFLOP/s: O = 1536, I = 384: T = 1 10 (13), T = 16 172 (164), T = 512 435 (268);
+O = 384, I = 1536: 10 (13), 186 (180), 327 (305); O = 1024, I = 3072: 12 (13), 208 (184), 305 (279).  The error is smaller
+than that of FMAs: half of it for normal and for positive numbers, nine tenths if magnitudes differ a lot.
 """
 
 import contextlib
@@ -54,23 +54,24 @@ from trouper.kernels.linear import LinearMethod
 PARTS = 3
 STEP = 2 * TILE  # inputs that are multiplied at once
 TILE_WORDS = TILE * LANES
-SIZE = PARTS * TILE_WORDS  # of a step of a panel, or of a tile of rows
+SIZE = PARTS * TILE_WORDS  # words of a step of a panel, or of a tile of rows
 FEW, MANY = Block(4, TILE, 512), Block(2, 2 * TILE, 1024)
 BLOCKING = Blocking(few=(FEW,), many=MANY, most_rows=512, most_bytes=5 * 2**18)
-# of x and of W, the largest last: neighbours share one, and those of one part of W stand together
+# Parts of x and of W, the largest product last.  Neighbours share a part, and the products of one part of W are adjacent.
 PRODUCTS = ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0))
 
 Work = Sequence[Callable[[], None]]
 
 
 class SplitLinear(LinearMethod):
-    """A weight of float32 that tiles multiply; only where `units.bf16_unit()` is tiles."""
+    """A float32 weight that tiles multiply.  Requires that `units.bf16_unit()` is tiles."""
 
     is_recordable: ClassVar[bool] = True
 
     def __init__(self, shape: tuple[int, int], weight: Tensor, bias_O: Tensor | None) -> None:
         self.shape, self.weight, self.bias = shape, weight, bias_O
-        assert units.bf16_unit() == "tiles"  # the process has permission to use them
+        # `bf16_unit` has requested the permission to use tiles.
+        assert units.bf16_unit() == "tiles"
         launch.compiled(split_rows)
         launch.compiled(split_matmul, "none")
 
@@ -121,7 +122,7 @@ class SplitLinear(LinearMethod):
 
 
 def rows_at_once(num_rows: int, num_in: int, num_threads: int) -> int:
-    """Count the rows of equal stretches, whose parts are read before they have left the second caches."""
+    """Return the number of rows of equal ranges, so that their parts are read while they are in the second caches."""
     step = MANY.rows
     most = max(num_threads * BLOCKING.most_bytes // (2 * PARTS * num_in) // step * step, step)
     num_stretches = max(1, -(-num_rows // most))
@@ -133,13 +134,13 @@ def parts_bytes(num_rows: int, num_in: int) -> int:
 
 
 def scratch_bytes(num_rows: int, num_in: int) -> int:
-    """Count the bytes of a thread: parts of its rows, or of its panels."""
+    """Count the scratch bytes of a thread: the parts of its rows, or of its panels."""
     rows = TILE if num_rows <= TILE else MANY.panels * LANES
     return rows * num_in * 2 * PARTS
 
 
 def split_rows(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments x, its stride, parts, T, I.  A work item is a tile."""
+    """Write the kernel with the arguments x, its stride, parts, T, I.  A work item is a tile."""
     x, stride, parts, num_rows, num_in = code.arguments(5)
     x, parts = code.pointer(x, "f32"), code.pointer(parts, "i32")
     for tile in code.work_items():
@@ -160,7 +161,7 @@ def _split_tile(
 
 
 def _parts_of(code: KernelBuilder, low: Value, high: Value) -> Iterator[Value]:
-    """Yield words of pairs of bfloat16 whose sums the lanes are, the largest first."""
+    """Yield words of pairs of bfloat16 that add up to the lanes, the largest part first."""
     for part in range(PARTS):
         bits = [code.as_i32x16(x) + (0x8000 if part == 0 else 0) for x in (low, high)]
         yield ((bits[0] >> 16) & 0xFFFF) | (bits[1] & -0x10000)
@@ -170,9 +171,9 @@ def _parts_of(code: KernelBuilder, low: Value, high: Value) -> Iterator[Value]:
 
 
 def split_matmul(code: KernelBuilder, act: Act) -> None:
-    """Write the kernel of the arguments x, its stride, parts, W, b or 0, y, its stride, T, I, O / 16, scratch.  A work item is panels of a block of rows.
+    """Write the kernel with the arguments x, its stride, parts, W, b or 0, y, its stride, T, I, O / 16, scratch.
 
-    Few rows do not read `parts`.
+    A work item is the panels of a block of rows.  A call with few rows does not read `parts`.
     """
     *arguments, scratch = code.arguments(11)
     product = _Product(code, act, *arguments)
@@ -218,7 +219,7 @@ class _Product(Tiles):
 
     @contextlib.contextmanager
     def begun(self) -> Generator[None]:
-        """Enter the state of all blocks; of few rows the last register alone holds weights."""
+        """Configure the state that all blocks share.  With few rows only the last register holds weights."""
         with self.code.tiles(self.tile_rows, narrow=range(7)):
             yield
 
@@ -226,7 +227,7 @@ class _Product(Tiles):
         _split_tile(self.code, self.x.of("f32"), self.stride, parts, self.num_rows, self._num_in)
 
     def few(self, at_panel: list[Value], parts: Pointer, rooms: list[Pointer]) -> None:
-        """Compute one tile of rows.  Registers: the sums, the parts of the rows, a part of a panel."""
+        """Compute one tile of rows.  The registers hold the sums, the parts of the rows and one part of a panel."""
         code, start = self.code, self.code.i64(0)
 
         def room(step: Value) -> list[Pointer]:
@@ -247,7 +248,10 @@ class _Product(Tiles):
         self._finish(at_panel, [start])
 
     def _dots_of_few(self, rows: Pointer, panels: list[Pointer]) -> Work:
-        """Return the products of few rows.  A part of a panel is loaded once: with a load for each product sixteen rows took 1.13 times as long."""
+        """Return the products of few rows.
+
+        A part of a panel is loaded once: with a load for each product sixteen rows took 1.13 times as long.
+        """
         code, num = self.code, len(panels)
         work: list[Callable[[], None]] = [
             partial(code.tile_load, num + x, rows + x * TILE_WORDS, TILE_BYTES)
@@ -262,9 +266,9 @@ class _Product(Tiles):
     def many(
         self, at_panel: list[Value], first_row: Value, kept: list[Pointer], *, is_first: bool
     ) -> None:
-        """Compute two tiles of rows by two panels, whose parts the first block makes and keeps.
+        """Compute two tiles of rows by two panels.  The first block computes and keeps the parts of the panels.
 
-        Registers: the sums, a part of each tile of rows, a part of each panel.
+        The registers hold the sums, a part of each tile of rows and a part of each panel.
         """
         code, last_tile = self.code, (self.num_rows - 1) // TILE
         at_tile = [code.minimum(first_row // TILE + r, last_tile) for r in range(2)]
@@ -313,7 +317,7 @@ class _Product(Tiles):
         return work
 
     def _split(self, at_panel: list[Value], step: Value, rooms: list[Pointer], ahead: int) -> Work:
-        """Split a step of panels into the buffers, sixteen pairs at a time."""
+        """Return the work that splits a step of the panels into the buffers, sixteen pairs at a time."""
 
         def split(numbers: Pointer, room: Pointer) -> None:
             for half in (0, TILE_WORDS):
@@ -330,7 +334,7 @@ class _Product(Tiles):
         ]
 
     def _finish(self, at_panel: list[Value], at_row: list[Value]) -> None:
-        """Store all sums to memory, then all rows out: with one tile after the other 192 rows took 1.28 times as long."""
+        """Store all sums to memory, then write all rows: with one tile after the other 192 rows took 1.28 times as long."""
         code, num = self.code, len(at_row)
         tiles = [self._tiles + i * TILE_WORDS for i in range(len(at_panel) * num)]
         for i, tile in enumerate(tiles):
@@ -344,7 +348,7 @@ class _Product(Tiles):
 
 
 def _woven(*works: Work) -> None:
-    """Run all works, each in its order, evenly distributed."""
+    """Run all works interleaved evenly, each in its own order."""
     marked = [((i + 0.5) / len(work), one) for work in works for i, one in enumerate(work)]
     for _, one in sorted(marked, key=lambda pair: pair[0]):
         one()
