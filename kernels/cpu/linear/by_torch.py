@@ -53,9 +53,8 @@ class OneDNNLinear(LinearMethod):
 
     @property
     def num_bytes(self) -> int:
-        return (
-            self.shape[0] * self.shape[1] * self.weight.element_size()
-        )  # it knows no size of its own
+        # A packed tensor does not know its size.
+        return self.shape[0] * self.shape[1] * self.weight.element_size()
 
     def apply(self, x_TI: Tensor) -> Tensor:
         return MKLDNN._linear_pointwise(x_TI, self.weight, self.bias, "none", [], "")

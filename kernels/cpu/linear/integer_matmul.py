@@ -145,13 +145,8 @@ class _Work(ABC):
 
     def packed(self, panel: Value) -> "PackedPanel":
         steps = self.pairs // STEP
-        q = PanelStream(
-            self.q.of("i32"),
-            panel,
-            LANES * BITS[self.fmt] // 4,
-            steps,
-            self.num_between,
-        )
+        length = LANES * BITS[self.fmt] // 4
+        q = PanelStream(self.q.of("i32"), panel, length, steps, self.num_between)
         if self.fmt == "int8":
             return BytePanel(self.code, q)
         zeros = self.zeros and PanelStream(
