@@ -9,7 +9,8 @@ from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.options import expand_options, integers
+from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.arguments.values import integers
 
 
 @expand_options

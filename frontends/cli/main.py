@@ -18,6 +18,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.command_line import join_dotted
 from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.help import PanelCommand, TextCommand, WholeSentenceGroup
+from trouper.frontends.cli.arguments.server_options import option_names
 from trouper.frontends.cli.batch.embed import embed, score
 from trouper.frontends.cli.batch.generate import generate
 from trouper.frontends.cli.batch.run_batch import run_batch
@@ -25,7 +26,7 @@ from trouper.frontends.cli.chat.commands import chat, complete
 from trouper.frontends.cli.collect_env import collect_env
 from trouper.frontends.cli.launch import launch
 from trouper.frontends.cli.models import models
-from trouper.frontends.cli.serve import ServerOptions, serve
+from trouper.frontends.cli.serve import serve
 
 HELP_WIDTH = 100  # columns of the widest help
 app = typer.Typer(
@@ -152,10 +153,8 @@ OF_KUBERNETES = ("TROUPER_SERVICE_", "TROUPER_PORT_")
 
 def known_variables() -> list[str]:
     """List the variables that some part of the program reads."""
-    options = [
-        field.name for kind in (EngineArgs, ServerOptions) for field in dataclasses.fields(kind)
-    ]
-    return [PREFIX + name.upper() for name in (*OWN, *options)]
+    engine = [field.name for field in dataclasses.fields(EngineArgs)]
+    return [PREFIX + name.upper() for name in (*OWN, *engine, *option_names())]
 
 
 def unknown_variables(names: Iterable[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ from trouper.frontends.cli.chat import terminal
 from trouper.frontends.cli.chat.session import CUT
 from trouper.frontends.cli.chat.terminal import quick_message
 from trouper.frontends.cli.main import run_line
+from trouper.frontends.server.shared.settings import ServeSettings
 
 GREEDY = ["--temperature", "0"]
 GENERATE_RESOLVE = "trouper.frontends.cli.running.resolve"
@@ -96,8 +98,8 @@ def test_a_file_has_the_options_of_the_server_and_the_command_line_wins(monkeypa
     assert run_line(["serve", *given]) == 0
     assert seen == [
         (
-            serve.ServerOptions(
-                port=1, api_key=["a", "b"], access_log=True, log_level="debug",
+            ServeSettings(
+                port=1, api_keys=("a", "b"), logs_access=True, log_level="debug",
                 default_chat_template_kwargs={"enable_thinking": False},
             ),
             EngineArgs(
@@ -130,8 +132,8 @@ def test_a_file_that_says_nonsense_is_a_mistake(capsys, tmp_path, text, message)
     [
         ({"TROUPER_PORT": "7"}, [], {"port": 7}),
         ({"TROUPER_PORT": "7"}, ["--port", "8"], {"port": 8}),
-        ({"TROUPER_DEV_MODE": "1"}, [], {"dev_mode": True}),
-        ({"VLLM_SERVER_DEV_MODE": "1"}, [], {"dev_mode": True}),
+        ({"TROUPER_DEV_MODE": "1"}, [], {"is_dev_mode": True}),
+        ({"VLLM_SERVER_DEV_MODE": "1"}, [], {"is_dev_mode": True}),
         ({"TROUPER_MAX_MODEL_LEN": "8k", "TROUPER_ENABLE_PREFIX_CACHING": "0"}, [], {"max_model_len": "8k", "enable_prefix_caching": False}),
         ({"TROUPER_POOLER_CONFIG": '{"task": "embed"}'}, [], {"pooler_config": {"task": "embed"}}),
         ({}, ["--pooler-config.task", "embed", "--pooler-config.dimensions=3"], {"pooler_config": {"task": "embed", "dimensions": 3}}),
@@ -144,7 +146,7 @@ def test_options_come_from_variables_and_dots_too(monkeypatch, variables, given,
     monkeypatch.setattr(serve, "_run", lambda *options: seen.extend(options))
     monkeypatch.setattr(serve, "resolve", lambda args, **_: args)
     assert run_line(["serve", *given]) == 0
-    found = {**vars(seen[0]), **vars(seen[1])}
+    found = {**msgspec.structs.asdict(seen[0]), **vars(seen[1])}
     assert {name: found[name] for name in wanted} == wanted
 
 

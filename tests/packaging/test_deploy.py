@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from trouper.config.parallel import CLUSTER_KEY
-from trouper.frontends.cli.serve import ServerOptions
 from trouper.frontends.server.asgi.routes import ROUTES
+from trouper.frontends.server.shared.settings import ServeSettings
 
 from .commands import command_lines, parse
 from .test_metrics_page import tables
@@ -69,7 +69,7 @@ def test_the_dockerfile_runs_a_server_that_its_health_check_reaches():
     assert json.loads(found["ENTRYPOINT"]) == ["trouper"]
     values = parse(json.loads(found["CMD"]))
     assert values["host"] == "0.0.0.0"  # what lies outside is the port that docker publishes
-    assert values["port"] == int(found["EXPOSE"]) == ServerOptions.port
+    assert values["port"] == int(found["EXPOSE"]) == ServeSettings().port
     path = re.search(r"http://127\.0\.0\.1:8000(/[\w/]+)", found["HEALTHCHECK"])[1]
     assert path in PUBLIC
     (extras,) = re.findall(r"/src\[([\w,]+)\]", (DEPLOY / "Dockerfile").read_text())
@@ -202,13 +202,13 @@ def test_the_examples_in_python_ask_the_port_that_serves_by_routes_that_there_ar
     assert len(blocks) == 2
     for block in blocks:
         ast.parse(block)
-        assert f'base_url="http://127.0.0.1:{ServerOptions.port}/v1"' in block
+        assert f'base_url="http://127.0.0.1:{ServeSettings().port}/v1"' in block
     assert {"/v1/chat/completions", "/v1/embeddings"} <= {route.path for route in ROUTES}
 
 
 def test_prometheus_scrapes_the_port_that_serves():
     (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
-    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{ServerOptions.port}"]}]
+    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{ServeSettings().port}"]}]
     assert "/metrics" in PUBLIC  # prometheus's default path
 
 

@@ -231,8 +231,8 @@ async def test_smaller_priorities_may_be_first(make_client, engine, monkeypatch)
     monkeypatch.setattr(
         engine.engine, "generate", lambda *a, **k: seen.append(k["priority"]) or generate(*a, **k)
     )
-    for order in (False, True):
-        client = make_client(is_smaller_priority_first=order)
+    for order in ("trouper", "vllm"):
+        client = make_client(priority_order=order)
         for priority in (1, 2, -(2**63)):
             await client.post(PATH, {**GREEDY, "max_tokens": 1, "priority": priority})
     assert seen == [1, 2, -(2**63), -2, -3, 2**63 - 1]

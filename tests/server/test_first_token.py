@@ -74,7 +74,7 @@ async def test_a_long_prompt_has_a_lower_bound(foretelling):
 
 @pytest.mark.parametrize("expected", [None, SOON])
 async def test_nothing_is_said_where_nothing_is_known_or_wanted(foretelling, expected):
-    client = foretelling(expected, has_timing=expected is None)
+    client = foretelling(expected, disable_server_timing=expected is not None)
     answer = await client.post("/v1/completions", ASKS["/v1/completions"])
     assert answer.status == 200
     assert "server-timing" not in answer.headers

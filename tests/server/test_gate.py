@@ -6,7 +6,7 @@ import math
 import anyio
 import pytest
 
-from trouper.frontends.cli.serve import ServerOptions, _settings
+from trouper.frontends.cli.arguments.server_options import settings_from
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, LOOK_S, AdmissionGate
 from trouper.frontends.server.admission.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
 from trouper.frontends.server.admission.throughput import QueueDelay, Throughput
@@ -265,9 +265,9 @@ async def test_a_queue_that_stands_is_cut_from_its_end_but_not_while_paused(
 
 
 async def test_the_target_of_the_command_line_is_the_doors(engine):
-    settings = _settings(ServerOptions(max_queue_delay=5.0))
+    settings = settings_from({"max_queue_delay": 5.0})
     assert create_app(engine, settings).service.gate.delay.target_s == 5.0
-    settings = _settings(ServerOptions())
+    settings = settings_from({})
     assert create_app(engine, settings).service.gate.delay.target_s == math.inf
 
 

@@ -18,7 +18,8 @@ from trouper.bench.studies.command import run_study
 from trouper.bench.studies.parallel.interleaved import in_turn
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import EngineConfig, resolve
-from trouper.frontends.cli.arguments.options import expand_options, integers
+from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.arguments.values import integers
 from trouper.params import SamplingParams
 
 VOCABULARY = range(1, 1000)  # ids that every model has

@@ -25,7 +25,8 @@ from trouper.bench.studies.scheduling.virtual_time import (
     teach,
 )
 from trouper.errors import invalid
-from trouper.frontends.cli.arguments.options import expand_options, integers
+from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.arguments.values import integers
 
 LONG = 20_000  # tokens of a long prompt
 TITLES = 161, 586  # tokens of the requests that an agent sends beside it

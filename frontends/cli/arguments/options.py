@@ -20,6 +20,13 @@ import typer
 from trouper.config.args import NOT_IMPLEMENTED, EngineArgs
 from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.other_programs import FOR_ENGINE, VLLM_SERVER, take
+from trouper.frontends.cli.arguments.server_options import (
+    option_names,
+    setting_parameters,
+    settings_from,
+)
+from trouper.frontends.cli.arguments.values import integers, json_object
+from trouper.frontends.server.shared.settings import ServeSettings
 from trouper.params import SamplingParams
 from trouper.structured_outputs import StructuredOutputsParams
 
@@ -293,20 +300,25 @@ def expand_options(
     reads_variables: bool = False,
     engine_defaults: Mapping[str, Any] | None = None,
 ) -> Callable[..., None]:
-    """Let typer see an option for each field of the command's dataclass parameters, and `--debug`.
+    """Let typer see an option for each field of the command's dataclass parameters and settings, and `--debug`.
 
     With `reads_variables` an option that is not given takes the value of `TROUPER_…`, if there is one.  `engine_defaults`
     are this command's own defaults of options of the engine.
     """
     own = inspect.signature(command).parameters
     groups: dict[str, Any] = {
-        p.name: p.annotation for p in own.values() if dataclasses.is_dataclass(p.annotation)
+        p.name: p.annotation
+        for p in own.values()
+        if dataclasses.is_dataclass(p.annotation) or p.annotation is ServeSettings
     }
     parameters = [p for p in own.values() if p.name not in groups]
     for group in groups.values():
-        options = (
-            _engine_options(engine_defaults or {}) if group is EngineArgs else _options_of(group)
-        )
+        if group is EngineArgs:
+            options = _engine_options(engine_defaults or {})
+        elif group is ServeSettings:
+            options = setting_parameters()
+        else:
+            options = _options_of(group)
         parameters += map(_read_from_variable, options) if reads_variables else options
     parameters += [_debug_option()]
 
@@ -315,6 +327,9 @@ def expand_options(
         if values.pop("debug"):
             values["ctx"].obj["debug"] = True
         for name, group in groups.items():
+            if group is ServeSettings:
+                values[name] = settings_from({n: values.pop(n) for n in option_names()})
+                continue
             # An option that the command declares itself goes to the command, not to the group.
             fields = [field.name for field in dataclasses.fields(group) if field.name not in own]
             foreign: dict[str, Any] = {}
@@ -389,20 +404,3 @@ def _debug_option() -> inspect.Parameter:
     text = "Show the traceback of an error."
     option = typer.Option("--debug", help=text, rich_help_panel="Engine")
     return _parameter("debug", False, Annotated[bool, option])
-
-
-def integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.strip("[]").split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of integers such as 1,2,4") from None
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise typer.BadParameter("not a JSON object")
-    return cast("dict[str, Any]", value)

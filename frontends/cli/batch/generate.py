@@ -12,9 +12,9 @@ from msgspec.structs import asdict
 
 from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.adapters import LoraOption, chosen_adapter
 from trouper.frontends.cli.arguments.misplaced import check_generates, check_texts
 from trouper.frontends.cli.arguments.options import SamplingOptions, expand_options
+from trouper.frontends.cli.arguments.values import LoraOption, chosen_adapter
 from trouper.frontends.cli.batch.prompt_run import BulkRun, Outcomes
 from trouper.frontends.cli.batch.prompts import Prompt, PromptFileOptions, PromptSource
 from trouper.frontends.cli.batch.results import (

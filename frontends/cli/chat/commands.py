@@ -13,13 +13,13 @@ from msgspec.structs import asdict
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperClientError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.adapters import LoraOption, chosen_adapter
 from trouper.frontends.cli.arguments.misplaced import check_generates
 from trouper.frontends.cli.arguments.options import (
     DEFAULT_MAX_TOKENS,
     SamplingOptions,
     expand_options,
 )
+from trouper.frontends.cli.arguments.values import LoraOption, chosen_adapter
 from trouper.frontends.cli.chat.conversation import (
     ASKED,
     AnswerEnd,

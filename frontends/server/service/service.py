@@ -293,7 +293,7 @@ class Service:
         Raises:
             HTTPError: there is no place for so much.
         """
-        if self.settings.is_smaller_priority_first:
+        if self.settings.priority_order == "vllm":
             priority = ~priority  # turns the order round, and no int64 falls out
         if context.ticket is not None:
             num_bytes = self.counted_bytes(context.num_body_bytes, num_prompts)
@@ -370,7 +370,8 @@ class Service:
             HTTPError: it cannot come before the deadline that the client has set.
         """
         has_deadline = context.header(b"x-request-timeout-ms") is not None
-        if self.config.pooler is not None or not (self.settings.has_timing or has_deadline):
+        is_wanted = has_deadline or not self.settings.disable_server_timing
+        if self.config.pooler is not None or not is_wanted:
             return None
         expected = await generation.expected()
         if expected is None:
@@ -381,7 +382,7 @@ class Service:
             if earliest_s > left_s:
                 self._note_rejection(UNMEETABLE)
                 raise _unmeetable(expected, left_s)
-        if not self.settings.has_timing:
+        if self.settings.disable_server_timing:
             return None
         word = "at least" if expected.is_least else "expected"
         timing = f'first-token;dur={1000 * expected.seconds:.0f};desc="{word}"'

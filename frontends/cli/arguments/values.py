@@ -1,8 +1,9 @@
-"""Adapters on a command line."""
+"""Values of options: JSON objects, lists of integers, and adapters."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import typer
@@ -22,6 +23,23 @@ LoraModulesOption = Annotated[
         help="Adapter that requests may name as their model, as NAME=FOLDER or JSON; repeatable.",
     ),
 ]
+
+
+def integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.strip("[]").split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of integers such as 1,2,4") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("not a JSON object")
+    return cast("dict[str, Any]", value)
 
 
 class _Module(msgspec.Struct, forbid_unknown_fields=True):
