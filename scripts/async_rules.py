@@ -22,7 +22,7 @@ from libcst.metadata import MetadataWrapper
 # Every rule is about an async function, an await, or a call to one of the three libraries.
 ASYNC_CODE = re.compile(r"\b(async|await|anyio|trio|asyncio)\b")
 STARTABLE = "run,_run_actors,_run_engine,forward,listen,run_tasks"
-# ASYNC106 forbids `from anyio import X`, which is fine here.  ASYNC91x demands a checkpoint in every async function; here only a
+# This code may use `from anyio import X`, which ASYNC106 forbids. ASYNC91x demands a checkpoint in every async function; here only a
 # few functions promise one, in their docstrings.
 DISABLED = "ASYNC106,ASYNC91"
 # ASYNC124 forbids an async function that never awaits.  Tests are async to have an event loop, even if they await nothing.
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Run flake8-async's rules on files and folders.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     paths = [file for path in parser.parse_args().paths for file in modules(path)]
-    # Large files first, so that no processor is left with one at the end.
+    # Start with large files, so that all processors finish at about the same time.
     paths.sort(key=lambda path: path.stat().st_size, reverse=True)
     with ProcessPoolExecutor() as pool:
         found = sorted(line for lines in pool.map(findings, paths) for line in lines)

@@ -1,4 +1,7 @@
-"""Write docs/reference/cli.md, the page of every command and option, from the commands themselves: `python scripts/cli_page.py`."""
+"""Write the page of every command and option from the commands themselves: `python scripts/cli_page.py`.
+
+The page is `docs/reference/cli.md`. Generating it keeps it complete; a test compares it with the commands.
+"""
 
 import re
 from collections import Counter
@@ -22,7 +25,7 @@ Panels = dict[str, list[Row]]
 
 
 def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the words and the command of each leaf below a group."""
+    """Yield the full name and the command of each leaf below a command group."""
     for name in sorted(command.list_commands(None)):
         below = command.get_command(None, name)
         if hasattr(below, "commands"):
@@ -32,7 +35,7 @@ def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
 
 
 def panels_of(command: Any, context: Any) -> Panels:
-    """Return the rows of a command's parameters by the panel that each names; the first is the command's own."""
+    """Return the rows of a command's parameters, grouped by the help panel that each parameter names; parameters without a panel come first."""
     found: Panels = {"": []}
     for param in command.params:
         record = param.get_help_record(context)
@@ -53,20 +56,20 @@ def code(names: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text in which nothing is taken for a table, a tag or emphasis."""
+    """Return the text with Markdown's special characters escaped."""
     return re.sub(r"([|<>*_\[\]])", r"\\\1", text)
 
 
 def page() -> str:
     root = typer.main.get_command(app)
     context = root.make_context("trouper", ["collect-env"], resilient_parsing=True)
-    # The commands that measure come last.
+    # Benchmarks come last.
     commands = dict(sorted(leaves(root), key=lambda leaf: (leaf[0].startswith("bench "), leaf[0])))
     panels = {path: panels_of(command, context) for path, command in commands.items()}
     counts = Counter(
         (name, tuple(rows)) for found in panels.values() for name, rows in found.items()
     )
-    # A panel that several commands have alike is shown once, behind them.
+    # A panel with the same rows in several commands is shown once, after the commands.
     shared = {name: rows for (name, rows), count in sorted(counts.items()) if name and count > 1}
     parts = [HEAD]
     for path, command in commands.items():

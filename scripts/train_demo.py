@@ -1,19 +1,17 @@
-"""Train the bundled demo model: a small Qwen3 that has read the CPython standard library.
+"""Train the bundled demo model: a small Qwen3, trained only on the CPython standard library.
 
-    python scripts/train_demo.py --out trouper/demo --work /tmp/demo            # the whole folder
-    python scripts/train_demo.py --out trouper/demo --work /tmp/demo --verify   # ask transformers
+    python scripts/train_demo.py --out trouper/demo --work /tmp/demo            # write the whole folder
+    python scripts/train_demo.py --out trouper/demo --work /tmp/demo --verify   # compare it with transformers
 
 Laws of this file:
-  * A file of the library is held out if the hash of its relative path says so; no tokenizer, chat
-    or batch has seen it.
-  * The batch of a step depends on (seed, step, length) alone, so a run that was stopped and
-    resumed is the run that was not.
-  * A step's gradient is the sum of its MICRO-batches in their order, whichever worker did which:
-    processes of one thread that meet once a step lose little on a busy machine, where threads that
-    meet in every operation nearly stop (measured: 2.1 s a step became 6 to 17 s).
-  * The learning rate is flat for the first HOLD of the steps. Two runs that differ in --steps agree
-    until the shorter one starts to cool, so a run that proves too slow may be resumed with fewer
-    steps and is still the run its card describes.
+  * The hash of its relative path decides whether a file of the library is held out. Neither the tokenizer nor a chat nor a
+    batch contains a held-out file.
+  * The batch of a step depends only on seed, step and length, so a run gives the same weights if it is stopped and resumed.
+  * A step's gradient is the sum of its MICRO-batches in their order, whichever worker computed them. Workers are processes of one thread and meet
+    once per step, which costs little on a busy machine. Threads that meet in every operation are much slower there (measured: 2.1 s
+    per step became 6 to 17 s).
+  * The learning rate is constant for the first HOLD of the steps. Two runs with different --steps are equal until the shorter one
+    starts to cool. A slow run can therefore be resumed with fewer steps, and its card still describes it.
 
 Needs torch, numpy, tokenizers, safetensors and a C++ compiler for torch.compile; --verify needs
 transformers too.
@@ -42,8 +40,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor, nn
 
 END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # ids 0, 1, 2
-# Qwen's own split: a sign or a blank joins the word after it, digits stay alone, punctuation takes
-# the line's end along.
+# Qwen's own split: a sign or a space joins the word after it, each digit is a token, and punctuation includes the following
+# newlines.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,22 +51,25 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Installed packages, the regression suite (larger than the library), generated tables.
+# Leave out installed packages, the regression suite (larger than the library) and generated tables.
 EXCLUDED = ("site-packages/", "dist-packages/", "test/", "pydoc_data/", "encodings/", "config-")
-PAIR_MAX_LINES = 40  # functions longer than this make no good answer in a chat
+# Longer functions make bad answers in a chat.
+PAIR_MAX_LINES = 40
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 4096, 256, 9, 4, 2, 64, 704  # 7.7 M
 EPS, THETA, MAX_LEN = 1e-6, 10_000.0, 2048
 
-BATCH = 8192  # tokens a step; the two lengths below share it
-SHORT, LONG, LONG_SHARE = 512, 2048, 1 / 9  # the last ninth of the steps stretches the context
-CUT_SHARE = 0.25  # of the tokens that end a line, in the long windows: costs 0.4 bits each
-MICRO = 2048  # tokens a worker takes at a time
+BATCH = 8192  # tokens per step, with either of the two lengths below
+# The last ninth of the steps uses the long context.
+SHORT, LONG, LONG_SHARE = 512, 2048, 1 / 9
+# The share of tokens at line ends that long windows split in two; each split costs 0.4 bits.
+CUT_SHARE = 0.25
+MICRO = 2048  # tokens that a worker computes at a time
 WARMUP, HOLD = 20, 0.5
 MUON_LR, ADAM_LR = 0.02, 0.004
 
 
-# What the engine samples with unless told otherwise: so small a model repeats itself when it is greedy.
+# The default sampling parameters of the model: such a small model repeats itself if decoding is greedy.
 SAMPLING = {"temperature": 0.4, "top_p": 0.95, "repetition_penalty": 1.2}
 PROMPT = "def quicksort(items):"
 QUESTION = "Write is_even(number): Return True if the number is even."
@@ -78,7 +79,7 @@ QUESTION = "Write is_even(number): Return True if the number is even."
 
 
 def library() -> tuple[dict[str, str], dict[str, str]]:
-    """(training, held out): relative path -> source, of the interpreter that runs this."""
+    """Return the sources of this interpreter's library by relative path: those for training, and those held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: tuple[dict[str, str], dict[str, str]] = {}, {}
     for path in sorted(root.rglob("*.py")):
@@ -97,7 +98,7 @@ def is_held_out(name: str) -> bool:
 
 
 def pairs(source: str) -> Iterator[str]:
-    """A documented function as a chat: its signature and summary ask, its source answers."""
+    """Yield each documented function as a chat: its signature and summary are the question, its source is the answer."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # lib2to3 keeps Python 2 files
@@ -131,7 +132,7 @@ def train_tokenizer(sources: list[str]) -> Tokenizer:
 
 
 def halves(bpe: Tokenizer) -> np.ndarray:
-    """[VOCAB, 2]: the punctuation and the line's end of a token that is both, else -1."""
+    """Return an array [VOCAB, 2] with the punctuation and the newline of each token that contains both, and -1 elsewhere."""
     table = np.full((VOCAB, 2), -1)
     for token, i in bpe.get_vocab().items():
         head = token.rstrip("Ċ")  # a newline, as byte-level BPE writes it
@@ -142,10 +143,10 @@ def halves(bpe: Tokenizer) -> np.ndarray:
 
 
 class Batches:
-    """Documents, shuffled anew each epoch and cut into windows, which are shuffled again.
+    """Shuffle the documents for each epoch, cut them into windows, and shuffle the windows.
 
-    In the long windows a share of the tokens that end a line come as two. The tokenizer never does
-    so by itself, but a prompt may stop just before a newline: `def quicksort(items):`.
+    In long windows, a share of the tokens at line ends are split in two. The tokenizer never splits them, but a prompt may end just before
+    a newline: `def quicksort(items):`.
     """
 
     def __init__(self, documents: list[np.ndarray], halves: np.ndarray, seed: int) -> None:
@@ -154,7 +155,7 @@ class Batches:
         self.num_tokens = sum(map(len, documents))
 
     def get(self, step: int, length: int) -> np.ndarray:
-        """[BATCH / length, length + 1] token ids."""
+        """Return the token ids of a step, [BATCH / length, length + 1]."""
         rows = BATCH // length
         per_epoch = (self.num_tokens - length - 1) // length // rows
         epoch, index = divmod(step, per_epoch)
@@ -246,7 +247,7 @@ class Model(nn.Module):
         return F.linear(self.norm(x), self.embed_tokens.weight)
 
     def losses(self, ids: Tensor) -> Tensor:
-        """Nats for each token but the first of each row, flat."""
+        """Return the loss in nats of each token except the first of each row, flattened."""
         logits = self(ids[:, :-1]).float()
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
 
@@ -255,12 +256,12 @@ class Model(nn.Module):
 
 
 def rate(step: int, steps: int) -> float:
-    """Warm up, hold, then fall to zero along a line."""
+    """Return the factor of the learning rate: it warms up, stays constant, and then falls linearly to zero."""
     return min((step + 1) / WARMUP, 1.0, (steps - step) / ((1 - HOLD) * steps))
 
 
 def optimizers(model: Model) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, in halves that step side by side; Adam for embedding and norms."""
+    """Make the optimizers: Muon for the matrices, in two halves that run in parallel, and Adam for embedding and norms."""
     inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     outer = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
@@ -270,8 +271,8 @@ def optimizers(model: Model) -> list[torch.optim.Optimizer]:
     ]
 
 
-class Crew:
-    """Worker processes that fill the gradients of a model, which lies in shared memory."""
+class Workers:
+    """Compute the gradients of a model in worker processes; the model is in shared memory."""
 
     def __init__(self, model: Model, num_workers: int) -> None:
         model.share_memory()
@@ -285,7 +286,7 @@ class Crew:
             spawn.Process(target=grind, args=ends, daemon=True).start()
 
     def differentiate(self, ids: np.ndarray) -> float:
-        """The loss of a batch; the parameters have its gradient."""
+        """Return the loss of a batch and set the gradients of the parameters."""
         micros = np.split(ids, len(self._grads))
         for task in enumerate(micros):
             self._tasks.put(task)
@@ -301,7 +302,7 @@ class Crew:
 
 
 def grind(model: Model, grads: Tensor, tasks: SimpleQueue, done: SimpleQueue) -> None:
-    """A worker: (slot, rows) in, the slot's gradient filled, (slot, loss) out."""
+    """Run a worker: for each task (slot, rows), fill the slot's gradient and answer (slot, loss)."""
     settle()
     slots = [views(row, model) for row in grads]
     losses = torch.compile(model.losses, dynamic=False)
@@ -317,13 +318,13 @@ def grind(model: Model, grads: Tensor, tasks: SimpleQueue, done: SimpleQueue) ->
 
 
 def views(flat: Tensor, model: Model) -> list[Tensor]:
-    """One row of gradients in the parameters' shapes."""
+    """Return views of one row of gradients, in the shapes of the parameters."""
     sizes = [p.numel() for p in model.parameters()]
     return [v.view_as(p) for v, p in zip(flat.split(sizes), model.parameters(), strict=True)]
 
 
 class Run:
-    """A model, its optimizers, and how far they have come."""
+    """Hold a model, its optimizers and their progress; save and load them as a checkpoint."""
 
     def __init__(self, seed: int, checkpoint: Path) -> None:
         torch.manual_seed(seed)
@@ -359,21 +360,23 @@ class Run:
 
 def train(run: Run, batches: Batches, steps: int, save_every: int, num_workers: int) -> None:
     if run.cooling_towards not in (0, steps) or run.step > max(HOLD * steps, run.cooling_towards):
-        raise SystemExit(f"the checkpoint of step {run.step} is not on the way to step {steps}")
+        raise SystemExit(
+            f"cannot resume the checkpoint of step {run.step} with --steps {steps}: its learning rates differ"
+        )
     if run.step == steps:
         return
-    crew = Crew(run.model, num_workers)
+    workers = Workers(run.model, num_workers)
     began = time.perf_counter() - run.spent_s
     while run.step < steps:
         length = SHORT if run.step < round(steps * (1 - LONG_SHARE)) else LONG
-        loss = crew.differentiate(batches.get(run.step, length))
+        loss = workers.differentiate(batches.get(run.step, length))
         run.update(rate(run.step, steps))
         run.spent_s = time.perf_counter() - began
         if run.step % 10 == 0 or run.step == steps:
             print(f"step {run.step} loss {loss:.4f} {run.spent_s:.0f} s", flush=True)
         if run.step % save_every == 0 or run.step == steps:
             run.save(steps)
-    crew.dismiss()
+    workers.dismiss()
 
 
 def settle() -> None:
@@ -382,7 +385,7 @@ def settle() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-# --- the folder
+# --- model folder
 
 
 def export(model: Model, bpe: Tokenizer, out: Path) -> None:
@@ -434,7 +437,9 @@ def export(model: Model, bpe: Tokenizer, out: Path) -> None:
         f"model.{n}": t.to(torch.bfloat16).contiguous() for n, t in model.state_dict().items()
     }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # safetensors writes for its owner alone
+    (out / "model.safetensors").chmod(
+        0o644
+    )  # safetensors writes files that only their owner can read
 
 
 def load(out: Path) -> tuple[Model, Tokenizer]:
@@ -490,7 +495,7 @@ torch {torch.__version__}."""
 def bits_per_byte(
     model: Model, bpe: Tokenizer, held_out: dict[str, str]
 ) -> tuple[dict[str, float], float]:
-    """(model -> bits per byte of the held-out files, the tokenizer's bytes per token)."""
+    """Return the bits per byte of the held-out files for each compressor, and the tokenizer's bytes per token."""
     raw = [source.encode() for source in held_out.values()]
     num_bytes = sum(map(len, raw))
     num_tokens = sum(len(bpe.encode(source).ids) for source in held_out.values())
@@ -591,7 +596,7 @@ copyright (c) 2001 and later, Python Software Foundation; all rights reserved.
 
 
 def verify(out: Path, held_out: dict[str, str]) -> None:
-    """transformers, reading the folder by itself, finds our ids and our loss."""
+    """Check that transformers reads the folder and computes the same ids and the same loss."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, bpe = load(out)

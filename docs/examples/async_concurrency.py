@@ -4,9 +4,8 @@ import asyncio
 
 from trouper import AsyncLLMEngine, EngineArgs, SamplingParams
 
-engine_args = (
-    EngineArgs()
-)  # the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") for one of the hub
+# The default is the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") loads a model from the hub.
+engine_args = EngineArgs()
 prompts = ["Hello, my name is", "The capital of France is"]
 
 

@@ -2,9 +2,8 @@
 
 from trouper import EngineArgs, LLMEngine, SamplingParams
 
-engine_args = (
-    EngineArgs()
-)  # the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") for one of the hub
+# The default is the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") loads a model from the hub.
+engine_args = EngineArgs()
 engine = LLMEngine.from_engine_args(engine_args)
 
 sampling_params = SamplingParams(max_tokens=500)

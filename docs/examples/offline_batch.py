@@ -2,7 +2,8 @@
 
 from trouper import LLM, SamplingParams
 
-llm = LLM()  # the bundled demo model; LLM("Qwen/Qwen3-0.6B") for one of the hub
+# The default is the bundled demo model; LLM("Qwen/Qwen3-0.6B") loads a model from the hub.
+llm = LLM()
 
 prompts = [
     "Hello, my name is",

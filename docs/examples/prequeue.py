@@ -4,9 +4,8 @@ import time
 
 from trouper import LLM, EngineArgs, RequestOutput, SamplingParams
 
-engine_args = (
-    EngineArgs()
-)  # the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") for one of the hub
+# The default is the bundled demo model; EngineArgs(model="Qwen/Qwen3-0.6B") loads a model from the hub.
+engine_args = EngineArgs()
 prompts = ["Hello, my name is", "The capital of France is"]
 sampling_params = SamplingParams(temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=32)
 lora_requests = None
