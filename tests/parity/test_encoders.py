@@ -384,6 +384,52 @@ def test_nomic_s_experts_equal_a_loop_over_tokens(sizes, tmp_path):
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
 
 
+TASKS = ["retrieval.query", "text-matching"]
+
+
+def with_adapters(tensors):
+    """The tensors as the first files of jina-embeddings-v3 hold them, and with the second task merged."""
+    random = torch.Generator().manual_seed(1)
+    stored, merged = {}, {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(".weight")
+        if tensor.ndim == 1:
+            stored[f"roberta.{name}"] = merged[name] = tensor
+            continue
+        num_rows, width = tensor.shape
+        left, right = (
+            torch.randn(2, *shape, generator=random) for shape in ((num_rows, 2), (2, width))
+        )
+        a, b = (left, right) if "embeddings" in name else (right, left)
+        place = f"roberta.{stem}.parametrizations.weight"
+        stored |= {f"{place}.original": tensor, f"{place}.0.lora_A": a, f"{place}.0.lora_B": b}
+        merged[name] = tensor + 0.5 * left[1] @ right[1]
+    return stored, merged
+
+
+@pytest.mark.parametrize("task", [None, TASKS[1]])
+def test_jina_s_first_files_equal_those_with_the_task_merged(task, tmp_path):
+    save_tiny("jina-v3", AutoModel, tmp_path, type_vocab_size=1)
+    stored, merged = with_adapters(load_file(tmp_path / "model.safetensors"))
+    if task is not None:
+        save_file(merged, tmp_path / "model.safetensors")
+    model = AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta", "rotary_emb_base": 20000.0,
+        "lora_adaptations": TASKS, "lora_rank": 2, "lora_alpha": 1, "position_embedding_type": "rotary",
+    }  # fmt: skip
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    how = {} if task is None else {"hf_overrides": {"default_task": task}}
+    for ids, mine in zip(prompts(), run(tmp_path, "token_embed", **how), strict=True):
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=2e-4)
+    with pytest.raises(TrouperValidationError, match="default_task"):
+        run(tmp_path, "token_embed", hf_overrides={"default_task": "separation"})
+
+
 @pytest.mark.parametrize("pooling", ["bos", "mean", "late"])
 def test_eurobert_classifies_before_or_behind_its_pooling(pooling, tmp_path):
     how = {"num_labels": 3, "classifier_pooling": pooling}

@@ -84,6 +84,13 @@ class EncoderExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
     is_renormalized: bool  # the shares of the chosen ones are made to sum up to 1
 
 
+class TaskTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """The adapter, among those stored with the weights, that is merged into them at load."""
+
+    index: int
+    scale: float
+
+
 class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     """One architecture with the sizes of one model."""
 
@@ -115,6 +122,7 @@ class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     head_width: int | None = None  # None: hidden_size / num_heads
     is_scaled: bool = True  # scores are divided by the root of head_dim
     experts: EncoderExpertsTraits | None = None
+    task: TaskTraits | None = None  # None: weights stand for every task
     distances: DistanceTraits | None = None  # of DeBERTa's attention
     windows: tuple[int | None, ...] = ()  # by layer: how far a token sees; empty = all see all
     ropes: tuple[RopeTraits, ...] = ()
@@ -561,7 +569,21 @@ def _eurobert(config: HfConfig) -> EncoderTraits:
     )
 
 
+def _xlm_roberta(config: HfConfig) -> EncoderTraits:
+    return _jina_v3(config) if config.get("lora_adaptations") else _roberta(config)
+
+
 def _jina_v3(config: HfConfig) -> EncoderTraits:
+    """The files of transformers, and the first ones, which hold an adapter for each task beside the weights."""
+    task = None
+    if (name := config.get("default_task")) is not None:
+        tasks: list[str] = config.get("lora_adaptations") or []
+        if name not in tasks:
+            rule = f"must be one of {', '.join(map(str, tasks)) or 'none'}"
+            raise TrouperValidationError(rule, parameter="default_task", value=name)
+        rank = require(config, "lora_rank")
+        task = TaskTraits(index=tasks.index(name), scale=(config.get("lora_alpha") or 1) / rank)
+    theta = "rotary_emb_base" if config.get("rotary_emb_base") else "rope_theta"
     return _common(
         config,
         names=EncoderNames(
@@ -578,7 +600,8 @@ def _jina_v3(config: HfConfig) -> EncoderTraits:
         head=ROBERTA_HEAD,
         vocabulary_head=ROBERTA_VOCABULARY,
         prefixes=("roberta.",),
-        **_one_rope(config, "rope_theta", default_theta=20_000.0),
+        task=task,
+        **_one_rope(config, theta, default_theta=20_000.0),
     )
 
 
@@ -632,7 +655,6 @@ def _one_rope(
 
 # Names that begin like those of a reader, and are of other models.
 REFUSED = {
-    "XLMRobertaLoRA": "this form of jina-embeddings-v3 needs code of its own; use jinaai/jina-embeddings-v3-hf",
     "UMT5": "relative positions of each layer are not supported; T5 and mT5 are",
     "BertGeneration": "is not supported; a BERT that embeds is a BertModel",
 }
@@ -641,7 +663,7 @@ READERS: dict[str, Callable[[HfConfig], EncoderTraits]] = {
     "Roberta": _roberta,
     # The first prefix that fits counts.
     "XLMRobertaXL": _xlm_roberta_xl,
-    "XLMRoberta": _roberta,
+    "XLMRoberta": _xlm_roberta,
     "Data2VecText": _roberta,
     "MegatronBert": _megatron_bert,
     "Electra": _electra,

@@ -22,7 +22,7 @@ from trouper.actors.executor.models.encoder import (
     Norm,
     RmsNorm,
 )
-from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head
+from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, TaskTraits
 from trouper.actors.executor.models.names import LLAMA
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.decoder import indices_shown
@@ -42,6 +42,7 @@ from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.reference.activation import activate
 from trouper.kernels.select import make_linear
 
+PARAMETRIZED = ".original"  # ends the names of weights beside which adapters are stored
 OLD_NAMES = {"weight": "gamma", "bias": "beta"}  # of layer norms, in BERT's first checkpoints
 
 
@@ -55,7 +56,9 @@ class Tensors:
         dtype: torch.dtype,
         load_format: str = "auto",
         seed: int = 0,
+        task: TaskTraits | None = None,
     ) -> None:
+        self._task = task
         self._folder = folder
         self._dtype = dtype
         self._dummy = RandomWeights(seed, dtype) if load_format == "dummy" else None
@@ -92,7 +95,24 @@ class Tensors:
         if self._shapes[found] != shape:
             problem = f"{found} has the shape {self._shapes[found]} instead of {shape}"
             raise invalid("model", problem, str(self._folder))
-        return self._checkpoint.read(found, shape)
+        tensor = self._checkpoint.read(found, shape)
+        return self._with_task(tensor, found) if found.endswith(PARAMETRIZED) else tensor
+
+    def _with_task(self, tensor: Tensor, name: str) -> Tensor:
+        """Add the product of a task's two factors [tasks, …], if there is a task: B · A for a matrix, A · B for a table."""
+        if self._task is None or self._checkpoint is None:
+            return tensor
+        stem, shapes = name.removesuffix("original"), self._shapes
+        names = [f"{stem}0.lora_{side}" for side in "BA"]
+        missing = [each for each in names if each not in shapes]
+        if missing:
+            raise invalid("model", f"the checkpoint lacks {missing[0]}", str(self._folder))
+        left, right = (
+            self._checkpoint.read(each, shapes[each])[self._task.index].float() for each in names
+        )
+        if left.shape[0] != tensor.shape[0]:
+            left, right = right, left
+        return tensor.float() + self._task.scale * (left @ right)
 
     def linear(
         self,
@@ -169,7 +189,8 @@ class Tensors:
 
     def _find(self, name: str) -> str | None:
         stem, _, kind = name.rpartition(".")
-        for candidate in (name, f"{stem}.{OLD_NAMES.get(kind, kind)}"):
+        old = f"{stem}.{OLD_NAMES.get(kind, kind)}"
+        for candidate in (name, old, f"{stem}.parametrizations.{kind}{PARAMETRIZED}"):
             for prefix in self._prefixes:
                 if prefix + candidate in self._shapes:
                     return prefix + candidate

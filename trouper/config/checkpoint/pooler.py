@@ -280,7 +280,7 @@ def pooler_spec(
         step_tag_id=wishes.step_tag_id,
         returned_token_ids=tuple(wishes.returned_token_ids or ()),
         lowers_case=found.lowers_case,
-        default_prompt=_default_prompt(saved, tasks, folder),
+        default_prompt=_default_prompt(saved, tasks, folder) or _task_instruction(config),
         max_length=max(late.query_length, late.document_length) if late else found.max_length,
         late=late,
     )
@@ -318,6 +318,14 @@ def _default_prompt(saved: dict[str, Any], tasks: Sequence[str], folder: Path) -
             )
             raise UnsupportedFeatureError(rule, parameter="model")
     return prompt
+
+
+def _task_instruction(config: dict[str, Any]) -> str:
+    """Return what a model with an adapter for each task puts before the texts of the chosen one."""
+    instructions: Any = config.get("task_instructions") or {}
+    if not isinstance(instructions, dict):
+        raise invalid("model", "config.json: task_instructions must be an object")
+    return str(cast("dict[str, Any]", instructions).get(str(config.get("default_task")), ""))
 
 
 def _is_decoder(architecture: str) -> bool:

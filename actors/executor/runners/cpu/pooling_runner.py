@@ -280,7 +280,8 @@ class PoolingRunner:
             head = traits.token_head if spec.tasks == ("token_classify",) else traits.head
 
         def tensors(dtype: torch.dtype) -> Tensors:
-            return Tensors(folder, prefixes, dtype, config.load_format, config.seed)
+            task = traits.task if isinstance(traits, EncoderTraits) else None
+            return Tensors(folder, prefixes, dtype, config.load_format, config.seed, task)
 
         # Heads are small, and compute in float32 whatever the model's dtype.
         wide = tensors(torch.float32)
