@@ -83,7 +83,7 @@ def test_ollama_s_own_javascript_client(server, pooling_server):
 
 
 @pytest.mark.timeout(300)
-def test_lm_eval_scores_choices_by_the_logprobs_of_echoed_prompts(server):
+def test_lm_eval_scores_choices_by_echoed_logprobs(server):
     url = COMPLETIONS.format(port=server.port)
     model = f"model=demo,base_url={url},tokenizer=trouper/demo,max_length=512"
     assert "trouper_votes" in run_client("lm_eval", *LM_EVAL, model)

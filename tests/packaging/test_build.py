@@ -23,7 +23,7 @@ def build(checkout, wheels):
         return {name for name in archive.namelist() if name.endswith(".py")}
 
 
-def test_a_build_after_an_update_has_no_module_that_the_update_deleted(tmp_path):
+def test_build_after_update_omits_deleted_modules(tmp_path):
     checkout, wheels = tmp_path / "checkout", tmp_path / "wheels"
     (checkout / "trouper").mkdir(parents=True)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "trouper/__init__.py"):
@@ -54,7 +54,7 @@ def in_an_image(path):
     return sent
 
 
-def test_an_image_has_what_a_build_reads_and_nothing_else():
+def test_image_has_what_build_reads_and_nothing_else():
     project = PYPROJECT["project"]
     read = {"pyproject.toml", "setup.py", project["readme"], *project["license-files"]}
     read |= {link.readlink().name for link in (ROOT / "trouper").iterdir() if link.is_symlink()}

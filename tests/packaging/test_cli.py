@@ -88,7 +88,7 @@ enable_thinking = false
 """
 
 
-def test_a_file_has_the_options_of_the_server_and_the_command_line_wins(monkeypatch, tmp_path):
+def test_command_line_overrides_server_options_of_file(monkeypatch, tmp_path):
     monkeypatch.delenv("TROUPER_DEVICE", raising=False)  # the tests' own
     (tmp_path / "config.toml").write_text(CONFIG)
     seen = []
@@ -151,7 +151,7 @@ def test_options_come_from_variables_and_dots_too(monkeypatch, variables, given,
 
 
 @pytest.mark.parametrize(("given", "code"), [([], 0), (["--host", "0.0.0.0"], 2), (["--host", "0.0.0.0", "--admin-key", "k"], 0), (["--uds", "x"], 0)])  # fmt: skip
-def test_control_routes_without_a_key_are_for_this_machine_alone(monkeypatch, given, code):
+def test_control_routes_without_key_are_local_only(monkeypatch, given, code):
     monkeypatch.setattr(serve, "_run", lambda *options: None)
     monkeypatch.setattr(serve, "resolve", lambda args, **_: args)
     assert run_line(["serve", "--dev-mode", *given]) == code
@@ -246,7 +246,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("line", "code", "message"), MISTAKES, ids=[line for line, *_ in MISTAKES])
-def test_a_mistake_is_one_line_and_an_exit_code(capsys, line, code, message):
+def test_mistake_is_one_line_and_exit_code(capsys, line, code, message):
     assert run_line(line.split()) == code
     out, err = capsys.readouterr()
     assert out == ""
@@ -360,7 +360,7 @@ def test_one_prompt_is_echoed_and_streamed(capsys):
     assert f"def f({capsys.readouterr().out}" == out
 
 
-def test_json_is_one_line_per_prompt_in_their_order(capsys, tmp_path):
+def test_json_has_one_line_per_prompt(capsys, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("two\n\nthree\n")
     arguments = ["one", "--prompt-file", str(file), "--json", "--n", "2", "--max-tokens", "4"]
@@ -392,7 +392,7 @@ def test_prompts_from_stdin_are_lines(capsys, monkeypatch):
     assert second.endswith("\n")
 
 
-def test_a_prompt_that_is_too_long_is_named_and_ends_no_other(capsys):
+def test_too_long_prompt_ends_no_other(capsys):
     texts = ["x", "y " * 100, "z"]
     limits = ["--max-model-len", "16", "--max-tokens", "1", "--json"]
     assert run_line(["generate", *texts, *limits]) == 2
@@ -430,7 +430,7 @@ def texts(tmp_path):
         ),
     ],
 )
-def test_each_text_of_a_file_has_its_result_or_its_error(capsys, texts, command, arguments, names):
+def test_each_text_of_file_has_result_or_error(capsys, texts, command, arguments, names):
     assert run_line([command, *arguments, "--prompt-file", str(texts)]) == 2
     out, err = capsys.readouterr()
     text, result = names
@@ -456,12 +456,12 @@ def test_results_go_to_a_file(capsys, tmp_path, texts):
     assert np.isnan(np.load(sink)).all(axis=1).tolist() == [False, True, True, True, False]
 
 
-def test_a_text_that_is_too_long_names_the_option_that_cuts_it(capsys):
+def test_text_too_long_names_option_that_cuts_it(capsys):
     assert run_line(["embed", "y " * 100, *POOLING]) == 2
     assert "--truncate-prompt-tokens -1" in capsys.readouterr().err
 
 
-def test_a_path_or_a_hub_name_as_text_is_a_warning(capsys):
+def test_path_or_hub_name_as_text_is_warning(capsys):
     texts = ["README.md", "org/name"]
     assert run_line(["generate", *texts, "--max-tokens", "1"]) == 0
     err = capsys.readouterr().err
@@ -517,7 +517,7 @@ def test_quick_chat_answers_once(capsys):
     assert err == f"{CUT}\n"
 
 
-def test_a_conversation_that_does_not_fit_is_told_and_goes_on(capsys, monkeypatch):
+def test_full_conversation_is_reported_and_continues(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{'long ' * 200}\n/reset\n"))
     assert run_line(["chat", "--max-tokens", "2", "--max-model-len", "64"]) == 0
     out, err = capsys.readouterr()
@@ -526,7 +526,7 @@ def test_a_conversation_that_does_not_fit_is_told_and_goes_on(capsys, monkeypatc
     assert "--max-model-len" in err
 
 
-def test_the_oldest_turns_give_way_and_the_system_message_stays(capsys, monkeypatch, tmp_path):
+def test_oldest_turns_give_way_and_system_message_stays(capsys, monkeypatch, tmp_path):
     saved = tmp_path / "talk.json"
     lines = [f"number {number} of these questions" for number in range(6)]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*lines, f"/save {saved}"])))
@@ -619,7 +619,7 @@ start()
 """
 
 
-def test_a_signal_before_the_command_has_begun_is_one_line_too():
+def test_early_signal_prints_one_line():
     ended = subprocess.run([sys.executable, "-c", IN_THE_IMPORTS], capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (130, b"trouper: interrupted\n")
 
@@ -663,6 +663,6 @@ def test_a_structure_that_is_cut_is_noted(capsys, options, is_noted):
     assert ("[cut at 2 tokens" in capsys.readouterr().err) == is_noted
 
 
-def test_a_schema_that_cannot_be_read_is_a_wrong_option(capsys):
+def test_schema_that_cannot_be_read_is_wrong_option(capsys):
     assert run_line(["generate", "x", "--json-schema", "/nowhere.json"]) == 2
     assert "nowhere.json" in capsys.readouterr().err

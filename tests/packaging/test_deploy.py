@@ -61,7 +61,7 @@ def instructions():
     return [tuple(line.split(maxsplit=1)) for line in lines]
 
 
-def test_the_dockerfile_runs_a_server_that_its_health_check_reaches():
+def test_dockerfile_runs_server_that_its_health_check_reaches():
     found = dict(instructions())
     names = {name for name, _ in instructions()}
     assert names <= {"FROM", "RUN", "COPY", "ENV", "VOLUME", "USER", "EXPOSE", "HEALTHCHECK",
@@ -80,7 +80,7 @@ def test_the_dockerfile_runs_a_server_that_its_health_check_reaches():
             parse(words)
 
 
-def test_the_unit_waits_longer_than_the_server_takes_to_end():
+def test_unit_waits_longer_than_server_takes_to_end():
     unit = configparser.RawConfigParser(strict=False)
     unit.optionxform = str
     unit.read_string((DEPLOY / "trouper.service").read_text())
@@ -113,7 +113,7 @@ def dockerfile_environment():
     )
 
 
-def test_the_composed_server_ends_within_its_grace_and_keeps_its_files():
+def test_composed_server_ends_in_time_and_keeps_files():
     composed = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     server = composed["services"]["trouper"]
     values = parse(shlex.split(server["command"]))
@@ -128,7 +128,7 @@ def test_the_composed_server_ends_within_its_grace_and_keeps_its_files():
     assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
 
 
-def test_the_pod_is_probed_where_the_server_answers_and_may_end_in_peace():
+def test_pod_probes_answered_routes_and_ends_gracefully():
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
     claim, deployment, service = documents
     assert [d["kind"] for d in documents] == ["PersistentVolumeClaim", "Deployment", "Service"]
@@ -158,7 +158,7 @@ def test_the_pod_is_probed_where_the_server_answers_and_may_end_in_peace():
     )
 
 
-def test_the_pods_of_a_set_are_machines_of_one_engine():
+def test_pods_of_set_are_machines_of_one_engine():
     documents = list(yaml.safe_load_all((DEPLOY / "leader-worker-set.yaml").read_text()))
     assert [d["kind"] for d in documents] == ["LeaderWorkerSet", "NetworkPolicy"]
     spec = documents[0]["spec"]["leaderWorkerTemplate"]
@@ -195,7 +195,7 @@ def test_the_pods_of_a_set_are_machines_of_one_engine():
     assert open_to_all == {"ports": [{"port": front["port"]}]}  # clients reach no other
 
 
-def test_the_examples_in_python_ask_the_port_that_serves_by_routes_that_there_are():
+def test_python_examples_use_existing_port_and_routes():
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / "deploy.md").read_text(), re.M | re.S
     )

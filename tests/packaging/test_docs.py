@@ -41,7 +41,7 @@ def test_the_offline_example_runs(capsys):
     assert positions == sorted(positions)
 
 
-def test_the_readme_begins_with_two_lines_that_install_and_answer():
+def test_readme_installs_and_answers_in_two_lines():
     first = code_blocks(README, "sh")[0].splitlines()
     assert first[0].endswith(".venv/bin/pip install -q '.[server]'")
     assert first[1].startswith(".venv/bin/trouper generate ")
@@ -144,7 +144,7 @@ def test_the_diagram_shows_every_actor():
         assert name in page[: page.index("| channel |")]
 
 
-def test_the_results_are_a_page_and_not_a_book():
+def test_results_are_page_and_not_book():
     assert len((ROOT / "docs" / "performance.md").read_text().split()) <= 1200
 
 
@@ -156,7 +156,7 @@ def sources():
     yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))
 
 
-def test_nothing_is_installed_by_a_name_that_no_index_has():
+def test_nothing_installs_a_package_without_index():
     by_name = re.compile(r"\bpip3? install\b[^\n]*\btrouper(\[|[\s`'\"]*$)", re.MULTILINE)
     found = [str(p) for p in sources() if p != Path(__file__) and by_name.search(p.read_text())]
     assert found == []

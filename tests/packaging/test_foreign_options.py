@@ -66,7 +66,7 @@ def refusal(words):
         return output.explain(error)[1]
 
 
-def test_each_option_of_vllm_is_known_and_accepted_at_its_default():
+def test_every_vllm_option_is_accepted_at_default():
     refused = {name: refusal(words_at_default(name, VLLM[name])) for name in VLLM}
     assert [name for name, text in refused.items() if text and "no such option" in text] == []
     # An option without a plain default cannot be given it; a switch's short name turns it on.
@@ -93,7 +93,7 @@ def test_each_option_of_vllm_is_known_and_accepted_at_its_default():
         ("serve --max-num 3", None),
     ],
 )  # fmt: skip
-def test_a_command_line_of_vllm_is_read_as_vllm_reads_it(served, line, wanted):
+def test_vllm_command_lines_are_read_like_vllm(served, line, wanted):
     code = run_line(line.split())
     if wanted is None:
         assert code == 2
@@ -104,7 +104,7 @@ def test_a_command_line_of_vllm_is_read_as_vllm_reads_it(served, line, wanted):
 
 
 @pytest.mark.parametrize("words", ["--attention-backend FLASH_ATTN", "-O3", "--compilation-config.mode 3", "--moe-backend=triton", "--enable-flashinfer-autotune", "--show-hidden-metrics-for-version 0.1"])  # fmt: skip
-def test_a_choice_among_equals_is_one_line_of_log(served, caplog, words):
+def test_choice_among_equals_is_one_line_of_log(served, caplog, words):
     assert run_line(["serve", *words.split()]) == 0
     (record,) = caplog.records
     assert "has no effect" in record.getMessage()
@@ -118,9 +118,7 @@ def test_a_choice_among_equals_is_one_line_of_log(served, caplog, words):
         ("--max-num-seq 4", "--max-num-seq is read as --max-num-seqs"),
     ],
 )
-def test_what_changes_nothing_and_what_is_abbreviated_is_one_line_of_log(
-    served, caplog, words, line
-):
+def test_ineffective_and_abbreviated_options_are_logged_once(served, caplog, words, line):
     assert run_line(["serve", *words.split()]) == 0
     assert [record.getMessage() for record in caplog.records] == [line]
 
@@ -154,28 +152,28 @@ def test_it_is_so_in_python_too(caplog):
         ("generate x --temprature 1", "no such option: --temprature; did you mean --temperature?"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_one_line_with_what_to_use(served, capsys, line, message):
+def test_impossible_option_names_what_to_use(served, capsys, line, message):
     assert run_line(line.split()) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_a_name_with_a_few_letters_in_common_is_no_suggestion(capsys):
+def test_distant_names_are_not_suggested(capsys):
     assert run_line(["serve", "--gpu-slices", "3"]) == 2
     assert capsys.readouterr().err == "trouper: no such option: --gpu-slices\n"
 
 
-def test_words_behind_two_dashes_and_values_are_left_alone(monkeypatch, capsys):
+def test_values_and_words_after_dashes_are_kept(monkeypatch, capsys):
     assert run_line(["generate", "--max-tokens", "2", "--stop", "-ngl", "--", "-ngl"]) == 0
     assert capsys.readouterr().out.startswith("-ngl")
 
 
-def test_a_word_may_be_the_name_of_an_argument():
+def test_word_may_be_name_of_argument():
     assert settle(GROUP.commands["score"].params, ["query", "a"]) == (["query", "a"], {})
 
 
-def test_the_tables_name_options_that_there_are_and_shadow_none():
+def test_tables_name_options_that_and_shadow_none():
     for name, (_, hint) in {**OTHERS, **VLLM_SERVER}.items():
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", hint):
             assert option in OWN, f"{name}: {option}"
@@ -234,7 +232,7 @@ def test_a_file_may_be_yaml(served, tmp_path, name):
         ("a.yaml", None, "No such file"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_line(served, capsys, tmp_path, name, text, message):
+def test_file_that_cannot_be_read_is_one_line(served, capsys, tmp_path, name, text, message):
     if text is not None:
         (tmp_path / name).write_text(text)
     assert run_line(["serve", "--config", str(tmp_path / name)]) == 2
@@ -243,7 +241,7 @@ def test_a_file_that_cannot_be_read_is_one_line(served, capsys, tmp_path, name, 
     assert error.count("\n") == 1
 
 
-def test_the_command_line_wins_over_a_file_for_options_of_vllm_too(served, tmp_path, capsys):
+def test_command_line_overrides_file_for_vllm_options(served, tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("kv-cache-dtype: fp8\n")
     line = ["serve", "--config", str(tmp_path / "a.yaml"), "--kv-cache-dtype", "auto"]
     assert (run_line(line), capsys.readouterr().err) == (0, "")
@@ -254,6 +252,6 @@ def test_an_empty_file_changes_nothing(served, tmp_path):
     assert run_line(["serve", "--config", str(tmp_path / "a.yaml")]) == 0
 
 
-def test_a_value_of_vllms_that_is_a_feature_is_refused_in_python():
+def test_value_of_vllms_feature_is_refused_in_python():
     with pytest.raises(UnsupportedFeatureError, match="kv_cache_dtype"):
         EngineArgs(kv_cache_dtype="fp8")

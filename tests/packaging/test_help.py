@@ -36,7 +36,7 @@ def test_the_first_help_is_the_golden_one(capsys, arguments):
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_help_has_every_name_whole_and_no_wide_line(capsys, path):
+def test_help_has_whole_names_and_narrow_lines(capsys, path):
     assert run_line([*path, "--help"]) == 0
     text = capsys.readouterr().out
     shown = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*(?![\w…])", text))

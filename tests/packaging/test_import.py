@@ -58,7 +58,7 @@ def test_all_is_sorted_and_resolves():
         assert getattr(trouper, name).__name__ == {"AsyncLLM": "AsyncLLMEngine"}.get(name, name)
 
 
-def test_every_lazy_name_is_listed_and_vllms_names_work():
+def test_lazy_names_are_listed_and_vllm_names_work():
     assert set(trouper.__all__) <= set(dir(trouper))
     assert trouper.AsyncLLM is trouper.AsyncLLMEngine
     assert issubclass(trouper.AsyncEngineArgs, trouper.EngineArgs)

@@ -37,17 +37,17 @@ def computed(name):
     return [f"{num_parameters / 1e9:.1f}", *(f"{gb:.1f}" for gb in weights), f"{kv:.2f}"]
 
 
-def test_the_table_has_the_models_that_have_a_preset():
+def test_table_has_models_that_have_preset():
     assert {name for name, _ in ROWS} == GEOMETRIES.keys() - {"tiny"}
     head = [name.strip() for name in re.search(r"\| model \|(.*)\|", PAGE)[1].split("|")]
     assert head[1:5] == list(FORMATS)
 
 
 @pytest.mark.parametrize(("name", "cells"), ROWS, ids=[name for name, _ in ROWS])
-def test_the_memory_of_a_model_is_what_its_shapes_say(name, cells):
+def test_memory_of_model_is_what_its_shapes_say(name, cells):
     assert cells.split(" | ") == computed(name)
 
 
-def test_the_page_names_the_default_size_of_the_kv_cache():
+def test_page_names_default_size_of_kv_cache():
     assert (KV_SHARE, "may use half of the available memory" in PAGE) == (0.5, True)
     assert f"at least {LEAST_CONTEXT:,} tokens" in PAGE

@@ -28,7 +28,7 @@ def empty_cache(tmp_path):
     return "--download-dir", str(tmp_path / "no-cache")
 
 
-def test_folders_are_listed_with_what_serves_them_or_why_not(capsys, tmp_path, empty_cache):
+def test_folders_are_listed_with_command_or_reason(capsys, tmp_path, empty_cache):
     files = {
         "pickled": {"config.json": json.dumps(LLAMA), "pytorch_model.bin": "x"},
         "empty": {"config.json": json.dumps(LLAMA)},
@@ -77,7 +77,7 @@ def test_a_machine_without_models_says_so(capsys, empty_cache):
     assert run_line(["models", *empty_cache, "/no/such/folder"]) == 2
 
 
-def test_a_hub_id_without_a_network_says_where_it_was_looked_for(monkeypatch):
+def test_hub_id_without_network_names_searched_folders(monkeypatch):
     def fail(*_, **__):
         raise LocalEntryNotFoundError("offline")
 
@@ -86,7 +86,7 @@ def test_a_hub_id_without_a_network_says_where_it_was_looked_for(monkeypatch):
         ModelConfig.load(EngineArgs("some/model"))
 
 
-def test_a_split_is_one_model_of_the_size_of_its_parts(capsys, tmp_path, empty_cache):
+def test_split_model_has_total_size(capsys, tmp_path, empty_cache):
     (tmp_path / "Q4_K_M").mkdir()
     files = [tmp_path / "Q4_K_M" / f"x-{n:05}-of-00003.gguf" for n in (1, 2, 3)]
     for file in (*files, tmp_path / "x-Q8_0.gguf", tmp_path / "mmproj-F16.gguf"):
@@ -99,7 +99,7 @@ def test_a_split_is_one_model_of_the_size_of_its_parts(capsys, tmp_path, empty_c
 
 
 @pytest.mark.parametrize("extra", [[], ["config.json"]])
-def test_gguf_files_of_the_hub_have_names_that_can_be_run(capsys, tmp_path, extra):
+def test_hub_gguf_files_have_runnable_names(capsys, tmp_path, extra):
     repo = tmp_path / "models--some--model"
     snapshot = repo / "snapshots" / ("a" * 40)
     for name in (*extra, "Q8_0/x-Q8_0.gguf", "x-Q4_0.gguf"):

@@ -30,7 +30,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_to_pages_and_anchors_that_there_are(page):
+def test_links_lead_to_existing_anchors(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"[a-z]+:", target):
             continue
@@ -71,6 +71,6 @@ def test_every_page_is_in_the_navigation():
     assert found == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
-def test_the_page_of_commands_is_what_the_commands_say():
+def test_page_of_commands_is_what_commands_say():
     script = runpy.run_path(str(ROOT / "scripts" / "cli_page.py"))
     assert script["PAGE"].read_text() == script["page"](), "run python scripts/cli_page.py"

@@ -68,7 +68,7 @@ def test_texts_to_embed_are_counted(capsys):
 
 
 @pytest.mark.usefixtures("terminal")
-def test_a_batch_of_a_file_has_its_number_of_requests(capsys, tmp_path):
+def test_batch_of_file_has_its_number_of_requests(capsys, tmp_path):
     body = {"prompt": "a", "max_tokens": 1}
     request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
     lines = [json.dumps({**request, "custom_id": name}) for name in "abc"]
@@ -84,7 +84,7 @@ def test_a_pipe_has_no_bar(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_weights_that_take_a_moment_have_a_bar_on_a_terminal(capsys, monkeypatch):
+def test_weights_that_take_moment_have_bar_on_terminal(capsys, monkeypatch):
     monkeypatch.setattr(decoder, "BAR_DELAY_S", 0.0)
     assert list(decoder.indices_shown(3)) == [0, 1, 2]
     assert capsys.readouterr().err == ""

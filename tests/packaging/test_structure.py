@@ -75,7 +75,7 @@ def test_modules_import_each_other_in_no_circle(trees):
     assert circles(imports(trees)) == []
 
 
-def test_rooms_of_the_actors_import_each_other_in_no_circle(trees):
+def test_folders_of_actors_form_no_circle(trees):
     rooms = defaultdict(set)
     for name, others in imports(trees).items():
         for one, other in ((name, other) for other in others):

@@ -107,7 +107,7 @@ def test_only_the_tests_that_hang_fail(tmp_path, options, hangs, passed):
     assert code == 1
 
 
-def test_a_hang_that_heeds_nothing_ends_a_single_process_with_its_stacks(tmp_path):
+def test_hard_hang_ends_process_with_stacks(tmp_path):
     code, output = run_planted(tmp_path, "-k", "worker_thread")
     assert code == 1
     assert "Stack of MainThread" in output

@@ -95,7 +95,7 @@ class Siege:
 
 
 @pytest.mark.slow
-async def test_drawn_grammars_cost_no_worker_and_change_no_stream():
+async def test_random_grammars_cost_no_worker_or_stream():
     await Siege(6).run(6)
 
 

@@ -92,7 +92,7 @@ async def an_engine_on_two_machines(port, **options):
             yield engine
 
 
-async def test_streams_go_on_when_a_machine_is_killed_and_another_takes_its_place(port, caplog):
+async def test_streams_continue_on_replacement_machine(port, caplog):
     wanted = await expected()
     with a_host(port) as first:
         async with an_engine_on_two_machines(port, pipeline_parallel_size=2) as engine:
@@ -108,7 +108,7 @@ async def test_streams_go_on_when_a_machine_is_killed_and_another_takes_its_plac
     assert "worker 1 died of SIGKILL in step" in caplog.text
 
 
-async def test_replicas_lie_on_machines_and_one_goes_on_without_the_other(port):
+async def test_replica_continues_without_the_other_machine(port):
     wanted = await expected()
     with a_host(port) as host:
         async with an_engine_on_two_machines(port, data_parallel_size=2) as engine:
@@ -117,9 +117,7 @@ async def test_replicas_lie_on_machines_and_one_goes_on_without_the_other(port):
             assert await texts(engine, at_token=3, do=host.kill) == wanted
 
 
-async def test_another_model_on_a_machine_is_an_error_that_names_both_and_is_in_both_logs(
-    port, tmp_path
-):
+async def test_different_model_on_host_is_logged_by_both(port, tmp_path):
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     change(folder)  # a fine-tune: nothing but its numbers differs
     args = EngineArgs(nnodes=2, master_port=port, pipeline_parallel_size=2, **OPTIONS)
@@ -147,7 +145,7 @@ def test_a_host_outlives_its_front_without_workers(port):
         assert host.poll() is None
 
 
-def test_a_host_with_another_key_ends_with_an_error_that_names_it(port):
+def test_host_with_wrong_key_ends_with_error(port):
     with socket.create_server(("127.0.0.1", port)) as front:
         with a_host(port, **{CLUSTER_KEY: "another key of others"}) as host:
             connection, _ = front.accept()

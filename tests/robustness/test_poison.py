@@ -49,7 +49,7 @@ def total(server, name):
     return sum(map(float, series))
 
 
-def test_a_poisonous_newcomer_is_refused_for_good_and_the_streams_beside_it_go_on():
+def test_poisonous_request_is_refused_and_streams_continue():
     answers = []
 
     def send_poison():

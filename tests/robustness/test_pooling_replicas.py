@@ -32,7 +32,7 @@ def num_computed(server):
     return {int(replica): float(value) for replica, value in found}
 
 
-def test_texts_of_a_replica_that_is_killed_are_embedded_by_the_other_and_it_comes_back():
+def test_killed_pooling_replica_loses_no_text_and_returns():
     with started(*OPTIONS) as server, ThreadPoolExecutor(len(TEXTS)) as clients:
         assert "in 2 worker processes, a replica each" in server.wait_for("device: ")
         wanted = list(clients.map(lambda texts: vectors(server, texts), TEXTS))

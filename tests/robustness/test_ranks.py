@@ -43,7 +43,7 @@ async def expected(num=4):
         return await texts(engine, num=num)
 
 
-async def test_streams_go_on_when_a_rank_of_a_stage_is_killed_and_no_worker_is_left(caplog):
+async def test_streams_survive_killed_rank_of_stage(caplog):
     wanted = await expected()
     async with ranked_engine(2, 2) as (engine, crew):
         assert len(crew.peers) == 4
@@ -56,7 +56,7 @@ async def test_streams_go_on_when_a_rank_of_a_stage_is_killed_and_no_worker_is_l
             os.kill(peer.pid, 0)
 
 
-async def test_ranks_that_disagree_say_both_steps_and_streams_go_on(monkeypatch, tmp_path, caplog):
+async def test_disagreeing_ranks_are_reported_and_streams_continue(monkeypatch, tmp_path, caplog):
     fault = tmp_path / "fault"
     fault.write_text("another step")
     monkeypatch.setenv("TROUPER_TEST_FAULT", str(fault))

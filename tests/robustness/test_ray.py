@@ -70,7 +70,7 @@ def workers_at_places():
     return found
 
 
-async def test_streams_go_on_when_a_node_is_removed_and_another_joins(cluster, caplog):
+async def test_streams_continue_on_joining_node(cluster, caplog):
     wanted = await expected()
     async with an_engine_at_places(pipeline_parallel_size=2) as engine:
         assert await texts(engine) == wanted
@@ -88,16 +88,14 @@ async def test_streams_go_on_when_a_node_is_removed_and_another_joins(cluster, c
             await anyio.sleep(0.05)
 
 
-async def test_no_room_is_an_error_that_says_how_much_is_missing(cluster, monkeypatch):
+async def test_missing_capacity_is_named_in_error(cluster, monkeypatch):
     monkeypatch.setattr(launch_ray, "PLACE_S", 1.0)
     with pytest.raises(DeviceStartError, match=r"want 3 x \{CPU: 1\}, 2 is free"):
         async with an_engine_at_places(pipeline_parallel_size=3):
             pass
 
 
-async def test_the_cluster_is_joined_without_a_word_and_signals_stay_ours(
-    cluster, monkeypatch, caplog
-):
+async def test_cluster_is_joined_silently_and_keeps_signals(cluster, monkeypatch, caplog):
     ray.shutdown()
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     before = signal.getsignal(signal.SIGTERM)

@@ -37,7 +37,7 @@ def text_of(connection, answer, first):
     return "".join(event["choices"][0]["text"] for event in events[:-1])
 
 
-def test_a_server_is_alive_but_not_ready_while_its_worker_is_started_again_and_a_stream_goes_on():
+def test_server_is_alive_but_not_ready_during_restart():
     with started() as server:
         assert "in a worker process" in server.wait_for("device: ")
         expected = text_of(*stream(server))

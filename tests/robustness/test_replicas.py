@@ -48,9 +48,7 @@ async def wait_back(engine):
             await anyio.sleep(0.02)
 
 
-async def test_streams_go_on_elsewhere_when_a_replica_is_killed_and_it_comes_back(
-    caplog, monkeypatch
-):
+async def test_streams_move_from_killed_replica_which_returns(caplog, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     config = resolve(EngineArgs(**OPTIONS))
     async with open_engine(config, ThreadedDevice(config)) as engine:
@@ -103,7 +101,7 @@ async def _kill_by_poison(engine, wanted):
 
 
 @pytest.mark.parametrize("parallel", ["pipeline_parallel_size", "tensor_parallel_size"])
-async def test_replicas_of_several_workers_have_the_tokens_of_one_process(parallel):
+async def test_replicas_of_several_workers_match_one_process(parallel):
     config = resolve(EngineArgs(**OPTIONS))
     async with open_engine(config, ThreadedDevice(config)) as engine:
         wanted = await texts(engine, num=6)
@@ -113,7 +111,7 @@ async def test_replicas_of_several_workers_have_the_tokens_of_one_process(parall
         assert all(s.num_generation_tokens for s in engine.statistics().replicas)
 
 
-async def test_a_replica_of_stages_that_dies_leaves_its_streams_to_the_others(caplog):
+async def test_streams_move_from_dead_replica_of_stages(caplog):
     async with replicated_engine(pipeline_parallel_size=2) as (engine, peers):
         wanted = await texts(engine)
 

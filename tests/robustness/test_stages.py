@@ -57,7 +57,7 @@ async def test_streams_go_on_when_any_stage_is_killed(caplog):
             os.kill(peer.pid, 0)
 
 
-async def test_an_abort_in_mid_prompt_leaves_the_other_streams_as_they_are():
+async def test_abort_in_mid_prompt_leaves_other_streams_unchanged():
     wanted = await expected()
     async with staged_engine() as (engine, _):
 
@@ -100,7 +100,7 @@ async def test_a_poisonous_newcomer_ends_alone_in_any_stage(monkeypatch):
     assert codes == ["poisoned_request"]
 
 
-async def test_an_error_of_a_later_stage_at_load_is_raised_as_it_was(monkeypatch):
+async def test_load_error_of_later_stage_is_raised(monkeypatch):
     monkeypatch.setenv("TROUPER_PP_LAYER_PARTITION", "4,5")
     with pytest.raises(TrouperValidationError, match="load_format"):
         async with staged_engine(load_format="nonsense"):

@@ -114,7 +114,7 @@ def fault(monkeypatch, tmp_path):
         ("sticky", "worker 0 gave up in step"),
     ],
 )
-async def test_a_fault_is_named_with_its_step_and_the_texts_go_on(name, words, fault, caplog):
+async def test_fault_names_its_step_and_texts_continue(name, words, fault, caplog):
     async with an_engine(FAULTY) as (engine, crew):
         expected = await texts(engine)
         assert await texts(engine, at_token=3, do=partial(fault, name)) == expected
@@ -150,7 +150,7 @@ def little_memory(num_bytes):
 
 
 @pytest.mark.slow
-async def test_a_kill_for_memory_is_told_as_such_and_the_texts_go_on(fault, caplog):
+async def test_out_of_memory_kill_is_named_and_texts_continue(fault, caplog):
     with little_memory(2**30) as inside:
         async with an_engine(FAULTY, inside=inside) as (engine, crew):
             expected = await texts(engine)
@@ -160,7 +160,7 @@ async def test_a_kill_for_memory_is_told_as_such_and_the_texts_go_on(fault, capl
 
 
 @pytest.mark.slow
-async def test_a_worker_that_hangs_is_killed_at_its_deadline(caplog):
+async def test_worker_that_hangs_is_killed_at_its_deadline(caplog):
     async with an_engine(step_timeout=2.0) as (engine, crew):
         expected = await texts(engine)
         assert await texts(engine, at_token=3, do=lambda: crew.signal(signal.SIGSTOP)) == expected
@@ -188,7 +188,7 @@ async def test_losses_beyond_the_budget_end_the_engine():
     assert "died of SIGKILL" in str(info.value.__cause__)
 
 
-async def test_an_error_at_load_is_raised_as_it_was(caplog):
+async def test_error_at_load_is_raised_as_it_was(caplog):
     caplog.set_level(logging.CRITICAL)
     with pytest.raises(TrouperValidationError, match="load_format"):
         async with an_engine(load_format="nonsense"):
@@ -196,7 +196,7 @@ async def test_an_error_at_load_is_raised_as_it_was(caplog):
 
 
 @pytest.mark.slow
-async def test_a_poisonous_newcomer_ends_alone_and_the_others_go_on(caplog, monkeypatch):
+async def test_poisonous_newcomer_ends_alone_and_others_go_on(caplog, monkeypatch):
     """Its two losses are taken off the budget, so a second one is survived as well."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     codes = []
@@ -223,7 +223,7 @@ async def test_a_poisonous_newcomer_ends_alone_and_the_others_go_on(caplog, monk
 
 
 @pytest.mark.slow
-async def test_a_sleeping_worker_that_dies_sleeps_again_and_wakes():
+async def test_sleeping_worker_that_dies_sleeps_again_and_wakes():
     async with an_engine() as (engine, crew):
         expected = await texts(engine)
         await engine.controls.sleep(level=1)

@@ -108,9 +108,7 @@ async def outputs_of(engine, adapters=(None,), *, at_token=None, do=None):
         pytest.param(1, 2, marks=[pytest.mark.slow, NEEDS_KERNELS]),
     ],
 )
-async def test_grammars_budgets_and_adapters_go_on_with_the_same_tokens_when_the_worker_dies(
-    num_stages, num_ranks, adapters
-):
+async def test_grammars_budgets_adapters_survive_worker_death(num_stages, num_ranks, adapters):
     """The adapters' files are gone by then."""
     of_all = [None, *adapters]
     options = {"enable_lora": True, "max_loras": 2}
@@ -133,7 +131,7 @@ async def test_grammars_budgets_and_adapters_go_on_with_the_same_tokens_when_the
 
 
 @pytest.mark.slow
-async def test_a_sleeping_worker_that_dies_has_its_adapters_again(tmp_path):
+async def test_sleeping_worker_that_dies_has_its_adapters_again(tmp_path):
     mine = LoRARequest("mine", 7, write_adapter(tmp_path / "mine", random_tensors(seed=5)))
     async with an_engine("process", enable_lora=True) as (engine, crew):
         expected = await outputs_of(engine, [mine])
@@ -151,7 +149,7 @@ async def test_a_sleeping_worker_that_dies_has_its_adapters_again(tmp_path):
 
 
 @pytest.mark.slow
-async def test_embeddings_are_the_same_when_the_worker_dies_under_them():
+async def test_embeddings_are_same_when_worker_dies_under_them():
     options = {"runner": "pooling", "dtype": "float32", "max_model_len": 256}
     texts = ["def f(x):\n    return x\n" * number for number in range(1, 9)]
 
@@ -181,7 +179,7 @@ async def test_embeddings_are_the_same_when_the_worker_dies_under_them():
 
 
 @pytest.mark.slow
-async def test_a_bad_adapter_is_refused_as_inline_and_the_streams_go_on(tmp_path):
+async def test_bad_adapter_is_refused_and_streams_continue(tmp_path):
     tensors = random_tensors(rank=32)
     wide = LoRARequest("wide", 1, write_adapter(tmp_path / "wide", tensors, rank=32))
     other = random_tensors()

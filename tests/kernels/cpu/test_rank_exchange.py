@@ -324,7 +324,9 @@ def test_a_rank_sleeps_for_what_the_system_compares_however_many_exchanges_there
 
 def test_what_does_not_fit_is_refused():
     def rank(group):
-        with pytest.raises(ValueError, match="a part of 8192 bytes exceeds the shared buffer of 4096 bytes"):
+        with pytest.raises(
+            ValueError, match="a part of 8192 bytes exceeds the shared buffer of 4096 bytes"
+        ):
             group.sum(torch.ones(128, 16))
         with pytest.raises(ValueError, match="2 rows of logits exceed the sheet of 16 numbers"):
             group.gather_logits(torch.ones(2, 16), 0, 16, 1.0, None)

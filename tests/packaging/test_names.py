@@ -1,0 +1,28 @@
+"""Names of tests are short enough to read in a list: three to eight words of behaviour."""
+
+import ast
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+MAX_WORDS = 8
+# The share of longer names. Lower it when it falls; never raise it.
+MAX_LONG_SHARE = 0.48
+# No name is longer than this.
+MAX_WORDS_OF_ANY = 20
+
+
+def names():
+    """Yield the place and the name of each test, without its prefix."""
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, FUNCTIONS) and node.name.startswith("test_"):
+                yield f"{path.relative_to(TESTS)}:{node.lineno}", node.name.removeprefix("test_")
+
+
+def test_names_are_short():
+    lengths = {f"{place} {name}": len(name.split("_")) for place, name in names()}
+    assert len(lengths) > 1000
+    assert {name for name, words in lengths.items() if words > MAX_WORDS_OF_ANY} == set()
+    long = [name for name, words in lengths.items() if words > MAX_WORDS]
+    assert len(long) <= MAX_LONG_SHARE * len(lengths), f"{len(long)} of {len(lengths)}: {long[:50]}"
