@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.executor.models.encoder_traits import READERS as ENCODERS
-from trouper.actors.executor.models.encoder_traits import encoder_traits
+from trouper.actors.executor.models.families.encoders import READERS as ENCODERS
+from trouper.actors.executor.models.families.encoders import encoder_traits
 from trouper.actors.executor.models.families.registry import READERS as DECODERS
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.weights.checkpoint import INDEX, Checkpoint

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trouper.actors.executor.models.encoder_traits import READERS as ENCODERS
+from trouper.actors.executor.models.families.encoders import READERS as ENCODERS
 from trouper.actors.executor.models.families.registry import READERS as DECODERS
 from trouper.actors.executor.models.families.registry import TEXT_MODELS
 from trouper.actors.executor.weights.schemes import READERS as QUANTIZED

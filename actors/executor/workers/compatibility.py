@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from trouper.actors.executor.models.encoder_traits import encoder_traits
+from trouper.actors.executor.models.families.encoders import encoder_traits
 from trouper.actors.executor.models.families.registry import (
     decoder_traits,
     generating_sibling,

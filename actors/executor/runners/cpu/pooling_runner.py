@@ -24,7 +24,8 @@ from torch import Tensor
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.models.encoder import Encoder
-from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
+from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head
+from trouper.actors.executor.models.families.encoders import encoder_traits
 from trouper.actors.executor.models.families.registry import decoder_traits, generating_sibling
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.runners.cpu.process_resources import (
