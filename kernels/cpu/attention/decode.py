@@ -1,35 +1,34 @@
-"""Attention of lone queries over a paged KV cache: nothing is gathered.
+"""Attention of single query tokens over a paged KV cache, read in place.
 
-    out[t, n] = softmax(cap(scale · q[t, n] Kᵀ)) V,   cap(s) = c · tanh(s / c), if there is a c
-                of one more key, whose score is sinks[n] and whose value is 0, if there are sinks
+    out[t, n] = softmax(cap(scale · q[t, n] Kᵀ)) V,   cap(s) = c · tanh(s / c), or s without a cap
+                with sinks, over one more key with the score sinks[n] and the value 0
 
     q      [T, N, D]     rows may be strided;  N = H · G, the G heads of a group adjacent
     cache  [2, H, S, D]  slot = block id · block size + offset
     tables [C, B]        int64 block ids
-    spans  [P, 8]        int64: token, row of the table, begin, end, partial result or -1; tokens, how much further the
-                         end of each is, and the partial result, than those of the one before it
+    spans  [P, 8]        int64: token, row of the table, begin, end, partial result or -1; number of tokens, and the
+                         differences of end and partial result from each token to the next
     merges [M, 3]        int64: token, first partial result, number of them
     sinks  [N]           float32, or absent
     plan                 int64: tables, their stride, spans, P, heads of a work item, partials, merges, M
     out    [T, N · D]
 
-A work item is some KV heads of one span of positions begin … end - 1.  Its keys are read once for
-all G heads of its tokens, up to `MOST_TOKENS` of one sequence (as in a step that verifies drafts): sixteen lanes along D,
-eight keys by two heads of accumulators; then an online softmax over the block, then lanes-wide rows of the output by
-four heads.  A context longer than `SPAN` is several spans, so that one long request keeps all cores busy; they are cut at
-multiples of SPAN whatever the batch and the number of threads, and `merge` adds them up in order.  What differs
-between the steps of a batch lies in the plan, so that a recorded launch finds it there.
+A work item is some KV heads of one span of positions begin … end - 1.  Its keys are read once for all G heads of up to
+`MOST_TOKENS` tokens of one sequence, which a step that verifies drafts has.  Sixteen lanes run along D, with accumulators
+for eight keys by two heads; then follow an online softmax over the block and rows of the output for four heads.  A longer
+context is several spans, so that one request keeps all cores busy.  Spans are cut at multiples of SPAN in every batch, and
+`merge_partials` adds them in order.  The plan contains everything that differs between steps, so that a recorded launch
+finds it there.
 
-Scores are dots of pairs of bfloat16 where the machine has them (`dots`), else products of float32.
+Scores are dot products of bfloat16 pairs if the machine has the instruction (`dots`), else products of float32.
 
-Law: a token's result does not depend on the tokens that share its span: each has its own state, over the same blocks.
+Law: a token's result does not depend on other tokens of its span.  Each token has its own state, over the same blocks.
 
-Roofline: bytes = 2 e H L D, FLOPs = 4 N L D for L keys; bound by memory.
-Measured, one EPYC core with neighbours, H = 8, G = 2, D = 128, bf16, where a torch sum read 20-22 GB/s:
+Roofline: 2 e H L D bytes, 4 N L D FLOPs for L keys; bound by memory.
+Measured on one EPYC core with busy neighbours, H = 8, G = 2, D = 128, bfloat16, where a torch sum read 20-22 GB/s:
     16 x 1024 keys  20.4 GB/s    64 x 1024  16-20    1 x 1024 (from the last cache)  32
-torch's flash attention over the same runs: 4, 4 and 8.6.  Asking for the values while the scores are
-computed, and for the next keys during the values, took the first from 11 to 17; 2 MiB pages add a
-tenth, but touch 2 MiB for each head of a sequence.
+torch's flash attention: 4, 4 and 8.6.  Prefetching the values during the scores, and the next keys during the values,
+improved the first from 11 to 17.  2 MiB pages add a tenth, but each head of a sequence then touches 2 MiB.
 """
 
 import math
@@ -40,19 +39,19 @@ from trouper.kernels.codegen.core import Operand, Pointer, Value, Var
 from trouper.kernels.codegen.features import has_bf16_dot
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 
-SPAN = 1024  # positions; 512 KiB of K and V at D = 128, enough to hide what a work item costs
-KEYS = 128  # whose scores are held at a time
+SPAN = 1024  # positions: 512 KiB of K and V at D = 128, enough to amortise a work item
+KEYS = 128  # number of keys with scores in memory
 LOG2_E = math.log2(math.e)
-HIDDEN = -1e30  # below every score, and finite: its difference to itself is 0
+HIDDEN = -1e30  # below every score, and finite, so that its difference to itself is 0
 LINE = 2 * LANES  # bfloat16 in a cache line
-# Tokens of several spans whose partial results are held at a time, at least those of a recorded step: 68 MiB at N = 32, D = 128
-# and 8,192 keys.  Only outputs that are computed again can be more.
+# The largest number of tokens with several spans in one launch, at least that of a recorded step.  Their partial results take
+# 68 MiB at N = 32, D = 128 and 8,192 keys.
 ROUND = 512
-MOST_TOKENS = 4  # of a span: the scratch memory of eight heads with D = 128 is 48 KiB
+MOST_TOKENS = 4  # in a span: scratch memory is 48 KiB for eight heads with D = 128
 
 
 def unit_of(kind: Kind, width: int) -> Unit:
-    """Return what multiplies queries and keys."""
+    """Return the unit that multiplies queries and keys."""
     return "dots" if kind == "bf16" and width % LINE == 0 and has_bf16_dot() else "floats"
 
 
@@ -62,7 +61,9 @@ def scratch_bytes(group: int, width: int) -> int:
 
 
 def decode_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
-    """Write the kernel of the arguments q, its stride, cache, S, plan, H, G, D, block size, scale, cap, sinks or 0, out, its stride, scratch, its bytes."""
+    """Write the kernel with the arguments q, its stride, cache, S, plan, H, G, D, block size, scale, cap, sinks or 0, out, its
+    stride, scratch, scratch bytes of a thread.
+    """
     (
         q, q_stride, cache, num_slots, plan, num_kv, group, width, block_size, scale, cap, sinks, out,
         out_stride, scratch, scratch_bytes,
@@ -91,9 +92,8 @@ def decode_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
             for t in code.loop(0, num_tokens):
                 span.keep_query(t, q + ((token + t) * q_stride + head * size))
                 span.begin(t)
-            with code.when(
-                (partial < 0) & (sinks > 0)
-            ):  # of partial results `merge_partials` adds them
+            # `merge_partials` adds the sinks to partial results.
+            with code.when((partial < 0) & (sinks > 0)):
                 for t in code.loop(0, num_tokens):
                     span.add_sinks(t, code.pointer(sinks, "f32") + head * group)
             k = cache + head * num_slots * width
@@ -118,7 +118,7 @@ def decode_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
 
 
 class _Span:
-    """One KV head: of each token and head states [2] (maximum, sum) and sums [D] over the positions of a span."""
+    """One KV head of a span: for each token and head a state [2] (maximum, sum) and sums [D]."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Span:
         self.scale, self.cap = scale, cap
 
     def keep_query(self, token: Value, query: Pointer) -> None:
-        """Keep the heads of a token: in float32, or as they are for dots."""
+        """Store the heads of a token: as float32, or unchanged for dots."""
         size = self.group * self.width
         if self.unit == "dots":
             target, query = self.q.of("i32") + token * (size // 2), query.of("i32")
@@ -151,7 +151,7 @@ class _Span:
             self.q.store(token * size + i, query.load(i))
 
     def begin(self, token: Value) -> None:
-        """Begin with no key."""
+        """Reset the state of a token."""
         code, size = self.code, self.group * self.width
         for q in code.loop(token * self.group, (token + 1) * self.group):
             self.states[2 * q], self.states[2 * q + 1] = HIDDEN, 0.0
@@ -159,7 +159,7 @@ class _Span:
             self.sums.store(i, code.f32x16(0.0))
 
     def add_sinks(self, token: Value, sinks: Pointer) -> None:
-        """Begin with the sinks of the heads as keys: each has the weight of one, and no value."""
+        """Start with the sinks of the heads as keys: each has weight one and no value."""
         for g in self.code.loop(0, self.group):
             q = token * self.group + g
             self.states[2 * q], self.states[2 * q + 1] = sinks[g] * LOG2_E, 1.0
@@ -175,10 +175,11 @@ class _Span:
         num_tokens: Value,
         growth: Value,
     ) -> None:
-        """Compute the span; `following` is read next, and its first keys are prefetched at the end.
+        """Compute the span.
 
         Args:
-            end: of the first token; that of each other is `growth` further.
+            following: the keys that the thread reads next; the first ones are prefetched at the end.
+            end: the end for the first token; each further token sees `growth` more keys.
         """
         code, group, width, size = self.code, self.group, self.width, self.block_size
         num_heads, last_end = num_tokens * group, end + (num_tokens - 1) * growth
@@ -190,10 +191,11 @@ class _Span:
             self._extend(count, position, slot, table, last_end)
             key, value = k + slot * width, v + slot * width
             after = position + count
-            index = code.minimum(after, last_end - 1)  # what is read next; of no use at the end
+            # The keys that are read next.  The index is not used at the end of the span.
+            index = code.minimum(after, last_end - 1)
             slot = table[index // size] * size + index % size
             is_last = after >= last_end
-            # asked for while the values are summed, as these are during the scores
+            # The next keys are prefetched while the values are summed, and the values during the scores.
             next_key = Pointer(
                 code,
                 code.builder.select(is_last.ir, following.ir, (k + slot * width).ir),
@@ -220,9 +222,9 @@ class _Span:
             position.set(after)
 
     def _sum_values(self, num_heads: Value, value: Pointer, count: Value, ahead: Pointer) -> None:
-        """Add the values of some keys to the sums, in as many columns and heads at once as registers hold.
+        """Add the values of some keys to the sums, for as many columns and heads at once as fit in registers.
 
-        An addition takes as long as eight of them.
+        One dependent addition takes as long as eight independent ones.
         """
         code, width = self.code, self.width
         fours, wide = num_heads // 4 * 4, width // (4 * LANES) * (4 * LANES)
@@ -241,7 +243,7 @@ class _Span:
                 self._add_values(q, 1, d, 1, value, count, ahead)
 
     def _extend(self, count: Var, position: Value, slot: Value, table: Pointer, end: Value) -> None:
-        """Extend `count` over blocks with consecutive ids, which are one stretch of memory."""
+        """Extend `count` over blocks with consecutive ids, which are contiguous in memory."""
         code, size = self.code, self.block_size
         limit = code.minimum(KEYS, end - position)
         goal = code.var(limit)
@@ -255,7 +257,7 @@ class _Span:
     def _heads(
         self, start: Value, stop: Value, sizes: tuple[int, ...]
     ) -> Iterator[tuple[Value, int]]:
-        """Yield (first, number) of some heads: as many as the first size at a time, and what is left by the next."""
+        """Yield (first head, number of heads): groups of the first size, then the remaining heads in groups of the next sizes."""
         for size in sizes:
             whole = start + (stop - start) // size * size
             for q in self.code.loop(start, whole, size):
@@ -300,9 +302,9 @@ class _Span:
                     total.set(code.fma(x, numbers, total))
 
     def _softmax(self, g: Value, count: Value) -> None:
-        """Turn scores into weights, and bring the state and the sums to the new maximum.
+        """Convert scores to weights, and adjust the state and the sums to the new maximum.
 
-        Scores are in units of log 2, so that a weight is one exp2.
+        Scores are multiplied by log2(e), so that a weight is one exp2.
         """
         code, scores = self.code, self.scores + g * KEYS
         state, sums = self.states + 2 * g, self.sums + g * self.width
@@ -342,7 +344,7 @@ class _Span:
         ahead: Pointer,
         first: Operand = 0,
     ) -> None:
-        """Add weights[g + h] · value to sums[g + h, d …], `num` times sixteen columns; of the keys from `first` on."""
+        """Add weights[g + h] · value to sums[g + h, d …], for `num` times sixteen columns and the keys from `first` on."""
         code, width = self.code, self.width
         rows = [self.sums + ((g + h) * width + d) for h in range(heads)]
         sums = [[code.var(row.load(LANES * j)) for j in range(num)] for row in rows]
@@ -360,7 +362,7 @@ class _Span:
 
 
 def capped(code: KernelBuilder, x: Value, cap: Value) -> Value:
-    """Return cap · tanh(x / cap), as cap · (1 - 2 / (e^(2 x / cap) + 1)), where there is a cap."""
+    """Return cap · tanh(x / cap), computed as cap · (1 - 2 / (e^(2 x / cap) + 1)), or x without a cap."""
     found = code.var(x)
     with code.when(cap > 0.0):
         power = code.exp2(x * (2 * LOG2_E / cap))
@@ -369,7 +371,7 @@ def capped(code: KernelBuilder, x: Value, cap: Value) -> Value:
 
 
 def merge_partials(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments plan, N, D, sinks or 0, out, its stride.  A work item is one head of one token."""
+    """Write the kernel with the arguments plan, N, D, sinks or 0, out, its stride.  A work item is one head of one token."""
     plan, num_q, width, sinks, out, stride = code.arguments(6)
     plan = code.pointer(plan, "i64")
     partials, merges = plan[5], plan[6]

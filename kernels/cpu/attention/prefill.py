@@ -1,7 +1,9 @@
-"""Causal attention of stretches of queries over a paged KV cache that holds their own keys.
+"""Attention of many query tokens at once: prompts over a paged KV cache, and whole sequences of encoders.
+
+`prefill_attention` is causal, over a cache that already contains the keys of the queries:
 
     out[t, n] = softmax(cap(scale · q[t, n] Kᵀ) + mask) V
-                of one more key, whose score is sinks[n] and whose value is 0, if there are sinks
+                with sinks, over one more key with the score sinks[n] and the value 0
 
     q      [T, N, D]     rows may be strided;  N = H · G, the G heads of a group adjacent
     cache  [2, H, S, D]  slot = block id · block size + offset
@@ -10,37 +12,33 @@
     sinks  [N]           float32, or absent
     out    [T, N · D]
 
-A work item is one KV head of one tile: its tokens and group heads are R ≤ SIDE query rows, which
-lie along the *lanes* throughout.  For each SIDE keys of the past and of the tile itself
+A work item is one KV head of one tile.  Its tokens and group heads are R ≤ SIDE query rows, which are the *lanes*
+throughout.  For every SIDE keys, of the past and of the tile itself:
 
     scores [SIDE, R]  = K q      each key's cells in all lanes, times the transposed queries
-    weights           = an online softmax down the columns: no sum across lanes anywhere
+    weights           = an online softmax down the columns, so that no sum crosses lanes
     out    [D, R]    += Vᵀ weights
 
-so that of K nothing is rearranged, and of V neighbours are paired (bfloat16): `tile.py`.  Keys
-that no query of a tile sees are not read.
+So K is not rearranged, and V only pairs neighbours for bfloat16 (`tile.py`).  Keys that no query of a tile sees are not
+read.
 
-Law: a token's result does not depend on the stretch it is computed in: keys are taken SIDE at a time from multiples of
-SIDE on, and one that a token does not see adds exactly nothing.
+`whole_attention` lets every token of a sequence see the others in both directions, without a cache:
 
-Roofline: FLOPs = 4 N D · (visible pairs of a query and a key), bytes as a decode per SIDE / G tokens.
-Measured, one EPYC core, N = 16, H = 8, D = 128, bf16, where a packed GEMM reached 223 GFLOP/s:
-    0 + 1024 tokens  161 GFLOP/s    1024 + 1024  164    0 + 4096  159
-torch's flash attention: 56, 61, 74.  Both products alone run at 225-230.
-
-Attention of whole sequences in both directions, without padding and without a cache.
-
-    out[t, n] = softmax(scale · q[t, n] Kᵀ + bias[n, P + t - j] + mask) V,   j the keys' positions
+    out[t, n] = softmax(scale · q[t, n] Kᵀ + bias[n, P + t - j] + mask) V,   j the positions of the keys
 
     qkv    [T, 3, N, D]  the sequences one after the other
     tiles  [P, 4]        int64: first token and number of keys of the sequence, first query, number of queries ≤ WHOLE_SIDE
     bias   [N, 2 P + WHOLE_SIDE]  float32, or absent; a tile reads up to WHOLE_SIDE beyond its last query
     out    [T, N D]
 
-A work item is one head of one tile.  Tiles and what is done with one are those of
-`prefill.py`: an online softmax over WHOLE_SIDE keys at a time.
+Law: a token's result does not depend on the chunk in which it is computed.  Keys are processed SIDE at a time from
+multiples of SIDE on, and an invisible key adds exactly nothing.
 
-Roofline: FLOPs = 4 Σ L² N D, bytes = 4 e T N D.
+Roofline of prefill_attention: 4 N D · (visible pairs of query and key) FLOPs; as many bytes as a decode for every SIDE / G
+tokens.  Measured on one EPYC core, N = 16, H = 8, D = 128, bfloat16, where a packed GEMM reached 223 GFLOP/s:
+    0 + 1024 tokens  161 GFLOP/s    1024 + 1024  164    0 + 4096  159
+torch's flash attention: 56, 61, 74.  The two products without the rest run at 225-230.
+Roofline of whole_attention: 4 Σ L² N D FLOPs, 4 e T N D bytes.
 """
 
 from collections.abc import Iterator
@@ -51,15 +49,16 @@ from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import LOG2_E, capped
 from trouper.kernels.cpu.attention.tile import WIDEST, Tile, tile_of
 
-PARTS = (
-    4  # tiles of queries in a work item, at most: keys and values are prepared once for all of them
-)
-SIDE = 128  # keys, and rows of queries: by AMX 64 and 64 take 1.15 times as long; by AVX-512 they are equal
+# The largest number of query tiles in a work item, for which keys and values are prepared once.
+PARTS = 4
+# Keys, and rows of queries, of a tile.  With AMX 64 and 64 take 1.15 times as long; with AVX-512 they are equal.
+SIDE = 128
 
 
 def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
-    """Write the kernel of the arguments q, its stride, cache, S, tables, their stride, tiles, H, G, D, block size, scale, cap,
-    window, sinks or 0, out, its stride, scratch, its bytes."""
+    """Write the kernel with the arguments q, its stride, cache, S, tables, their stride, tiles, H, G, D, block size, scale, cap,
+    window, sinks or 0, out, its stride, scratch, scratch bytes of a thread.
+    """
     (
         q, q_stride, cache, num_slots, tables, table_stride, tiles, num_kv, group, width, block_size,
         scale, cap, window, sinks, out, out_stride, scratch, scratch_bytes,
@@ -87,7 +86,7 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
             def parts(
                 count: Value = count, step: Value = step
             ) -> Iterator[tuple[Tile, Value, Value]]:
-                """Yield the parts of a work item: the tile, its first token, how many tokens."""
+                """Yield the parts of a work item: the tile, its first token, its number of tokens."""
                 for part in code.loop(0, (count + (step - 1)) // step):
                     at = part * step
                     yield tile.part(part), at, code.minimum(step, count - at)
@@ -131,11 +130,11 @@ def can_prefill(group: int, width: int) -> bool:
     return group <= SIDE and width <= WIDEST
 
 
-WHOLE_SIDE = 64  # keys, and queries of a tile
+WHOLE_SIDE = 64  # keys, and queries, of a tile
 
 
 def whole_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
-    """Write the kernel of the arguments qkv, tiles, N, D, scale, window, bias or 0, its stride, out, scratch, its bytes."""
+    """Write the kernel with the arguments qkv, tiles, N, D, scale, window, bias or 0, its stride, out, scratch, its bytes."""
     (
         qkv, tiles, num_heads, width, scale, window, bias, bias_stride, out, scratch, num_bytes,
     ) = code.arguments(11)  # fmt: skip

@@ -1,12 +1,11 @@
-"""Work of a thread on a tile of queries and the keys and values they see: the inside of
-`prefill.py` and of `varlen.py`.
+"""The inner loops of `prefill.py`: one thread's work on a tile of queries with the keys and values that they see.
 
-At most `side` queries and `side` keys.  Queries lie along the *lanes* throughout.  A cell is one float32, or two bfloat16 for the machine's products
-(`dense.py` names their units):
+A tile has at most `side` queries and `side` keys.  Queries are the *lanes* throughout.  A cell is one float32, or two
+bfloat16, for the units of `linear/products.py`:
 
-    dots    a cell of a key in all lanes times a row of the queries' cells: 8 cells by 32 rows of accumulators
-    tiles   sixteen keys as they lie times sixteen pairs of the queries' cells, which lie as AMX wants them;
-            of the values the transposed pairs, which cost a transposition of each
+    dots    a cell of a key in all lanes times a row of the queries' cells: accumulators for 8 cells by 32 rows
+    tiles   sixteen keys in memory order times sixteen pairs of the queries' cells, which have AMX's layout already; the
+            pairs of the values are transposed
 """
 
 import contextlib
@@ -22,30 +21,34 @@ from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import HIDDEN, LOG2_E
 from trouper.kernels.cpu.linear.products import TILE
 
-PITCH = 272  # cells from one staged key to the next: constant, and no multiple of a power of two
-WIDEST = 256  # of a head: a key fits its pitch
-# accumulators of a product: cells that are spread to all lanes, by registers of rows
+# Cells between two staged keys: a constant, and not a multiple of a power of two, so that keys use all sets of the cache.
+PITCH = 272
+WIDEST = 256  # head width whose keys fit the pitch
+# Accumulators of a product: cells that are broadcast to all lanes, by registers of rows.
 CELLS, HALVES = (8, 2) if num_registers() > 8 else (4, 1)
-# A weight is at most 2^8: so far a maximum may grow before sums are made smaller, which is seldom.
+# A weight is at most 2^8: a maximum may grow by this much before the sums are rescaled, which is rare.
 SLACK = 8.0
 
 N = TypeVar("N", int, Value)
 
 
 def scratch_bytes(width: int, side: int, parts: int = 1) -> int:
-    """Count the bytes that each thread needs: keys or plain rows, values, scores, pairs; of each part queries, sums, three rows of numbers."""
+    """Count the bytes that each thread needs.
+
+    They hold keys (or plain rows), values, scores and pairs, and for each part queries, sums and three rows of numbers.
+    """
     return 4 * side * (width + PITCH + 2 * side + parts * _part(width)) + 64
 
 
 def _part(width: N) -> N:
-    """Count the bytes of rows of `side` cells."""
+    """Count the rows of `side` cells that a part needs."""
     return 2 * width + 3
 
 
 class Tile:
-    """The memory of a thread, and what is done with it.
+    """The memory of a thread, and the operations on it.
 
-    Several tiles of queries that see the same keys share all but their queries and sums: see `part`.
+    Tiles of queries that see the same keys share everything except their queries and sums; see `part`.
     """
 
     num_lanes = HALVES * LANES  # rows that are multiplied at once
@@ -62,7 +65,7 @@ class Tile:
         for rows in (PITCH, width, side, side):
             starts.append(starts[-1] + rows * side)
         cells = code.pointer(base, cell)
-        # plain rows share the memory of the keys
+        # Plain rows share the memory of the keys.
         self.keys, self.values, self.scores, self.pairs, self._parts = (
             cells + start for start in starts
         )
@@ -72,7 +75,7 @@ class Tile:
         self._lies_at(code.i64(0))
 
     def part(self, number: Value) -> Self:
-        """Return a part of the tile: the same memory, with queries and sums of its own."""
+        """Return a part of the tile: the same memory with its own queries and sums."""
         part = copy.copy(self)
         part._lies_at(number)
         return part
@@ -85,11 +88,11 @@ class Tile:
         self.totals, self.places = self.largest + side, self.largest + 2 * side
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
-        """Enter the state in which all tiles of a call are computed."""
+        """Configure the state that all tiles of a call share."""
         return contextlib.nullcontext()
 
     def _dot(self, cells: Pointer, index: Operand, x: Value, total: Value) -> Value:
-        """Return total + the cell in all lanes · x: of bfloat16 two products."""
+        """Return total + the cell in all lanes · x.  A bfloat16 cell contributes two products."""
         if self.per_cell == 2:
             return self.code.dot(self.code.i32x16(cells[index]), x, total)
         return self.code.fma(cells[index], x, total)
@@ -99,7 +102,7 @@ class Tile:
         return (count * self.group + (step - 1)) // step * step
 
     def read_queries(self, q: Pointer, stride: Value, count: Value) -> None:
-        """Write queries [cells, side] of rows (token, head of the group), padded."""
+        """Write queries [cells, side] from rows (token, head of the group), padded with zeros."""
         code, width, size = self.code, self.width, self.group * self.width
         plain = self.keys.of(self.kind)
         num_rows, padded = count * self.group, self.padded_rows(count)
@@ -128,12 +131,16 @@ class Tile:
             self.sums.store(i, code.f32x16(0.0))
 
     def add_sinks(self, sinks: Pointer, count: Value) -> None:
-        """Begin with the sinks of the group's heads as keys: each has the weight of one, and no value."""
+        """Start with the sinks of the group's heads as keys: each has weight one and no value."""
         for r in self.code.loop(0, count * self.group):
             self.largest[r], self.totals[r] = sinks[r % self.group] * LOG2_E, 1.0
 
     def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
-        """Write keys [≤ side, PITCH], zeros up to a multiple of 8.  `row_of`: where key i of them lies."""
+        """Write keys [≤ side, PITCH], with zeros up to a multiple of 8.
+
+        Args:
+            row_of: returns the address of key i.
+        """
         code, keys, pitch = self.code, self.keys.of(self.kind), PITCH * self.per_cell
         for i in code.loop(0, count):
             row = row_of(i)
@@ -144,7 +151,7 @@ class Tile:
                 keys.store(i * pitch + d, code.f32x16(0.0))
 
     def stage_values(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
-        """Write values [≤ side, D], or of bfloat16 words of two neighbours in time each."""
+        """Write values [≤ side, D]; for bfloat16, words that pair the values of two consecutive positions."""
         code, width = self.code, self.width
         for i in code.loop(0, count, self.per_cell):
             row = row_of(i)
@@ -175,7 +182,10 @@ class Tile:
                         self.scores.store((key + i) * self.side + r + half * LANES, total)
 
     def hide(self, r: Value, first: Value, count: Value, window: Value, ahead: Operand) -> None:
-        """Hide the scores of keys `window` or more behind the queries from r on, or more than `ahead` before them."""
+        """Hide the scores of keys that are `window` or more positions behind a query, or more than `ahead` before it.
+
+        Applies to the sixteen queries from r on.
+        """
         code, scores = self.code, self.scores
         place = self.places.load(r)
         oldest, newest = place - code.f32(window), place + code.f32(code.i64(ahead))
@@ -185,7 +195,10 @@ class Tile:
             scores.store(i * self.side + r, code.select(oldest < here, x, -math.inf))
 
     def softmax(self, r: Value, count: Value, scale: Value) -> None:
-        """Turn scores of sixteen queries, times the scale, into weights; largest, totals and sums follow a far larger maximum."""
+        """Convert the scores of sixteen queries, times the scale, to weights.
+
+        Rescales totals and sums only if a maximum grew by more than SLACK.
+        """
         code, scores = self.code, self.scores
         before = self.largest.load(r)
         most = code.var(code.f32x16(HIDDEN))
@@ -249,7 +262,7 @@ class Tile:
 
 
 class AmxTile(Tile):
-    """A tile of bfloat16 that AMX multiplies.  Cells of queries and keys are zeros up to a multiple of sixteen."""
+    """A tile of bfloat16 that AMX multiplies.  Cells of queries and keys are padded with zeros to a multiple of sixteen."""
 
     num_lanes = 2 * TILE
 
@@ -270,7 +283,7 @@ class AmxTile(Tile):
                 self.queries.store(c * self.side + r, self.code.i32x16(0))
 
     def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
-        """Write keys; scores of keys beyond the last are of whatever lies there, and are never read."""
+        """Write keys.  Scores of keys beyond the last are computed from arbitrary memory and never read."""
         code, whole = self.code, self._cells // LANES * LANES
         for i in code.loop(0, count):
             row = row_of(i).of("i32")
@@ -282,7 +295,10 @@ class AmxTile(Tile):
                 self.keys[i * PITCH + cell] = 0
 
     def stage_values(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
-        """Write values [D, side / 2] of words of two neighbours in time; beyond the last the last again, up to a multiple of 32."""
+        """Write values [D, side / 2], words that pair two consecutive positions.
+
+        The last value is repeated up to a multiple of 32 positions.
+        """
         code = self.code
         for first in code.loop(0, count, 2 * TILE):
             places = [code.minimum(first + i, count - 1) for i in range(2 * TILE)]
@@ -296,7 +312,7 @@ class AmxTile(Tile):
                     self.values.store((d + i) * (self.side // 2) + first // 2, column)
 
     def write_scores(self, num_rows: Value, count: Value) -> None:
-        """Write scores, two tiles of keys by two of queries at a time."""
+        """Write scores, for two tiles of keys by two tiles of queries at a time."""
         code = self.code
         for r in code.loop(0, num_rows, 2 * TILE):
             for key in code.loop(0, count, 2 * TILE):
@@ -322,7 +338,7 @@ class AmxTile(Tile):
                 self.pairs.store(t * self.side + r, code.i32x16(0))
         for r in code.loop(0, num_rows, 2 * TILE):
             for d in code.loop(0, self.width, 2 * TILE):
-                # beyond the width the last again: read before it is written
+                # Beyond the width the last tile is computed again; it is read before it is written.
                 ds = [d, code.minimum(d + TILE, self.width - TILE)]
                 places = [self.sums + (ds[i // 2] * self.side + r + i % 2 * TILE) for i in range(4)]
                 for sums, place in enumerate(places):

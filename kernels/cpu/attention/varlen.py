@@ -1,20 +1,19 @@
-"""Attention of whole, independent sequences without padding and without a cache: every token sees its own
-sequence in both directions.
+"""Attention of encoders: whole, independent sequences without padding and without a cache, in both directions.
 
-    qkv   [T, 3, N, D]   the sequences one after the other; equal lengths stand together
+    qkv   [T, 3, N, D]   the sequences one after the other, those of equal length adjacent
     out   [T, N D]
-    group (first token, number of sequences n, their length L, how many of L are seen: K)
+    group                first token, number of sequences n, their length L, number of visible keys K
 
-A sequence's tokens from K on see the others, and are not seen.  `window` w: a token sees those at most w away.  `bias` [N, 2 P + ROWS] float32 is added to the scores by
-distance: bias[n, P + query - key]; P ≥ L.
+The tokens of a sequence from K on see the others but are invisible.  With a `window` w a token sees tokens at most w
+positions away.  A `bias` [N, 2 P + ROWS] float32, P ≥ L, is added to the scores by distance: bias[n, P + query - key].
 
-    native   bfloat16 and float32, D a multiple of 16: `prefill.py`
-    torch    elsewhere: sequences of one length are one dense [n, L] batch, a view that copies nothing;
-             windows are cut into tiles of queries, so that the work grows with L w
+    native   bfloat16 and float32, D a multiple of 16: `whole_attention` of `prefill.py`
+    torch    everything else: the sequences of one length are one dense [n, L] batch, a view without a copy; windows are
+             cut into tiles of queries, so that the work grows with L w
 
-Law: the choice depends on the dtype, the width and the machine, never on a batch.
+Law: the implementation depends on the dtype, the width and the machine, never on a batch.
 
-Roofline: FLOPs = 4 Σ L² N D, bytes = 4 e T N D.
+Roofline: 4 Σ L² N D FLOPs, 4 e T N D bytes.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from torch import Tensor
 from trouper.kernels.codegen import launch, units
 
 ROWS = 64  # queries of a tile: `WHOLE_SIDE` of prefill.py
-QUERY_TILE = 256  # in torch
+QUERY_TILE = 256  # queries of a tile in torch
 UNLIMITED = 2**62
 
 
@@ -36,11 +35,11 @@ class Group(NamedTuple):
     first: int
     num_sequences: int
     length: int
-    num_keys: int = UNLIMITED  # at most the length; each token's window must hold one of them
+    num_keys: int = UNLIMITED  # at most the length; each token's window must contain one of them
 
     @property
     def end(self) -> int:
-        """Return the first token behind the group."""
+        """Return the index of the first token behind the group."""
         return self.first + self.num_sequences * self.length
 
     @property
@@ -57,7 +56,7 @@ def is_native(dtype: torch.dtype, width: int) -> bool:
 
 
 def positions_of(groups: Sequence[Group]) -> np.ndarray:
-    """Return [T] int64, the position of each token in its sequence."""
+    """Return the position of each token in its sequence, [T] int64."""
     return np.concatenate([np.tile(np.arange(g.length), g.num_sequences) for g in groups])
 
 
@@ -83,7 +82,14 @@ def varlen_attention(
     bias: Tensor | None = None,
     tiles: np.ndarray | None = None,
 ) -> Tensor:
-    """Return [T, N · D]; `tiles` are those of the groups, where the kernel is native."""
+    """Return the output [T, N · D].
+
+    Args:
+        scale: factor of the scores.
+        window: largest distance of a visible key; all keys are visible by default.
+        bias: added to the scores by distance.
+        tiles: `tiles_of(groups)` for the native kernel; without them torch computes.
+    """
     if tiles is not None:
         return _native(qkv_T3ND, tiles, scale, window, bias)
     num_tokens, _, num_heads, width = qkv_T3ND.shape
@@ -145,7 +151,7 @@ def _band(begin: int, end: int, low: int, high: int, window: int, device: torch.
 
 
 def _matrix(bias: Tensor, length: int) -> Tensor:
-    """Return the bias as [N, L, L], queries by keys."""
+    """Return the bias as a matrix [N, L, L], queries by keys."""
     middle = (bias.shape[1] - ROWS) // 2
     places = torch.arange(length)
     return bias[:, middle + places[:, None] - places]
@@ -159,7 +165,7 @@ def varlen_attention_reference(
     window: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute one sequence after the other, with all scores at once, in float64."""
+    """Compute one sequence after the other in float64, with all scores at once."""
     outs: list[Tensor] = []
     for group in groups:
         first, num, length, _ = group

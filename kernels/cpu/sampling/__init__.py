@@ -1,1 +1,1 @@
-"""Sampling on the CPU."""
+"""Kernels that draw tokens."""

@@ -1,25 +1,26 @@
-"""A token for each row of a step: the arg max of logit / temperature + Gumbel noise over what top-k, top-p and min-p leave.
+"""Draw a token for each row of a step: the largest logit / temperature + Gumbel noise among the tokens that pass top-k,
+top-p and min-p.
 
-    logits [T, V]     float32, may be strided; row i draws from those at picked[i], in which penalties are written, and
-                      not at all where that is below 0
-    parameters [S]    `ROW`: of the device's rows;  row i is the one at rows[i]
-    tokens [S, L]     int64, the first ends[i] of row rows[i] have occurred: where a penalty is asked for
-    masks [S]         int64: the address of the row's bits, which allow token v by bit v % 32 of word v // 32; 0 = all are
-    token [R]         int64; NOT_FINITE, or NOTHING_LEFT where all are -inf; what is not a number is never drawn
+    logits [T, V]     float32, may be strided; row i uses logits picked[i], which penalties overwrite; no token is drawn
+                      for a negative index
+    parameters [S]    `ROW`: the parameters of row i are at index rows[i]
+    tokens [S, L]     int64: the first ends[i] tokens of rows[i] have occurred; read only for a penalty
+    masks [S]         int64: address of a bit mask that allows token v by bit v % 32 of word v // 32; 0 allows all
+    token [R]         int64: the token, NOT_FINITE for logits with NaN or infinity, NOTHING_LEFT if all are -inf
 
-First logits of tokens that have occurred are divided by the repetition penalty if they are above 0, else multiplied.  A
-row of temperature 0 takes the first of the largest.  A mask comes after the penalties.  Equal logits are in the order of their ids.  One call draws any
-mixture of rows.
+The repetition penalty comes first: it divides positive logits of tokens that have occurred, and multiplies negative ones.
+Then the mask applies.  A row with temperature 0 takes the smallest id among the largest logits; equal logits are ordered
+by their ids.  One call draws any mixture of rows.
 
 Laws:
-  * A row's token depends on its own row alone.  The noise is `noise.gumbel`'s up to rounding.
-  * A token that occurs twice is penalised once: all are read before any is written.  What is no token of the vocabulary
-    counts for nothing.
+  * A row's token depends only on its own row.  The noise equals that of `noise.gumbel` up to rounding.
+  * A token that occurs twice is penalised once, because all logits are read before any is written.  Ids outside the
+    vocabulary have no effect.
 
-Roofline: bytes = 4 R V from memory; but instructions bound it, see `sample_rows.py` and `top_k_top_p.py`.
-Measured, one Xeon core (Emerald Rapids), logits of deviation 3; in brackets with torch's and numpy's partitions:
-256 rows of 4,096, temperature 0.4 and top-p 0.95: 0.98 ms (5.3); 16 rows of 151,936: top-p 0.9 3.3 (365), top-k 50 1.9 (9.2),
-neither 1.2 (4.9), greedy 0.44 (0.45).
+Roofline: 4 R V bytes from memory, but instructions are the bound: see `sample_rows.py` and `top_k_top_p.py`.
+Measured on one Xeon core (Emerald Rapids), logits with deviation 3, in brackets with the partitions of torch and numpy:
+256 rows of 4,096, temperature 0.4 and top-p 0.95: 0.98 ms (5.3); 16 rows of 151,936: top-p 0.9 3.3 (365), top-k 50 1.9
+(9.2), neither 1.2 (4.9), greedy 0.44 (0.45).
 """
 
 import ctypes
@@ -33,8 +34,9 @@ from trouper.kernels.codegen import launch, units
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT
 from trouper.kernels.reference.noise import gumbel
 
-TOKENS_PER_THREAD = 2**15  # 10 µs; to wake a second thread costs 3
-LEAST = 16  # tokens in a vocabulary of the kernel's
+# A thread takes 10 µs for this many tokens, and a second thread takes 3 µs to wake.
+TOKENS_PER_THREAD = 2**15
+LEAST = 16  # the smallest vocabulary of the kernel
 
 
 def sample(
@@ -47,9 +49,11 @@ def sample(
     masks_S: np.ndarray,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return tokens [R], int64; `ends` are also their positions.  Logits, parameters and tokens as above, the rest int64.
+    """Return the tokens [R] int64.
 
-    What is recorded wants an `out`, and other arrays that stay where they are.
+    Args:
+        ends_R: number of tokens of each row, which is also the position of the drawn token.
+        out: memory for the tokens.  A recording needs it, and needs all other arrays to keep their addresses.
     """
     assert logits_TV.dtype == torch.float32
     if not units.is_available() or logits_TV.shape[1] < LEAST:
@@ -143,14 +147,15 @@ def apply_repetition_penalty_reference_(
 ) -> None:
     ids = ids[(ids >= 0) & (ids < len(logits_V))]
     logits = logits_V[ids]
-    with np.errstate(all="ignore"):  # a row that is not finite fails later, and alone
+    # A row that is not finite fails later, without affecting other rows.
+    with np.errstate(all="ignore"):
         logits_V[ids] = np.where(logits > 0, logits / penalty, logits * penalty)
 
 
 def top_k_top_p_reference(logits_V: np.ndarray, row: np.void) -> np.ndarray:
-    """Return which tokens may be drawn, by a stable sort and in float64."""
+    """Return which tokens may be drawn, computed by a stable sort in float64."""
     order = np.argsort(-logits_V, kind="stable")
-    with np.errstate(invalid="ignore"):  # -inf less -inf
+    with np.errstate(invalid="ignore"):  # -inf minus -inf
         x = (logits_V[order].astype(np.float64) - logits_V[order[0]]) / row["temperature"]
     kept = x >= row["log_min_p"]
     if 0 < row["top_k"] < len(x):

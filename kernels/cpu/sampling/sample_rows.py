@@ -1,8 +1,11 @@
-"""The kernel of `sample.py`: one pass that asks whether a row is finite, two over the tokens that have occurred in it, then
-the largest, what may be drawn (`top_k_top_p.py`), and the arg max of that with noise.
+"""The kernel of `sample.py`.
 
-Roofline: bytes = 4 V from memory, then 8 V from the second cache.  2 instructions for 16 tokens to find what is not finite, 2 for the largest, 4
-where none is kept, some 25 where one is and 70 where its noise may be enough: about ten times in a row.
+A row takes one pass that tests whether it is finite, two passes over the tokens that have occurred, one that finds the
+largest logit, the passes of `top_k_top_p.py`, and one that finds the largest sum of logit and noise.
+
+Roofline: 4 V bytes from memory, then 8 V from the second cache.  For sixteen tokens the test takes 2 instructions and the
+largest logit 2; the last pass takes 4 if no token is kept, about 25 if one is kept, and 70 if its noise may be large
+enough, which happens about ten times in a row.
 """
 
 import math
@@ -24,13 +27,15 @@ from trouper.kernels.cpu.sampling.row_layout import (
 from trouper.kernels.cpu.sampling.top_k_top_p import LOG2_E, Kept, Row, top_k_top_p
 from trouper.kernels.reference.noise import MULTIPLIERS
 
-ROUNDING = 2.0**-6  # of logarithms to the base 2, and much more
-UNROLLED = 4  # to compare or to add takes four cycles
+ROUNDING = 2.0**-6  # in logarithms to base 2, far more than the real error
+UNROLLED = 4  # a comparison or addition takes four cycles
 
 
 def sample_rows(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments logits, their stride, picked, parameters, rows, ends, tokens that have occurred,
-    their stride, masks, tokens, V, memory, its bytes for a thread.  A work item is a row.
+    """Write the kernel with the arguments logits, their stride, picked, parameters, rows, ends, tokens that have occurred, their
+    stride, masks, tokens, V, scratch memory, its bytes for a thread.
+
+    A work item is a row.
     """
     logits, stride, picked, parameters, rows, ends, occurred, *others = code.arguments(13)
     occurred_stride, masks, tokens, length, memory, memory_bytes = others
@@ -59,11 +64,13 @@ def sample_rows(code: KernelBuilder) -> None:
 
 
 def _is_finite(code: KernelBuilder, values: Pointer, length: Value) -> Value:
-    """Test whether all times 0 is 0."""
+    """Test whether the sum of all numbers times 0 is 0."""
     zeros = [code.var(code.f32x16(0.0)) for _ in range(UNROLLED)]
     for start in code.loop(0, length, UNROLLED * LANES):
         for i, zero in enumerate(zeros):
-            x = values.load(code.minimum(start + i * LANES, length - LANES))  # those before again
+            x = values.load(
+                code.minimum(start + i * LANES, length - LANES)
+            )  # may overlap the vector before
             zero.set(code.fma(x, code.f32x16(0.0), zero))
     total: Value = zeros[0]
     for zero in zeros[1:]:
@@ -92,9 +99,8 @@ def _apply_penalties(
 def _apply_mask(code: KernelBuilder, values: Pointer, length: Value, words: Pointer) -> None:
     whole = length - length % LANES
     for first in code.loop(0, whole, LANES):
-        word = words[first >> 5] >> code.truncate(
-            first & 31, "i32"
-        )  # its sixteen bits are the lowest now
+        # The sixteen bits of these tokens become the lowest.
+        word = words[first >> 5] >> code.truncate(first & 31, "i32")
         is_allowed = ((code.i32x16(word) >> code.lane_ids()) & 1) > 0
         values.store(first, code.select(is_allowed, values.load(first), code.f32x16(-math.inf)))
     for token in code.loop(whole, length):
@@ -136,7 +142,7 @@ def _largest(code: KernelBuilder, values: Pointer, length: Value) -> Value:
     best = [code.var(code.f32x16(-math.inf)) for _ in range(UNROLLED)]
     for start in code.loop(0, length, UNROLLED * LANES):
         for i, lanes in enumerate(best):
-            first = code.minimum(start + i * LANES, length - LANES)  # those before again
+            first = code.minimum(start + i * LANES, length - LANES)  # may overlap the vector before
             lanes.set(code.maximum(values.load(first), lanes))
     largest: Value = best[0]
     for lanes in best[1:]:
@@ -191,9 +197,9 @@ def _drawn(code: KernelBuilder, row: Row, keys: tuple[Value, Value]) -> Value:
 def _may_beat(
     code: KernelBuilder, x: Value, bits: Value, to_beat: Value, temperature: Value
 ) -> Value:
-    """Return false where x / temperature + noise is less for certain: two logarithms are saved, for nearly all tokens.
+    """Return false if x / temperature + noise is certainly smaller.  This saves two logarithms for nearly all tokens.
 
-    -log(-log u) ≤ -log(1 - u); and the bits of a float, as an integer, are at most 2²³ (log2 + 127).
+    -log(-log u) ≤ -log(1 - u), and the bits of a float, read as an integer, are at most 2²³ (log2 + 127).
     """
     complement = code.to_f32x16(_shifted(bits ^ -1, 8) | 1)  # 2²⁴ (1 - u), exactly
     logarithm = code.to_f32x16(code.as_i32x16(complement))
@@ -203,7 +209,7 @@ def _may_beat(
 
 
 def _last_tie(code: KernelBuilder, row: Row, kept: Kept) -> Value:
-    """Return the id of the last of those that equal the cut and are kept; at least V where all are."""
+    """Return the id of the last kept token among those equal to the cut, or at least V if all are kept."""
     last, left = code.var(row.length), code.var(kept.ties)
     with code.when(kept.ties < kept.found):
         for start in code.loop(0, row.length, LANES):
@@ -232,7 +238,7 @@ def _hash32(x: Value, key0: Value, key1: Value) -> Value:
 
 
 def _shifted(x: Value, count: int) -> Value:
-    """Shift to the right, zeros from the left."""
+    """Shift right, inserting zeros."""
     return (x >> count) & (2 ** (32 - count) - 1)
 
 

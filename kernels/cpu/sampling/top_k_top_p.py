@@ -1,17 +1,17 @@
-"""Tokens of a row that may be drawn: min-p, then top-k, then top-p, in the language of kernels and without a sort.
+"""Select the tokens of a row that may be drawn: min-p, then top-k, then top-p, in the kernel language and without a sort.
 
-    kept: the tokens above `cut`, and by rising id the first `ties` of those that equal it
+    kept: the tokens above `cut`, and the first `ties` tokens equal to it, by rising id
 
-Of what min-p leaves top-k keeps the k largest; of these top-p keeps, in falling order, each whose predecessors have less
-than p of the mass.  Both keep a token while the weight of those before it is below a target: weights of one and k, then
-weights e^x and p · mass.
+Top-k keeps the k largest logits that min-p leaves.  Of these, in falling order, top-p keeps each token if its
+predecessors have less than p of the mass.  Both are the same search: keep a token while the weight of the tokens before
+it is below a target.  For top-k the weights are one and the target is k; for top-p they are e^x and p · mass.
 
-Noise lies in (-2.82, 16.64), so what is 19.5 below the best, after temperature, is never drawn.  The rest is copied, and
-the copy narrowed by halves of its range until it holds the equal values among which the target is reached.  What top-k
-leaves below that is no mass for top-p: less than k · 3.4e-9 of the best's.
+The noise is in (-2.82, 16.64), so a logit more than 19.5 below the best, after temperature, is never drawn.  The others are
+copied, and the copy is narrowed by halving its range until it contains the equal values at which the target is reached.
+The tokens out of reach that top-k keeps are not part of the mass for top-p: less than k · 3.4e-9 of the best token's.
 
-Roofline: bytes = 4 V, twice from the second cache for top-p and once for top-k.  Some 20 instructions for 16 tokens that
-have a mass and 15 for those that are copied; to narrow them takes two or three times as many.
+Roofline: 4 V bytes, twice from the second cache for top-p and once for top-k.  About 20 instructions for sixteen tokens
+with a mass and 15 for sixteen copied ones; narrowing takes two or three times as many.
 """
 
 import math
@@ -27,24 +27,25 @@ LOG2_E = 1.4426950408889634
 
 
 class Row(NamedTuple):
-    values: Pointer  # float32, of at least sixteen tokens
+    values: Pointer  # float32, at least sixteen tokens
     length: Value
     best: Value  # above -inf
     temperature: Value
     log_min_p: Value
-    top_k: Value  # 0 = off
-    top_p: Value  # 1 = off
+    top_k: Value  # 0 is off
+    top_p: Value  # 1 is off
     held: Pointer  # memory for `held_bytes`
 
 
 class Kept(NamedTuple):
     cut: Var
-    ties: Var  # a float
-    found: Var  # so many equal the cut, where ties may be fewer
+    ties: Var  # as a float
+    # The number of tokens equal to the cut, if `ties` may be smaller.
+    found: Var
 
 
 def held_bytes(vocab_size: int) -> int:
-    """Count the bytes of a copy, of what its last store writes too much, and of what its last load reads."""
+    """Count the bytes for a copy, including the excess of its last store and load."""
     return 4 * (-(-vocab_size // LANES) + 2) * LANES
 
 
@@ -74,7 +75,7 @@ def top_k_top_p(code: KernelBuilder, row: Row) -> Kept:
             is_counted = (x >= floor) & (x > counted)
             mass.set(mass + code.select(is_counted, probability(x), 0.0))
         total = code.reduce_sum(mass) + of_ties
-        # what is less probable than that has less than 1 - p in all; half of it, for rounding
+        # Tokens below this probability have less than 1 - p together.  Half of it allows for rounding.
         negligible = (1.0 - row.top_p) * total * 0.5 / code.f32(row.length)
         logarithm = code.reduce_max(code.log(code.f32x16(negligible)))
         needed = code.maximum(row.best + logarithm * row.temperature, kept.cut)
@@ -86,7 +87,10 @@ def top_k_top_p(code: KernelBuilder, row: Row) -> Kept:
 
 
 def _tokens(code: KernelBuilder, row: Row) -> Iterator[Value]:
-    """Yield sixteen at a time; the last sixteen overlap those before, which are -inf the second time."""
+    """Yield sixteen logits at a time.
+
+    The last vector overlaps the one before, and its repeated lanes are -inf.
+    """
     for start in code.loop(0, row.length, LANES):
         first = code.minimum(start, row.length - LANES)
         is_new = code.lane_ids() >= code.i32x16(code.truncate(start - first, "i32"))
@@ -94,7 +98,7 @@ def _tokens(code: KernelBuilder, row: Row) -> Iterator[Value]:
 
 
 class _Copy:
-    """A copy of some values, in their order."""
+    """A copy of some logits in order."""
 
     def __init__(self, code: KernelBuilder, held: Pointer) -> None:
         self._code, self._held = code, held
@@ -117,7 +121,7 @@ class _Copy:
             self._most.set(code.select(is_wanted, most, self._most))
 
     def range(self) -> tuple[Value, Value]:
-        """Return the least and the most; what the next `values` read beyond the last is nothing."""
+        """Return the smallest and the largest value.  Writes -inf behind the last value, where `values` may read."""
         self._held.store(self.count, self._code.f32x16(-math.inf))
         return self._code.reduce_min(self._least), self._code.reduce_max(self._most)
 
@@ -126,7 +130,7 @@ class _Copy:
             yield self._held.load(i)
 
     def keep(self, above: Value, to: Value) -> None:
-        """Keep only what is above the one and not above the other."""
+        """Keep only the values that are greater than `above` and at most `to`."""
         count = Value(self._code, self.count.ir)
         self._begin()
         for i in self._code.loop(0, count, LANES):
@@ -137,12 +141,12 @@ class _Copy:
 def _narrow(
     code: KernelBuilder, copy: _Copy, weigh: Callable[[Value], Value], target: Value, kept: Kept
 ) -> None:
-    """Keep what has less than the target before it, or all of the copy where that is less."""
+    """Keep the values with less than the target before them, or the whole copy if its weight is smaller."""
     low, high = map(code.var, copy.range())
     before = code.var(0.0)
     for _ in code.while_(low, high):
         middle = low + (high - low) * 0.5
-        middle = code.select(middle < high, middle, low)  # when it was rounded up, or is too large
+        middle = code.select(middle < high, middle, low)  # rounded up, or infinite
         weight = code.var(code.f32x16(0.0))
         for x in copy.values():
             weight.set(weight + code.select(x > middle, weigh(x), 0.0))
