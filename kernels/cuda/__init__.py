@@ -1,1 +1,1 @@
-"""The Triton kernels: one operation per file.  Imported by nothing that runs without a GPU."""
+"""The Triton kernels.  Only code that runs on a GPU imports them."""

@@ -1,8 +1,8 @@
-"""y = act(g) · u for the two halves g, u of a fused gate-and-up product.
+"""y = act(g) · u for the halves g, u of a fused gate-and-up product.
 
-    gate_up [T, 2 M] -> y [T, M], rows contiguous;   act = silu, or gelu in its tanh form (Gemma)
+    gate_up [T, 2 M] -> y [T, M], rows contiguous;   act is silu, or gelu in its tanh form (Gemma)
 
-Roofline: bytes = 3 e T M, FLOPs ≈ 6 T M.  Target 85 %.  Reference: `kernels/reference/activation.py`.
+Roofline: 3 e T M bytes, about 6 T M FLOPs.  Target 85 %.  Reference: `kernels/reference/activation.py`.
 """
 
 from typing import Literal

@@ -1,11 +1,11 @@
-"""The inner loop of paged attention: some rows of queries over a stretch of one sequence's keys.
+"""The inner loop of paged attention: some rows of queries over a range of one sequence's keys.
 
     M     rows: query tokens × the query heads of one KV head      D  head width, padded to W
-    TILE  keys a turn                                              S  cache slots
+    TILE  keys of an iteration                                     S  cache slots
 
-Device code of `decode_attention` and `prefill_attention`.  The cache is read through the block table, a
-tile at a time, and is never gathered.  Scores, their maximum, their sum and the output are float32.
-What lies past the last key may be NaN, so values are masked as well as scores.
+`decode_attention` and `prefill_attention` share this device code.  The cache is read through the block table, a tile at a
+time, without gathering.  Scores, their maximum, their sum and the output are float32.  Memory behind the last key may
+contain NaN, so values are masked like scores.
 """
 
 import torch
@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-PRECISION = tl.constexpr("tf32x3")  # of float32 alone: three products of its halves, nearly exact
+# Applies to float32 only: three products of its halves, nearly exact.
+PRECISION = tl.constexpr("tf32x3")
 
 
 def head_bytes(padded: int, dtype: torch.dtype) -> int:
-    """Return the key of attention's tables: bytes of a head; a float32 is multiplied as two halves of its width."""
+    """Return the key of attention's tables: bytes of a head.  A float32 counts twice, because it is multiplied as two halves."""
     return padded * dtype.itemsize * (2 if dtype == torch.float32 else 1)
 
 
@@ -30,7 +31,7 @@ def attend(
     position,  # M, of the queries
     first,
     end,  # keys first … end - 1
-    k_ptr,  # the head's keys, values and the sequence's block ids
+    k_ptr,  # the head's keys, its values, and the sequence's block ids
     v_ptr,
     block_ptr,
     stride_s,
@@ -46,7 +47,7 @@ def attend(
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Run one pass of the online softmax.  Unmasked, all rows see all keys and TILE divides their number."""
+    """Run one pass of the online softmax.  Without a mask all rows see all keys, and TILE divides the number of keys."""
     column = tl.arange(0, W)
     for at in tl.range(first, end, TILE, num_stages=STAGES):
         key = at + tl.arange(0, TILE)
@@ -70,7 +71,7 @@ def attend(
                 is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
             score = tl.where(is_visible, score, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(score, 1))
-            new_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that sees none
+            new_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without visible keys
         else:
             new_max = tl.maximum(row_max, tl.max(score, 1))
         p = tl.exp2(score - new_max[:, None])

@@ -1,13 +1,13 @@
-"""The operations in which the GPUs of a model take part, as collective calls: `SharedOps` by NCCL (or gloo, in tests).
+"""The shared operations of the GPUs of a model, as collective calls by NCCL (or gloo, in tests).
 
     T  tokens    E  hidden size    R  rows of logits    V  vocabulary, or the columns of a rank
 
 Laws:
-  * Each operation makes the same calls with the same sizes on every rank, whatever is in the tensors, so a step can be captured: NCCL's
-    calls become nodes of the graph, and a replay on one rank meets the replays of the same graph on the others.
-  * A sum has the same bits on all ranks: NCCL adds each number up in one place, and hands the sum on.  Which order that
-    is depends on the size of the message, and with NVLink SHARP on the call; so where batches must not change bits the parts are
-    gathered, and every rank adds them up in float32 in the order of the ranks.
+  * Each operation makes the same calls with the same sizes on every rank, whatever the tensors contain.  So a step can be
+    captured: NCCL's calls become nodes of the graph, and the replays of one graph meet on all ranks.
+  * A sum has the same bits on all ranks, because NCCL adds each number in one place and distributes the sum.  The order of
+    the addition depends on the size of the message, and with NVLink SHARP on the call.  For batch invariance the parts are
+    gathered instead, and every rank adds them in float32 in the order of the ranks.
 """
 
 import torch
@@ -20,12 +20,13 @@ from trouper.kernels.ops import RankShare, SharedOps, q_and_k
 
 
 class CollectiveSums(SharedOps):
-    """The group as one rank calls it.
+    """The group from the view of one rank.
 
     Args:
-        group: of all ranks, on the devices of their tensors.
-        ops: of this rank, for what follows a sum.
-        is_invariant: a sum of a row does not depend on how many rows there are.
+        group: the process group of all ranks, on the devices of their tensors.
+        ops: this rank's operations, for the work that follows a sum.
+        share: this rank's sizes and constants.
+        is_invariant: whether a row's sum must not depend on the number of rows.
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class CollectiveSums(SharedOps):
         return self._ops.fused_add_norm(x_TE, self._sum(y_TE), weight, post_weight)
 
     def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        """Normalise as `Ops` does.  Keys that several ranks have count as often in the sum as in the number of its summands."""
+        """Implement `SharedOps.all_heads_norm_`.
+
+        Ranks that share keys add them equally often to the sum and to the number of summands, so the mean is right.
+        """
         both = q_and_k(qkv_TND, q_norm, k_norm)
         sums_2T = torch.empty(2, len(qkv_TND), dtype=torch.float32, device=qkv_TND.device)
         for part_TX, sums_T in zip(both, sums_2T, strict=True):
@@ -59,7 +63,7 @@ class CollectiveSums(SharedOps):
             norm_by_sum_(part_TX, sums_T, weight, num=num, eps=self._share.norm_eps)
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
-        """Gather the columns of all ranks on the first; the others keep their own."""
+        """Gather the columns of all ranks on the first rank.  The others keep their own."""
         num_rows, width = product_RV.shape
         most = self._share.num_logits
         if width < most:
@@ -74,11 +78,11 @@ class CollectiveSums(SharedOps):
         return self._ops.finish_logits(logits_RV, scale, cap)
 
     def tell(self, sampled_C: Tensor) -> None:
-        """Give all ranks the ids that the first has sampled."""
+        """Send the ids that the first rank has sampled to all ranks."""
         dist.broadcast(sampled_C, src=0, group=self._group)
 
     def _sum(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' parts, which overwrites this one or not."""
+        """Return the sum of all ranks' parts.  It may overwrite this rank's part."""
         if not self._is_invariant:
             dist.all_reduce(part, group=self._group)
             return part

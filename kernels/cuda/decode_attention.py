@@ -1,19 +1,19 @@
-"""Attention of the columns with one query each, over a paged cache, split along the keys.
+"""Attention of the columns with one query each over a paged cache, split along the keys.
 
-    out = softmax(cap(scale · q Kᵀ)) V per query head;  cap(s) = c · tanh(s / c), if there is a c
+    out = softmax(cap(scale · q Kᵀ)) V per query head;  cap(s) = c · tanh(s / c), or s without a cap
 
     q       [T, N, D]    tokens × query heads × head width; N = H · G, heads of a group adjacent
     cache   [2, H, S, D] keys and values of one layer × slots; any strides but the last
-    bounds  [C + 1]      int32, first token of each column; columns with other than one token are left alone
+    bounds  [C + 1]      int32, first token of each column; columns with more or fewer tokens are skipped
     rows, starts [C]     int32, row of the block table and position of the column's first token
     blocks  [rows, …]    int32, block ids of each row
     out     [T, N · D]   only the columns' own rows are written
 
-The keys are split by size, SPLIT each, and only beyond MAX_SPLITS · SPLIT keys into longer parts: how a
-sequence is split depends on its own length alone, and with it every bit of its result.  The parts are
-merged in their order.  A sequence of one part is finished by the first kernel.
+A sequence is split into parts of SPLIT keys, or of longer parts beyond MAX_SPLITS · SPLIT keys.  The split depends only on
+the sequence's own length, and so does every bit of its result.  The parts are merged in order.  The first kernel
+finishes a sequence of one part.
 
-Roofline: bytes = 2 e H D ΣL, FLOPs = 4 N D ΣL for L keys (fewer with a window); bound by memory.
+Roofline: 2 e H D ΣL bytes, 4 N D ΣL FLOPs for L keys (fewer with a window); bound by memory.
 Target 85 % from 64 MB of KV.  Reference: `kernels/reference/paged_attention.py`.
 """
 
@@ -25,11 +25,13 @@ from torch import Tensor
 from trouper.kernels.cuda.attention import attend, head_bytes
 from trouper.kernels.cuda.launch import MERGE, Table, config_of, dot_type
 
-MAX_SPLITS = 64  # parts a sequence: 8 KV heads fill 132 processors with one sequence of 16 k keys
-# Programs beyond this take several parts each: they fill every processor ten times over, and a captured step,
-# whose grid is for the longest sequence there may be, launches few that find nothing to do.
+MAX_SPLITS = (
+    64  # parts of a sequence: one sequence of 16 k keys with 8 KV heads fills 132 processors
+)
+# Beyond this number a program processes several parts.  This many programs fill every processor ten times over, while a
+# captured step, whose grid is for the longest possible sequence, launches few programs without work.
 MAX_PROGRAMS = 4096
-SPLIT = 512  # keys a part; fixed, as a change of it changes bits
+SPLIT = 512  # keys of a part; fixed, because another value changes bits
 
 # By `head_bytes`.
 CONFIGS: Table = {
@@ -44,7 +46,7 @@ CONFIGS: Table = {
 
 @triton.jit
 def _part_of(length, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Return (first visible key, keys a part, number of parts) of a sequence."""
+    """Return (first visible key, keys of a part, number of parts) of a sequence."""
     begin = tl.maximum(0, length - WINDOW) if WINDOW > 0 else 0
     size = tl.cdiv(tl.cdiv(length - begin, MAX_SPLITS), SPLIT) * SPLIT
     return begin, size, tl.cdiv(length - begin, size)
@@ -189,10 +191,10 @@ def decode_attention(
     split: int = SPLIT,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return [T, N · D].
+    """Return the output [T, N · D].
 
     Args:
-        max_length: no sequence that is decoded is longer; sizes the grid, and changes no result.
+        max_length: the longest decoded sequence; it bounds the grid and changes no result.
     """
     num_tokens, num_q, width = q_TND.shape
     num_kv, num_columns = cache_2HSD.shape[1], len(rows_C)

@@ -1,4 +1,4 @@
-"""The head of a step: which tokens, where they are in their sequence and in the cache, and their embeddings.
+"""The start of a step on the device: token ids, positions and cache slots of a batch, and the embeddings.
 
     token t of column i:  position = starts[i] + t - bounds[i],  id = tokens[rows[i], position]
                           slot = blocks[rows[i], position // B] · B + position % B,  x[t] = α · embedding[id]
@@ -7,9 +7,9 @@
     tokens [rows, …], blocks [rows, …] int32, the permanent rows of the device
     embedding [V, E] -> x [T, E], positions [T] int32, slots [T] int32
 
-A token past the last bound is padding: position 0, slot -1 and a row of zeros.
+A token behind the last bound is padding: position 0, slot -1 and a row of zeros.
 
-Roofline: bytes = 2 e T E.  A few µs; it counts as a launch.
+Roofline: 2 e T E bytes.  A few µs, which is the cost of a launch.
 """
 
 from typing import NamedTuple
@@ -83,7 +83,7 @@ def embed(
     alpha: float = 1.0,
     out: Embedded | None = None,
 ) -> Embedded:
-    """Embed `num_tokens` tokens, those that pad the batch included."""
+    """Embed `num_tokens` tokens, including those that pad the batch."""
     num_columns, width = len(rows_C), embedding_VE.shape[1]
     assert len(bounds) == num_columns + 1, "bounds is not [C + 1]"
     assert embedding_VE.is_contiguous(), "embedding must be contiguous"

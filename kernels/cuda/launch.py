@@ -1,12 +1,10 @@
-"""Parts that every launcher shares: launch configurations from tables, and the type of the dot products.
+"""Helpers of all launchers: launch configurations, the type of dot products, and the column of a ragged batch.
 
-A table is keyed by device and by the largest size of a bucket; nothing is timed at run time, so a launch
-is the same in every run and may be captured.  A device without rows of its own takes Hopper's.
+A table of configurations is keyed by device and by the largest size of a bucket.  Nothing is timed at run time, so a
+launch is the same in every run and can be captured.  A device without its own rows uses Hopper's.
 
-Which column of a ragged batch something belongs to: device code of several kernels.
-
-bounds [C + 1]  int32: the tokens of column i are bounds[i] … bounds[i + 1] - 1 of the flat batch;
-                columns that pad the batch to a captured size are empty and lie at its end
+    bounds [C + 1]  int32: the tokens of column i are bounds[i] … bounds[i + 1] - 1 of the flat batch;
+                    columns that pad the batch to a captured size are empty and last
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,23 +13,22 @@ import torch
 import triton
 import triton.language as tl
 
-INTERPRETED = (
-    triton.knobs.runtime.interpret
-)  # as `triton.jit` saw it when the kernels were decorated
+# The value that `triton.jit` read when the kernels were decorated.
+INTERPRETED = triton.knobs.runtime.interpret
 
-# Triton's default changes in 3.10, and numerics would move with it.
+# Triton's default changes in 3.10, which would change numerics.
 OPTIONS = {"enable_fp_fusion": True}
-MERGE = {"num_warps": 1, **OPTIONS}  # for kernels that merge a few numbers a program
+MERGE = {"num_warps": 1, **OPTIONS}  # for kernels that merge a few numbers in a program
 
 Config = Mapping[str, int]  # constants of a kernel, `num_warps` and `num_stages`
 Table = Mapping[str, Sequence[tuple[int, Config]]]  # device -> (largest size, config), rising
 
 
 def config_of(table: Table, device: torch.device, size: int) -> Config:
-    """Return the first row of the device's table whose bucket holds `size`.
+    """Return the first row of the device's table with a bucket that holds `size`.
 
     Raises:
-        ValueError: the size is larger than every bucket.
+        ValueError: the size exceeds every bucket.
     """
     rows = table.get(_architecture(device), table["sm_90"])
     for largest, config in rows:
@@ -41,7 +38,7 @@ def config_of(table: Table, device: torch.device, size: int) -> Config:
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """Return the type that matrices are multiplied in; the interpreter cannot multiply bfloat16."""
+    """Return the type in which matrices are multiplied.  Triton's interpreter cannot multiply bfloat16."""
     if INTERPRETED or dtype == torch.float32:
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
@@ -56,7 +53,7 @@ def _architecture(device: torch.device) -> str:
 
 @triton.jit
 def column_of(bounds_ptr, num_columns, index, BLOCK: tl.constexpr):
-    """Return the column of the `index`-th block, when each column has count // BLOCK + 1 blocks or fewer.
+    """Return the column of the `index`-th block, if each column has at most count // BLOCK + 1 blocks.
 
     Column i's blocks begin at bounds[i] // BLOCK + i; with BLOCK = 0 they are its tokens.
     """

@@ -1,16 +1,14 @@
-"""y = x Wᵀ + b with one order of addition whatever the number of rows: the products of batch-invariant mode.
+"""y = x Wᵀ + b with an order of addition that does not depend on the number of rows: the linear layer of batch-invariant mode.
 
     x [T, I]   tokens × inputs, rows may be strided
-    W [O, I]   as checkpoints store it;  b [O], or absent
+    W [O, I]   the layout of checkpoints;  b [O] optional
     y [T, O]
 
-cuBLAS takes another algorithm for another T, and so adds up a row in another order.  Here every T is cut into
-tiles of one shape, and each output is one accumulator over the inputs in their order: never split.
+cuBLAS chooses another algorithm for another T, and so adds in another order.  This kernel cuts every T into tiles of one
+shape, and each output is one accumulator over the inputs in their order, without splits.
 
-Roofline: bytes = e (O I + T I + T O), FLOPs = 2 T O I; target 75 % of cuBLAS at large T.
+Roofline: e (O I + T I + T O) bytes, 2 T O I FLOPs; target 75 % of cuBLAS at large T.
 Reference: `kernels/reference/linear.py`.
-
-The linear layer of batch-invariant mode on a GPU.
 """
 
 import triton
@@ -21,9 +19,9 @@ from trouper.kernels.cuda.attention import PRECISION
 from trouper.kernels.cuda.launch import Table, config_of, dot_type
 from trouper.kernels.linear import LinearMethod
 
-GROUP = 8  # tiles of rows that share a tile of W while it is in the second cache
+GROUP = 8  # tiles of rows that share a tile of W in the second cache
 
-# By bytes of a number.  A change of a tile changes bits, so there is one for all T.
+# By bytes of a number.  Another tile changes bits, so one tile serves every T.
 CONFIGS: Table = {
     "sm_90": (
         (2, {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 5, "num_warps": 4}),
@@ -104,7 +102,7 @@ def matmul(
 
 
 class InvariantLinear(LinearMethod):
-    """A product whose rows do not depend on the number of rows; see `matmul`."""
+    """A linear layer with rows that do not depend on the number of rows; see `matmul`."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         num_out, num_in = weight_OI.shape

@@ -1,32 +1,26 @@
-"""h = A x, each row with the A of its own adapter: the first half of the adapters' product.
+"""The adapters of one linear layer on a GPU: their memory, and two launches that add y += B A x to the base's product.
+
+Each row has the A and B of its own adapter.  `lora_shrink` computes h = A x, and `lora_expand_` adds B h.
 
     x [T, I]            tokens × inputs, rows may be strided
-    A [S, P, R, I]      of each slot and part; ranks beyond the slot's own are never read
-    h [C, T, P · R]     float32; of C stretches of SPLIT inputs each, which `lora_expand` adds up in their order
-    ranks [S + 1]       int32, by slot, 0 = empty
-
-    order [T] int32             rows that have an adapter, by slot
-    blocks [1 + B, 3] int32     [0, 0] is their number; then slot, first in the order, count: BLOCK_ROWS rows at most
-
-A program has one block, one tile of ranks and one stretch of the inputs.  The stretches have one length for every
-batch, so a row's bits depend on no other row, and a step of one token still has work for more than one multiprocessor.
-Programs beyond the blocks, and beyond a slot's rank, end at once: which rows have which adapter is data.
-
-Roofline: bytes = e (r I + T I) for each adapter's block, FLOPs = 2 T r I.  Reference: `kernels/cpu/linear/by_torch.py`.
-
-y += B h, each row with the B of its own adapter: the second half of the adapters' product.
-
-    h [C, T, P · R]     float32, as `lora_shrink` leaves it: C sums, which are added up in their order
-    B [S, O, R]         of each slot, its scale in it; of a part that an adapter leaves alone zeros
+    A [S, P, R, I]      for each slot and part; ranks beyond the slot's own are never read
+    h [C, T, P · R]     float32; a sum for each of C ranges of SPLIT inputs, which `lora_expand_` adds in order
+    B [S, O, R]         for each slot, including its scale; zeros for a part that an adapter does not change
     y [T, O]            the base's product, rows may be strided
-    tiles [N, 3] int32  part, first output, the part's end: no tile of outputs crosses the parts of a fused layer
+    tiles [N, 3] int32  part, first output, end of the part: no tile of outputs crosses the parts of a fused layer
 
-`order`, `blocks` and `ranks` are those of `lora_shrink`.  A program has one block of rows and one tile of outputs, so
-nothing is added by two.  A row's loop is as long as its own adapter's rank.
+    ranks [S + 1] int32         by slot, 0 is empty
+    order [T] int32             rows with an adapter, ordered by slot
+    blocks [1 + B, 3] int32     [0, 0] is the number of blocks; then slot, first index in the order, count ≤ BLOCK_ROWS
 
-Roofline: bytes = e r O for each adapter's block + 2 e T O, FLOPs = 2 T r O.  Reference: `kernels/cpu/linear/by_torch.py`.
+A program of `lora_shrink` has one block, one tile of ranks and one range of the inputs.  The ranges have the same length in
+every batch, so a row's bits depend on no other row, and a step of one token still occupies several multiprocessors.
+A program of `lora_expand_` has one block of rows and one tile of outputs, so no two programs add to one number, and a row's
+loop is as long as the rank of its adapter.  Programs beyond the blocks or the rank end at once, because the adapters of
+rows are data.
 
-The adapters of one linear layer on a GPU: their memory, and the two launches that add them to the base's product.
+Roofline: lora_shrink e (r I + T I) bytes for each adapter's block, 2 T r I FLOPs; lora_expand_ e r O bytes for each block
+plus 2 e T O, 2 T r O FLOPs.  Reference: `PlainLoRA` of `kernels/cpu/linear/by_torch.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +35,7 @@ from trouper.kernels.cuda.attention import PRECISION
 from trouper.kernels.cuda.launch import Table, config_of, dot_type
 from trouper.kernels.lora import LoRAWeights, LowRank, rounded_rank
 
-BLOCK_ROWS = 16  # the least that the matrix units take
+BLOCK_ROWS = 16  # smallest number of rows that the matrix units multiply
 SPLIT = 1024  # inputs
 
 # By ranks.
@@ -106,7 +100,7 @@ def _lora_shrink_kernel(
 
 
 def num_splits(num_in: int) -> int:
-    """Count the stretches of the inputs."""
+    """Count the ranges of the inputs."""
     return triton.cdiv(num_in, SPLIT)
 
 
@@ -120,10 +114,10 @@ def lora_shrink(
     max_blocks: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return h [C, T, P · R]; rows without an adapter, and ranks that their adapter lacks, are arbitrary.
+    """Return h [C, T, P · R].  Rows without an adapter, and ranks beyond those of their adapter, are arbitrary.
 
     Args:
-        max_blocks: a bound of their number.
+        max_blocks: an upper bound of the number of blocks.
     """
     num_tokens, (_, num_parts, max_rank, num_in) = len(x_TI), a_SPRI.shape
     assert x_TI.shape[1] == num_in, f"{x_TI.shape[1]} inputs for {num_in}"
@@ -232,10 +226,10 @@ def lora_expand_(
     *,
     max_blocks: int,
 ) -> None:
-    """Add in place.
+    """Add B h to y in place.
 
     Args:
-        max_blocks: a bound of their number.
+        max_blocks: an upper bound of the number of blocks.
     """
     (splits, num_tokens, width), (_, num_out, max_rank) = h_CTX.shape, b_SOR.shape
     assert y_TO.shape == (num_tokens, num_out), f"y is {tuple(y_TO.shape)}"
@@ -267,21 +261,22 @@ class DeviceRows(NamedTuple):
 
     order: Tensor  # [T] int32
     blocks: Tensor  # [1 + B, 3] int32
-    max_loras: int  # adapters of one step
+    max_loras: int  # largest number of adapters in a step
 
 
 def max_blocks(num_rows: int, max_loras: int) -> int:
-    """Return a bound of the blocks that so many rows of so many adapters make: each adapter's last one may be short."""
+    """Return an upper bound of the number of blocks.  The last block of each adapter may be incomplete."""
     return min(num_rows, (num_rows + max_loras * (BLOCK_ROWS - 1)) // BLOCK_ROWS)
 
 
 class TritonLoRA(LoRAWeights):
-    """Slots at fixed addresses: what a captured graph reads is whatever they hold.
+    """The adapters in slots at fixed addresses, so that a captured graph reads the current content.
 
     Args:
-        part_sizes: outputs of each part.
-        num_slots: adapters that fit; their memory is taken at once.
-        empty: takes memory of the device.
+        part_sizes: number of outputs of each part.
+        num_in: number of inputs.
+        num_slots: number of adapters; their memory is allocated at once.
+        empty: allocates memory on the device.
     """
 
     def __init__(
@@ -321,7 +316,7 @@ class TritonLoRA(LoRAWeights):
         self.ranks[slot].fill_(0)
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Put the slots where `place` puts them."""
+        """Move the slots to the memory that `place` returns."""
         self.a, self.b, self.ranks, self.tiles = map(
             place, (self.a, self.b, self.ranks, self.tiles)
         )
@@ -336,7 +331,7 @@ class TritonLoRA(LoRAWeights):
 
 
 def _tiles(part_sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """List part, first output and the part's end of each tile of outputs."""
+    """List part, first output and end of the part for each tile of outputs."""
     found: list[tuple[int, int, int]] = []
     begin = 0
     for part, size in enumerate(part_sizes):

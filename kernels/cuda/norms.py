@@ -1,19 +1,20 @@
-"""A norm over heads that several ranks share out (OLMo-2): each rank's sums of squares, and the norm by the sums of all.
+"""Norms on the device: a residual sum with the next layer's norm, and a norm over heads that several ranks share.
 
-    part [T, X]    a rank's heads of q, or of k, side by side; rows may be strided; normalised in place
-    sums [T]       float32: Σ part² of the rank, then of all ranks
-    part = part / √(sums / num + ε) · w      num numbers of all ranks together
-
-Roofline: bytes = 3 e T X (two reads and a write), FLOPs = 5 T X.  A few µs each; they count as launches.
-
-x += α · norm(y);  out = x / √(mean(x²) + ε) · w: the residual sum and the next layer's norm in one pass.
+`fused_add_rms_norm` computes x += α · norm(y) and out = x / √(mean(x²) + ε) · w in one pass:
 
     x, y, out [T, E]   tokens × hidden size; rows may be strided; x is updated in place
-    w [E]              in x's dtype or in float32; y's own norm (Gemma's post norm) is optional, as are y and the norm
+    w [E]              in x's dtype or in float32; the norm of y (Gemma's post norm) is optional, as are y and the norm
 
-The sum is rounded to x's dtype before it is normalised, as the separate operations do.
+The sum is rounded to x's dtype before it is normalised, like in separate operations.
+Roofline: 4 e T E bytes (3 reads and writes of E fewer without y), 6 T E FLOPs.  Target 80 %.
 
-Roofline: bytes = 4 e T E (3 reads and writes of E less without y), FLOPs = 6 T E.  Target 80 %.
+For OLMo-2 on several ranks `sum_of_squares_` computes each rank's sum, and `norm_by_sum_` applies the sum of all ranks:
+
+    part [T, X]    a rank's heads of q, or of k, adjacent; rows may be strided; normalised in place
+    sums [T]       float32: Σ part² of the rank, then of all ranks
+    part = part / √(sums / num + ε) · w      num: the number of elements on all ranks
+
+Roofline: 3 e T X bytes (two reads and a write), 5 T X FLOPs.  A few µs each, which is the cost of a launch.
 """
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from trouper.kernels.cuda.launch import Table, config_of
 from trouper.kernels.reference.norms import rms_norm_reference
 
-# By X.  One row a program, so that a row's arithmetic never depends on the batch.
+# By X.  A program has one row, so a row's arithmetic never depends on the batch.
 HEADS_CONFIGS: Table = {"sm_90": ((1024, {"num_warps": 4}), (16384, {"num_warps": 8}))}
 
 
@@ -81,7 +82,7 @@ def sum_of_squares_(part_TX: Tensor, sums_T: Tensor) -> None:
 def norm_by_sum_(
     part_TX: Tensor, sums_T: Tensor, weight_X: Tensor, *, num: int, eps: float
 ) -> None:
-    """Normalise rows in place by the sums of squares of `num` numbers, those of the other ranks included."""
+    """Normalise rows in place by their sums of squares over `num` elements, including those of the other ranks."""
     num_tokens, width = part_TX.shape
     assert part_TX.stride(1) == 1, "part must be contiguous along the heads"
     assert weight_X.numel() == width, "a weight for each number"
@@ -100,11 +101,11 @@ def norm_by_sum_(
 
 
 def heads_norm_reference(whole_TX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
-    """Return the norm of the heads of all ranks, side by side."""
+    """Return the norm over the heads of all ranks, which are adjacent in `whole_TX`."""
     return rms_norm_reference(whole_TX, weight_X, eps)
 
 
-# By E.  One row a program, so that a row's arithmetic never depends on the batch.
+# By E.  A program has one row, so a row's arithmetic never depends on the batch.
 NORM_CONFIGS: Table = {
     "sm_90": (
         (1024, {"num_warps": 4}),
@@ -163,7 +164,7 @@ def fused_add_rms_norm(
     post_weight_E: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the normalised rows [T, E], or x without a weight; `out` may be x itself when there is no y."""
+    """Return the normalised rows [T, E], or x without a weight.  `out` may be x itself if there is no y."""
     num_tokens, width = x_TE.shape
     if weight_E is None:
         out = x_TE
@@ -203,7 +204,7 @@ def fused_add_rms_norm_reference(
     alpha: float = 1.0,
     post_weight_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (x after the sum, out), out of place."""
+    """Return (x after the sum, out) without changing x."""
     if y_TE is not None:
         y_TE = y_TE if post_weight_E is None else rms_norm_reference(y_TE, post_weight_E, eps)
         x_TE = (x_TE.double() + alpha * y_TE.double()).to(x_TE.dtype)

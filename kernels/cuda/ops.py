@@ -1,7 +1,7 @@
-"""The operations of a decoder by the Triton kernels, for steps whose numbers are on the device.
+"""The operations of a decoder by Triton kernels, for steps described by tensors on the device.
 
-Nothing here depends on a value on the device: what changes from step to step is read by the kernels
-themselves, so a step of padded size can be captured in a CUDA graph.
+No launch depends on a value on the device: the kernels themselves read everything that changes from step to step, so a step
+of padded size can be captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from trouper.kernels.ops import Ops, OpsConfig
 
 
 class DeviceTokens(NamedTuple):
-    """The tokens of one step of C entries and T tokens, padding included; int32 tensors on the device."""
+    """The tokens of one step with C entries and T tokens, including padding: int32 tensors on the device."""
 
-    bounds: Tensor  # [C + 1], first token of each entry, then the number of tokens
+    bounds: Tensor  # [C + 1]: first token of each entry, then the number of tokens
     request_slots: Tensor  # [C]
-    num_computed_tokens: Tensor  # [C], which is the position of the first token
-    token_ids: Tensor  # [slots, …], of each sequence by position
-    block_ids: Tensor  # [slots, …], of each sequence
+    num_computed_tokens: Tensor  # [C]: position of the first token
+    token_ids: Tensor  # [slots, …]: ids of each sequence by position
+    block_ids: Tensor  # [slots, …]: blocks of each sequence
     num_tokens: int  # T
-    is_decode: bool  # no entry has more than one token
+    is_decode: bool  # every entry has at most one token
 
 
 class DevicePlan(NamedTuple):
@@ -38,10 +38,10 @@ class DevicePlan(NamedTuple):
 
 
 class DeviceStep(NamedTuple):
-    """Tensors that all layers of a step share."""
+    """The tensors that all layers of a step share."""
 
     positions_T: Tensor  # int32
-    slots_T: Tensor  # int32, negative: a padding token
+    slots_T: Tensor  # int32, negative for a padding token
     rope_tables: Sequence[Tensor]
 
 
@@ -49,8 +49,8 @@ class TritonOps(Ops):
     """`Ops` on a CUDA device.  Hidden states of padding tokens are arbitrary.
 
     Args:
-        max_length: of a sequence; it bounds grids and changes no result.
-        is_invariant: an entry of one token is computed as a chunk of many would be.
+        max_length: the longest sequence; it bounds grids and changes no result.
+        is_invariant: whether an entry of one token must have the bits that it would have in a longer chunk.
     """
 
     def __init__(self, config: OpsConfig, *, max_length: int, is_invariant: bool = False) -> None:
@@ -159,7 +159,7 @@ class TritonOps(Ops):
         return super().act_and_mul(gate_up_TM)
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
-        """Return the logits as the product leaves them where nothing changes them: the sampling kernels read any float."""
+        """Return the logits, in the dtype of the product if nothing changes them: the sampling kernels read any float."""
         if scale == 1 and not cap:
             return product_RV
         return super().finish_logits(product_RV, scale, cap)

@@ -1,15 +1,15 @@
 """Causal attention of a ragged batch over a paged cache: prompts, chunks, prefix hits and mixed batches.
 
-    out = softmax(cap(scale · q Kᵀ) + mask) V per query head;  cap(s) = c · tanh(s / c), if there is a c
+    out = softmax(cap(scale · q Kᵀ) + mask) V per query head;  cap(s) = c · tanh(s / c), or s without a cap
 
-Shapes as in `decode_attention`; the keys and values of this step are already in the cache.
+The shapes are those of `decode_attention`; the cache already contains the keys and values of this step.
 
-A program takes M = BLOCK_M rows: the queries of BLOCK_M // G consecutive tokens with the G heads of one
-KV head.  The grid is an upper bound, C programs too many at most; late queries, whose rows are longest,
-come first.  Tiles of keys begin at multiples of TILE and those that a query does not see change nothing
-of its row, so a query's bits depend neither on its chunk nor on its batch.
+A program has M = BLOCK_M rows: the queries of BLOCK_M // G consecutive tokens with the G heads of one KV head.  The grid is
+an upper bound, with at most C programs too many.  Late queries start first, because they see the most keys.  Tiles of keys
+begin at multiples of TILE, and an invisible tile changes nothing in a row, so a query's bits depend neither on its chunk
+nor on its batch.
 
-Roofline: FLOPs = 4 N D Σ q (start + q / 2) for q queries.  Target 60 % from q = 1024.
+Roofline: 4 N D Σ q (start + q / 2) FLOPs for q queries.  Target 60 % from q = 1024.
 Reference: `kernels/reference/paged_attention.py`.
 """
 
@@ -67,11 +67,11 @@ def _prefill_kernel(
     column = column_of(bounds_ptr, num_columns, index, BLOCK_Q)
     token = tl.load(bounds_ptr + column)
     count = tl.load(bounds_ptr + column + 1) - token
-    offset = (index - token // BLOCK_Q - column) * BLOCK_Q  # of the block within its column
+    offset = (index - token // BLOCK_Q - column) * BLOCK_Q  # offset of the block in its column
     if (offset >= count) | (count < min_count):
         return
     start = tl.load(starts_ptr + column) + offset  # position of the block's first query
-    end = start + tl.minimum(BLOCK_Q, count - offset)  # no query sees a key from here on
+    end = start + tl.minimum(BLOCK_Q, count - offset)  # no query sees this key or later ones
     member = tl.arange(0, BLOCK_M)
     width = tl.arange(0, W)
     query = member // G
@@ -88,8 +88,8 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, W], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # keys first … full - 1 are in the window of some queries, full … causal - 1 are seen by all,
-    # causal … end - 1 by the later ones
+    # Keys first … full - 1 are in the window of some queries, all queries see full … causal - 1, and the later queries see
+    # causal … end - 1.
     first = 0
     full = 0
     causal = (start + 1) // TILE * TILE
@@ -128,10 +128,10 @@ def prefill_attention(
     min_count: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return [T, N · D]; columns of fewer than `min_count` tokens and padding tokens are not written.
+    """Return the output [T, N · D].  Columns with fewer than `min_count` tokens, and padding tokens, are not written.
 
-    A mixed batch takes `min_count=2` here and `decode_attention` with the same `out` for the rest;
-    `min_count=1` computes all columns in one order, which makes a row independent of its chunks.
+    A mixed batch uses `min_count=2` here, and `decode_attention` with the same `out` for the other columns.  With
+    `min_count=1` all columns are computed in one order, which makes a row independent of its chunks.
     """
     num_tokens, num_q, width = q_TND.shape
     num_kv, num_columns = cache_2HSD.shape[1], len(rows_C)

@@ -1,15 +1,15 @@
-"""From a fused QKV product to attention: norm of each head, rotation, q in place, k and v into the cache.
+"""The kernel between a fused QKV product and attention: head norms, rotation of q in place, k and v into the cache.
 
     qkv    [T, N + 2 H, D]  tokens × (q heads, k heads, v heads) × head width, rows contiguous
     norm   [N + H, D]       weights of the norm of each q and k head, or None
-    table  [P, 2, R]        positions × (cos, signed sin) × rotated width, as `kernels/reference/rope.py`, or None;
-                            the queries may have another one
-    cache  [2, H, S, D]     one layer; a head's row of a slot contiguous
-    slots  [T]              int32; a negative slot is a padding token, of which nothing is written
+    table  [P, 2, R]        positions × (cos, signed sin) × rotated width, in the form of `kernels/reference/rope.py`,
+                            or None; the queries may have another one
+    cache  [2, H, S, D]     one layer; a head's row of a slot is contiguous
+    slots  [T]              int32; a negative slot is a padding token, for which nothing is written
 
-Between the norm and the cache nothing is rounded.  With NORM_LAST the norm follows the rotation.
+Nothing is rounded between the norm and the cache.  With NORM_LAST the norm follows the rotation.
 
-Roofline: bytes = 2 e T (N + 2 H) D, FLOPs ≈ 10 T (N + H) D.  Target 70 % from T = 512.
+Roofline: 2 e T (N + 2 H) D bytes, about 10 T (N + H) D FLOPs.  Target 70 % from T = 512.
 """
 
 import torch
@@ -21,7 +21,7 @@ from trouper.kernels.cuda.launch import Table, config_of
 from trouper.kernels.reference.norms import rms_norm_reference
 from trouper.kernels.reference.rope import kv_write_reference
 
-# By D: HEADS heads a program.
+# By D: a program has HEADS heads.
 CONFIGS: Table = {
     "sm_90": (
         (128, {"HEADS": 8, "num_warps": 4}),
@@ -61,7 +61,9 @@ def _qk_norm_rope_kv_write_kernel(
         return
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, D_PAD)
-    mask = (head < N + 2 * H)[:, None] & (column < D)[None, :]  # HEADS × D_PAD, as all below
+    mask = (head < N + 2 * H)[:, None] & (column < D)[
+        None, :
+    ]  # HEADS × D_PAD, like all blocks below
     is_qk = (head < N + H)[:, None] & (column < D)[None, :]
     row_ptr = qkv_ptr + (token * (N + 2 * H) + head)[:, None] * D
     raw = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
@@ -87,7 +89,8 @@ def _qk_norm_rope_kv_write_kernel(
             q_sin = tl.load(query_table_ptr + angles + R, mask=is_rotated, other=0.0).to(tl.float32)
             cos, sin = tl.where(is_q, q_cos, cos), tl.where(is_q, q_sin, sin)
         x = tl.where(is_turned, x * cos + other * sin, x)
-        tl.debug_barrier()  # every partner is read before q is overwritten
+        # Every program reads the other half of a rotation before it overwrites q.
+        tl.debug_barrier()
     if HAS_NORM and NORM_LAST:
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         weight = tl.load(norm_ptr + head[:, None] * D + column[None, :], mask=is_qk, other=0.0)
@@ -112,7 +115,7 @@ def qk_norm_rope_kv_write_(
     query_table_P2R: Tensor | None = None,
     is_norm_last: bool = False,
 ) -> None:
-    """Change q in place and write k and v to their slots; the k and v parts of `qkv` stay as they were."""
+    """Change q in place, and write k and v to their slots.  The k and v parts of `qkv` do not change."""
     num_tokens, num_heads, width = qkv_TND.shape
     num_kv = cache_2HSD.shape[1]
     num_q = num_heads - 2 * num_kv
@@ -160,7 +163,7 @@ def qk_norm_rope_kv_write_reference(
     query_table_P2R: Tensor | None = None,
     is_norm_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (q [T, N, D], cache), out of place and in float64 up to the last rounding."""
+    """Return (q [T, N, D], cache) without changing the inputs, in float64 until the last rounding."""
     num_kv = cache_2HSD.shape[1]
     qk, v = qkv_TND[:, :-num_kv].double(), qkv_TND[:, -num_kv:]
 

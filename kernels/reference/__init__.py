@@ -1,1 +1,1 @@
-"""Plain torch versions that define what the kernels compute."""
+"""Torch implementations that define what the kernels compute."""

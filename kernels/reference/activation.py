@@ -1,12 +1,12 @@
-"""Activation functions by the names that model configs give them.
+"""Activation functions by their names in model configs, with and without a gate.
 
-y = act(g) · u for the two halves g, u of a fused gate-and-up product.
+    activate          y = act(x)
+    act_and_mul       y = act(g) · u for the halves g, u of a fused gate-and-up product: gate_up [T, 2 M] -> y [T, M]
+    clamped_swiglu    y = (u + 1) · g / (1 + e^(-α g)), with g ≤ limit and -limit ≤ u ≤ limit (gpt-oss)
 
-    gate_up [T, 2 M] -> y [T, M];   act = silu, or gelu, or gelu in its tanh form (Gemma)
+The functions with `_reference` in their names compute in float64 and are the oracles of tests.
 
-clamped_swiglu (gpt-oss): y = (u + 1) · g / (1 + e^(-α g)), of g ≤ limit and -limit ≤ u ≤ limit.
-
-Roofline: bytes = 3 e T M, FLOPs ≈ 6 T M.  Two torch calls.
+Roofline of act_and_mul: 3 e T M bytes, about 6 T M FLOPs, in two torch calls.
 """
 
 import torch
@@ -18,7 +18,7 @@ def activate(x: Tensor, act: str) -> Tensor:
     """Return act(x).
 
     Raises:
-        ValueError: there is no function of that name here.
+        ValueError: the name is unknown.
     """
     match act:
         case "gelu":
@@ -38,7 +38,7 @@ def activate(x: Tensor, act: str) -> Tensor:
         case "identity":
             return x
         case _:
-            raise ValueError(f"no activation {act!r}")
+            raise ValueError(f"unknown activation {act!r}")
 
 
 def silu_and_mul(gate_up_TM: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def gelu_tanh_and_mul(gate_up_TM: Tensor) -> Tensor:
 
 
 def act_and_mul(gate_up_TM: Tensor, act: str) -> Tensor:
-    """Return act(gate) · up; `activation.activate` has the names."""
+    """Return act(gate) · up.  `activate` lists the names."""
     gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
     return activate(gate_TM, act).mul_(up_TM)
 

@@ -1,16 +1,17 @@
-"""Which stretches of the KV cache each query of a step reads: numpy only, made once a step.
+"""The plan of attention in torch: which runs of the KV cache each query of a step reads.
+
+The plan is made once a step with numpy and serves all layers of one window.
 
 Laws:
-  * Cache slot = block id · block size + offset.  Blocks with consecutive ids are one *run* of slots,
-    which the kernel reads as one strided view: nothing is gathered.
-  * Keys without a mask may come in any order, so their blocks are sorted first: the runs are as long
-    as the ids allow.  Masked keys keep the order of their positions.
-  * What one query reads of blocks of at least WHOLE_RUN positions is a run a block, in the order of the positions.
-    So its bits do not depend on which blocks are neighbours, that is on the sequences beside it.
-  * A *tile* is a stretch of queries of one sequence.  One query reads all its keys, its own included,
-    from the cache.  Several queries read what lies before the tile from the cache and attend to the
-    tile's own fresh keys causally.  With a sliding window no tile is longer than the window, so that
-    a window never cuts into a tile's own keys.
+  * Cache slot = block id · block size + offset.  Blocks with consecutive ids are one *run* of slots, which the kernel reads
+    as a strided view without gathering.
+  * Keys without a mask may be in any order, so their blocks are sorted first, which makes the runs as long as the ids
+    allow.  Masked keys keep the order of their positions.
+  * If blocks have at least WHOLE_RUN positions, each block that a single query reads is a run of its own, in the order of
+    the positions.  So its bits do not depend on which blocks are adjacent, and hence on other sequences.
+  * A *tile* is a range of queries of one sequence.  A single query reads all its keys from the cache, including its own.
+    Several queries read the keys before the tile from the cache and attend to the tile's own keys causally.  With a
+    sliding window no tile is longer than the window, so a window never cuts into a tile's own keys.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,22 +19,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Positions of a block that is a run of its own: where blocks are neighbours that costs 7 to 25 % of the attention in
-# float16, and of smaller blocks it would cost a multiple.
+# Blocks of this size are runs of their own.  Not joining adjacent blocks costs 7 to 25 % of the attention in float16, and
+# would cost several times as much for smaller blocks.
 WHOLE_RUN = 128
 
 
 class SlotRun(NamedTuple):
-    """Consecutive cache slots, read by the first `num_queries` queries of a tile."""
+    """Consecutive cache slots that the first `num_queries` queries of a tile read."""
 
     slot: int
     length: int
     num_queries: int
-    mask: np.ndarray | None  # [num_queries, length] bool, True = visible; None = all of it
+    mask: (
+        np.ndarray | None
+    )  # [num_queries, length] bool, True is visible; all are visible without a mask
 
 
 class QueryTile(NamedTuple):
-    """Queries first … first + num_queries - 1 of the flat batch, all of one sequence."""
+    """The queries first … first + num_queries - 1 of the flat batch, all of one sequence."""
 
     first: int
     num_queries: int
@@ -51,7 +54,11 @@ def plan_attention(
 ) -> tuple[QueryTile, ...]:
     """Return the tiles of a ragged batch, in the order of its tokens.
 
-    Column i holds counts[i] tokens at positions starts[i] …; block_tables[i] are its block ids.
+    Column i has counts[i] tokens at positions starts[i] …; block_tables[i] contains its block ids.
+
+    Args:
+        window: the number of most recent keys that a query sees.
+        max_tile: the largest number of queries in a tile.
     """
     longest = min(window or 2**62, max_tile or 2**62)
     tiles: list[QueryTile] = []
@@ -68,7 +75,8 @@ def plan_attention(
 def _runs(
     blocks: np.ndarray, start: int, count: int, block_size: int, window: int | None
 ) -> Iterator[SlotRun]:
-    end = start + 1 if count == 1 else start  # positions read from the cache: [begin, end)
+    # The positions to read from the cache are begin … end - 1.
+    end = start + 1 if count == 1 else start
     begin = 0 if window is None else max(0, start + 1 - window)
     if begin >= end:
         return
@@ -99,7 +107,12 @@ def slot_runs(
     in_order: bool,
     is_by_block: bool = False,
 ) -> tuple[list[int], list[int]]:
-    """Return (first slots, lengths) of the runs that hold positions begin … end - 1."""
+    """Return (first slots, lengths) of the runs that contain the positions begin … end - 1.
+
+    Args:
+        in_order: whether the runs must follow the order of the positions.
+        is_by_block: whether adjacent blocks remain separate runs.
+    """
     first = begin // block_size
     slots = blocks[first : (end - 1) // block_size + 1].astype(np.int64) * block_size
     lengths = np.full(slots.shape, block_size)

@@ -1,6 +1,7 @@
-"""Linear layers and what follows them in float64: the oracle of every `LinearMethod`.
+"""References of linear layers: the oracles of every `LinearMethod`.
 
-Products of integers with a scale for each group, bit by bit as the compiled kernel computes them (`kernels/cpu/linear/integer_bytes.py`).
+Plain weights are multiplied in float64.  Integer weights are multiplied with the same roundings as the kernel in
+`kernels/cpu/linear/integer_bytes.py`, so that tests can compare bits.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -66,14 +67,15 @@ class IntegerRows(NamedTuple):
 
 
 def row_group(weight_group: int) -> int:
-    """Return how many inputs of a row share a scale: a divisor of the weight's groups."""
+    """Return how many inputs of a row share a scale.  It divides the weight's groups."""
     return 32 if weight_group % 32 == 0 else 16
 
 
 def quantize_rows_reference(x_TI: Tensor, fmt: Format, group: int) -> IntegerRows:
-    """Round rows to 8 bits beside four of the weight, to 16 beside int8."""
+    """Round rows to 8 bits for weights of four bits, and to 16 bits for int8."""
     limit, groups = torch.tensor(LIMITS[fmt]), x_TI.float().unflatten(1, (-1, group))
-    largest = groups.abs().amax(2, keepdim=True)  # not a number where one of the group is not
+    # A group with NaN gets NaN.
+    largest = groups.abs().amax(2, keepdim=True)
     is_finite = largest.isfinite()
     inverse = torch.where(is_finite & (largest > SMALLEST), limit / largest, 0.0)
     q_TGI = (torch.where(is_finite, groups, 0.0) * inverse).round().int()
@@ -97,7 +99,7 @@ def integer_linear_reference(
     total = torch.zeros(len(x_TI), num_out)
     for g in range(num_in // group):
         of_weight = g * group * num_groups // num_in
-        part = rows.q_TGI[:, g].double() @ integers[:, g].T  # exact, as in 32 bits
+        part = rows.q_TGI[:, g].double() @ integers[:, g].T  # exact, like 32-bit integers
         factor = weight.scales_OG[:, of_weight].float() * rows.scales_TG[:, g, None]
         total = _fma(part.float(), factor, total)
         if minima_OG is not None:
@@ -113,5 +115,8 @@ def _in_order(x_TI: Tensor, order_I: Tensor | None) -> Tensor:
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return a · b + c in float32; in float64 the product is exact, and the sum so near that it hardly ever rounds twice."""
+    """Return a · b + c in float32, rounded once.
+
+    The product is exact in float64, and the sum so precise that a second rounding almost never differs.
+    """
     return (a.double() * b.double() + c.double()).float()

@@ -1,16 +1,16 @@
-"""Counter-based Gumbel noise: a function of (seed, position, token id) and of nothing else.
+"""Gumbel noise as a pure function of (seed, position, token id).
 
     g(seed, position, token) = -log(-log(u)),  u = ((h >> 9) + ½) / 2²³ in (0, 1)
     h = hash32(token; key0, key1),  (key0, key1) = two words mixed from the seed and the position
 
-arg max over tokens of (logit + g) is a draw from softmax(logit), so a request's tokens depend neither
-on its neighbours nor on the order in which anything runs.  23 bits keep u and 1 - u exact in float32;
-a token less probable than e^-16.6 of the best is never drawn.
+The token with the largest logit + g is a draw from softmax(logit).  Because the noise is counter-based, a request's tokens
+depend neither on other requests nor on the order of execution.  With 23 bits u and 1 - u are exact in float32; a token
+less probable than e^-16.6 of the best is never drawn.
 
-`hash32` is the finaliser of murmur3 with constants of Chris Wellons ("lowbias32"), the second key
-word added between its two products.  All of it is uint32, so that Triton writes it in the same lines.
+`hash32` is the finaliser of murmur3 with the constants of Chris Wellons ("lowbias32"), and adds the second key word
+between its two products.  All of it is uint32, so Triton can use the same lines.
 
-Roofline: 4 bytes written and about 12 integer operations, two logarithms for each token and row.
+Roofline: 4 bytes written, about 12 integer operations and two logarithms for each token and row.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -29,8 +29,8 @@ def gumbel(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> T
 
     Args:
         seeds: [R] uint64.
-        positions: [R], of the token that is to be drawn.
-        token_ids: [N], or [R, N] when each row has candidates of its own.
+        positions: [R] positions of the tokens to draw.
+        token_ids: [N], or [R, N] if each row has its own candidates.
     """
     key0, key1 = row_keys(seeds, positions)
     bits = hash32(token_ids.astype(np.uint32), key0[:, None], key1[:, None])
@@ -40,7 +40,7 @@ def gumbel(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> T
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two uint32 words a row, each of which depends on all 64 bits of the seed and on the position."""
+    """Return two uint32 words for each row.  Both depend on all 64 bits of the seed and on the position."""
     low, high = (seeds & 0xFFFFFFFF).astype(np.uint32), (seeds >> 32).astype(np.uint32)
     zero = np.uint32(0)
     mixed = hash32(hash32(positions.astype(np.uint32), low, high), high, low)
@@ -48,7 +48,7 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def hash32(x: np.ndarray, key0: np.ndarray, key1: np.ndarray | np.uint32) -> np.ndarray:
-    """Return […] uint32, broadcast over the keys.  A bijection of x for every pair of keys."""
+    """Return hashes […] uint32, broadcast over the keys.  For every pair of keys it is a bijection of x."""
     x = x ^ key0
     x ^= x >> np.uint32(16)
     x *= _A
@@ -60,7 +60,7 @@ def hash32(x: np.ndarray, key0: np.ndarray, key1: np.ndarray | np.uint32) -> np.
 
 
 def gumbel_reference(seed: int, position: int, token_id: int) -> float:
-    """Compute one number, in Python's integers and float64."""
+    """Compute one number with Python integers and float64."""
     word = 2**32 - 1
 
     def mix(x: int, key0: int, key1: int) -> int:

@@ -1,15 +1,12 @@
-"""y = x / √(mean(x²) + ε) · w over the last dimension.
+"""RMS norm and layer norm over the last dimension.
 
-    x [..., D]   any leading shape; w [D], in x's dtype or in float32
+    rms      y = x / √(mean(x²) + ε) · w                     x [..., D]; w [D] in x's dtype or in float32
+    layer    y = (x - mean(x)) / √(var(x) + ε) · w + b       x [..., D]; weights and biases in one tensor [2, D]
 
-Gemma stores w - 1; the loader adds the one, and keeps w in float32, where 1 + w is not rounded.
+Gemma stores w - 1.  The loader adds the one and keeps w in float32, where 1 + w is not rounded.
 
-Roofline: bytes = 2 e T D, FLOPs = 4 T D.  At decode that is less than a µs of traffic, so calls count:
-one composite torch call, 13 µs at [1, 1024] bf16 and 21 µs at [16, 1024], beats five plain ones.
-
-y = (x - mean(x)) / √(var(x) + ε) · w + b over the last dimension.
-
-x [..., D]   any leading shape; weights and biases in one tensor [2, D]
+Roofline of the RMS norm: 2 e T D bytes, 4 T D FLOPs.  A decode step moves less than a microsecond of data, so calls matter:
+one composite torch call, 13 µs at [1, 1024] bfloat16 and 21 µs at [16, 1024], is faster than five plain ones.
 """
 
 import torch
@@ -24,7 +21,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_heads_(x_TND: Tensor, weight_ND: Tensor, eps: float) -> None:
-    """Normalise in place over each head of q and k at once, whose weights differ: half the calls of one by one."""
+    """Normalise each head of q and k in place, with weights for each head.  One call serves both."""
     torch.mul(torch.rms_norm(x_TND, x_TND.shape[-1:], None, eps), weight_ND, out=x_TND)
 
 
@@ -40,7 +37,7 @@ def layer_norm(x: Tensor, weights_2D: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm_heads_(x_TND: Tensor, weights_N2D: Tensor, eps: float) -> None:
-    """Normalise each head of q and k in place; their weights differ."""
+    """Normalise each head of q and k in place, with weights and biases for each head."""
     weight_ND, bias_ND = weights_N2D.float().unbind(1)
     normed_TND = F.layer_norm(x_TND.float(), x_TND.shape[-1:], None, None, eps)
     x_TND.copy_(torch.addcmul(bias_ND, normed_TND, weight_ND))

@@ -1,19 +1,19 @@
-"""Causal attention of a ragged batch over a paged KV cache that is never gathered nor copied.
+"""Causal attention of a ragged batch over a paged KV cache, read through views without copies.
 
-    out = softmax(cap(scale · q Kᵀ) + mask) V per query head;  cap(s) = c · tanh(s / c), if there is a c
+    out = softmax(cap(scale · q Kᵀ) + mask) V per query head;  cap(s) = c · tanh(s / c), or s without a cap
 
     q      [T, N, D]      tokens × query heads × head width;  N = H · G, heads of a group adjacent
     k, v   [T, H, D]      this step's own keys and values, already written to the cache
     cache  [2, H, S, D]   keys and values of one layer × slots
     out    [T, N · D]
 
-Each tile of the plan attends to every run of cache slots as a view, then to its own fresh keys; the
-parts are merged by their log-sum-exp.  A lone query turns its group's G heads into rows, so each
-key is read once for all of them (one call of 8 x [2, 128] x [128, 1024]: 460 µs on one core against
-3377 with the heads apart); a longer tile expands K and V over the group with stride 0.
+Each tile of the plan attends to every run of cache slots as a view, then to its own keys, and the parts are merged by their
+log-sum-exp.  A single query turns the G heads of its group into rows, so that each key is read once for all of them (one
+call of 8 x [2, 128] x [128, 1024]: 460 µs on one core, and 3377 µs with separate heads).  A longer tile expands K and V
+over the group with stride 0.
 
-Roofline, decode: bytes = 2 e H L D, FLOPs = 4 N L D for L keys; bound by memory.
-Measured at L = 1024, H = 8, D = 128, bf16, one EPYC core: 459 µs = 9 GB/s, of about 20.
+Roofline of a decode: 2 e H L D bytes, 4 N L D FLOPs for L keys; bound by memory.
+Measured at L = 1024, H = 8, D = 128, bfloat16 on one EPYC core: 459 µs = 9 GB/s, of about 20.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -28,16 +28,15 @@ from torch import Tensor
 
 from trouper.kernels.reference.attention_plan import QueryTile, SlotRun
 
-MAX_TILE_CAPPED = (
-    256  # queries; a capped score matrix lives in memory: 8 heads x 256 x 8192 x 4 B = 64 MiB
-)
+# The largest number of queries in a tile with a cap, whose scores are a matrix in memory: 8 heads x 256 x 8192 x 4 B = 64 MiB.
+MAX_TILE_CAPPED = 256
 
 
 class Part(NamedTuple):
-    """Attention over some of the keys; rows are queries."""
+    """The attention of some queries over some of the keys."""
 
     out: Tensor  # [..., rows, D]
-    lse: Tensor  # [..., rows] float32, log of the sum of exp(score)
+    lse: Tensor  # [..., rows] float32: log of the sum of exp(score)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Part]
@@ -55,11 +54,11 @@ def paged_attention(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Return [T, N · D].
+    """Return the output [T, N · D].
 
     Args:
-        masks: the plan's masks as tensors, by the id of the array: see `mask_tensors`.
-        sinks_N: of each head the score of a key without a value, which every query sees; None = there is none.
+        masks: the plan's masks as tensors, by the id of the array; see `mask_tensors`.
+        sinks_N: for each head the score of an extra key without a value, visible to every query.
     """
     num_tokens, num_q, width = q_TND.shape
     num_kv = cache_2HSD.shape[1]
@@ -67,7 +66,8 @@ def paged_attention(
     k_1HSD, v_1HSD = cache_2HSD.unsqueeze(1)
     attend = _capped(scale, softcap) if softcap else _flash(scale)
     sinks_HG = None if sinks_N is None else sinks_N.float().view(num_kv, -1)
-    rows_1HGD = q_THGD.split(1)  # one call for all lone queries
+    # One call splits the rows for all single queries.
+    rows_1HGD = q_THGD.split(1)
     outs: list[Tensor] = []
     for first, count, runs in tiles:
         if count == 1:
@@ -110,7 +110,7 @@ def _over_run(
     run: SlotRun,
     masks: dict[int, Tensor],
 ) -> Part:
-    """Return the part of one run; queries that see none of it are given no weight."""
+    """Return the attention over one run.  Queries that see none of its keys get weight zero."""
     num_kv, group, count, width = q_HGCD.shape
     shape = (num_kv, group, run.length, width)
     k, v = (
@@ -136,7 +136,7 @@ def _merge(parts: list[Part], dtype: torch.dtype) -> Part:
 
 
 def _sunk(part: Part, sinks: Tensor | None) -> Tensor:
-    """Return the output of attention to one more key, whose score is `sinks` and whose value is 0."""
+    """Return the output of attention with one more key of score `sinks` and value 0."""
     if sinks is None:
         return part.out
     return (part.out * torch.sigmoid(part.lse - sinks).unsqueeze(-1)).to(part.out.dtype)
@@ -177,7 +177,7 @@ def paged_attention_reference(
     window: int | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Gather everything, in float64.  slots[i][p] is the cache slot of position p of column i."""
+    """Gather all keys and compute in float64.  slots[i][p] is the cache slot of position p of column i."""
     outs = []
     queries = q_TND.double().split(list(counts))
     for q, where, start, count in zip(queries, slots, starts, counts, strict=True):

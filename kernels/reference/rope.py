@@ -1,4 +1,4 @@
-"""Rotary position embedding of the q and k heads of a batch, in place.
+"""Rotary position embedding, in place, and the write of keys and values to the cache.
 
     (x₁, x₂) -> (x₁ cos - x₂ sin, x₂ cos + x₁ sin),   x₁, x₂ the halves of the rotated part of a head
 
@@ -6,19 +6,18 @@
     table    [P, 2, R]     positions × (cos, signed sin) × rotated width R ≤ D; see `rope_table`
     rotation [2, T, 1, R]  the rows of the table for this batch, gathered once a step
 
-With the sign of x₂ sin folded into the table the rotation is x · cos + roll(x, R/2) · sin: three calls.
-The table has the model's dtype, as transformers rounds it, and its angles are computed in float32.
+The table includes the sign of x₂ sin, so the rotation is x · cos + roll(x, R/2) · sin: three calls.  The table has the
+model's dtype, rounded like in transformers, and its angles are computed in float32.  The halves convention is that of
+GPT-NeoX (`rotate_half` in transformers).
 
-Roofline: bytes = 2 e T N D, FLOPs = 3 T N R.
-Source: the halves convention of GPT-NeoX as transformers writes it (`rotate_half`).
-
-cache[:, h, slot_t] = kv[t, :, h]: this step's keys and values into their slots.
+    cache[:, h, slot_t] = kv[t, :, h]
 
     kv     [T, 2, H, D]   tokens × (k, v) × heads × head width; rows may be strided
     cache  [2, H, S, D]   one layer
     slots  [T]            int64, all different
 
-Roofline: bytes = 4 e T H D.  One call for keys and values: 9 µs at T = 16, H = 8, D = 128.
+Roofline: rope_ 2 e T N D bytes and 3 T N R FLOPs; kv_write_ 4 e T H D bytes.  One call writes keys and values: 9 µs at
+T = 16, H = 8, D = 128.
 """
 
 
@@ -28,14 +27,15 @@ Roofline: bytes = 4 e T H D.  One call for keys and values: 9 µs at T = 16, H =
 import torch
 from torch import Tensor
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# torch leaves the types of split, view and some others open.
-
 
 def rope_table(
     inverse_frequencies: Tensor, num_positions: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return [P, 2, R] for `inverse_frequencies` [R/2]; `scale` multiplies cos and sin (yarn, longrope)."""
+    """Return the table [P, 2, R] for `inverse_frequencies` [R/2].
+
+    Args:
+        scale: factor of cos and sin (yarn, longrope).
+    """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies.float())
     cos, sin = angles.cos() * scale, angles.sin() * scale
@@ -50,7 +50,7 @@ def rotation_of(table: Tensor, positions_T: Tensor) -> Tensor:
 
 
 def rope_(x_TND: Tensor, rotation: Tensor) -> None:
-    """Rotate `x_TND` in place."""
+    """Rotate the heads `x_TND` in place."""
     cos_T1R, sin_T1R = rotation
     width = cos_T1R.shape[-1]
     x_TNR = x_TND if width == x_TND.shape[-1] else x_TND[..., :width]
@@ -60,7 +60,7 @@ def rope_(x_TND: Tensor, rotation: Tensor) -> None:
 def rope_reference(
     x_TND: Tensor, positions_T: Tensor, inverse_frequencies: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Rotate out of place, in float64, as a product of complex numbers."""
+    """Rotate a copy in float64, as a product of complex numbers."""
     half = inverse_frequencies.numel()
     angles_TR = torch.outer(positions_T.double(), inverse_frequencies.double())
     x1, x2, rest = x_TND.double().split((half, half, x_TND.shape[-1] - 2 * half), dim=-1)

@@ -1,1 +1,1 @@
-"""The Triton kernels that draw tokens and report their log probabilities."""
+"""The Triton kernels that edit logits, draw tokens and report log probabilities."""

@@ -1,16 +1,16 @@
-"""Everything that changes logits before a token is drawn: mask, edits, then penalties.
+"""Changes of logits before a token is drawn: mask, edits, then penalties.
 
-    x[v] = logits[v], or -inf where the row's mask forbids v;   + every edit of v that applies
+    x[v] = logits[v], or -inf if the row's mask forbids v;   + every edit of v that applies
     x[v] = x / ρ if x > 0 else x · ρ   for v in prompt or output (repetition penalty ρ)
     x[v] -= frequency · count(v) + presence · [count(v) > 0]      over the output
 
-    logits [R, V]   any float type; not changed, as logprobs are those of the raw logits
+    logits [R, V]   any float type; not changed, because logprobs are those of the raw logits
     edited [R, V]   float32; only rows with `is_edited` are written
-    rows, ends [R]  int32: device row, and the position of the token to be drawn; row -1 = padding
+    rows, ends [R]  int32: device row, and the position of the token to draw; row -1 is padding
 
-A logit that is not finite becomes NaN, so that the row is found out when it is drawn.
+A logit that is not finite becomes NaN, so that the draw detects the row.
 
-Roofline: bytes = (e + 4) R V for the R edited rows, and 4 R V more with penalties.  Target 70 %.
+Roofline: (e + 4) R V bytes for R edited rows, and 4 R V more with penalties.  Target 70 %.
 """
 
 import torch
@@ -107,7 +107,7 @@ def apply_penalties(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return [R, V] float32, of which only the rows that are edited hold anything.
+    """Return logits [R, V] float32.  Only edited rows have a meaning.
 
     Args:
         tokens: [M, …] int32, the permanent rows, for edits with a condition.
@@ -152,7 +152,7 @@ def apply_penalties(
 def apply_penalties_reference(
     logits_V: Tensor, row: int, end: int, tokens: Tensor, sampling: SamplingRows
 ) -> Tensor:
-    """Edit one row, in float64."""
+    """Edit one row in float64."""
     x = logits_V.double()
     if sampling.is_masked[row]:
         bits = sampling.mask[row].unsqueeze(1) >> torch.arange(32) & 1

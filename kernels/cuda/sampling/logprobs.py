@@ -1,16 +1,16 @@
-"""The n best logprobs of a row, the logprob of the token that was sampled, and its rank.
+"""The n best logprobs of a row, and the logprob and rank of the sampled token.
 
-    logprob[v] = logits[v] - log Σ e^logits, of the raw logits;  rank = number of v with logits[v] ≥ own
+    logprob[v] = logits[v] - log Σ e^logits, from the raw logits;  rank = number of v with logits[v] ≥ own
 
     logits [R, V]   any float type
-    sampled [R]     int32; a row with -1 is left alone
-    ids [R, 1 + n], logprobs [R, 1 + n], ranks [R]   the sampled token first; then the n best, equal ones
-                                                     by rising id, the sampled token again if it is one
+    sampled [R]     int32; a row with -1 is skipped
+    ids [R, 1 + n], logprobs [R, 1 + n], ranks [R]   the sampled token first, then the n best, equal ones by rising id;
+                                                     the sampled token appears again if it is one of them
 
-Each block of the vocabulary yields its n best as 64-bit keys (the ordered bits of the logit, then the
-complement of the id), its maximum and its sum; a second kernel merges them in their order.
+Each block of the vocabulary yields its n best as 64-bit keys (the ordered bits of the logit, then the complement of the
+id), its maximum and its sum.  A second kernel merges them in order.
 
-Roofline: bytes = e R V for R rows.  Target 60 %.
+Roofline: e R V bytes for R rows.  Target 60 %.
 """
 
 from typing import NamedTuple
@@ -113,7 +113,7 @@ def _top_kernel(
 def top_logprobs(
     logits_RV: Tensor, sampled_R: Tensor, num_top: int, *, out: TopLogprobs | None = None
 ) -> TopLogprobs:
-    """Return the best logprobs, for `num_top` from 0 to 128, and no more than the vocabulary."""
+    """Return the best logprobs, for `num_top` from 0 to 128 and at most the size of the vocabulary."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.is_contiguous(), "logits must be contiguous"
     assert num_top <= vocab_size, f"{num_top} of {vocab_size} tokens"
@@ -147,7 +147,7 @@ def top_logprobs(
 
 
 def top_logprobs_reference(logits_V: Tensor, token_id: int, num_top: int) -> TopLogprobs:
-    """Compute one row, by a stable sort and in float64."""
+    """Compute one row by a stable sort in float64."""
     logprobs = logits_V.double().log_softmax(0)
     order = logits_V.float().argsort(descending=True, stable=True)[:num_top]
     ids = torch.cat((torch.tensor([token_id]), order))

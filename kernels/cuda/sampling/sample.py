@@ -1,26 +1,22 @@
-"""The Gumbel noise of `kernels/reference/noise.py` on the device: the same bits, logarithms within an ulp or two.
+"""The draw on the device: token = arg max over the kept v of x[v] + g(seed, position, v), written to the device's rows.
 
-Device code of `sample`.  The hardware's logarithm is useless near one, where the largest noise comes
-from (its error is 2⁻²² absolute), so `log` is Cephes' logf: an exact split and a polynomial.
+    x = logits / temperature;  g is Gumbel noise, and zero in a greedy row (temperature 0)
 
-Roofline: about 12 integer and 60 float operations a token, nothing read.
-
-The draw: token = arg max over the kept v of x[v] + g(seed, position, v), and into the device's rows.
-
-    x = logits / temperature;  g is Gumbel noise, `noise.py`, and absent from a greedy row (temperature 0)
-
-    logits [R, V], edited [R, V] float32   the second where the row is edited
-    rows, ends [R]                         int32: device row, and the position of the token; row -1 = padding
-    threshold, last_tie [R]                what is kept: see `top_k_top_p`
+    logits [R, V], edited [R, V] float32   the second if the row is edited
+    rows, ends [R]                         int32: device row, and the position of the token; row -1 is padding
+    threshold, last_tie [R]                the kept tokens: see `top_k_top_p`
     tokens [M, …] int32                    token `end` of the row is written
-    sampled [R] int32                      the token, or -1 where a logit is not finite, nothing is left, or
-                                           the row is padding
+    sampled [R] int32                      the token, or -1 if a logit is not finite, no token is left, or the row is padding
 
-Of equal values the lowest id wins.  The vocabulary is split into blocks, whose best are merged in a
-second kernel: the maximum depends on no order.
+The lowest id wins among equal values.  The vocabulary is split into blocks, and a second kernel merges the best of each
+block; a maximum does not depend on their order.
 
-Roofline: bytes = e R V; greedy 256 × 152 k bf16 in 18 µs, with noise bound by arithmetic at about 50 µs.
-Target 70 %.
+The noise has the same bits as `kernels/reference/noise.py`, with logarithms within one or two ulps.  The hardware's
+logarithm has an absolute error of 2⁻²², which is useless near one, the source of the largest noise.  So `log` is Cephes'
+logf: an exact split and a polynomial.
+
+Roofline: e R V bytes; greedy 256 × 152 k bfloat16 in 18 µs; with noise bound by arithmetic (about 12 integer and 60 float
+operations for a token) at about 50 µs.  Target 70 %.
 """
 
 import torch
@@ -37,7 +33,7 @@ _B = tl.constexpr(0x846CA68B)
 
 @triton.jit
 def gumbel(key0, key1, token_ids):
-    """Return float32, for the row's keys and any block of token ids; see `row_keys`."""
+    """Return float32 noise for the row's keys and any block of token ids; see `row_keys`."""
     bits = hash32(token_ids.to(tl.uint32), key0, key1) >> 9
     return -log(-log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))  # 2⁻²³
 
@@ -63,7 +59,7 @@ def hash32(x, key0, key1):
 
 @triton.jit
 def log(x):
-    """Return the logarithm of normal positive float32; relative error below 2⁻²³ also near one."""
+    """Return the logarithm of normal positive float32.  The relative error is below 2⁻²³, also near one."""
     bits = x.to(tl.int32, bitcast=True) - 0x3F3504F3  # √½, so that the rest is in [√½, √2)
     exponent = (bits >> 23).to(tl.float32)
     f = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
@@ -105,7 +101,7 @@ def _best_of_block_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_range = token < V
     x = load_scaled(logits_ptr, edited_ptr, i * V + token, in_range, is_edited, temperature)
-    # -inf is a mask in an edited row, and a fault in any other
+    # -inf is a mask in an edited row, and a fault in any other.
     is_bad = (x != x) | (x == float("inf")) | ((x == float("-inf")) & (is_edited == 0))
     num_bad = tl.sum((is_bad & in_range).to(tl.int32), 0)
     if temperature > 0:
@@ -113,7 +109,8 @@ def _best_of_block_kernel(
         is_tie = (x == threshold) & (token <= tl.load(last_tie_ptr + i))
         key0, key1 = row_keys(tl.load(seed_ptr + row), tl.load(ends_ptr + i))
         x = tl.where((x > threshold) | is_tie, x + gumbel(key0, key1, token), float("-inf"))
-    x = tl.where(x == x, x, float("-inf"))  # Triton does not promise whether a maximum is NaN
+    # Triton does not define whether a maximum with NaN is NaN.
+    x = tl.where(x == x, x, float("-inf"))
     best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     at = i * tl.num_programs(1) + tl.program_id(1)
     tl.store(values_ptr + at, tl.where(num_bad > 0, float("nan"), best))
@@ -165,7 +162,7 @@ def sample(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return sampled ids [R] int32; `tokens` and the rows' `history` gain them."""
+    """Return sampled ids [R] int32.  Writes them to `tokens` and to the rows' `history`."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.is_contiguous(), "logits must be contiguous"
     assert edited_RV.is_contiguous(), "edited must be contiguous"
@@ -217,14 +214,19 @@ def _put_tokens_kernel(sampled_ptr, rows_ptr, ends_ptr, tokens_ptr, tokens_strid
 
 
 def put_tokens_(sampled_R: Tensor, rows_R: Tensor, ends_R: Tensor, tokens: Tensor) -> None:
-    """Write into `tokens` what another device has sampled, as `sample` does there."""
+    """Write the ids that another device has sampled to `tokens`, like `sample` on that device."""
     _put_tokens_kernel[(len(sampled_R),)](
         sampled_R, rows_R, ends_R, tokens, tokens.stride(0), **MERGE
     )
 
 
 def sample_reference(scaled_V: Tensor, kept_V: Tensor, noise_V: Tensor | None) -> int:
-    """Sample one row: `scaled_V` are its logits by temperature, `noise_V` comes from `kernels/reference/noise.py`."""
+    """Sample one row.
+
+    Args:
+        scaled_V: the row's logits divided by temperature.
+        noise_V: the noise of `kernels/reference/noise.py`, or None for a greedy row.
+    """
     if scaled_V.isnan().any() or not scaled_V.isfinite().any():
         return -1
     if noise_V is None:

@@ -1,9 +1,9 @@
-"""The permanent sampling state of the device's rows, and how the sampling kernels read a row's logits.
+"""The permanent sampling state of the device's rows, and the function with which kernels load a row's logits.
 
-    M  rows of the device    V  vocabulary    K  edits a row    L  tokens of an edit's condition
+    M  rows of the device    V  vocabulary    K  edits of a row    L  tokens of an edit's condition
 
-An *edit* adds a number to one token's logit while it applies: a logit bias always, -inf on a stop token
-until the row is long enough, -inf on the last token of a bad word while the output ends with its others.
+An *edit* adds a number to one token's logit while it applies.  A logit bias always applies; -inf applies to a stop token
+until the row has its minimum length, and to the last token of a bad word while the output ends with its other tokens.
 """
 
 from typing import NamedTuple
@@ -15,34 +15,37 @@ from torch import Tensor
 
 from trouper.kernels.cuda.launch import Table
 
-NEVER = 2**31 - 1  # the position until which an edit applies that always applies
+NEVER = 2**31 - 1  # end position of an edit that always applies
 
-# Tokens of the vocabulary a program, by V.
+# Tokens of the vocabulary in a program, by V.
 BLOCKS: Table = {"sm_90": ((1 << 30, {"BLOCK": 4096, "num_warps": 8}),)}
 
 
 class SamplingRows(NamedTuple):
-    """One entry a row; written when a row is placed, `history` and `mask` also by steps."""
+    """The sampling state, with one entry for each row.
 
-    temperature: Tensor  # [M] float32; 0 = greedy
-    top_k: Tensor  # [M] int32; 0 or V and more = off
-    top_p: Tensor  # [M] float32; 1 = off
-    log_min_p: Tensor  # [M] float32; -inf = off
+    It is written when a request gets a row; steps also write `history` and `mask`.
+    """
+
+    temperature: Tensor  # [M] float32; 0 is greedy
+    top_k: Tensor  # [M] int32; 0, or at least V, is off
+    top_p: Tensor  # [M] float32; 1 is off
+    log_min_p: Tensor  # [M] float32; -inf is off
     seed: Tensor  # [M] int64: the 64 bits of the seed
-    repetition: Tensor  # [M] float32; 1 = off
+    repetition: Tensor  # [M] float32; 1 is off
     frequency: Tensor  # [M] float32
     presence: Tensor  # [M] float32
     num_prompt: Tensor  # [M] int32
-    is_edited: Tensor  # [M] int32: logits change before they are drawn from; 0 = as they are
-    is_masked: Tensor  # [M] int32: `mask` counts
+    is_edited: Tensor  # [M] int32: 1 if logits change before the draw
+    is_masked: Tensor  # [M] int32: 1 if `mask` applies
     mask: Tensor  # [M, ⌈V / 32⌉] int32: bit v % 32 of word v // 32 allows token v
-    history: Tensor  # [M, V] int32: bit 0 = in the prompt; the rest counts outputs
+    history: Tensor  # [M, V] int32: bit 0 means in the prompt; the other bits count outputs
     num_edits: Tensor  # [M] int32
     edit_ids: Tensor  # [M, K] int32
     edit_values: Tensor  # [M, K] float32
-    edit_untils: Tensor  # [M, K] int32: applies to tokens drawn for earlier positions
-    edit_lengths: Tensor  # [M, K] int32: tokens of the condition; 0 = none
-    edit_conditions: Tensor  # [M, K, L] int32: the output must end with these
+    edit_untils: Tensor  # [M, K] int32: applies to tokens at earlier positions
+    edit_lengths: Tensor  # [M, K] int32: tokens of the condition, or 0
+    edit_conditions: Tensor  # [M, K, L] int32: the end of the output that the edit requires
 
 
 def make_sampling_rows(
@@ -53,7 +56,7 @@ def make_sampling_rows(
     max_condition: int = 8,
     device: torch.device | str = "cpu",
 ) -> SamplingRows:
-    """Allocate rows that are all greedy and unedited.  Bytes: M · (4 V + V / 8 + 4 K (4 + L)), nearly."""
+    """Allocate rows that are all greedy and unedited: about M · (4 V + V / 8 + 4 K (4 + L)) bytes."""
 
     def rows(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
@@ -84,10 +87,10 @@ def make_sampling_rows(
 
 @triton.jit
 def load_scaled(logits_ptr, edited_ptr, at, mask, is_edited, temperature):
-    """Load logits / temperature, from the edited logits where there are any; -inf outside of the mask."""
+    """Load logits / temperature, from the edited logits if the row has any.  Returns -inf outside of the mask."""
     has_edits = (
         is_edited + at * 0
-    ) != 0  # of the shape of the mask: not every interpreter mixes them
+    ) != 0  # has the shape of the mask, because some interpreters do not broadcast
     raw = tl.load(logits_ptr + at, mask=mask & ~has_edits, other=float("-inf"))
     edited = tl.load(edited_ptr + at, mask=mask & has_edits, other=float("-inf"))
     x = tl.where(is_edited != 0, edited, raw.to(tl.float32))

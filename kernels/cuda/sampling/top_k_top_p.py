@@ -1,19 +1,19 @@
-"""The end of a row's candidates: min-p, then top-k, then top-p, exactly and without a sort.
+"""The cut of a row's candidates by min-p, then top-k, then top-p, exact and without a sort.
 
     x = logits / temperature;  keep v if x[v] > threshold, or if x[v] = threshold and v ≤ last_tie
 
-    logits [R, V], edited [R, V] float32   the second where the row is edited
-    threshold [R] float32, last_tie [R] int32   -inf and V where nothing is cut off
+    logits [R, V], edited [R, V] float32   the second if the row is edited
+    threshold [R] float32, last_tie [R] int32   -inf and V if nothing is cut off
 
-min-p keeps x ≥ max + log p.  Of those top-k keeps the k largest, equal ones by rising id.  Of those top-p
-keeps, in falling order, each whose predecessors have less than p of the mass.
+min-p keeps x ≥ max + log p.  Top-k keeps the k largest of these, equal ones by rising id.  Of these, in falling order,
+top-p keeps each token with predecessors that have less than p of the mass.
 
-Gumbel noise lies in (-2.82, 16.64), so what is 19.5 below the maximum is never drawn: the rest, mostly
-some hundreds, is compacted once.  The threshold is the smallest τ for which the weight of x > τ is below
-a target, with weights 1 and target k, then weights eˣ and target p · mass; it is found by bisection over
-the integers that floats are ordered by, in at most 32 turns over the candidates.
+Gumbel noise is in (-2.82, 16.64), so a value 19.5 below the maximum is never drawn.  The other values, mostly some hundreds,
+are compacted once.  The threshold is the smallest τ for which the weight of x > τ is below a target, with weights 1 and
+target k, then with weights eˣ and target p · mass.  It is found by bisection over the integers that order floats, in at
+most 32 iterations over the candidates.
 
-Roofline: bytes = 3 e R V for R rows that truncate.  Target 256 × 152 k in 0.35 ms.
+Roofline: 3 e R V bytes for R rows that truncate.  Target 256 × 152 k in 0.35 ms.
 """
 
 import torch
@@ -25,7 +25,7 @@ from trouper.kernels.cuda.launch import Table, config_of
 from trouper.kernels.cuda.sampling.sampling_rows import SamplingRows, load_scaled
 
 REACH = tl.constexpr(19.5)  # 16.64 + 2.82, rounded up
-LEAST_ORDER = tl.constexpr(-2139095040)  # of the least finite float
+LEAST_ORDER = tl.constexpr(-2139095040)  # order of the smallest finite float
 
 # By V.
 CONFIGS: Table = {"sm_90": ((1 << 30, {"BLOCK": 2048, "num_warps": 16}),)}
@@ -33,7 +33,7 @@ CONFIGS: Table = {"sm_90": ((1 << 30, {"BLOCK": 2048, "num_warps": 16}),)}
 
 @triton.jit
 def order_of(x):
-    """Return int32 that are ordered as the float32 are; both zeros are one."""
+    """Return int32 with the order of the float32.  Both zeros map to one number."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -62,7 +62,7 @@ def _compact(
     floor,
     BLOCK: tl.constexpr,
 ):
-    """Write the x ≥ floor of a row to its candidates, in order: (their number, mass of the x ≥ least)."""
+    """Write the x ≥ floor of a row to its candidates, in order.  Returns (their number, mass of the x ≥ least)."""
     num = 0
     mass = tl.zeros([BLOCK], tl.float32)
     for first in range(0, V, BLOCK):
@@ -73,7 +73,8 @@ def _compact(
         place = num + tl.cumsum(is_kept.to(tl.int32), 0) - 1
         tl.store(candidates_ptr + base + place, x, mask=is_kept)
         num += tl.sum(is_kept.to(tl.int32), 0)
-    tl.debug_barrier()  # the whole program sees them
+    # Makes the candidates visible to the whole program.
+    tl.debug_barrier()
     return num, tl.sum(mass, 0)
 
 
@@ -96,7 +97,7 @@ def _weight_above(candidates_ptr, num, order, highest, IS_COUNT: tl.constexpr, B
 def _bisect(
     candidates_ptr, num, low, high, target, highest, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the smallest order in (low, high] above which less than `target` lies, given that `high` is one."""
+    """Return the smallest order in (low, high] with less than `target` above it.  `high` must be one."""
     while high - low > 1:
         middle = low + (high - low) // 2
         weight, _ = _weight_above(candidates_ptr, num, middle, highest, IS_COUNT, BLOCK)
@@ -140,7 +141,7 @@ def _top_k_top_p_kernel(
     highest = _highest(logits_ptr, edited_ptr, base, V, is_edited, temperature, BLOCK)
     if highest == float("-inf"):
         return
-    least = log_min_p + highest  # what min-p keeps
+    least = log_min_p + highest  # the threshold of min-p
     tl.store(threshold_ptr + i, least)
     if (has_top_k == 0) & (top_p >= 1):
         return
@@ -149,7 +150,8 @@ def _top_k_top_p_kernel(
         logits_ptr, edited_ptr, candidates_ptr, base, V, is_edited, temperature, highest, least, floor,
         BLOCK,
     )  # fmt: skip
-    if has_top_k & (num < top_k) & (floor > least):  # the k-th decides what the mass is
+    # The k-th largest decides which tokens count for the mass.
+    if has_top_k & (num < top_k) & (floor > least):
         floor = least
         num, mass = _compact(
             logits_ptr, edited_ptr, candidates_ptr, base, V, is_edited, temperature, highest, least,
@@ -176,7 +178,8 @@ def _top_k_top_p_kernel(
         needed = tl.maximum(needed, 1.0).to(tl.int32)
         kept_ties = tl.where(order > k_order, needed, tl.minimum(needed, kept_ties))
     _, ties = _weight_above(candidates_ptr, num, order, highest, True, BLOCK)
-    if ties == 0:  # less than k or p lies above the floor, so all of it is kept
+    # Less than k or p is above the floor, so all of it is kept.
+    if ties == 0:
         return
     tl.store(threshold_ptr + i, float_of(order.to(tl.int32)))
     if kept_ties < ties:
@@ -195,7 +198,7 @@ def float_of(order):
 def _find_tie(
     logits_ptr, edited_ptr, base, V, is_edited, temperature, order, number, BLOCK: tl.constexpr
 ):
-    """Return the id of the `number`-th token, from one, whose order is `order`."""
+    """Return the id of the `number`-th token with this `order`, counting from one."""
     found = V
     seen = 0
     for first in range(0, V, BLOCK):
@@ -216,7 +219,7 @@ def top_k_top_p(
     *,
     scratch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (threshold [R] float32, last_tie [R] int32); `scratch` [R, V] float32 is overwritten."""
+    """Return (threshold [R] float32, last_tie [R] int32).  Overwrites `scratch` [R, V] float32."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.is_contiguous(), "logits must be contiguous"
     assert edited_RV.is_contiguous(), "edited must be contiguous"
@@ -242,7 +245,7 @@ def top_k_top_p(
 
 
 def top_k_top_p_reference(scaled_V: Tensor, top_k: int, top_p: float, log_min_p: float) -> Tensor:
-    """Return [V] bool: the tokens of a row that are kept, by a stable sort and in float64."""
+    """Return the kept tokens of a row [V] bool, computed by a stable sort in float64."""
     values, ids = scaled_V.sort(descending=True, stable=True)
     kept = values >= (values[0] + log_min_p)
     if 0 < top_k < len(values):
