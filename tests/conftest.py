@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def ordered_dots(monkeypatch):
-    """Triton's interpreter adds up each output in one order, as a GPU does: numpy's depends on the row's place."""
+    """Make Triton's interpreter add in one fixed order, like a GPU; the order of numpy's sums depends on the row's position."""
     if HAS_GPU:
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -1,1 +1,1 @@
-"""Clients of other projects against `trouper serve`: one script each, `python SCRIPT URL [URL_OF_A_POOLING_MODEL]`."""
+"""Test `trouper serve` with other projects' clients: one script for each, `python SCRIPT URL [URL_OF_A_POOLING_MODEL]`."""

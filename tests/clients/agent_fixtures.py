@@ -1,6 +1,6 @@
-"""What an agent sends, made small and impersonal: `python -m tests.clients.agent_fixtures AGENT VERSION < SESSION > FIXTURE`.
+"""Reduce an agent's requests to small anonymous fixtures: `python -m tests.clients.agent_fixtures AGENT VERSION < SESSION > FIXTURE`.
 
-The session is what `agent_session` prints.  Fields and types stay; long texts are cut, ids and paths replaced.
+The session is the output of `agent_session`. Fields and types stay, long texts are cut, and ids and paths are replaced.
 """
 
 import json
@@ -14,7 +14,7 @@ PATHS = re.compile(r"(?<![\w:/.])/(?:tmp|home|root|work)\b[\w./-]*")
 
 
 def small(value):
-    """The value with the same fields and types."""
+    """Return a small value with the same fields and types."""
     if isinstance(value, str):
         text = PATHS.sub("/project", IDS.sub("0" * 32, value))
         return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
@@ -26,7 +26,7 @@ def small(value):
 
 
 def bare(schema):
-    """A schema of arguments without its descriptions."""
+    """Return a schema of arguments without its descriptions."""
     if isinstance(schema, list):
         return [bare(each) for each in schema]
     if not isinstance(schema, dict):
@@ -36,7 +36,7 @@ def bare(schema):
 
 
 def some(tools):
-    """A few tools of each type, their schemas whole but for the descriptions."""
+    """Return a few tools of each type; their schemas are complete except for descriptions."""
     kept, kinds = [], []
     for tool in tools:
         kind = tool.get("type", "custom")

@@ -1,4 +1,4 @@
-"""A model for agents: one layer of noise with a long context and a chat template that has a place for tools."""
+"""Make a model for agents: one layer of random weights, with a long context and a chat template for tools."""
 
 import json
 import shutil

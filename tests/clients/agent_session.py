@@ -1,4 +1,4 @@
-"""One session of a coding agent with a server, in one process: `python -m tests.clients.agent_session FOLDER AGENT COMMAND…`.
+"""Run one session of a coding agent with a server, in one process: `python -m tests.clients.agent_session FOLDER AGENT COMMAND…`.
 
 The model is noise, so the requests of the agent are changed on their way to the application: in the first one that has the
 case's tool a call of it is forced, with arguments of which each has one value, and every other answer is one sentence.
@@ -32,7 +32,7 @@ RESULTS = ("function_call_output", "tool_result", "tool")
 
 @dataclass
 class Case:
-    """The tool that is forced, and its arguments."""
+    """Name the forced tool and its arguments."""
 
     tool: str
     arguments: dict[str, Any]
@@ -49,7 +49,7 @@ CASES = {
 
 @dataclass
 class Session:
-    """What has happened."""
+    """Record the events of a session."""
 
     requests: list[dict[str, Any]] = field(default_factory=list)
     code: int | None = None
@@ -58,7 +58,7 @@ class Session:
 
 
 class Forcing:
-    """The application behind a client that asks for the case's call, and then for an end."""
+    """Wrap the application so that the model calls the case's tool and then ends."""
 
     def __init__(self, app, case, session):
         self._app, self._case, self._session = app, case, session
@@ -94,7 +94,7 @@ class Forcing:
 
 
 def forced(path, body, case):
-    """The request with a call, or an answer, that is known."""
+    """Return the request with a forced call or a forced answer."""
     tool = find_tool(body.get("tools") or (), case.tool)
     if tool is None or has_result(body):
         return {**body, **ending(path, body)}
@@ -115,7 +115,7 @@ def forced(path, body, case):
 
 
 def ending(path, body):
-    """The fields by which the answer is one sentence."""
+    """Return the fields that force a one-sentence answer."""
     choice = {"type": "none"} if path == "/v1/messages" else "none"
     chosen = {"tool_choice": choice} if body.get("tools") else {}
     return {**chosen, "structured_outputs": {"choice": [LAST]}}
@@ -132,7 +132,7 @@ def find_tool(tools, name):
 
 
 def has_result(body):
-    """A tool has been called in this conversation."""
+    """Return whether the conversation contains a tool result."""
     messages = body.get("messages") or body.get("input") or ()
     messages = [message for message in messages if isinstance(message, dict)]
     kinds = [message.get(name) for message in messages for name in ("role", "type")]
@@ -163,7 +163,7 @@ async def run_session(folder: Path, case: Case, command: list[str]) -> Session:
 
 
 async def run_agent(session, folder, command):
-    """Run the agent in a home and a project of its own."""
+    """Run the agent with its own home and project folders."""
     places = {name: folder / name for name in ("home", "project")}
     for place in places.values():
         place.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""Coding agents as npm has them, each against a server: a call of a tool is forced, its result answered, and the agent ends.
+"""Unmodified coding agents from npm complete a session with a server: a forced tool call, its result, and an end.
 
-`AGENTS` names the folder where they are installed (`npm install --prefix FOLDER`).  They run in a network namespace with
-nothing but the loopback, where the machine allows one.
+`AGENTS` names the folder of their installation (`npm install --prefix FOLDER`). If the machine allows it, they run in a network
+namespace with only the loopback.
 """
 
 import json
@@ -31,7 +31,7 @@ WORDS = {
 
 
 def isolated():
-    """The words in front of a command by which it has no network."""
+    """Return the command prefix that removes the network."""
     is_allowed = shutil.which(NAMESPACE[0]) and shutil.which("ip")
     if not is_allowed or subprocess.run([*NAMESPACE, "true"], check=False).returncode:
         return []

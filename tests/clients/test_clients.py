@@ -1,4 +1,4 @@
-"""Each client's script against a server process.  A client runs where its package is installed.
+"""Each client's script succeeds with a server process. A client without its package is skipped.
 
 `CLIENTS_PYTHON` names the interpreter of another environment that has the packages of the extra `clients`, and the
 demo model's answers make no sense, so the scripts check forms only.
@@ -48,7 +48,7 @@ def pooling_server():
 
 
 def run_client(package, *arguments):
-    """Run a client's interpreter, and return its stdout; skip where the package is absent."""
+    """Run a client's script and return its stdout; skip the test if the package is missing."""
     search = (
         f"import importlib.util; raise SystemExit(importlib.util.find_spec({package!r}) is None)"
     )

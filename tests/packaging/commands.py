@@ -1,4 +1,4 @@
-"""Command lines as the parser of the commands sees them, without running any."""
+"""Parse command lines without running them."""
 
 import shlex
 
@@ -8,7 +8,7 @@ from trouper.frontends.cli.main import app
 
 
 def parse(words):
-    """Parse the words behind `trouper`; returns the values of the command's parameters.
+    """Parse the arguments of `trouper`. Returns the values of the command's parameters.
 
     Raises typer's own error for a mistake.
     """
@@ -21,7 +21,7 @@ def parse(words):
 
 
 def command_lines(text):
-    """Yield the words behind each `trouper` of a piece of shell, comments and redirections left out."""
+    """Yield the arguments of each `trouper` command in shell code, without comments and redirections."""
     for line in text.replace("\\\n", " ").splitlines():
         reader = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
         reader.whitespace_split = True

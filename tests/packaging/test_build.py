@@ -1,4 +1,4 @@
-"""A build packs the modules of the checkout as it is now, and an image gets no more than a build reads."""
+"""A build contains the current modules of the checkout, and a container image gets only the files that a build reads."""
 
 import fnmatch
 import shutil
@@ -14,7 +14,7 @@ BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(
 
 
 def build(checkout, wheels):
-    """Build a wheel as pip does; returns the names of the files in it."""
+    """Build a wheel like pip. Returns the names of its files."""
     subprocess.run(
         [sys.executable, "-c", BUILD, wheels], cwd=checkout, check=True, capture_output=True
     )
@@ -40,7 +40,7 @@ def test_build_after_update_omits_deleted_modules(tmp_path):
 
 
 def in_an_image(path):
-    """Whether a path of the checkout is sent to docker: its last matching rule decides, as docker says."""
+    """Return whether a path of the checkout is sent to docker: the last matching rule decides."""
     sent = True
     for rule in (ROOT / ".dockerignore").read_text().splitlines():
         if rule and not rule.startswith("#"):

@@ -1,4 +1,4 @@
-"""The scripts of developers find what they are there to find."""
+"""The fast async check has the findings of flake8-async."""
 
 import runpy
 import subprocess

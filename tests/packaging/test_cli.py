@@ -31,7 +31,7 @@ GENERATE_RESOLVE = "trouper.frontends.cli.running.resolve"
 
 @pytest.fixture(autouse=True)
 def plain_terminal(monkeypatch):
-    """80 columns, no colour, and an empty stdin that is no terminal."""
+    """Use 80 columns, no colour, and an empty stdin without a terminal."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr("sys.stdin", io.StringIO())
@@ -333,7 +333,7 @@ def test_an_unexpected_cause_is_told():
 
 @pytest.fixture(autouse=True)
 def untold_sampling(monkeypatch):
-    """Keep the line about the sampling out of stderr, so that tests see the rest alone."""
+    """Keep the line about sampling out of stderr, so that tests see only the other lines."""
     tell = output.tell_sampling
     monkeypatch.setattr(output, "tell_sampling", lambda *_: None)
     return tell
@@ -412,7 +412,7 @@ POOLING = ["--runner", "pooling", "--max-model-len", "64"]
 
 @pytest.fixture
 def texts(tmp_path):
-    """A file of five texts, of which the second, the third and the fourth cannot be used."""
+    """Write a file of five texts; the second, third and fourth are unusable."""
     path = tmp_path / "texts.csv"
     path.write_text(CSV.format(long="long " * 200))
     return path

@@ -1,4 +1,4 @@
-"""What the pages tell people to run: every command line is parsed, and the files for deployment agree with the code."""
+"""Every command line on the pages is valid, and the files for deployment agree with the code."""
 
 import ast
 import configparser
@@ -55,7 +55,7 @@ def test_the_pages_show_the_commands_that_there_are():
 
 
 def instructions():
-    """The instructions of the Dockerfile, as (name, arguments) with continued lines joined."""
+    """Return the instructions of the Dockerfile as (name, arguments), with continued lines joined."""
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return [tuple(line.split(maxsplit=1)) for line in lines]

@@ -1,4 +1,4 @@
-"""What the documents say is what the code does."""
+"""The pages agree with the code."""
 
 import ast
 import re
@@ -109,7 +109,7 @@ def test_contributors_guide_is_short():
 
 
 def channels():
-    """(name, inbox type, capacity) of each channel that the wiring opens."""
+    """Yield name, inbox type and capacity of each channel in the wiring."""
     for node in ast.walk(ast.parse(ENGINE)):
         match node:
             case ast.Assign(
@@ -149,7 +149,7 @@ def test_results_are_page_and_not_book():
 
 
 def sources():
-    """Every file of the source and the pages, but the one that declares the extras and this one."""
+    """Yield every source file and page."""
     for folder in ("actors", "bench", "docs", "frontends", "kernels", "scripts", "tests"):
         yield from (p for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".md"})
     yield from (p for p in (ROOT / "trouper").rglob("*.py") if "__pycache__" not in p.parts)

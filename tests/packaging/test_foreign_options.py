@@ -1,4 +1,4 @@
-"""Command lines and files that were written for vLLM, llama.cpp or Ollama: taken where they change nothing, else told what to use."""
+"""Options of vLLM, llama.cpp and Ollama are accepted if they change nothing; otherwise an error names what to use."""
 
 import json
 import re
@@ -37,7 +37,7 @@ OWN = {
 
 @pytest.fixture
 def served(monkeypatch):
-    """What `serve` would run with."""
+    """Return the resolved options of `serve`."""
     seen = []
     monkeypatch.setattr(serve, "_run", lambda *options: seen.extend(options))
     monkeypatch.setattr(serve, "resolve", lambda args, **_: args)
@@ -45,7 +45,7 @@ def served(monkeypatch):
 
 
 def words_at_default(name, default):
-    """The words that give an option its default; of one without a plain default, those that name it."""
+    """Return the arguments that set an option to its default, or only its name if it has no plain default."""
     match default:
         case ["switch", is_on]:
             return [name if is_on or not name.startswith("--") else f"--no-{name[2:]}"]
@@ -58,7 +58,7 @@ def words_at_default(name, default):
 
 
 def refusal(words):
-    """Why `serve` does not take these words; None if it does."""
+    """Return the reason why `serve` refuses these arguments, or None if it accepts them."""
     try:
         with GROUP.commands["serve"].make_context("serve", list(words), obj={}) as ctx:
             EngineArgs(**ctx.meta[FOR_ENGINE])

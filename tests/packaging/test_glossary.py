@@ -1,7 +1,7 @@
 """Every noun of our own that a newcomer meets in many files is explained in the glossary.
 
-The words of all identifiers are counted: `RequestTable.open_slot` has four. A word used in more than twenty files is either
-ordinary, that is, it has its usual meaning in English, in Python, in machine learning or in vLLM, or it is ours and has a row in the
+The words of all identifiers are counted: `RequestTable.open_slot` has four. A word in more than twenty files is either
+ordinary (it has its usual meaning in English, Python, machine learning or vLLM), or it is ours and has a row in the
 glossary. `ordinary_words.txt` lists the ordinary ones.
 """
 

@@ -1,4 +1,4 @@
-"""The help of every command, whole at 80 columns and in a pipe, and the completion of shells."""
+"""The help of every command is complete at 80 columns and in a pipe, and shell completion works."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ WIDTH = 80
 
 
 def commands(command, *path):
-    """Yield the words and the command of each leaf below a group."""
+    """Yield the full name and the command of each leaf below a command group."""
     for name, below in getattr(command, "commands", {}).items():
         yield from commands(below, *path, name)
     if not hasattr(command, "commands"):

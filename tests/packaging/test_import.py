@@ -1,4 +1,4 @@
-"""Importing is cheap and has no side effects; the public names resolve."""
+"""Imports are cheap and have no side effects, and the public names resolve."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ HEAVY = (
 
 
 def loaded_after(code):
-    """Which heavy modules a fresh interpreter has loaded after `code`."""
+    """Return the heavy modules that a fresh interpreter has loaded after `code`."""
     report = f"{code}\nimport sys\nprint(*(set(sys.modules) & set({HEAVY!r})), file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", report], capture_output=True, text=True, check=True

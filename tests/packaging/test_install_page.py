@@ -1,4 +1,4 @@
-"""The page on installing: its table of memory is computed from the models' sizes."""
+"""The memory table on the page about installing is computed from the models' sizes."""
 
 import re
 from math import prod
@@ -23,7 +23,7 @@ def size(parameters):
 
 
 def computed(name):
-    """GB of the weights in each format, and of the KV cache of a thousand tokens."""
+    """Return the GB of the weights in each format, and of the KV cache of a thousand tokens."""
     config = GEOMETRIES[name]
     traits = decoder_traits(config, config["architectures"][0])
     layers = sum(size(layer_parameters(traits, i)) for i in range(len(traits.layers)))

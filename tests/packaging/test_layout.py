@@ -1,4 +1,4 @@
-"""The source folders at the root are the sub-packages of trouper, and nothing else."""
+"""The source folders at the root are exactly the sub-packages of trouper."""
 
 import ast
 import re
@@ -56,7 +56,7 @@ def test_packages_but_the_root_are_docstrings():
 
 
 def test_nothing_imports_a_folder_by_its_bare_name():
-    """`python -m pytest` puts the root on sys.path, and then a bare import would even work."""
+    """`python -m pytest` puts the root on sys.path, so a bare import would work there and fail elsewhere."""
     assert len(SOURCES) > 20
     for path in SOURCES:
         found = BARE_IMPORT.search(path.read_text())
@@ -64,7 +64,7 @@ def test_nothing_imports_a_folder_by_its_bare_name():
 
 
 def test_no_example_has_a_deadline():
-    """A deadline is a wall clock, which a busy machine fails: the profile of the tests has none."""
+    """The profile of the tests has no deadline, because a busy machine misses any wall-clock limit."""
     assert hypothesis.settings().deadline is None
     for path in (ROOT / "tests").rglob("*.py"):
         found = re.search(r"\bdeadline=(?!None\b)[\dt]", path.read_text())

@@ -1,4 +1,4 @@
-"""The list of metrics is that of the registries; `python -m tests.packaging.test_metrics_page` writes it anew."""
+"""The page lists exactly the metrics of the registries; `python -m tests.packaging.test_metrics_page` rewrites the list."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ TABLE = re.compile(r"\| metric \|.*\n(?:\|.*\n)+|^(?:ENGINE|SERVER)\n", re.MULTI
 
 
 def rows(families):
-    """The table of the families, sorted by name."""
+    """Return the table of metric families, sorted by name."""
     lines = ["| metric | type | labels | is |", "|---|---|---|---|"]
     for family in sorted(families, key=lambda family: family.name):
         labels = [f"`{name}`" for name in family._labelnames if name not in COMMON]

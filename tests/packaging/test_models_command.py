@@ -1,4 +1,4 @@
-"""`trouper models`: what is on this machine, and what a hub id that is not says."""
+"""`trouper models` lists the models on this machine, and explains why a missing hub id cannot be used."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Links and anchors of the pages lead somewhere, and the page of commands is what the commands say."""
+"""Links on the pages have existing targets, and the page of commands agrees with the commands."""
 
 import re
 import runpy
@@ -15,12 +15,12 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def prose(page):
-    """A page without its code."""
+    """Return a page without its code."""
     return re.sub(r"`[^`\n]*`", "", FENCED.sub("", page.read_text()))
 
 
 def anchors(page):
-    """The anchors of a page's headings, as the site and code hosts make them; a second of a name has a number."""
+    """Return the anchors of a page's headings in the format of the site and of code hosts; a repeated anchor gets a number."""
     found = {}
     for heading in re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
@@ -51,7 +51,7 @@ def test_no_page_has_marks_of_another_markup(page):
 
 def test_every_page_is_in_the_navigation():
     class Loader(yaml.SafeLoader):
-        """A loader that passes over the tags of Python."""
+        """Load YAML and skip Python tags."""
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
     found = set()

@@ -1,4 +1,4 @@
-"""Progress bars of long work: on a terminal's stderr alone, and never in the results."""
+"""Long work shows progress bars only on a terminal's stderr, never in the results."""
 
 import io
 import json
@@ -20,7 +20,7 @@ SHORT = ["--max-tokens", "2", "--temperature", "0"]
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A stderr that is a terminal, beside a stdout and a stdin that are pipes; bars draw each step."""
+    """Make stderr a terminal, and stdout and stdin pipes; bars draw each step."""
     monkeypatch.setattr(output, "is_terminal", lambda stream: stream is sys.stderr)
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS))
     at_once = partialmethod(tqdm.__init__, mininterval=0, miniters=1)

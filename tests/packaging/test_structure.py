@@ -1,4 +1,4 @@
-"""The shape of the source: no import circles, few names that mean two things."""
+"""The source has no import circles, and each class name has one meaning."""
 
 import ast
 from collections import defaultdict
@@ -21,13 +21,13 @@ def module_of(path):
 
 @pytest.fixture(scope="module")
 def trees():
-    """The syntax tree of each module by its name; the links in trouper/ are not followed."""
+    """Parse every module, by its name; the links in trouper/ are not followed."""
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     return {module_of(path): ast.parse(path.read_text()) for path in paths}
 
 
 def imports(trees):
-    """Which modules of the project each module imports, at its top or inside a function."""
+    """Return the project's modules that each module imports, at its top or inside a function."""
     found = {}
     for name, tree in trees.items():
         found[name] = set()
@@ -43,7 +43,7 @@ def imports(trees):
 
 
 def circles(graph):
-    """Groups of modules that all reach each other: strongly connected components, by Tarjan."""
+    """Find groups of modules that all reach each other: strongly connected components, by Tarjan's algorithm."""
     index, low, stack, found = {}, {}, [], []
 
     def visit(name):

@@ -1,4 +1,4 @@
-"""A test that hangs fails, and the tests around it pass: in one process, and in several."""
+"""A hanging test fails and its neighbours pass, in one process and in several."""
 
 import os
 import re
@@ -73,7 +73,7 @@ async def test_after_a_worker_thread():
 
 
 def run_planted(folder, *options):
-    """Run pytest with this project's settings and hooks over the planted file; returns its exit code and output."""
+    """Run pytest on the planted file with this project's settings and hooks. Returns its exit code and output."""
     (folder / "conftest.py").write_text("from tests.conftest import *\n")
     (folder / "test_planted.py").write_text(PLANTED)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

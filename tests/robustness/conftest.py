@@ -1,4 +1,4 @@
-"""What tests of worker processes share: each starts some, which takes its time, so they run on trio alone."""
+"""Run tests of worker processes on trio only, because each test starts processes, which takes time."""
 
 import pytest
 

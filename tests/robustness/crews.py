@@ -1,4 +1,4 @@
-"""What tests of several workers of a device share: options, and a launcher that remembers whom it has started."""
+"""Share options among tests of several workers, and a launcher that records the workers it starts."""
 
 from trouper.actors.executor.workers.launching import launch
 
@@ -11,7 +11,7 @@ OPTIONS = {
 
 
 class LocalWorkers:
-    """Starts the workers, and remembers them."""
+    """Start workers and record them."""
 
     def __init__(self, module):
         self.peers = []

@@ -1,4 +1,4 @@
-"""The program, whose workers have faults: `python -m tests.robustness.faulty_server serve …`."""
+"""Run the program with faulty workers: `python -m tests.robustness.faulty_server serve …`."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
-"""A worker with faults: `python -m … CONTROL PARENT`, as the real one.
+"""Run a faulty worker, with the arguments of a real one: `python -m … CONTROL PARENT`.
 
-It dies of prompts that begin with POISON. Once in its life and that of its successors it does what the file named by
-`TROUPER_TEST_FAULT` says, in a step; the file is removed by then.
+It dies when it computes a prompt that begins with POISON. Once, in one step, it or a successor also executes the fault in the file
+named by `TROUPER_TEST_FAULT`; it removes the file first.
 """
 
 import faulthandler
@@ -36,7 +36,7 @@ def run() -> None:
 
 
 def fail_once(host) -> None:
-    """Do what the file says, if it is there."""
+    """Execute the fault in the file, if the file exists."""
     path = Path(os.environ.get("TROUPER_TEST_FAULT", "/nowhere"))
     if not path.exists():
         return

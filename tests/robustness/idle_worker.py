@@ -1,4 +1,4 @@
-"""A worker without a model: it ends when it is told to, or when its engine is gone."""
+"""Run a worker without a model; it ends on request or with its engine."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Malformed adapters: a typed error that names what is wrong, the slot as it was, and never a crash."""
+"""Malformed adapters cause a typed error that names the fault, leave the slot unchanged, and never crash."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def slots():
-    """Room for adapters of one layer, with one in slot 1."""
+    """Make adapter slots for one layer, with an adapter in slot 1."""
     rows = AdapterRows(16)
     slots = AdapterSlots(LoRAConfig(num_slots=2, max_rank=8), torch.float32, rows)
     parameter = Parameter("q", ((f"{NAME}.weight", SIZE),))
@@ -118,7 +118,7 @@ def test_a_file_that_is_missing_is_named(tmp_path, name):
 
 
 def mutated(dice, data):
-    """The bytes with some of them changed, cut out, doubled or cut off."""
+    """Return the bytes with a random change, cut, repetition or truncation."""
     data = bytearray(data)
     for _ in range(dice.randint(1, 4)):
         at = dice.randrange(len(data) or 1)
@@ -139,7 +139,7 @@ def mutated(dice, data):
 
 
 def mutate(slots, folder, num_times, seed):
-    """Load mutated adapters; count those that were refused."""
+    """Load mutated adapters and count the refused ones."""
     dice = random.Random(seed)
     header = save(one_layer())
     header = header[: 8 + struct.unpack("<Q", header[:8])[0] + 64]  # where the structure is

@@ -1,7 +1,7 @@
-"""Grammars that are dear to compile, many at once, beside streams in a worker process: none is lost, and none is silent for long.
+"""Expensive grammars compile while streams run in a worker process: no stream is lost or silent for long.
 
 `HOSTILE_GRAMMARS=1000 pytest -q -s -m slow tests/robustness/test_hostile_grammars.py -k many` draws
-as many as it says, and prints the silences of the stream.
+this many grammars, and prints the silences of the stream.
 """
 
 import json
@@ -21,7 +21,7 @@ STREAM = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 
 def drawn(seed):
-    """One hostile grammar of a drawn kind and size."""
+    """Draw one hostile grammar of a random kind and size."""
     dice = random.Random(f"hostile {seed}")
     size = int(2 ** dice.uniform(4, 17.6))  # up to 200,000
 
@@ -49,7 +49,7 @@ def drawn(seed):
 
 
 class Siege:
-    """One engine with a worker, a stream that goes on and on, and requests with drawn grammars, of which some hang up."""
+    """Run an engine with a worker, an endless stream, and requests with random grammars; some clients disconnect."""
 
     def __init__(self, num_grammars):
         self.seeds = iter(range(num_grammars))

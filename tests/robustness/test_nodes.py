@@ -1,4 +1,4 @@
-"""Two machines, which are processes on the loopback: one that dies takes its workers with it, and the streams go on."""
+"""Two machines are simulated by processes on the loopback. When one dies with its workers, the streams continue."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def port():
 
 @contextmanager
 def a_host(port, model=DEMO_MODEL, **environment):
-    """Machine 1, as `trouper serve` runs it; its workers are gone with it."""
+    """Run machine 1 like `trouper serve`; its workers end with it."""
     options = [str(model), "--nnodes=2", "--node-rank=1", f"--master-port={port}", "-pp=2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "trouper", "serve", *options, "--max-model-len=512"],
@@ -73,7 +73,7 @@ def a_host(port, model=DEMO_MODEL, **environment):
 
 
 def left_of(pid):
-    """The workers of a process 2 s after its end."""
+    """Return the workers of a process that still exist 2 s after its end."""
     deadline = time.monotonic() + 2.0
     while (left := workers_of(pid)) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""An engine's process is killed at any moment: its worker ends with it, and leaves nothing."""
+"""When an engine's process is killed at any moment, its worker also ends and leaves nothing behind."""
 
 import os
 import random
@@ -24,7 +24,7 @@ LONGEST_S = 5.0  # start-up, and some steps
 
 
 def workers_of(parent):
-    """The processes whose command line names this parent."""
+    """Return the processes with this parent in their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -39,7 +39,7 @@ def workers_of(parent):
 
 
 def kill_after(seconds):
-    """Start an engine, kill it, and return which workers are left 2 s later."""
+    """Start an engine, kill it, and return the workers that still exist 2 s later."""
     process = subprocess.Popen(
         [sys.executable, "-c", ENGINE], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

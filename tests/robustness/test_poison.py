@@ -1,4 +1,4 @@
-"""A request that kills the worker of a real server, among others that stream."""
+"""A request kills the worker of a real server while other requests stream."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def complete(server, **options):
 
 
 def streamed_texts(server, beside=lambda: None):
-    """Stream so many texts at once; `beside` is called while they run."""
+    """Stream this many texts at once, and call `beside` while they run."""
     found = {}
 
     def stream(number):
@@ -43,7 +43,7 @@ def streamed_texts(server, beside=lambda: None):
 
 
 def total(server, name):
-    """The sum of a metric's series."""
+    """Return the sum of a metric's series."""
     text = server.request("GET", "/metrics")[2].decode()
     series = re.findall(rf"^trouper:{name}\{{.*\}} (\S+)$", text, re.MULTILINE)
     return sum(map(float, series))
@@ -53,7 +53,7 @@ def test_poisonous_request_is_refused_and_streams_continue():
     answers = []
 
     def send_poison():
-        """Send it when the others have finished some steps."""
+        """Send the poisonous request after the other requests have finished some steps."""
         before = NUM_STREAMS * NUM_TOKENS
         while total(server, "generation_tokens_total") < before + 20 * NUM_STREAMS:
             time.sleep(0.1)

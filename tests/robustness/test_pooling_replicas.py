@@ -1,4 +1,4 @@
-"""A server that pools with two replicas, of which one is killed: clients notice nothing, and each vector is what it was."""
+"""When one of two pooling replicas is killed, clients get the same vectors and notice nothing."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def vectors(server, texts):
 
 
 def num_computed(server):
-    """Prompt tokens by replica."""
+    """Return the number of prompt tokens by replica."""
     text = server.request("GET", "/metrics")[2].decode()
     found = re.findall(r'^trouper:prompt_tokens_total\{engine="(\d)".*\} ([\d.]+)', text, re.M)
     return {int(replica): float(value) for replica, value in found}
@@ -42,7 +42,7 @@ def test_killed_pooling_replica_loses_no_text_and_returns():
         victim = workers_of(server.pid)[0]
 
         def embed_on(client):
-            """Ask on until the loss has been noticed, and once more."""
+            """Send requests until the server has noticed the loss, and then one more."""
             is_last = False
             while not is_last:
                 is_last = lost.is_set()
@@ -65,7 +65,7 @@ def test_killed_pooling_replica_loses_no_text_and_returns():
 
 
 def state_of(server):
-    """How many replicas take requests; there is always one."""
+    """Return how many replicas accept requests; there is always one."""
     status, headers, _ = server.request("GET", "/health/ready")
     assert status == 200
     return headers["x-replicas-ready"]

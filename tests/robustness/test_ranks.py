@@ -1,4 +1,4 @@
-"""Ranks in processes: one that dies takes the others with it, and each text is what one process would have made of it."""
+"""When a rank dies, the other ranks end too, and each text still equals that of one process."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Workers at places of Ray, on logical nodes of this machine: one that is removed takes its worker with it, and the streams go on."""
+"""Workers run in a Ray cluster of logical nodes. When a node is removed with its worker, the streams continue."""
 
 import logging
 import signal
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Two logical nodes of a processor each; this process has joined the first."""
+    """Start two logical nodes of one processor each, and join the first with this process."""
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     found.second = found.add_node(num_cpus=1)
@@ -59,7 +59,7 @@ async def an_engine_at_places(**options):
 
 
 def workers_at_places():
-    """The number of workers that actors of this environment have started."""
+    """Return the number of workers that Ray actors of this environment have started."""
     found = 0
     for entry in Path("/proc").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""A server whose worker is killed: what it says of itself meanwhile, and what becomes of a stream that must match a schema."""
+"""While a killed worker is restarted, the server reports that it is not ready, and a stream with a schema continues."""
 
 import http.client
 import json
@@ -21,7 +21,7 @@ BODY = {
 
 
 def stream(server):
-    """A connection on which a stream has begun, and what it has brought so far."""
+    """Return a connection with a started stream, and the data received so far."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(BODY), headers)

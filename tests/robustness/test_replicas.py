@@ -1,4 +1,4 @@
-"""Replicas in processes: when one is killed its streams go on with the other, and each text is what it would have been."""
+"""When one replica is killed, its streams continue on the other with unchanged texts."""
 
 import os
 import signal
@@ -85,7 +85,7 @@ async def test_streams_move_from_killed_replica_which_returns(caplog, monkeypatc
 
 
 async def _kill_by_poison(engine, wanted):
-    """Send a request that kills any worker beside six streams, which do not notice."""
+    """Send a request that kills any worker while six streams run; the streams notice nothing."""
 
     async def send_poison():
         params = SamplingParams(max_tokens=4)

@@ -1,4 +1,4 @@
-"""Stages in processes: one that dies takes the others with it, and each text is what one process would have made of it."""
+"""When a stage dies, the other stages end too, and each text still equals that of one process."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ async def test_abort_in_mid_prompt_leaves_other_streams_unchanged():
     async with staged_engine() as (engine, _):
 
         async def leave(number):
-            """A prompt of many chunks, whose client leaves while they are computed."""
+            """Send a prompt of many chunks, and disconnect while they are computed."""
             stream = engine.generate(
                 {"prompt_token_ids": [5 + number] * 400}, params(0), f"l{number}"
             )

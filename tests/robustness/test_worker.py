@@ -1,4 +1,4 @@
-"""A worker process that dies in mid-stream: its engine goes on, and each text is what it would have been."""
+"""When a worker process dies in the middle of streams, its engine continues, and the texts are unchanged."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ PROMPTS = ["def f(", "class A:", "import os", "for x in"]
 
 
 class Crew:
-    """Starts workers, and remembers them."""
+    """Start workers and record them."""
 
     def __init__(self, module, inside):
         self.peers = []
@@ -56,14 +56,14 @@ async def an_engine(module=MODULE, inside=lambda function, *args: function(*args
 
 
 def params(number):
-    """Greedy and seeded in turn."""
+    """Return greedy and seeded parameters alternately."""
     return SamplingParams(
         temperature=number % 2, seed=number, max_tokens=NUM_TOKENS, ignore_eos=True
     )
 
 
 async def texts(engine, *, at_token=None, do=None, num=4):
-    """The token ids of `num` streams; `do` is called once, when the first stream has `at_token` tokens."""
+    """Return the token ids of `num` streams. `do` is called once, when the first stream has `at_token` tokens."""
     found = {}
 
     async def read(number):
@@ -98,7 +98,7 @@ async def test_streams_go_on_when_the_worker_is_killed(caplog):
 
 @pytest.fixture
 def fault(monkeypatch, tmp_path):
-    """A function that has a faulty worker fail in its next step, once."""
+    """Return a function that makes a faulty worker fail once, in its next step."""
     path = tmp_path / "fault"
     monkeypatch.setenv("TROUPER_TEST_FAULT", str(path))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
@@ -125,7 +125,7 @@ async def test_fault_names_its_step_and_texts_continue(name, words, fault, caplo
 
 @contextmanager
 def little_memory(num_bytes):
-    """A cgroup of its own, of so many bytes; yields a function that runs another inside."""
+    """Make a cgroup with this memory limit. Yields a function that runs another function inside."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     (path,) = [line.split(":", 2)[2] for line in lines if ":memory:" in line] or [""]
     own = Path(f"/sys/fs/cgroup/memory{path}")
@@ -197,7 +197,7 @@ async def test_error_at_load_is_raised_as_it_was(caplog):
 
 @pytest.mark.slow
 async def test_poisonous_newcomer_ends_alone_and_others_go_on(caplog, monkeypatch):
-    """Its two losses are taken off the budget, so a second one is survived as well."""
+    """The two losses of the first request do not count, so the engine also survives a second one."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     codes = []
 

@@ -1,4 +1,4 @@
-"""What a request brings with it - a grammar, a budget of reasoning, an adapter - in a worker process, and across its death."""
+"""Grammars, reasoning budgets and adapters work in a worker process and survive its death."""
 
 import os
 import re
@@ -56,7 +56,7 @@ async def an_engine(place, **options):
 
 
 def wanted(kind, seed):
-    """The prompt and the parameters of a stream of a kind."""
+    """Return the prompt and the parameters of one kind of stream."""
     options = {"max_tokens": NUM_TOKENS, "temperature": 1.0, "seed": seed, "ignore_eos": True}
     match kind:
         case "regex":
@@ -78,7 +78,7 @@ KINDS = ("regex", "json", "budget", "both", "plain")
 
 
 async def outputs_of(engine, adapters=(None,), *, at_token=None, do=None):
-    """The texts of a stream of each kind with each adapter; `do` is called once, when one of them has `at_token` tokens."""
+    """Return the texts of each kind of stream with each adapter. `do` is called once, when one stream has `at_token` tokens."""
     found, is_done = {}, do is None
 
     async def read(kind, number, adapter):
@@ -109,7 +109,7 @@ async def outputs_of(engine, adapters=(None,), *, at_token=None, do=None):
     ],
 )
 async def test_grammars_budgets_adapters_survive_worker_death(num_stages, num_ranks, adapters):
-    """The adapters' files are gone by then."""
+    """The adapters' files no longer exist when the worker is restarted."""
     of_all = [None, *adapters]
     options = {"enable_lora": True, "max_loras": 2}
     async with an_engine("inline", **options) as (engine, _):

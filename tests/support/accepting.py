@@ -1,10 +1,10 @@
-"""The accepting side of a proof, in a thread that it blocks."""
+"""Accept authenticated connections in a thread, for tests of the connecting side."""
 
 from trouper.actors.executor.workers.machines import authentication, channel
 
 
 def accept(connection, key):
-    """Whether the side that has connected has this key; it is told."""
+    """Return whether the connecting side has this key, and send it the verdict."""
     listening = authentication.ListenerProof(key)
     connection.sendall(listening.greeting)
     answer = authentication.receive_exactly(connection, authentication.ANSWER_BYTES)
@@ -14,6 +14,6 @@ def accept(connection, key):
 
 
 def receive_message(connection):
-    """Its next message."""
+    """Receive the next message of the connection."""
     length = channel.length_of(authentication.receive_exactly(connection, channel.LENGTH.size))
     return channel.decode(authentication.receive_exactly(connection, length))

@@ -1,4 +1,4 @@
-"""Writes random adapters as peft does, for models whose layers have Llama's names."""
+"""Write random adapters in peft's format, for models with Llama's layer names."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ CONFIG = {"peft_type": "LORA", "bias": "none", "use_dora": False, "modules_to_sa
 
 
 def shapes_of(model):
-    """Outputs and inputs of each linear layer, by module."""
+    """Return the output and input sizes of each linear layer, by module."""
     config = json.loads((Path(model) / "config.json").read_text())
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -33,7 +33,7 @@ def shapes_of(model):
 
 
 def random_tensors(rank=4, seed=0, model=DEMO, scale=1.0):
-    """The tensors of an adapter that changes every linear layer."""
+    """Make the tensors of an adapter for every linear layer."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for module, (num_out, num_in) in shapes_of(model).items():
@@ -44,7 +44,7 @@ def random_tensors(rank=4, seed=0, model=DEMO, scale=1.0):
 
 
 def write_adapter(folder, tensors=None, rank=4, **config):
-    """Write a folder; `tensors` are by default random ones, and `config` are fields of its configuration."""
+    """Write an adapter folder. `tensors` are random by default; `config` has additional fields of its configuration."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     fields = {**CONFIG, "r": rank, "lora_alpha": 2 * rank, **config}

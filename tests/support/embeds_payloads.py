@@ -1,4 +1,4 @@
-"""Payloads of prompt_embeds, good and bad, as clients would make them."""
+"""Make payloads of prompt_embeds, valid and invalid, like those of clients."""
 
 import io
 import math
@@ -21,7 +21,7 @@ def saved(value, **options):
 
 
 def repacked(payload, change=lambda members: members, method=zipfile.ZIP_STORED):
-    """The same zip, written by python, with other members."""
+    """Rewrite a zip archive with other members."""
     with zipfile.ZipFile(io.BytesIO(payload)) as old:
         members = [(info.filename, old.read(info)) for info in old.infolist()]
     file = io.BytesIO()
@@ -48,7 +48,7 @@ def fill(count):
 
 
 def sized_archive(**changes):
-    """A good file whose central directory says something else of `data/0`, or whose end record does."""
+    """Make a valid file, but with a false size of `data/0` in its central directory or its end record."""
     payload = saved(torch.zeros(4, WIDTH))
     entry = payload.rindex(b"archive/data/0") - 46
     for offset, value in changes.items():
@@ -58,7 +58,7 @@ def sized_archive(**changes):
 
 
 def pickled(old, new):
-    """A good file with other bytes in its pickle."""
+    """Make a valid file with other bytes in its pickle."""
 
     def change(members):
         return [(name, text.replace(old, new)) for name, text in members]

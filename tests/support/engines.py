@@ -1,4 +1,4 @@
-"""A whole engine on a simulated device, in virtual time, for tests of one behaviour at a time."""
+"""Run a whole engine on a simulated device in virtual time, for tests of one behaviour at a time."""
 
 from contextlib import asynccontextmanager
 
@@ -17,7 +17,7 @@ STEP_S = 0.01
 
 
 class InlineThreads:
-    """Runs the work at once: nothing may block in virtual time."""
+    """Run work immediately instead of in a thread, because nothing may block in virtual time."""
 
     async def run(self, function, *args):
         await anyio.lowlevel.checkpoint()
@@ -25,7 +25,7 @@ class InlineThreads:
 
 
 class Losable:
-    """The part of a simulated device that can be lost and come back, in trio's virtual time."""
+    """Make a simulated device lose its workers and get them back, in trio's virtual time."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -95,5 +95,5 @@ async def simulated_engine(
 
 
 def expected(prompt, max_tokens):
-    """What the simulated model says greedily, whatever the schedule."""
+    """Return the greedy tokens of the simulated model, which do not depend on the schedule."""
     return list(simulated_tokens(tuple(prompt), Sampling(temperature=0.0), max_tokens, VOCAB_SIZE))

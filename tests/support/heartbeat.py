@@ -1,4 +1,4 @@
-"""A heart that beats with the event loop, and work that is held up until it has.
+"""Check that work leaves the event loop free: count turns of the loop (beats), and delay work until they happen.
 
 Work on the loop would never see a beat, so a test of it could not end: beats are counted, no clock is looked at.
 """
@@ -16,7 +16,7 @@ WAIT_S = 30  # only a failure lasts so long
 
 
 class Heartbeat:
-    """Beats only while work is held up: a loop that is always busy would keep the interpreter from the device."""
+    """Beat only while work is delayed: an always busy loop would keep the interpreter from the device."""
 
     def __init__(self):
         self.count = 0
@@ -38,7 +38,7 @@ class Heartbeat:
             await anyio.sleep(0)  # noqa: ASYNC115  # every turn of the loop
 
     def hold_up(self, function):
-        """The function, but first the loop must beat `BEATS` times more."""
+        """Return the function, delayed until the loop has beaten `BEATS` more times."""
 
         def held(*args, **kwargs):
             with self._changed:
@@ -55,7 +55,7 @@ class Heartbeat:
 
 
 class Pace(trio.abc.Instrument):
-    """How often a function is called in one step of a task, which is as long as the loop does nothing else."""
+    """Count the calls of a function within one step of a task; the loop does nothing else during a step."""
 
     def __init__(self):
         self._num_steps = 0
@@ -72,5 +72,5 @@ class Pace(trio.abc.Instrument):
         return called
 
     def of(self, name):
-        """The calls of a function by step, none of them 0."""
+        """Return the number of calls in each step with at least one call."""
         return [num for (called, _), num in self._num_calls.items() if called == name]

@@ -1,4 +1,4 @@
-"""Models whose tokenizer has marks for filling in the middle."""
+"""Make models with control tokens for filling in the middle."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ DEMO = Path(trouper.__file__).parent / "demo"
 
 
 def save_demo(folder):
-    """Write the bundled model with marks in place of its rarest tokens; their ids by name."""
+    """Write the bundled model with infill tokens instead of its rarest tokens. Returns their ids by name."""
     for file in DEMO.iterdir():
         if file.is_file():
             shutil.copy(file, folder / file.name)

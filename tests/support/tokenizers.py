@@ -1,4 +1,4 @@
-"""Tokenizers small enough to train in a test, and the folders that hold their files."""
+"""Train tokenizers small enough for a test, and write their folders."""
 
 import json
 
