@@ -1,4 +1,7 @@
-"""`trouper serve --node-rank 1`: a machine that runs workers for the one that serves."""
+"""`trouper serve --node-rank N` with N ≥ 1: run workers for a server on another machine.
+
+A module of its own, because importing it loads the code of the workers, which `trouper serve` alone does not need.
+"""
 
 import signal
 

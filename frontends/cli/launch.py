@@ -1,7 +1,8 @@
-"""`trouper launch`: a coding agent that is installed on this machine, with a server's model behind it.
+"""`trouper launch`: start an installed coding agent with a server's model.
 
-The settings are in the environment and the arguments of the agent's process only.  No file is written, so the agent starts
-as before when it is called by its own name.
+Each agent has its own way to set an API's address, model and context length. The settings go only into the environment
+and arguments of the agent's process; no file is written, so starting the agent by its own name still uses its usual
+model.
 """
 
 import json
@@ -19,14 +20,14 @@ from trouper.frontends.cli.arguments.options import expand_options
 from trouper.frontends.cli.chat.remote import CONNECTING, RemoteModel, RemoteOptions, RemoteServer
 from trouper.frontends.cli.running import Interrupts, run_open
 
-# Agents insist on a key, and a server without keys takes any.
+# Agents require a key, and a server without keys accepts any.
 NO_KEY = "none"
 PROVIDER = "trouper"
-# An answer may have this many tokens, and at most a quarter of the context.
+# An answer is limited to this many tokens and a quarter of the context.
 MAX_OUTPUT = 32_000
 OUTPUT_SHARE = 4
-# Claude Code takes no window below 100,000 tokens.  It keeps at most 20,000 of a window free for an answer, and compacts
-# where a share of the rest, in percent, is used.
+# Claude Code accepts no context window below 100,000 tokens.  It reserves up to 20,000 of them for an answer, and
+# compacts the conversation when it uses this percentage of the rest.
 CLAUDE_WINDOW = 100_000
 CLAUDE_RESERVE = 20_000
 CLAUDE_USED = 80
@@ -35,11 +36,11 @@ AgentName = Literal["codex", "claude", "opencode", "qwen"]
 
 
 class AgentStart(NamedTuple):
-    """Hold the settings of an agent's process.
+    """The settings of an agent's process.
 
     Attributes:
-        variables: the environment.  A variable whose value is None is removed.
-        arguments: what comes before the user's own arguments.
+        variables: environment variables to set, or to remove if the value is None.
+        arguments: arguments that precede the user's own.
     """
 
     variables: dict[str, str | None]
@@ -47,18 +48,14 @@ class AgentStart(NamedTuple):
 
 
 class Agent(NamedTuple):
-    """Describe an agent: the npm package of its program, and the function that makes its settings."""
+    """An agent: the npm package of its program, and the function that creates its settings."""
 
     package: str
     settings: Callable[["Backend"], AgentStart]
 
 
 class Backend(NamedTuple):
-    """Describe the server behind an agent.
-
-    Attributes:
-        url: the address of the API, which ends with /v1.
-    """
+    """The server that an agent uses; `url` is the address of the API and ends with /v1."""
 
     url: str
     model: RemoteModel
@@ -66,7 +63,7 @@ class Backend(NamedTuple):
 
     @property
     def max_output(self) -> int:
-        """The tokens that an agent may ask for in one answer."""
+        """The maximum number of tokens that an agent may request in one answer."""
         length = self.model.max_model_len
         return MAX_OUTPUT if length is None else max(1, min(MAX_OUTPUT, length // OUTPUT_SHARE))
 
@@ -83,23 +80,23 @@ def launch(
         typer.Argument(metavar="[-- ARGUMENT]", help="Arguments for the agent itself."),
     ] = None,
     prints: Annotated[
-        bool, typer.Option("--print", help="Print the shell's lines that would start it, and exit.")
+        bool, typer.Option("--print", help="Print the shell commands that start it, and exit.")
     ] = False,
     *,
     remote: RemoteOptions,
 ) -> None:
-    """Start a coding agent with a server's model behind it.
+    """Start a coding agent that uses a server's model.
 
     For example: trouper launch claude --url http://127.0.0.1:8000
 
-    The agent gets the address, the model and the length of its context in its environment and arguments, and no file
-    is written.  What follows -- goes to the agent: trouper launch codex -- exec "fix the tests"
+    The agent receives the address, the model and its context length in its environment and arguments; no file is
+    written. Arguments after -- go to the agent: trouper launch codex -- exec "fix the tests"
     """
     program = shutil.which(agent)
     if program is None and not prints:
         package = AGENTS[agent].package
         raise TrouperValidationError(
-            f"there is no program {agent} in PATH; install it with: npm install -g {package}",
+            f"the program {agent} is not in PATH; install it with: npm install -g {package}",
             parameter="agent",
         )
     start = AGENTS[agent].settings(_find_backend(remote))
@@ -115,7 +112,7 @@ def launch(
 
 
 def shell_lines(start: AgentStart, command: list[str]) -> list[str]:
-    """Return the lines by which a POSIX shell starts the agent."""
+    """Return the commands with which a POSIX shell starts the agent."""
     lines = [
         f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}"
         for name, value in start.variables.items()
@@ -196,11 +193,11 @@ AGENTS: dict[AgentName, Agent] = {
 
 
 def _find_backend(remote: RemoteOptions) -> Backend:
-    """Ask the server which model it has.
+    """Ask the server for its model.
 
     Raises:
-        RemoteError: it cannot be reached.
-        TrouperClientError: it refuses the key, or has no such model.
+        RemoteError: the server cannot be reached.
+        TrouperClientError: the server refuses the key, or does not have the model of `--model`.
     """
     server = RemoteServer(remote)
     found: list[RemoteModel] = []

@@ -1,6 +1,8 @@
-"""`trouper`: the root command, and the one place where an exception becomes an exit code.
+"""`trouper`: the root command and its table of commands.
 
-Environment variables that begin with TROUPER_ and that nothing reads: misspelt ones, most likely.
+All commands run through `run_line`, the only place that turns an exception into an exit code and one line on stderr.
+The root command also warns about variables named TROUPER_… that nothing reads, because a misspelled variable would
+otherwise be ignored silently.
 """
 
 import dataclasses
@@ -28,7 +30,8 @@ from trouper.frontends.cli.launch import launch
 from trouper.frontends.cli.models import models
 from trouper.frontends.cli.serve import serve
 
-HELP_WIDTH = 100  # columns of the widest help
+# Help is never wider than this many columns.
+HELP_WIDTH = 100
 app = typer.Typer(
     name="trouper",
     cls=WholeSentenceGroup,
@@ -49,9 +52,9 @@ app.command(cls=PanelCommand)(collect_env)
 
 
 class BenchGroup(WholeSentenceGroup):
-    """The commands of `trouper bench`, imported when one of them is needed.
+    """The group `trouper bench`, which imports its commands when one of them is needed.
 
-    The benchmarks import the command line, so an import in this direction would close a circle.
+    It imports them by name: the benchmarks import the command line, so a plain import here would close a circle.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -94,7 +97,7 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Run language and embedding models: at the terminal, as a server, or to measure them."""
+    """Run language and embedding models at the terminal or as a server, and measure them."""
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
         return
@@ -103,8 +106,11 @@ def root(
 
 
 def run_line(arguments: list[str] | None = None, commands: typer.Typer = app) -> int:
-    """Run one command line and return its exit code; every error is one line on stderr."""
-    # Shared with the command: its arguments go in, `debug` comes back.
+    """Run one command line and return its exit code; an error becomes one line on stderr.
+
+    With `--debug` the exception is raised instead. `commands` replaces trouper's own table, for the studies.
+    """
+    # The command reads its arguments from here, and sets `debug`.
     state: dict[str, Any] = {"arguments": sys.argv[1:] if arguments is None else arguments}
     output.prepare_streams()
     try:
@@ -115,11 +121,13 @@ def run_line(arguments: list[str] | None = None, commands: typer.Typer = app) ->
         if state.get("debug"):
             raise
         if isinstance(error, output.Interrupted) and output.is_terminal(sys.stderr):
-            print(file=sys.stderr)  # the cursor stands behind ^C
+            # The terminal has printed ^C, so the message needs a new line.
+            print(file=sys.stderr)
         code, message = output.explain(error)
         output.complain(message)
         return code
-    if code == output.EXIT_CTRL_C:  # typer's own answer to a KeyboardInterrupt
+    # typer itself turns a KeyboardInterrupt into this code.
+    if code == output.EXIT_CTRL_C:
         output.complain("interrupted")
     return code if isinstance(code, int) else 0
 
@@ -129,41 +137,41 @@ def main() -> None:
     code = run_line()
     try:
         sys.stdout.flush()
-    except OSError as error:  # results are lost; the interpreter would try once more
+    except OSError as error:
         output.complain(f"cannot write to stdout: {error.strerror}")
+        # An ordinary exit would flush, and fail, once more.
         os._exit(output.EXIT_CRASH)
     sys.stderr.flush()
     if code > output.EXIT_SIGNALLED:
-        # A thread may still be inside a read of stdin, and the interpreter's shutdown would trip over
-        # the lock that it holds.
+        # A thread may still be reading stdin and hold its lock, at which the interpreter's shutdown would fail.
         os._exit(code)
     sys.exit(code)
 
 
 PREFIX = "TROUPER_"
-# Variables that are no option of `serve`.
-OWN = (
+# Variables without an option of the same name.
+OTHER_VARIABLES = (
     "ALLOW_RUNTIME_LORA_UPDATING", "BATCH_INVARIANT", "CHAT_TEMPLATE_RENDER_TIMEOUT", "CLUSTER_KEY", "CONFIG",
     "CPU_BIND", "CPU_KVCACHE_SPACE", "DEVICE", "KEEP_ALIVE_ON_ENGINE_DEATH", "KERNELS", "LOG_STATS_INTERVAL",
     "PP_LAYER_PARTITION", "RAY_CPUS_PER_WORKER", "SERVER_DEV_MODE", "SMOLLM2", "TEST_FAULT",
 )  # fmt: skip
-# Kubernetes sets these for every container beside a service of the name "trouper".
-OF_KUBERNETES = ("TROUPER_SERVICE_", "TROUPER_PORT_")
+# Kubernetes sets these in every container of a namespace that has a service named "trouper".
+KUBERNETES_PREFIXES = ("TROUPER_SERVICE_", "TROUPER_PORT_")
 
 
 def known_variables() -> list[str]:
-    """List the variables that some part of the program reads."""
+    """Return the names of all environment variables TROUPER_… that some part of the program reads."""
     engine = [field.name for field in dataclasses.fields(EngineArgs)]
-    return [PREFIX + name.upper() for name in (*OWN, *engine, *option_names())]
+    return [PREFIX + name.upper() for name in (*OTHER_VARIABLES, *engine, *option_names())]
 
 
 def unknown_variables(names: Iterable[str]) -> Iterator[str]:
-    """Name each variable that nothing reads, with the one that was probably meant."""
+    """Yield a warning for each variable TROUPER_… that nothing reads, with the most similar known name."""
     known = known_variables()
     for name in sorted(names):
-        if not name.startswith(PREFIX) or name in known or name.startswith(OF_KUBERNETES):
+        if not name.startswith(PREFIX) or name in known or name.startswith(KUBERNETES_PREFIXES):
             continue
         near = difflib.get_close_matches(name, known, 1, 0.75)
-        yield f"warning: nothing reads the variable {name}" + (
+        yield f"warning: the environment variable {name} has no effect" + (
             f"; did you mean {near[0]}?" if near else ""
         )

@@ -1,4 +1,8 @@
-"""`trouper models`: the models on this machine, and whether each can be served."""
+"""`trouper models`: list the models on this machine and whether each can be served.
+
+It answers "can I serve this model?" before a download or a start: the same check that the engine makes reads only the
+configuration files, so no weights are loaded.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,24 +26,23 @@ def models(
         list[Path] | None,
         typer.Argument(
             metavar="[FOLDER]",
-            help="Model folders, GGUF files, or folders of them, beside the hub's cache.",
+            help="Further model folders, GGUF files, or folders that contain them.",
         ),
     ] = None,
     download_dir: Annotated[
         Path | None,
         typer.Option(
-            "--download-dir", help="Folder in which downloads are kept; the hub's by default."
+            "--download-dir", help="Folder of downloaded models; the hub's cache by default."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON in place of a table.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the models on this machine: name, size, type, and whether each can be served, or why not.
+    """List the models on this machine with size and type, and whether each can be served or why not.
 
     For example: trouper models ~/models
 
-    Nothing is fetched and no weights are read.  A model that is served by way of transformers is tried once more when it is loaded.
+    Nothing is downloaded and no weights are read. A model served through transformers is checked again when it is
+    loaded.
     """
     found = [*_of_the_hub(download_dir), *(e for f in folders or () for e in _of_folder(f))]
     if as_json:
@@ -71,10 +74,10 @@ def _of_the_hub(download_dir: Path | None) -> Iterator[dict[str, Any]]:
 
 
 def _of_folder(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the models in a folder: itself, the GGUF files in it, or those one level below.
+    """Yield the models in a folder: the folder itself, its GGUF files, and model folders one level below.
 
     Args:
-        name: what the hub calls the folder.
+        name: the model's name on the hub, if the folder is in the hub's cache.
     """
     path = path.expanduser()
     if path.is_file():
@@ -101,7 +104,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _split_files(path: Path) -> list[Path]:
-    """List the files of the split of which one is the first, or itself."""
+    """Return all files of a split GGUF model if `path` is its first file, else only `path`."""
     for files in gguf_models(gguf_names(path.parent)).values():
         if files[0] == path.name:
             return [path.parent / file for file in files]

@@ -1,4 +1,7 @@
-"""Output of commands: results on stdout, everything else on stderr, an error in one line."""
+"""Print results on stdout, and everything else on stderr, with an error in one line.
+
+Commands are used in pipes, so stdout must contain only results, also when a progress bar or a warning appears.
+"""
 
 import difflib
 import os
@@ -24,17 +27,19 @@ if TYPE_CHECKING:
 
     from trouper.config.model import ModelConfig
 
-MAX_VALUE = 200  # characters of a wrong value that an error shows
+# An error shows at most this many characters of an invalid value.
+MAX_VALUE = 200
 EXIT_CRASH = 1
 EXIT_USAGE = 2
-EXIT_SIGNALLED = 128  # plus the number of the signal, as in a shell
+# Shells add the number of the signal to this.
+EXIT_SIGNALLED = 128
 EXIT_CTRL_C = 130
 EXIT_BROKEN_PIPE = 141
 HINT = " (--debug shows where)"
 
 
 class Interrupted(Exception):
-    """Raised when a signal has ended the command, and all it had open has been closed in order."""
+    """A signal ended the command, and everything it had open was closed in order."""
 
     def __init__(self, number: int) -> None:
         super().__init__("interrupted" if number == EXIT_CTRL_C - EXIT_SIGNALLED else "terminated")
@@ -43,7 +48,7 @@ class Interrupted(Exception):
 
 @runtime_checkable
 class _UsageError(Protocol):
-    """The errors of typer for a command line that it cannot parse."""
+    """The interface of typer's errors for an invalid command line."""
 
     exit_code: int
 
@@ -51,7 +56,10 @@ class _UsageError(Protocol):
 
 
 def explain(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the line for an error."""
+    """Return the exit code and the message for an error.
+
+    A user's mistake has code 2 and a message without the type of the exception; other errors have code 1.
+    """
     error = _first(error)
     if isinstance(error, _UsageError):
         return error.exit_code, _usage(error)
@@ -71,7 +79,7 @@ def explain(error: BaseException) -> tuple[int, str]:
 
 
 def _sentence(error: TrouperValidationError) -> str:
-    """Return the message, with the parameter and the value that it does not name itself."""
+    """Return the message of an error, with its parameter and value added unless the message names them."""
     text = error.message
     if error.parameter is not None and not _names(text, error.parameter):
         text = f"{error.parameter}: {text}"
@@ -86,7 +94,7 @@ def _names(text: str, name: str) -> bool:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the error that a group of them is explained by: a Ctrl-C, or else the first."""
+    """Return the most important error of an exception group: a Ctrl-C if there is one, else the first error."""
     while isinstance(error, BaseExceptionGroup):
         group = cast("BaseExceptionGroup[BaseException]", error)
         error = (group.subgroup(KeyboardInterrupt) or group).exceptions[0]
@@ -94,23 +102,23 @@ def _first(error: BaseException) -> BaseException:
 
 
 def complain(message: str) -> None:
-    """Print a message as one line on stderr, whatever it holds."""
+    """Print an error or a warning as one line on stderr, even if its text contains line breaks."""
     print(f"trouper: {' '.join(message.split())}", file=sys.stderr)
 
 
 def note(text: str) -> None:
-    """Print information on stderr as it is, apart from the results on stdout."""
+    """Print information on stderr unchanged, to keep it apart from the results on stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
 def tell_sampling(model: "ModelConfig", params: Mapping[str, Any]) -> None:
-    """Print how texts are sampled, and where the defaults come from; a line that is no complaint."""
+    """Print the sampling parameters of the command and the source of the model's defaults, on stderr."""
     line = f"sampling: {describe_sampling(params)} (defaults: {model.sampling_source})"
     print(" ".join(line.split()), file=sys.stderr)
 
 
 def prepare_streams() -> None:
-    """Let streams replace characters that they cannot encode, stderr drop what it cannot take, and print warnings as one line."""
+    """Make printing safe: replace characters without an encoding, never block on stderr, print warnings as one line."""
     open_standard_files()
     drop_what_stderr_does_not_take()
     for stream in (sys.stdout, sys.stderr):
@@ -120,8 +128,9 @@ def prepare_streams() -> None:
 
 
 def silence_stdout() -> None:
-    """Discard all further output: the reader of stdout has ended."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # lives as long as the process
+    """Discard all further output, after the reader of stdout has closed its end."""
+    # Stays open until the process ends.
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def is_terminal(stream: Any) -> bool:
@@ -130,7 +139,7 @@ def is_terminal(stream: Any) -> bool:
 
 @contextmanager
 def status(text: str) -> Generator[None]:
-    """Show `text` on a terminal's stderr for the length of the block."""
+    """Show `text` on stderr during the block, if it is a terminal."""
     if not is_terminal(sys.stderr):
         yield
         return
@@ -145,10 +154,11 @@ def status(text: str) -> Generator[None]:
 def progress(
     total: int | None, what: str, *, is_wanted: bool = True
 ) -> Generator["tqdm[NoReturn]"]:
-    """Show a progress bar on a terminal's stderr for the length of the block; nothing elsewhere, and none of one thing.
+    """Show a progress bar during the block, if stderr is a terminal and there is more than one item.
 
     Args:
-        total: None where the number is not known before the end.
+        total: number of items, or None if it is unknown.
+        what: what the items are, for example `prompts`.
     """
     from tqdm import tqdm
 
@@ -159,7 +169,7 @@ def progress(
 
 @contextmanager
 def printing_beside(bar: "tqdm[NoReturn]") -> Generator[None]:
-    """Lift the bar off the terminal while the block prints whole lines on stdout."""
+    """Hide the bar while the block prints whole lines on stdout, so that they do not mix."""
     if bar.disable:
         yield
         return
@@ -182,7 +192,7 @@ def _usage(error: _UsageError) -> str:
     option: str | None = getattr(error, "option_name", None)
     if option is None or not hasattr(error, "possibilities"):
         return error.format_message().removesuffix(".")
-    # Names that only have a few letters in common would lead astray.
+    # A weaker similarity would suggest unrelated options.
     names = cast("list[str] | None", getattr(error, "possibilities", None))
     near = difflib.get_close_matches(option, names or [], cutoff=0.8)
     return f"no such option: {option}" + (f"; did you mean {' or '.join(near)}?" if near else "")

@@ -1,8 +1,9 @@
-"""Running a command over an engine or a client: one task group, one task that listens for signals.
+"""Run a command over an engine or a client, and stop it in order when a signal arrives.
 
-The first Ctrl-C ends what it points at (the answer of a chat, or else the command) in order: requests
-are aborted, the step under way ends, memory goes back.  SIGTERM always ends the command.  A second
-signal that comes before the first has done its work ends the process at once.
+The first Ctrl-C cancels the innermost `stoppable` block (the current answer of a chat) or else the whole command:
+requests are aborted, the current step finishes and memory is released. SIGTERM always stops the command. A second
+signal during this shutdown kills the process immediately. One task listens for signals, so no handler interrupts
+arbitrary code.
 """
 
 import os
@@ -29,16 +30,19 @@ Act = Callable[[T, "Interrupts"], Awaitable[None]]
 
 
 class Interrupts:
-    """The target of signals: the innermost `stoppable` block for Ctrl-C, else the whole command."""
+    """Decides what a signal cancels; `number` is the signal that ended the command, if one did.
+
+    `keeps_session` makes Ctrl-C outside a `stoppable` block do nothing, for sessions that end with Ctrl-D.
+    """
 
     def __init__(self) -> None:
-        self.number: int | None = None  # the signal that ended the command
-        self.keeps_session = False  # whether Ctrl-C outside of such a block is ignored
+        self.number: int | None = None
+        self.keeps_session = False
         self._stoppable: anyio.CancelScope | None = None
 
     @contextmanager
     def stoppable(self) -> Generator[anyio.CancelScope]:
-        """Let Ctrl-C end this block alone, so that the command goes on after it."""
+        """Let Ctrl-C cancel only this block; the command continues after it."""
         with anyio.CancelScope() as scope:
             self._stoppable = scope
             try:
@@ -62,7 +66,8 @@ class Interrupts:
         if scope is not None and number == signal.SIGINT and not scope.cancel_called:
             scope.cancel()
         elif self.keeps_session and number == signal.SIGINT:
-            return  # pressed twice, it must not cost the conversation; Ctrl-D ends a session
+            # Pressing Ctrl-C once too often must not lose a conversation.
+            return
         elif self.number is None:
             self.number = number
             command.cancel()
@@ -71,7 +76,10 @@ class Interrupts:
 
 
 def resolve_offline(engine_args: EngineArgs, frontend: Frontend = "terminal") -> EngineConfig:
-    """Find mistakes before torch is imported; its libraries are loaded meanwhile, and beside the imports that follow."""
+    """Resolve the arguments of a command, so that mistakes are reported before torch is imported.
+
+    torch's shared libraries are loaded in a background thread at the same time, which shortens the start.
+    """
     load_ahead()
     return resolve(engine_args, offline=True, frontend=frontend)
 
@@ -83,7 +91,7 @@ def run_engine(
     backend: str = "trio",
     frontend: Frontend = "terminal",
 ) -> None:
-    """Start an engine, let `act` use it, and close it; raises as `run_open` does."""
+    """Start an engine, call `act` with it, and close it.  Raises the errors that `run_open` lists."""
     with ExitStack() as starting:
         starting.enter_context(collections_paused(is_frozen=True))
         with output.status(LOADING):
@@ -100,13 +108,15 @@ def run_engine(
 def run_open(
     unopened: AbstractAsyncContextManager[T], act: Act[T], status: str, *, backend: str = "trio"
 ) -> None:
-    """Open an engine or a client on the event loop `backend`, let `act` use it, and close it.
+    """Open an engine or a client on a new event loop, call `act` with it, and close it.
 
-    `status` is shown while it opens.
+    Args:
+        status: text to show on the terminal while it opens.
+        backend: `trio`, or `asyncio` for the line editor.
 
     Raises:
         Interrupted: a signal ended the command.
-        Exception: what `act` or the opened thing raised, as it is.
+        Exception: the error of `act`, of opening or of closing, not wrapped in a group.
     """
     anyio.run(_run, unopened, act, status, backend=backend)
 
@@ -122,7 +132,7 @@ async def _run(unopened: AbstractAsyncContextManager[T], act: Act[T], status: st
                     opened = await stack.enter_async_context(unopened)
                 await act(opened, interrupts)
         except Exception as raised:
-            # Carried out of the group, so that it is not wrapped in another.
+            # Raised after the task group, which would wrap it in an exception group.
             error = raised
         tg.cancel_scope.cancel()
     if interrupts.number is not None:

@@ -1,7 +1,7 @@
-"""Standard error that may be closed, full or without a reader: what cannot be written is dropped and counted.
+"""Write to a stderr that may be closed, full or without a reader: drop lines that cannot be written, and count them.
 
-A server, and a run of hours, must not end or stand still because nothing reads its messages.  Results go to stdout, where a failure
-to write is an error.
+A server or an hour-long run must neither stop nor block because nobody reads its messages. Results go to stdout, where
+a failed write is an error.
 """
 
 import io
@@ -10,15 +10,17 @@ import select
 import sys
 from typing import Any
 
-PIECE_BYTES = 4096  # that a pipe takes whole, or not at all, where it says that it takes any
-PATIENCE_MS = 1000  # for a reader that is slow; for one that was too slow before there is none
+# A pipe that is ready accepts this many bytes at once, so a write of this size never blocks.
+PIECE_BYTES = 4096
+# Wait this long for a slow reader, but not at all after it has been too slow once.
+PATIENCE_MS = 1000
 
 
 class DroppingStream(io.RawIOBase):
-    """A descriptor to which writing never fails.
+    """A stream over a file descriptor on which writing neither fails nor blocks for long.
 
     Args:
-        file: the descriptor, which stays open.
+        file: the descriptor; closing the stream does not close it.
     """
 
     def __init__(self, file: int) -> None:
@@ -26,7 +28,8 @@ class DroppingStream(io.RawIOBase):
         self._file = file
         self._poll = select.poll()
         self._poll.register(file, select.POLLOUT)
-        self._num_dropped = 0  # lines, since the last that was written
+        # Lines dropped since the last successful write.
+        self._num_dropped = 0
 
     def __repr__(self) -> str:
         return f"<DroppingStream {self._file}: {self._num_dropped} lines dropped>"
@@ -56,7 +59,8 @@ class DroppingStream(io.RawIOBase):
             while piece and self._is_ready():
                 piece = piece[os.write(self._file, piece) :]
                 self._num_dropped = 0
-        except OSError:  # no space, no reader, no descriptor
+        except OSError:
+            # The disk is full, or the reader or the descriptor is closed.
             return False
         return not piece
 
@@ -66,19 +70,25 @@ class DroppingStream(io.RawIOBase):
 
 
 def open_standard_files() -> None:
-    """Fill the places of standard files that are closed: a socket that took one would be written to as if it were it."""
+    """Open /dev/null for each closed standard descriptor, so that a later socket cannot get its number.
+
+    Messages would otherwise be written into that socket.
+    """
     for file, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(file)
         except OSError:
-            opened = os.open(os.devnull, flags)  # the lowest that is free, so this one
+            # The system uses the lowest free number, which is this one.
+            opened = os.open(os.devnull, flags)
             assert opened == file
-    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # it was closed
-        sys.stdout = os.fdopen(1, "w", closefd=False)  # writing fails: results would be lost
+    # Python sets it to None if the descriptor was closed at start.
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
+        # Opened for reading above, so that writing results raises an error instead of losing them.
+        sys.stdout = os.fdopen(1, "w", closefd=False)
 
 
 def drop_what_stderr_does_not_take() -> None:
-    """Exchange this process's stderr for one to which writing never fails; another's, as a test's, stays."""
+    """Replace the process's stderr by a `DroppingStream`; a stderr that a test has replaced stays."""
     if sys.stderr is None or sys.stderr is sys.__stderr__:  # pyright: ignore[reportUnnecessaryComparison]  # it was closed
         encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding  # pyright: ignore[reportUnnecessaryComparison]
         stream: Any = DroppingStream(2)

@@ -1,4 +1,9 @@
-"""`AsyncLLMEngine`: the engine inside an asyncio or trio program."""
+"""`AsyncLLMEngine`: run the engine inside an asyncio or trio program.
+
+The engine's actors need an event loop. This class uses the program's own, so a request costs no thread hop and the
+program's cancellation ends it. `LLM` and `LLMEngine` run this same class in a thread of their own for blocking code,
+and the server is built on it.
+"""
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,7 +30,7 @@ from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig, resolve
 from trouper.config.view import ConfigView, ModelView, vllm_config
 from trouper.errors import EngineDeadError
-from trouper.frontends.python.autostart import HoldingTask, StartingGeneration, can_start
+from trouper.frontends.python.autostart import BackgroundTask, LazyGeneration, can_start
 from trouper.frontends.python.controls import AsyncControls
 from trouper.frontends.python.options import (
     check_unused,
@@ -41,9 +46,10 @@ from trouper.pooling import PoolingParams
 
 
 class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
-    """An engine that runs inside its `async with` block: entering starts the actors, leaving aborts and ends them.
+    """An engine that runs inside an `async with` block: entering starts it, leaving aborts open requests and stops it.
 
-    In asyncio it may be used without a block, too: the first request starts it, and `close` or `shutdown` ends it.
+    Asyncio programs may omit the block: the first request then starts the engine, and `close` or `shutdown` stops it.
+    All methods belong to the event loop that started the engine; none may be called from another thread.
 
     ::
 
@@ -61,13 +67,15 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         launcher: Launcher | None = None,
         frontend: Frontend = "library",
     ) -> None:
-        self._plan = engine_args  # as options, or resolved already
-        self._offline = offline  # LLM's batch limits instead of the server's
+        # Arguments, or a configuration that the caller has already resolved.
+        self._plan = engine_args
+        # Offline use allows larger batches than a server, which must answer new requests soon.
+        self._offline = offline
         self._is_stepped = is_stepped
         self._frontend: Frontend = frontend
-        self._launcher = launcher or launch  # of worker processes
+        self._launch_worker = launcher or launch
         self._stack = AsyncExitStack()
-        self._holding: HoldingTask | None = None  # of an engine that has started itself
+        self._background_task: BackgroundTask | None = None
         self._is_entered = False
         self._is_closed = False
         self._engine: Engine | None = None
@@ -89,11 +97,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         self._is_entered = True
-        config = await anyio.to_thread.run_sync(  # reads files, and may download
+        # In a thread, because resolving reads files and may download a model.
+        config = await anyio.to_thread.run_sync(
             self._resolved, limiter=anyio.CapacityLimiter(1)
         )
         async with (
-            _open_devices(config, self._launcher) as devices,
+            _open_devices(config, self._launch_worker) as devices,
             open_engine(config, devices, is_stepped=self._is_stepped) as engine,
         ):
             self._engine = engine
@@ -124,10 +133,10 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         cache_scope: bytes = b"",
         visible: MakeVisible | None = None,
     ) -> Generation[RequestOutput]:
-        """Return one request as an async iterator of `RequestOutput`; the last has `finished=True`.
+        """Start one request and return an async iterator of `RequestOutput`; the last one has `finished=True`.
 
-        Use it as `async for output in engine.generate(…)`, or, when the loop may be left early, as
-        `async with engine.generate(…) as stream`.  Leaving aborts the request.
+        Use it as `async for output in engine.generate(…)`. If the loop may end early, use
+        `async with engine.generate(…) as stream`, which aborts the request at the end of the block.
 
         Args:
             sampling_params: None takes the model's own defaults.
@@ -141,13 +150,13 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
             session_id: requests of a session go to one replica, whose cache has their prefix.
             key: of the client, which has a share of the steps, and half of the room for grammars at most; empty: there is one client.
-            cache_scope: requests share prefixes of the cache, and drafts from recent answers, only within one scope.
+            cache_scope: requests share cached prefixes and recent answers as drafts only within one scope.
             prompt_text: accepted at None only.
 
         Raises:
             TypeError: `request_id` is not a string, or `sampling_params` not SamplingParams.
-            While iterating: TrouperValidationError for a bad prompt or parameter, ValueError for a
-            request id in flight, EngineDeadError when the engine has failed.
+            While iterating: TrouperValidationError for an invalid prompt or parameter, ValueError if another
+            open request has the same id, EngineDeadError if the engine has failed.
         """
         check_unused(prompt_text=prompt_text)
         if self._starts_itself:
@@ -159,7 +168,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
                 data_parallel_rank=data_parallel_rank, session_id=session_id, key=key,
                 cache_scope=cache_scope, visible=visible,
             )  # fmt: skip
-            return cast("Any", StartingGeneration(self._start_itself, make))
+            return cast("Any", LazyGeneration(self._start_itself, make))
         engine = self.engine
         return engine.generate(
             plain_prompt(prompt),
@@ -197,11 +206,11 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         data_parallel_rank: int | None = None,
         key: str = "",
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
-        """Return one pooling request as an async iterator of one output, to be used like `generate`'s.
+        """Start one pooling request and return an async iterator of its only output; use it like `generate`.
 
         Args:
-            pooling_params: None, or no task in it, takes the engine's default.
-            max_text_tokens: the most of the text, or of each of a pair, that is read; special tokens are not counted.
+            pooling_params: if it is None or names no task, the engine's default task is used.
+            max_text_tokens: maximum tokens of the text, or of each text of a pair, without special tokens.
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
             key: names a client; texts of different ones have equal parts of the steps, where `max_step_ms` is not 0.
 
@@ -217,7 +226,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
                 arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs, priority=priority,
                 max_text_tokens=max_text_tokens, data_parallel_rank=data_parallel_rank, key=key,
             )  # fmt: skip
-            return cast("Any", StartingGeneration(self._start_itself, make))
+            return cast("Any", LazyGeneration(self._start_itself, make))
         return self.engine.encode(
             plain_prompt(prompt),
             PoolingParams() if pooling_params is None else pooling_params,
@@ -241,10 +250,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> Generation[RequestOutput]:
-        """Queue a request as `generate` makes it; the caller reads or closes it.
+        """Render and queue a request before returning it; the caller must iterate or close it.
+
+        `generate` queues its request only when iteration begins.
 
         Raises:
-            TrouperValidationError: a bad prompt or parameter; nothing is left open.
+            TrouperValidationError: the prompt or a parameter is invalid; the request is closed.
         """
         if self._starts_itself:
             await self._start_itself()
@@ -266,22 +277,22 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         self.engine.abort(request_id)
 
     async def step(self) -> None:
-        """Run one iteration of an engine that is stepped by hand; readers then find its outputs."""
+        """Run one iteration of an engine in stepped mode; its outputs are then available to readers."""
         await self.engine.controls.step()
 
     async def start(self) -> None:
-        """Start the actors, as entering does; for a program that cannot nest.
+        """Start the engine without an `async with` block, for programs whose structure has no room for one.
 
-        Close it in the same task, and put no scope around one of the two alone: no `fail_after`, and before Python
-        3.12 no `asyncio.wait_for`, which makes a task.
+        Call `close` in the same task. A cancel scope must not surround only one of the two calls: no `fail_after`,
+        and before Python 3.12 no `asyncio.wait_for`, which runs the call in a new task.
         """
         await self._stack.enter_async_context(self)
 
     async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109  # vLLM's signature
-        """End what `start` began.  Idempotent.
+        """Stop an engine that `start` or its first request started; further calls do nothing.
 
         Args:
-            timeout: seconds in which open requests may finish; None takes `shutdown_timeout`.
+            timeout: seconds that open requests have to finish; None means `shutdown_timeout`.
         """
         self._is_closed = True
         try:
@@ -289,35 +300,36 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
                 await self._engine.shut_down(timeout)
         finally:
             await self._stack.aclose()
-            if self._holding is not None:
-                await self._holding.aclose()  # noqa: ASYNC102  # a cancelled close may leave it to its task
+            if self._background_task is not None:
+                # A cancelled `close` may leave the rest to the task.
+                await self._background_task.aclose()  # noqa: ASYNC102
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End an engine that has started itself, soon; `close` waits for the end.
+        """Begin to stop an engine that its first request started, without waiting; `close` waits for the end.
 
         Args:
-            timeout: accepted for vLLM's sake: open requests are aborted.
+            timeout: accepted for compatibility with vLLM and ignored: open requests are aborted.
         """
         self._is_closed = True
-        if self._holding is not None:
-            self._holding.stop()
+        if self._background_task is not None:
+            self._background_task.stop()
 
     @property
     def _starts_itself(self) -> bool:
-        """Whether a request starts the engine: the program has neither entered nor closed it."""
-        is_its_own = self._holding is not None or not self._is_entered
+        """Whether a request must start the engine: the program has neither entered nor closed it."""
+        is_its_own = self._background_task is not None or not self._is_entered
         return self._engine is None and is_its_own and not self._is_closed and can_start()
 
     async def _start_itself(self) -> None:
-        if self._holding is None:
-            self._holding = HoldingTask(self)
-        await self._holding.wait_started()
+        if self._background_task is None:
+            self._background_task = BackgroundTask(self)
+        await self._background_task.wait_started()
 
     async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:  # noqa: ASYNC109  # vLLM's signature
         """Wait until no request is open.
 
         Raises:
-            TimeoutError: one still is.
+            TimeoutError: requests are still open after `timeout` seconds.
         """
         with anyio.fail_after(timeout):
             await self.engine.wait_idle()
@@ -331,7 +343,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         return self.engine.config.supported_tasks
 
     async def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Raises what a request of n completions would raise now."""
+        """Raise the error that a new request with `n` completions would get now; return if it would be admitted."""
         self.engine.check_admission(n, request_id)
 
     def statistics(self) -> EngineStatistics:
@@ -345,12 +357,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
 
     @property
     def config(self) -> EngineConfig:
-        """The resolved configuration of the engine."""
+        """The configuration that the engine runs with, resolved from its arguments and the model's files."""
         return self.engine.config
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The renderers' tokenizer; None with `skip_tokenizer_init`."""
+        """The tokenizer that renders prompts; None with `skip_tokenizer_init`."""
         return self.engine.tokenizer
 
     @property
@@ -358,12 +370,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         return self.engine.config.model
 
     def get_model_config(self) -> ModelView:
-        """Return the model under vLLM's names, with the length and the dtype in force."""
+        """Return the model's facts under vLLM's names, with the maximum length and dtype that the engine uses."""
         return ModelView(self.engine.config)
 
     @property
     def vllm_config(self) -> ConfigView:
-        """The configuration under vLLM's names, for scripts that read them."""
+        """The configuration under vLLM's names, for scripts written for vLLM."""
         return vllm_config(self.engine.config)
 
     @property
@@ -383,14 +395,14 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         return self._engine.dead_error if self._engine else None
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when the engine has failed or is not running."""
+        """Raise EngineDeadError if the engine has failed or is not running."""
         if self.engine.dead_error is not None:
             raise self.engine.dead_error
 
 
 @asynccontextmanager
 async def _open_devices(config: EngineConfig, launcher: Launcher) -> AsyncGenerator[list[Device]]:
-    """Make a device for each replica, and listen for other machines while the block runs, if there are any."""
+    """Create a device for each replica; with several machines, also accept their connections during the block."""
     replicas = range(config.data_parallel_size)
     if config.device_worker == "inline":
         yield [ThreadedDevice(config)]

@@ -1,7 +1,7 @@
-"""Engines that start themselves, for programs of asyncio that have neither a block nor a `start`.
+"""Start an engine at its first request, for asyncio programs that use it without a block, as vLLM's do.
 
-The engine's actors need a task that enters and leaves them.  Where the program gives none, a task of its own holds
-the engine until `close` or `shutdown`, or until asyncio cancels what is left at the program's end.
+The engine's `async with` block must be entered and left by one task. Without a block in the program, a background
+task holds the engine open until `close`, `shutdown` or the end of the event loop, which cancels the task.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ Output = TypeVar("Output", bound=Any)
 
 
 def can_start() -> bool:
-    """Tell whether a task can be made here that belongs to no block: asyncio has them, trio has none."""
+    """Return whether background tasks exist here: asyncio allows them, trio does not."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -23,8 +23,8 @@ def can_start() -> bool:
     return True
 
 
-class HoldingTask:
-    """A task that is inside a block from `wait_started` to `stop`."""
+class BackgroundTask:
+    """A task that enters an async context manager at once and leaves it after `stop`."""
 
     def __init__(self, block: AbstractAsyncContextManager[Any]) -> None:
         self._block = block
@@ -33,15 +33,15 @@ class HoldingTask:
         self._task = asyncio.create_task(self._hold(), name="trouper-engine")
 
     async def wait_started(self) -> None:
-        """Wait until the block has been entered.  Raises what entering it raised."""
+        """Wait until the block is entered.  Raises the error of entering it, to every waiter."""
         await asyncio.shield(self._started)
 
     def stop(self) -> None:
-        """Leave the block soon."""
+        """Ask the task to leave the block, without waiting."""
         self._stopping.set()
 
     async def aclose(self) -> None:
-        """Leave the block, and wait until it has been left.  Raises what ended it, unless `wait_started` did."""
+        """Leave the block and wait for its end.  Raises the error that ended it, unless `wait_started` raised it."""
         self.stop()
         await asyncio.wait([self._task])
         if not self._task.cancelled():
@@ -53,16 +53,20 @@ class HoldingTask:
                 self._started.set_result(None)
                 await self._stopping.wait()
         except asyncio.CancelledError:
-            self._started.cancel()  # nothing, where the block has been entered
+            # Has no effect once the block is entered.
+            self._started.cancel()
             raise
         except BaseException as error:  # noqa: ASYNC103  # a cancellation is raised above
             if self._started.done():
                 raise
-            self._started.set_exception(error)  # for the callers that wait for the start
+            self._started.set_exception(error)
 
 
-class StartingGeneration(Generic[Output]):
-    """Request of an engine that is started before the request is made; used like a `Generation`."""
+class LazyGeneration(Generic[Output]):
+    """A request that starts its engine first; its interface is that of `Generation`.
+
+    Entering or iterating it starts the engine and then makes the real request, so creating one costs nothing.
+    """
 
     def __init__(
         self, start: Callable[[], Awaitable[None]], make: Callable[[], Generation[Output]]
@@ -92,7 +96,7 @@ class StartingGeneration(Generic[Output]):
         self.close()
 
     def close(self) -> None:
-        """End the request, which aborts it; one that has not begun never will."""
+        """Abort the request.  If it has not begun, it never will."""
         self._is_closed = True
         if self._generation is not None:
             self._generation.close()

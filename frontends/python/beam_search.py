@@ -1,6 +1,8 @@
-"""Beam search: every beam grows by one token a round.  Pure: the caller generates, and how it waits is its own.
+"""Beam search: keep the most probable partial completions and extend each by one token in every round.
 
-The shared prefixes of the beams are computed once, by the prefix cache.
+A round is one ordinary request for each beam, so the scheduler needs no support for beams, and the prefix cache
+computes shared prefixes only once. This module is pure: callers run the requests, blocking in `LLM.beam_search` and
+asynchronously in the server.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,45 +18,50 @@ from trouper.outputs import FinishReason, LogprobsOnePosition, RequestOutput
 from trouper.params import MAX_LOGPROB_TOKEN_IDS, BeamSearchParams, SamplingParams
 
 Generate = Callable[[Sequence[PromptType], SamplingParams], Sequence[RequestOutput]]
-Decode = Callable[[list[int], bool], str]  # the flag drops special tokens
+# Takes token ids and whether to skip special tokens.
+Decode = Callable[[list[int], bool], str]
 
-EXTRAS = ("cache_salt", "mm_processor_kwargs")  # of a prompt dict; they hold for every beam
+# Fields of a prompt dict that apply to every beam.
+EXTRAS = ("cache_salt", "mm_processor_kwargs")
 
 
 class BeamSearchSequence(msgspec.Struct):
-    """One beam: `tokens` are prompt and output ids, `text` is the decoded output."""
+    """One beam: `tokens` are the ids of the prompt and the output, `text` is the decoded output only.
+
+    `logprobs` has one entry for each token of the output.
+    """
 
     tokens: list[int]
     cum_logprob: float = 0.0
     text: str | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    logprobs: list[LogprobsOnePosition] = []  # a position for each token of the output
+    logprobs: list[LogprobsOnePosition] = []
 
 
 class BeamSearchOutput(msgspec.Struct):
-    """The best beams, best first."""
+    """The result of a search: at most `beam_width` beams, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 class SearchLimits(NamedTuple):
-    """The limits of the engine and the model that a search keeps to."""
+    """Limits of the engine and the model: `max_logprobs` of one position (-1: the whole vocabulary), end tokens."""
 
-    max_logprobs: int  # of one position; -1 is the vocabulary
+    max_logprobs: int
     max_model_len: int
-    eos_token_ids: Sequence[int]  # each of them ends a beam
+    eos_token_ids: Sequence[int]
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
-        """Return the limits of an engine; a conversation may end with a token that its model's config does not name."""
+        """Collect the limits of an engine; the tokenizer may name an end token that the model's config lacks."""
         own = None if tokenizer is None else tokenizer.eos_token_id
         ids = dict.fromkeys((*(() if own is None else (own,)), *config.model.eos_token_ids))
         return cls(config.max_logprobs, config.max_model_len, tuple(ids))
 
 
 class _Candidate(NamedTuple):
-    """A beam with one token more, which few of them get."""
+    """A beam and one possible next token; only the best candidates become beams."""
 
     beam: BeamSearchSequence
     position: LogprobsOnePosition
@@ -71,21 +78,20 @@ class _Candidate(NamedTuple):
 
 
 class BeamSearch:
-    """The search for the `beam_width` completions of a prompt with the highest score.
+    """Search for the `beam_width` completions of a prompt with the highest score.
 
-    `prompts` are the requests of the next round, each with the parameters `step`; `take` reads their outputs, until
-    `is_over`.  score = cumulative logprob / max(1, generated tokens) ** length_penalty; a final EOS counts as a
-    generated token, the prompt does not.
-
-    Memory: at most 2 × `beam_width` beams, since of those that have ended only the best are kept.
+    Until `is_over`, run one request for each of `prompts` with the parameters `step`, and give their outputs to
+    `take`; `best` then returns the result. The score is cumulative logprob / max(1, generated tokens) **
+    length_penalty, in which a final end token counts as generated. Memory is bounded by 2 × `beam_width` beams,
+    because only the best finished beams are kept.
 
     Args:
-        num_logprobs: candidates of each position that the caller wants to see.
+        num_logprobs: logprobs of each position that the caller wants to return.
 
     Raises:
-        TrouperValidationError: the engine gives fewer than `2 × beam_width` logprobs.
-        UnsupportedFeatureError: the prompt holds embeddings.
-        TypeError: not BeamSearchParams.
+        TrouperValidationError: `max_logprobs` of the engine is less than `2 × beam_width`.
+        UnsupportedFeatureError: the prompt has embeddings or a suffix.
+        TypeError: `params` is not BeamSearchParams.
     """
 
     def __init__(
@@ -100,7 +106,8 @@ class BeamSearch:
         _check_prompt(prompt)
         self.step = _one_token(params, limits.max_logprobs, num_logprobs)
         self.is_over = False
-        self.num_tokens = (0, 0)  # of the prompt, and generated in all rounds
+        # Tokens of the prompt, and tokens generated in all rounds.
+        self.num_tokens = (0, 0)
         self.prompt_text: str | None = None
         self.prompt_token_ids: list[int] = []
         self._prompt = prompt
@@ -119,7 +126,7 @@ class BeamSearch:
         return [_as_prompt(beam, self._prompt) for beam in self._beams] or [self._prompt]
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
-        """Read the outputs of a round, one for each of its prompts in order."""
+        """Extend the beams by the outputs of a round, one for each of `prompts`, in order."""
         if self._num_rounds == 0:
             first = outputs[0]
             self.prompt_text, self.prompt_token_ids = first.prompt, list(first.prompt_token_ids)
@@ -143,18 +150,14 @@ class BeamSearch:
             self._end("length")
 
     def best(self, decode: Decode) -> BeamSearchOutput:
-        """Return the best beams.
-
-        Args:
-            decode: turns the generated tokens of a beam into its text.
-        """
+        """Return the best beams with their texts, which `decode` computes from the generated tokens."""
         best = self._best([*self._done, *self._beams])
         for beam in best:
             beam.text = _text(beam, len(self.prompt_token_ids), self._params, decode)
         return BeamSearchOutput(best)
 
     def _choose(self, candidates: list[_Candidate]) -> None:
-        """Keep the best candidates as beams, and those among them that have ended."""
+        """Keep the best unfinished candidates as the new beams, and the best finished ones as results."""
         eos = () if self._params.ignore_eos else self._limits.eos_token_ids
         width = self._params.beam_width
         beams: list[BeamSearchSequence] = []
@@ -186,10 +189,14 @@ def beam_search(
     generate: Generate,
     decode: Decode,
 ) -> BeamSearchOutput:
-    """Search with a function that runs one request for each prompt, and returns their final outputs in order.
+    """Run a whole search with blocking functions.
+
+    Args:
+        generate: runs one request for each prompt and returns their final outputs in order.
+        decode: converts the generated tokens of a beam to text.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError, TypeError: as `BeamSearch`.
+        TrouperValidationError, UnsupportedFeatureError, TypeError: for the reasons listed in `BeamSearch`.
     """
     search = BeamSearch(prompt, params, limits)
     while not search.is_over:
@@ -200,7 +207,11 @@ def beam_search(
 def _one_token(
     params: BeamSearchParams, max_logprobs: int, num_shown: int | None
 ) -> SamplingParams:
-    """Return the parameters of one round; logprobs are the model's own, not only those of allowed tokens."""
+    """Return the sampling parameters of one round.
+
+    With allowed tokens the logprobs of exactly these tokens are requested, because the most probable tokens of the
+    model may all be forbidden.
+    """
     allowed = params.allowed_token_ids
     num = -1 if num_shown == -1 else max(2 * params.beam_width, num_shown or 0)
     width: dict[str, Any] = {"logprobs": num}
@@ -214,13 +225,15 @@ def _one_token(
         max_tokens=1,
         temperature=params.temperature,
         allowed_token_ids=allowed,
-        ignore_eos=True,  # EOS is a candidate like any other; the search itself ends the beam
-        detokenize=num_shown is not None,  # only the texts of tokens that are shown are wanted
+        # The search itself ends beams at an end token, which is a candidate like any other.
+        ignore_eos=True,
+        # Texts are needed only for the logprobs that the caller returns.
+        detokenize=num_shown is not None,
     )
 
 
 def _as_prompt(beam: BeamSearchSequence, prompt: PromptType) -> TokensPrompt:
-    """Return the beam so far as a prompt, with the other fields of the first prompt."""
+    """Return a prompt that continues the beam, with the extra fields of the original prompt."""
     extras = {name: prompt[name] for name in EXTRAS if name in prompt} if _is_dict(prompt) else {}
     return cast("TokensPrompt", {**extras, "prompt_token_ids": beam.tokens})
 
@@ -230,17 +243,19 @@ def _is_dict(prompt: PromptType) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _check_prompt(prompt: PromptType) -> None:
-    """Raises UnsupportedFeatureError for what is more than its token ids say."""
+    """Raise UnsupportedFeatureError if token ids do not represent the whole prompt, since rounds continue from them."""
     if _holds_embeds(prompt):
-        text = "prompt_embeds: a beam search goes on from token ids; use generate"
+        text = (
+            "prompt_embeds is not supported with beam search, which needs token ids; use generate"
+        )
         raise UnsupportedFeatureError(text, parameter="prompt_embeds")
     if _is_dict(prompt) and prompt.get("suffix") is not None:
-        text = "suffix: a beam search does not fill in; use generate"
+        text = "suffix is not supported with beam search; use generate"
         raise UnsupportedFeatureError(text, parameter="suffix")
 
 
 def _holds_embeds(prompt: PromptType) -> bool:
-    """Tell whether a prompt, or a part of its conversation, is embeddings."""
+    """Return whether a prompt, or a part of a message in it, consists of embeddings."""
     if not _is_dict(prompt):
         return False
     messages = cast("Sequence[Any]", prompt.get("messages") or ())
@@ -250,7 +265,7 @@ def _holds_embeds(prompt: PromptType) -> bool:
 
 
 def _parts(message: Any) -> Sequence[Any]:
-    """Return the parts of a message whose content is a list of them."""
+    """Return the parts of a message's content, or nothing if the content is a text."""
     content: Any = message.get("content") if _is_dict(message) else None
     return cast("list[Any]", content) if isinstance(content, list) else ()
 
@@ -258,7 +273,10 @@ def _parts(message: Any) -> Sequence[Any]:
 def _candidates(
     beam: BeamSearchSequence, output: RequestOutput, params: BeamSearchParams
 ) -> list[_Candidate]:
-    """Return the `2 × beam_width` likeliest continuations of a beam: enough, if half of them end it."""
+    """Return the `2 × beam_width` most probable continuations of a beam.
+
+    This many are enough: even if `beam_width` of them are end tokens, `beam_width` beams remain.
+    """
     logprobs = output.outputs[0].logprobs
     if not logprobs:
         return []
@@ -267,7 +285,8 @@ def _candidates(
     if params.allowed_token_ids is not None:
         allowed = set(params.allowed_token_ids)
         items = [item for item in items if item[0] in allowed]
-    items.sort(key=lambda item: -item[1].logprob)  # what was drawn may be one more, and less likely
+    # The sampled token may be an additional, less probable entry.
+    items.sort(key=lambda item: -item[1].logprob)
     return [
         _Candidate(beam, position, token, beam.cum_logprob + entry.logprob)
         for token, entry in items[: 2 * params.beam_width]
@@ -288,17 +307,17 @@ def _text(
 
 
 def check_params(params: BeamSearchParams, max_logprobs: int) -> None:
-    """Check the parameters of a search.
+    """Check that the engine can run a search with these parameters.
 
     Raises:
-        TrouperValidationError: the engine gives fewer than `2 × beam_width` logprobs.
-        TypeError: not BeamSearchParams.
+        TrouperValidationError: `max_logprobs` of the engine is less than `2 × beam_width`.
+        TypeError: `params` is not BeamSearchParams.
     """
     if not isinstance(params, BeamSearchParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
         raise TypeError(f"params must be BeamSearchParams, not {type(params).__name__}")
     if max_logprobs != -1 and 2 * params.beam_width > max_logprobs:
         raise TrouperValidationError(
-            f"needs 2 × beam_width logprobs, and max_logprobs is {max_logprobs}",
+            f"needs 2 × beam_width logprobs, but max_logprobs is {max_logprobs}",
             parameter="beam_width",
             value=params.beam_width,
         )

@@ -1,4 +1,8 @@
-"""The controls of an engine beside its requests: pause, sleep, wake, profile, metrics."""
+"""Control a running engine: pause, sleep, wake, adapters, caches, profiles and metrics.
+
+The signatures are vLLM's. `AsyncLLMEngine` inherits these methods, and `BlockingControls` wraps each of them for
+blocking code, so each control is written once.
+"""
 
 import warnings
 from abc import abstractmethod
@@ -16,19 +20,24 @@ if TYPE_CHECKING:
 
 
 class AsyncControls:
-    """Base of `AsyncLLMEngine`, which brings the running engine."""
+    """Control methods of `AsyncLLMEngine`, which provides `engine` and `profiler_dir`."""
 
     @property
     @abstractmethod
     def engine(self) -> "Engine":
-        """The running engine.  Raises EngineDeadError when there is none."""
+        """The running engine.  Raises EngineDeadError if it is not running."""
 
     async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Stop scheduling; `abort` ends the requests, `wait` lets them finish, `keep` freezes them."""
+        """Stop scheduling new steps.
+
+        Args:
+            mode: `abort` ends open requests, `wait` lets them finish, `keep` freezes them until resumed.
+            clear_cache: forget cached prefixes, for example before the weights change.
+        """
         await self.engine.controls.pause(mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        """Schedule again.  Raises RuntimeError while memory is absent."""
+        """Resume scheduling.  Raises RuntimeError if the weights or the KV cache are not in memory."""
         await self.engine.controls.resume()
 
     async def is_paused(self) -> bool:
@@ -36,15 +45,20 @@ class AsyncControls:
 
     @asynccontextmanager
     async def paused(self, mode: str = "keep", clear_cache: bool = False) -> AsyncGenerator[None]:
-        """Pause inside the block; on every way out the engine is again as it was before."""
+        """Pause the engine during the block; every exit restores its earlier state."""
         async with self.engine.controls.paused(mode, clear_cache=clear_cache):
             yield
 
     async def sleep(self, level: int = 1, mode: str = "abort", *, reload: bool = True) -> None:
-        """Stop scheduling (level 0), and give the memory of weights and KV cache back (levels 1 and 2).
+        """Stop scheduling; from level 1 also release the memory of the KV cache and the weights.
+
+        Args:
+            level: 0 only pauses; 1 releases the KV cache and moves a GPU's weights to pinned host memory; 2 releases
+                the weights too, so that waking reads them from the model's folder.
+            mode: what happens to open requests, as in `pause_generation`.
 
         Raises:
-            UnsupportedFeatureError: `reload=False`; after level 2 the weights always come from the files.
+            UnsupportedFeatureError: `reload=False`; waking from level 2 always reads the weights from their files.
         """
         if not reload:
             raise UnsupportedFeatureError("sleep: reload=False is not supported yet")
@@ -52,46 +66,50 @@ class AsyncControls:
             warnings.warn(f"already asleep at level {level} or deeper", stacklevel=2)
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> bool:
-        """Bring back `weights`, `kv_cache`, `scheduling`, or all.  Returns True when fully awake."""
+        """Restore some of `weights`, `kv_cache` and `scheduling`, or all.  Returns whether the engine is fully awake."""
         return await self.engine.controls.wake(tags)
 
     async def is_sleeping(self) -> bool:
-        """Return True while the engine is paused or short of memory."""
+        """Return whether the engine is paused or some of its memory is released."""
         return self.engine.lifecycle.is_sleeping
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget all prefixes; returns False, and changes nothing, while any block is held."""
+        """Forget all cached prefixes.  Returns False and changes nothing if a request uses a block.
+
+        Args:
+            reset_running_requests: preempt running requests first; they are computed again from their tokens.
+        """
         preempt = "resample" if reset_running_requests else "no"
         return await self.engine.controls.reset_prefix_cache(preempt=preempt)
 
     async def reset_mm_cache(self) -> None:
-        """Do nothing: prompts are text, so there is no such cache."""
+        """Do nothing: prompts are text, so there is no multimodal cache.  For compatibility with vLLM."""
 
     async def reset_encoder_cache(self) -> None:
-        """Do nothing: prompts are text, so there is no such cache."""
+        """Do nothing: prompts are text, so there is no encoder cache.  For compatibility with vLLM."""
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; returns False when it is there already.
+        """Load a LoRA adapter.  Returns False if it is already loaded.
 
         Raises:
-            TrouperValidationError: its files do not fit the model, or the engine was started without `enable_lora`.
-            UnsupportedFeatureError: it is more than a LoRA adapter.
-            RetryableRequestError: requests use all adapters that may be loaded.
+            TrouperValidationError: its files do not fit the model, or the engine runs without `enable_lora`.
+            UnsupportedFeatureError: its files hold more than LoRA weights.
+            RetryableRequestError: `max_loras` adapters are loaded and requests use all of them.
         """
         return await self.engine.adapters.load(lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter; requests that use it finish first.  Returns whether it was there."""
+        """Unload an adapter after its open requests finish.  Returns whether it was loaded."""
         return self.engine.adapters.unload(lora_id)
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter loaded however long no request uses it; returns whether it is there."""
+        """Never unload an adapter to make room for another.  Returns whether it is loaded."""
         return self.engine.adapters.pin(lora_id)
 
     async def list_loras(self) -> set[int]:
-        """Return the numbers of the adapters that requests may name."""
+        """Return the integer ids of the loaded adapters."""
         return {request.lora_int_id for request in self.engine.adapters.requests}
 
     async def start_profile(
@@ -101,7 +119,7 @@ class AsyncControls:
         max_iterations: int | None = None,
         profiler_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Trace the device with torch's profiler, into `profiler_config["torch_profiler_dir"]`."""
+        """Start torch's profiler; `stop_profile` writes its trace to `profiler_config["torch_profiler_dir"]`."""
         check_unused(
             delay_iterations=delay_iterations,
             max_iterations=max_iterations,
@@ -112,15 +130,16 @@ class AsyncControls:
         await engine.controls.start_profile(folder, profile_prefix or "trouper")
 
     async def stop_profile(self) -> None:
-        """Write the trace."""
+        """Stop the profiler and write its trace."""
         engine = self.engine
-        engine.config.profile_folder()  # raises if no folder is configured
+        # Raises an error if no folder is configured.
+        engine.config.profile_folder()
         await engine.controls.stop_profile()
 
     async def get_metrics(self) -> list[Metric]:
-        """Return every counter, gauge and histogram; needs `disable_log_stats=False`, which `LLM` must be given."""
+        """Return all counters, gauges and histograms.  `LLM` collects them only with `disable_log_stats=False`."""
         return await self.engine.get_metrics()
 
     async def do_log_stats(self) -> None:
-        """Write the line of the statistics log now."""
+        """Log the line of statistics now instead of at the next interval."""
         await self.engine.log_stats()

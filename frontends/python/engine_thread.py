@@ -1,8 +1,8 @@
-"""`EngineThread`: an engine on an event loop in a thread of its own, and the way there for blocking code.
+"""Run an engine on an event loop in a thread of its own, so that blocking code can use it.
 
-An event loop in a thread of its own, with a portal to it.
-
-The controls of `controls.py` for code that waits for them, one line each.
+`LLM` and `LLMEngine` have no event loop. `EngineThread` starts one (trio) with the engine on it and runs calls there
+through a portal; `BlockingControls` offers the engine's controls to both classes. The engine must also end if the
+program forgets to close it, forks, or exits, so those cases are handled here and nowhere else.
 """
 
 import atexit
@@ -40,21 +40,24 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-THREADS = "trouper"  # begins the names of an engine's own threads: the portal's and the device's
+# The names of an engine's own threads (its loop's and its device's) begin with this.
+THREADS = "trouper"
 
 
 class EngineThread:
-    """A running engine and its thread: the constructor starts both, `close` ends both.
+    """A running engine and the thread of its event loop: the constructor starts both, `close` ends both.
 
     Raises:
-        RuntimeError: inside trio, whose loop this would block: use `AsyncLLMEngine`, or a thread.
+        RuntimeError: the caller runs inside trio, and waiting would block its loop.
     """
 
     def __init__(self, engine_args: EngineArgs, *, is_stepped: bool) -> None:
         refuse_trio()
-        self.generations: dict[str, Generation[Any]] = {}  # open, by request id; closed at the end
-        self._process_id = os.getpid()  # a forked child has none of the threads
-        self._owner = threading.get_ident()  # never one of the engine's own threads
+        # Open requests by id; `close` closes them.
+        self.generations: dict[str, Generation[Any]] = {}
+        # A forked child has this object but none of its threads.
+        self._process_id = os.getpid()
+        self._owner = threading.get_ident()
         with ExitStack() as stack:
             self._portal = stack.enter_context(PortalThread(THREADS))
             self.engine = stack.enter_context(
@@ -63,7 +66,7 @@ class EngineThread:
                 )
             )
             self._exit_stack = stack.pop_all()
-        # Interpreter exit: the threads are daemons, so the engine must end before they are frozen.
+        # The threads are daemons, which freeze when the interpreter exits, so the engine must end before that.
         self._at_exit = weakref.WeakMethod(self.close)
         atexit.register(_close_at_exit, self._at_exit)
         self._is_closed = False
@@ -76,12 +79,12 @@ class EngineThread:
         return self._is_closed
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function, async or not, beside the actors and wait for its result.
+        """Run a function, async or not, on the engine's event loop and wait for its result.
 
-        Ctrl-C and any other exception here cancels it there.
+        Ctrl-C or another exception in the waiting thread cancels the call.
 
         Raises:
-            EngineDeadError: the engine is closed, or another thread closed it meanwhile.
+            EngineDeadError: the engine was closed, perhaps by another thread during the call.
         """
         self.check_open()
         refuse_trio()
@@ -95,49 +98,49 @@ class EngineThread:
 
     @contextmanager
     def entered(self, manager: AbstractAsyncContextManager[T]) -> "Generator[T]":
-        """Enter `manager` in the engine's thread for the length of a block in this one."""
+        """Enter an async context manager on the engine's loop for the duration of a block in this thread."""
         self.check_open()
         with self._portal.wrap_async_context_manager(manager) as value:
             yield value
 
     def check_open(self) -> None:
-        """Raise EngineDeadError once the engine is closed, EngineForkedError in a forked child."""
+        """Raise EngineDeadError if the engine is closed, or EngineForkedError in a forked child process."""
         if os.getpid() != self._process_id:
             raise EngineForkedError(
-                "the engine runs in the process that this one was forked from: make one after forking"
+                "the engine runs in the parent process; create a new engine after fork()"
             )
         if self._is_closed:
             raise EngineDeadError("the engine is closed")
 
     def find(self, request_ids: Iterable[str]) -> "list[Generation[Any]]":
-        """Return open requests.  Raises EngineDeadError when they are gone because the engine was closed."""
+        """Return open requests by id.  Raises EngineDeadError if closing the engine has removed them."""
         with self._ending_as_closed():
             return [self.generations[id] for id in request_ids]
 
     @contextmanager
     def _ending_as_closed(self) -> "Generator[None]":
-        """Raise EngineDeadError for whatever went wrong because the engine was closed meanwhile."""
+        """Turn any error of the block into EngineDeadError if another thread has closed the engine."""
         try:
             yield
         except TrouperError:
             raise
         except Exception as error:
             if self._is_closed:
-                raise EngineDeadError("the engine was closed meanwhile") from error
+                raise EngineDeadError("the engine was closed during the call") from error
             raise
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Close these requests, whatever state they are in; unknown ids are ignored."""
+        """Close these requests in any state; unknown ids are ignored."""
         found = [self.generations.pop(id, None) for id in request_ids]
         generations = [generation for generation in found if generation is not None]
         if generations and not self._is_closed:
             self.call(_close_all, generations)
 
     def close(self) -> None:
-        """End the engine; memory, threads and tasks are gone when this returns.  Idempotent.
+        """Stop the engine and wait until its memory, threads and tasks are released; further calls do nothing.
 
-        Called by one of the engine's own threads, or inside trio, it only begins the end, for which that
-        thread must be free.
+        In one of the engine's own threads, or inside trio, it returns without waiting, because the engine needs
+        that thread to end.
         """
         self._close(waits=not threading.current_thread().name.startswith(THREADS))
 
@@ -159,19 +162,21 @@ class EngineThread:
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True) and os.getpid() == self._process_id:
-            # The garbage collector calls from any thread, and only the owner is certain not to be one of the engine's.
+            # The garbage collector may run in one of the engine's threads, which must not wait for themselves.
             waits = threading.get_ident() == self._owner
             try:
-                warnings.warn(f"dropped without close(): {self!r}", ResourceWarning, 2, source=self)
+                warnings.warn(
+                    f"not closed before deletion: {self!r}", ResourceWarning, 2, source=self
+                )
             finally:
                 self._close(waits=waits)
 
 
 def refuse_trio() -> None:
-    """Raises RuntimeError inside trio."""
+    """Raise RuntimeError if the caller runs inside trio, whose loop a blocking call would stop."""
     if trio.lowlevel.in_trio_run():
         raise RuntimeError(
-            "this would block trio: use AsyncLLMEngine, or a thread (trio.to_thread.run_sync)"
+            "this call would block trio's event loop: use AsyncLLMEngine, or a thread (trio.to_thread.run_sync)"
         )
 
 
@@ -201,10 +206,10 @@ def _close_at_exit(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
 
 
 class PortalThread:
-    """Entering starts the loop, leaving stops it.
+    """A thread with an event loop; entering starts it and returns a portal to it, leaving stops it.
 
-    As anyio's `start_blocking_portal`, but no generator: what is suspended in one runs when it is garbage, and in a
-    forked child, which has no such thread, it would wait for the loop for ever.
+    anyio's `start_blocking_portal` does the same as a generator. A forked child would finish that generator when it
+    is garbage-collected, and wait forever for a thread that exists only in the parent; a class has no such code.
     """
 
     def __init__(self, name: str) -> None:
@@ -228,13 +233,15 @@ class PortalThread:
         try:
             portal.call(portal.stop, error is not None)
         except RuntimeError:
-            pass  # it has stopped already
+            # The loop has already stopped.
+            pass
         self._thread.join()
 
     def _run(self) -> None:
         try:
             anyio.run(self._serve, backend="trio")
-        except BaseException as error:  # noqa: ASYNC103  # a thread: it belongs to `__enter__`
+        # This is the top of a thread, so the error goes to `__enter__`, which waits for the portal.
+        except BaseException as error:  # noqa: ASYNC103
             if not self._portal.done():
                 self._portal.set_exception(error)
 
@@ -250,7 +257,7 @@ P = ParamSpec("P")
 def blocking(
     method: Callable[Concatenate[Any, P], Awaitable[T]],
 ) -> Callable[Concatenate["BlockingControls", P], T]:
-    """Return a method of `AsyncLLMEngine` as one that waits for its result."""
+    """Wrap an async method of `AsyncLLMEngine` as a blocking method with the same signature."""
 
     @wraps(method)
     def wait(self: "BlockingControls", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -260,7 +267,7 @@ def blocking(
 
 
 class BlockingControls:
-    """Base of `LLM` and `LLMEngine`: the same controls over an engine that runs in a thread."""
+    """The methods of `AsyncControls` as blocking methods; base of `LLM` and `LLMEngine`."""
 
     thread: EngineThread
 
@@ -281,7 +288,7 @@ class BlockingControls:
     get_metrics = blocking(AsyncControls.get_metrics)
 
     def paused(self, mode: str = "keep", clear_cache: bool = False) -> AbstractContextManager[None]:
-        """Pause inside the block; on every way out the engine is again as it was before."""
+        """Pause the engine during the block; every exit restores its earlier state."""
         return self.thread.entered(self.thread.engine.paused(mode, clear_cache=clear_cache))
 
     @property
@@ -289,26 +296,30 @@ class BlockingControls:
         return self.thread.engine.model_config
 
     def get_model_config(self) -> ModelView:
-        """Return the model under vLLM's names, with the length and the dtype in force."""
+        """Return the model's facts under vLLM's names, with the maximum length and dtype that the engine uses."""
         return self.thread.engine.get_model_config()
 
     @property
     def vllm_config(self) -> ConfigView:
-        """The configuration under vLLM's names, for scripts that read them."""
+        """The configuration under vLLM's names, for scripts written for vLLM."""
         return self.thread.engine.vllm_config
 
     def get_tokenizer(self) -> Any:
-        """Return the model's transformers tokenizer; needs the extra `transformers`."""
+        """Return the model's tokenizer as an object of transformers; needs the extra `transformers`."""
         self.thread.check_open()
         tokenizer = self.thread.engine.tokenizer
         if tokenizer is None:
-            raise TrouperValidationError("skip_tokenizer_init is set", parameter="tokenizer")
+            raise TrouperValidationError(
+                "the engine has no tokenizer, because skip_tokenizer_init is set",
+                parameter="tokenizer",
+            )
         return tokenizer.hf_tokenizer()
 
     def close(self) -> None:
-        """End the engine; memory, threads and tasks are gone when this returns.  Idempotent.
+        """Stop the engine and wait until its memory, threads and tasks are released; further calls do nothing.
 
-        Called by one of the engine's own threads, or inside trio, it only begins the end, for which that thread must be free.
+        In one of the engine's own threads, or inside trio, it returns without waiting, because the engine needs
+        that thread to end.
         """
         self.thread.close()
 

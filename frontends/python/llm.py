@@ -1,4 +1,8 @@
-"""`LLM`: offline generation, by blocking calls into an engine that runs in a thread."""
+"""`LLM`: offline inference with blocking calls, in vLLM's interface.
+
+A script has a list of prompts and wants the list of results. `LLM` runs an engine in a thread, submits all prompts
+at once so that they are batched, and returns when the last one is finished.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,13 +29,14 @@ from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import BeamSearchParams, SamplingParams
 
-LoRARequests = (
-    LoRARequest | Sequence[LoRARequest | None] | None
-)  # one for all, or one for each prompt
+# One adapter for all prompts, or one for each prompt.
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(PoolingMethods):
-    """An engine for lists of prompts: results are in their order; with a pooling model they are embeddings.
+    """An engine for lists of prompts; results are in the order of the prompts.
+
+    A generation model completes prompts and answers chats; a pooling model embeds, classifies or scores texts.
 
     ::
 
@@ -39,23 +44,22 @@ class LLM(PoolingMethods):
             print(llm.generate("def quicksort(items):")[0].outputs[0].text)
 
     Args:
-        model: a folder or a hub id; None is the bundled demo model.
+        model: a folder or a hub id; None means the bundled demo model.
         engine_args: any field of `EngineArgs`.
 
     Raises:
-        TrouperValidationError: the model or an option does not fit; the message names it.
-        RuntimeError: inside trio, whose loop this would block: use `AsyncLLMEngine`, or a thread.
+        TrouperValidationError: the model or an option is invalid; the message names it.
+        RuntimeError: the caller runs inside trio, and waiting would block its loop.
     """
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
         engine_args.setdefault("disable_log_stats", True)
         self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args), is_stepped=False)
         self.thread = self.llm_engine.thread
-        self._queued = self.thread.generations  # not waited for yet
+        self._queued = self.thread.generations
         self._enqueued: list[str] = []
-        self._completed: list[
-            RequestOutput
-        ] = []  # outputs that the last `wait_for_completion` refused by type
+        # Kept if `wait_for_completion` refused their type, so that the caller can ask again.
+        self._completed: list[RequestOutput] = []
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -71,15 +75,17 @@ class LLM(PoolingMethods):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or a list of them; results are in the order of the prompts.
+        """Complete one prompt or a list of prompts; results are in the order of the prompts.
 
         Args:
-            sampling_params: one for all, or one for each prompt; None takes the model's defaults.
-            use_tqdm: a progress bar on stderr, or a callable that makes one.
-            priority: one for all or one for each; larger runs first.
+            sampling_params: parameters for all prompts, or one for each; None means the model's defaults.
+            use_tqdm: whether to show a progress bar on stderr, or a callable that creates one.
+            lora_request: an adapter for all prompts, or one for each.
+            priority: a number for all prompts, or one for each; larger numbers run first.
 
         Raises:
-            TrouperValidationError: a bad prompt or parameter; nothing of this call goes on.
+            TrouperValidationError: a prompt or parameter is invalid; all requests of this call are aborted.
+            EnginePausedError: the engine is paused or asleep.
         """
         self._check_schedules()
         ids = self._add_requests(
@@ -104,7 +110,18 @@ class LLM(PoolingMethods):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, through the model's chat template."""
+        """Answer one conversation or a list of conversations, rendered by the model's chat template.
+
+        Args:
+            messages: a list of messages with `role` and `content`, or a list of such lists.
+            chat_template: replaces the model's own template.
+            add_generation_prompt: end the prompt with the start of the assistant's message.
+            continue_final_message: let the model continue the last message instead of answering it.
+            tools: functions in the OpenAI format, for templates that support tools.
+            chat_template_kwargs: further variables for the template, for example `enable_thinking`.
+
+        The other arguments and the errors are those of `generate`.
+        """
         self._check_schedules()
         prompts = as_chat_prompts(
             messages, chat_template, chat_template_content_format, add_generation_prompt,
@@ -126,10 +143,10 @@ class LLM(PoolingMethods):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
-        """Queue prompts without waiting for their completion; returns their ids, in order.
+        """Queue prompts without waiting for their completion, and return their request ids in order.
 
-        Legal while the engine sleeps at level 0 or is paused with `keep`: they are queued.  If one prompt
-        is bad, all of this call are aborted and its error is raised.
+        An engine that sleeps at level 0 or is paused with `keep` accepts them too and runs them later. If one prompt
+        is invalid, all requests of this call are aborted and its error is raised. See `wait_for_completion`.
         """
         ids = self._add_requests(
             as_list(prompts), sampling_params, use_tqdm, lora_request, priority,
@@ -153,7 +170,10 @@ class LLM(PoolingMethods):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
-        """Queue conversations without waiting for their completion; returns their ids, in order."""
+        """Queue conversations without waiting for their completion, and return their request ids in order.
+
+        The arguments are those of `chat`, the rules those of `enqueue`.
+        """
         prompts = as_chat_prompts(
             messages, chat_template, chat_template_content_format, add_generation_prompt,
             continue_final_message, tools, chat_template_kwargs,
@@ -170,11 +190,11 @@ class LLM(PoolingMethods):
         *,
         use_tqdm: bool | ProgressBar = True,
     ) -> list[RequestOutput]:
-        """Wait for all requests that were enqueued; the outputs are in the same order.
+        """Wait for all enqueued requests and return their outputs in the order of queueing.
 
         Raises:
-            EnginePausedError: the engine is paused and something enqueued would need it.
-            TypeError: an output is not of `output_type`; all outputs stay available.
+            EnginePausedError: the engine is paused and enqueued requests are unfinished.
+            TypeError: an output is not of `output_type`; the next call returns all of them again.
         """
         open_ids = [id for id in self._enqueued if id in self._queued]
         if any(not self._queued[id].is_over for id in open_ids):
@@ -194,7 +214,13 @@ class LLM(PoolingMethods):
         lora_request: LoRARequests = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """Return the `beam_width` most probable completions of each prompt."""
+        """Return the `beam_width` most probable completions of each prompt, best first.
+
+        Each round of the search generates one token for every beam; the prefix cache computes shared prefixes once.
+
+        Raises:
+            TrouperValidationError: `max_logprobs` of the engine is less than `2 * beam_width`.
+        """
         self._check_schedules()
         config = self.thread.engine.config
         limits = SearchLimits.of(config, self.thread.engine.tokenizer)
@@ -213,15 +239,19 @@ class LLM(PoolingMethods):
     # Methods of vLLM that cannot exist here
 
     def collective_rpc(self, *_: object, **__: object) -> NoReturn:
-        raise UnsupportedFeatureError("collective_rpc: there are no worker processes to call")
+        raise UnsupportedFeatureError(
+            "collective_rpc is not supported: workers run no code of their callers"
+        )
 
     def apply_model(self, *_: object, **__: object) -> NoReturn:
         raise UnsupportedFeatureError(
-            "apply_model: the model is the engine's own, and not a torch module"
+            "apply_model is not supported: the model is not a torch module"
         )
 
     def release_kv_cache_memory(self, *_: object, **__: object) -> NoReturn:
-        raise UnsupportedFeatureError("release_kv_cache_memory: sleep(1) gives the KV memory back")
+        raise UnsupportedFeatureError(
+            "release_kv_cache_memory is not supported: sleep(1) releases the KV cache"
+        )
 
     # State
 
@@ -247,7 +277,7 @@ class LLM(PoolingMethods):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
-        """Check what concerns the call as a whole, then render and queue all prompts, or none."""
+        """Check the arguments of the whole call, then render and queue all prompts, or none of them."""
         self.thread.check_open()
         if not prompts:
             raise TrouperValidationError("You must pass at least one prompt", parameter="prompt")
@@ -271,7 +301,7 @@ class LLM(PoolingMethods):
         self._queued.update(zip(ids, generations, strict=True))
         try:
             with progress_bar(use_tqdm, len(ids), "prompts") as bar:
-                # what is paused ends nothing that could be waited for
+                # While the engine is paused no request ends, so waiting for a free adapter would never return.
                 self.thread.call(submit, generations, bar, waits=not self.is_sleeping())
         except BaseException:
             self.thread.forget(ids)
@@ -287,7 +317,7 @@ class LLM(PoolingMethods):
         return ids
 
     def _finish(self, ids: list[str], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
-        """Wait for these requests; none is open afterwards, whatever happens."""
+        """Wait for these requests and return their outputs; an error closes all of them."""
         try:
             with progress_bar(use_tqdm, len(ids), "requests") as bar:
                 outputs = self.thread.call(gather, self.thread.find(ids), bar)

@@ -1,7 +1,8 @@
-"""`LLMEngine`: the engine stepped by hand, from blocking code.
+"""`LLMEngine`: run the engine step by step from blocking code, in vLLM's interface.
 
-The engine runs on trio in a thread of its own; every method crosses to it and back.  `LLM` uses the same
-class over an engine that runs by itself.
+Some programs, such as training loops, must control when the model computes. This engine computes only in `step`; it
+lives on trio in a thread of its own, and every method waits for its result there. `LLM` uses the same class with an
+engine that runs continuously.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,7 @@ from trouper.pooling import PoolingParams
 
 
 class LLMEngine(BlockingControls):
-    """An engine that runs only in `step`: add requests, then step until none is unfinished.
+    """An engine that computes only in `step`: add requests, then call `step` until none is unfinished.
 
     ::
 
@@ -34,15 +35,15 @@ class LLMEngine(BlockingControls):
     `add_request` and `abort_request` may be called from other threads while `step` runs.
 
     Raises:
-        RuntimeError: inside trio, whose loop all of this would block: use `AsyncLLMEngine`, or a thread.
+        RuntimeError: the caller runs inside trio, and waiting would block its loop.
     """
 
     def __init__(self, engine_args: EngineArgs, *, is_stepped: bool = True) -> None:
         self._is_stepped = is_stepped
-        self._kept: list[RequestOutput] = []  # ready, but a step had an error to raise instead
-        self.should_execute_dummy_batch = (
-            False  # data parallelism: a peer works and this rank does not
-        )
+        # Outputs of a step that raised an error; the next step returns them.
+        self._kept: list[RequestOutput] = []
+        # For vLLM's data-parallel loops, which set it on ranks without work.
+        self.should_execute_dummy_batch = False
         self.thread = EngineThread(engine_args, is_stepped=is_stepped)
 
     def __repr__(self) -> str:
@@ -55,7 +56,7 @@ class LLMEngine(BlockingControls):
 
     @property
     def async_engine(self) -> AsyncLLMEngine:
-        """The engine in its thread; its methods may be called there only."""
+        """The engine behind this one; its methods may be called only on its own event loop."""
         return self.thread.engine
 
     # Requests
@@ -71,16 +72,16 @@ class LLMEngine(BlockingControls):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> None:
-        """Render the prompt, register the request and queue it; nothing is computed here.
+        """Render the prompt and queue the request; the model computes it in later steps.
 
         Args:
-            arrival_time: wall clock, seconds; default now.  Breaks ties between equal priorities.
-            priority: larger runs first.
+            arrival_time: wall-clock time in seconds, by default now; orders requests of equal priority.
+            priority: larger numbers run first.
 
         Raises:
-            TypeError: `request_id` is not a string, or `params` neither Sampling- nor PoolingParams.
-            ValueError: the id is in flight; or the prompt or a parameter is bad.
-            NotImplementedError: the model lacks a feature that was asked for.
+            TypeError: `request_id` is not a string, or `params` is neither SamplingParams nor PoolingParams.
+            ValueError: another open request has this id, or the prompt or a parameter is invalid.
+            NotImplementedError: the request needs a feature that the model lacks.
         """
         engine = self.thread.engine
         generation = self.thread.call(
@@ -94,21 +95,21 @@ class LLMEngine(BlockingControls):
             trace_headers=trace_headers,
             priority=priority,
         )
-        # nothing ends before the next step
+        # In stepped mode no request ends before the next step, so waiting for a free adapter would never return.
         self.thread.call(generation.submit, waits=not self._is_stepped)
         self.thread.generations[request_id] = generation
 
     def step(self) -> list[RequestOutput]:
-        """Run one iteration: schedule, execute, detokenise.  Returns `[]` when no output is ready.
+        """Schedule, compute and detokenize one step; return the new outputs, or `[]` if none is ready.
 
         Raises:
-            ExecutionError: the model could not compute these requests.  They are gone; the next step
-                goes on with the others.
-            EngineDeadError: the engine cannot go on.
+            ExecutionError: the model failed on the requests in `request_ids`, which are closed; the next step
+                continues with the others.
+            EngineDeadError: the engine has failed and cannot continue.
         """
         self.thread.check_open()
         if not self._is_stepped:
-            raise RuntimeError("this engine runs by itself; step() is for LLMEngine")
+            raise RuntimeError("step() is only for LLMEngine: the engine of LLM runs continuously")
         if self.should_execute_dummy_batch:
             self.should_execute_dummy_batch = False
             self.execute_dummy_batch()
@@ -133,7 +134,7 @@ class LLMEngine(BlockingControls):
         self.thread.call(self.thread.engine.abort, request_ids)
 
     def get_num_unfinished_requests(self) -> int:
-        """Count the sequences whose end has not been returned yet; a request has n of them."""
+        """Return the number of unfinished sequences; a request counts `n` times."""
         return sum(
             generation.num_unfinished for generation in list(self.thread.generations.values())
         )
@@ -142,7 +143,7 @@ class LLMEngine(BlockingControls):
         return bool(self.thread.generations) or bool(self._kept)
 
     def execute_dummy_batch(self) -> None:
-        """Do nothing: an engine without data-parallel peers has none to keep in step with."""
+        """Do nothing; for vLLM's data-parallel loops, in which idle ranks must compute along with busy ones."""
 
     # State
 
@@ -156,15 +157,12 @@ class LLMEngine(BlockingControls):
         return self.thread.call(self.thread.engine.statistics)
 
     def close(self) -> None:
-        """End the engine; memory, threads and tasks are gone when this returns.  Idempotent.
-
-        Called by one of the engine's own threads, or inside trio, it only begins the end, for which that thread must be free.
-        """
+        """Stop the engine and drop unread outputs; see `BlockingControls.close`."""
         self._kept.clear()
         super().close()
 
     def _take_outputs(self) -> tuple[list[RequestOutput], Exception | None]:
-        """Return the outputs that are ready, and the first error; a request that raises is closed."""
+        """Return the available outputs and the first error; a request with an error is closed."""
         outputs: list[RequestOutput] = []
         first_error: Exception | None = None
         for request_id, generation in list(self.thread.generations.items()):

@@ -1,4 +1,7 @@
-"""The pooling methods of `LLM`."""
+"""The methods of `LLM` for pooling models: encode, embed, classify, reward and score, in vLLM's interface.
+
+They are a base class of `LLM`, because vLLM has one class for both kinds of models.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +29,11 @@ Prompts = PoolingPrompt | Sequence[PoolingPrompt]
 
 
 class PoolingMethods(BlockingControls):
-    """The pooling half of `LLM`; results are in the order of the prompts."""
+    """Pooling methods of `LLM`; results are in the order of the prompts.
+
+    All of them raise TrouperValidationError if the model generates text, and EnginePausedError if the engine is
+    paused or asleep.
+    """
 
     def encode(
         self,
@@ -38,16 +45,20 @@ class PoolingMethods(BlockingControls):
         pooling_task: str | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Run a pooling task that must be named: embed, classify, token_embed or token_classify.
+        """Run a pooling task on one prompt or a list of prompts.
+
+        Args:
+            pooling_params: parameters for all prompts, or one for each; None means the model's defaults.
+            pooling_task: `embed`, `classify`, `token_embed` or `token_classify`; required.
 
         Raises:
-            TrouperValidationError: no task, a task that the model cannot do, a bad prompt or parameter.
+            TrouperValidationError: no task, a task that the model does not support, or an invalid prompt or parameter.
         """
         self._check_pools()
         if pooling_task is None:
             known = ", ".join(self.thread.engine.config.supported_tasks)
             raise TrouperValidationError(
-                f"encode needs a task; this model can {known}", parameter="pooling_task"
+                f"encode needs a task; this model supports: {known}", parameter="pooling_task"
             )
         check_unused(lora_request=lora_request)
         given = as_list(prompts)  # type: ignore[arg-type]  # pairs are mappings, too
@@ -72,7 +83,7 @@ class PoolingMethods(BlockingControls):
         lora_request: object | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt, as a list of floats."""
+        """Embed each prompt; `output.outputs.embedding` is a list of floats."""
         outputs = self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="embed", tokenization_kwargs=tokenization_kwargs,
@@ -88,7 +99,7 @@ class PoolingMethods(BlockingControls):
         lora_request: object | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Return the probability of each class, for each prompt."""
+        """Classify each prompt; `output.outputs.probs` has one probability for each label of the model."""
         outputs = self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="classify", tokenization_kwargs=tokenization_kwargs,
@@ -104,7 +115,7 @@ class PoolingMethods(BlockingControls):
         lora_request: object | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the rewards of each prompt's tokens, by the task token_classify."""
+        """Return the rewards of each prompt's tokens; the same as `encode` with the task `token_classify`."""
         return self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="token_classify", tokenization_kwargs=tokenization_kwargs,
@@ -122,10 +133,11 @@ class PoolingMethods(BlockingControls):
         tokenization_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Score how well texts fit together: 1 with 1, 1 with N, or N with N of them.
+        """Score the similarity of pairs of texts: 1 with 1, 1 with N, or N with N texts.
 
-        A classifier with one label reads both texts at once; an embedding model gives the cosine of their
-        embeddings; a late-interaction model the sum over the first text's tokens of the best match.
+        The model determines the method: a classifier with one label reads both texts together (cross-encoder), an
+        embedding model returns the cosine of both embeddings, and a late-interaction model sums, over the tokens of
+        the first text, the best match among the tokens of the second.
         """
         self._check_pools()
         check_unused(lora_request=lora_request, chat_template=chat_template)
@@ -143,7 +155,7 @@ class PoolingMethods(BlockingControls):
             raise EnginePausedError("the engine is paused or asleep: wake_up() first")
         config = self.thread.engine.config
         if config.pooler is None:
-            rule = "this model generates; pooling needs an engine with runner='pooling'"
+            rule = "this engine generates text; pooling needs an engine with runner='pooling'"
             raise TrouperValidationError(rule, parameter="runner")
 
 

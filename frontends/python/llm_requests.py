@@ -1,4 +1,8 @@
-"""Many requests of `LLM` at once, run on the engine's event loop, and the reading of their prompts."""
+"""Read the prompts of `LLM`'s methods, and run their requests together on the engine's event loop.
+
+A call with 10,000 prompts crosses to the engine's thread once to queue all requests and once to wait for them,
+instead of once for each request.
+"""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +24,11 @@ Conversation = Sequence[dict[str, Any]]
 async def submit(
     generations: list[Generation[RequestOutput]], bar: Any, *, waits: bool = True
 ) -> None:
-    """Render and queue all; if one is bad, all are aborted.
+    """Render and queue all requests; if one is invalid, abort all and raise its error.
 
     Args:
-        waits: for the first ones to end, where they use all adapters that may be loaded.
+        bar: progress bar, updated by one for each queued request.
+        waits: if all adapter slots are in use, wait for earlier requests to end instead of raising an error.
     """
     try:
         for generation in generations:
@@ -39,10 +44,12 @@ async def submit(
 
 
 async def gather(generations: list[Generation[RequestOutput]], bar: Any) -> list[RequestOutput]:
-    """Run all at once and return their last outputs; the first failure ends the others and is raised as it is.
+    """Wait for all requests and return the last output of each, in order.
+
+    The first error aborts the other requests and is raised itself, not in an exception group.
 
     Raises:
-        EngineDeadError: another task has closed some of them.
+        EngineDeadError: another task has closed some of the requests.
     """
     outputs: dict[int, RequestOutput] = {}
     failure: Exception | None = None
@@ -68,15 +75,15 @@ async def gather(generations: list[Generation[RequestOutput]], bar: Any) -> list
     if failure is not None:
         raise failure
     if len(outputs) < len(generations):
-        raise EngineDeadError("requests were closed before they had ended")
+        raise EngineDeadError("requests were closed before they finished")
     return [outputs[index] for index in range(len(generations))]
 
 
 def as_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
-    """Return a list of prompts; one prompt is a list of one, and arrays of token ids become lists.
+    """Convert one prompt or several to a list of prompts, and arrays of token ids to lists.
 
     Raises:
-        TrouperValidationError: neither a prompt nor a list of prompts.
+        TrouperValidationError: `prompts` is neither a prompt nor a list of prompts.
     """
     if isinstance(prompts, str | Mapping):
         return [cast("PromptType", prompts)]
@@ -101,10 +108,10 @@ def as_chat_prompts(
     tools: list[dict[str, Any]] | None,
     chat_template_kwargs: dict[str, Any] | None,
 ) -> list[PromptType]:
-    """Return one prompt for each conversation; a single conversation is a list of one.
+    """Convert one conversation or several to a list of prompts for the chat template.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: the argument that is wrong is named.
+        TrouperValidationError, UnsupportedFeatureError: an argument is invalid; the error names it.
     """
     if chat_template_content_format not in ("auto", "string", "openai"):
         raise TrouperValidationError(
@@ -115,7 +122,7 @@ def as_chat_prompts(
     if chat_template_content_format == "openai":
         raise UnsupportedFeatureError(
             "chat_template_content_format='openai' is not supported yet; "
-            "leave it at 'auto', which gives the template strings"
+            "use 'auto', which passes texts to the template as strings"
         )
     if not isinstance(messages, Sequence) or isinstance(messages, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
         raise TrouperValidationError(
@@ -138,7 +145,7 @@ def as_chat_prompts(
 
 
 def final_only(params: SamplingParams) -> SamplingParams:
-    """Return a copy that yields one output, at the end."""
+    """Return a copy of the parameters that requests only the final output."""
     if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
         raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
     params = params.clone()
@@ -147,6 +154,7 @@ def final_only(params: SamplingParams) -> SamplingParams:
 
 
 def progress_bar(use_tqdm: bool | ProgressBar, total: int, what: str) -> Any:
+    """Return a progress bar as a context manager: tqdm's, a caller's own, or a hidden one."""
     from tqdm import tqdm
 
     make = use_tqdm if callable(use_tqdm) else tqdm

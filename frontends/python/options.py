@@ -1,4 +1,8 @@
-"""Reading of the options that all Python interfaces share."""
+"""Read the arguments that all Python interfaces share.
+
+The signatures are vLLM's, so some arguments have no meaning here. They raise an error if they are set, because a
+silently ignored argument would change results without notice.
+"""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,15 +17,15 @@ TOKENIZATION_OPTIONS = ("truncate_prompt_tokens", "truncation_side", "add_specia
 
 
 def default_sampling_params(model: ModelConfig) -> SamplingParams:
-    """Return the model's own defaults, from its generation_config.json."""
+    """Return the sampling defaults in the model's generation_config.json."""
     return SamplingParams(**model.default_sampling)
 
 
 def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Keep what the renderer knows; the rest is ignored with a warning.
+    """Return the supported `tokenization_kwargs`; warn about any other.
 
     Raises:
-        TrouperValidationError: not a dict, or `add_special_tokens` not a bool.
+        TrouperValidationError: `options` is not a dict, or `add_special_tokens` is not a bool.
     """
     if options is None:
         return {}
@@ -41,7 +45,7 @@ def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def plain_prompt(prompt: Any) -> Any:
-    """Return arrays of token ids, numpy's and others', as lists; anything else as it is."""
+    """Convert token ids in an array (NumPy, torch) to a list; return any other prompt unchanged."""
     if isinstance(prompt, str):
         return prompt
     if hasattr(prompt, "tolist"):
@@ -54,14 +58,14 @@ def plain_prompt(prompt: Any) -> Any:
 
 
 def check_unused(**options: Any) -> None:
-    """Raises UnsupportedFeatureError for vLLM's arguments that have no meaning here, unless None."""
+    """Raise UnsupportedFeatureError if one of these arguments of vLLM, which have no meaning here, is not None."""
     for name, value in options.items():
         if value is not None:
-            raise UnsupportedFeatureError(f"{name} is not supported yet; leave it at None")
+            raise UnsupportedFeatureError(f"{name} is not supported yet; leave it None")
 
 
 def one_each(value: T | Sequence[T] | None, num_prompts: int, name: str) -> list[T | None]:
-    """Return one value for each prompt: a scalar stands for all, a list must have one entry for each."""
+    """Return one value for each prompt: a scalar is repeated, a list must have as many entries as there are prompts."""
     if not isinstance(value, list | tuple):
         return [cast("T | None", value)] * num_prompts
     values = cast("Sequence[T]", value)

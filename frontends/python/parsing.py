@@ -1,4 +1,8 @@
-"""Parsers of a model's answers for programs that have the text already, and dialects that a file adds."""
+"""Parse a model's answers into text, reasoning and tool calls outside of the server.
+
+The server parses answers while it streams them. Programs that already have the text use `trouper.parsing`, which is
+this module. Operators can add dialects of tool calls with a Python file (`--tool-parser-plugin`), read here too.
+"""
 
 import runpy
 from collections.abc import Mapping, Sequence
@@ -24,18 +28,18 @@ def parser_for(
     reasoning_parser: str = AUTO,
     prompt: str = "",
 ) -> AnswerParser:
-    """Make a parser of one answer of a model: `feed` it text, then `end` it; both return events.
+    """Create a parser for one answer of a model: call `feed` with text, then `end`; both return events.
 
-    Reads the model's config and tokenizer, and loads no weights.
+    It reads the model's config and tokenizer but loads no weights.
 
     Args:
         model: folder or hub id.
-        tools: as `LLM.chat` takes them; without any no calls are looked for.
-        tool_call_parser, reasoning_parser: as the options of `trouper serve`.
-        prompt: the rendered prompt, which may have opened the reasoning.
+        tools: tools in the format of `LLM.chat`; without tools, tool calls remain text.
+        tool_call_parser, reasoning_parser: values of the same options of `trouper serve`.
+        prompt: the rendered prompt, because some templates open the reasoning there.
 
     Raises:
-        TrouperValidationError: a parser that is not known, or a tool that is no function.
+        TrouperValidationError: a parser is unknown, or a tool is not a function with a name.
     """
     args = EngineArgs(model=model)
     tokenizer = Tokenizer.load(tokenizer_path(args, ModelConfig.load(args)))
@@ -53,11 +57,11 @@ def format_of(
     reasoning_parser: str,
     more: Sequence[Dialect] = (),
 ) -> AnswerFormat:
-    """Find the format of a model's answers.
+    """Determine how a model writes reasoning and tool calls, from its chat template and special tokens.
 
     Args:
-        chat_template: in place of the tokenizer's own.
-        more: dialects beside those of the table.
+        chat_template: replaces the tokenizer's own templates.
+        more: dialects in addition to the built-in table.
     """
     added = tokenizer.added_tokens
     return answer_format(
@@ -71,10 +75,10 @@ def format_of(
 
 
 def read_plugin(path: Path) -> tuple[Dialect, ...]:
-    """Run a Python file of the operator's and return its `DIALECTS`.
+    """Run the operator's Python file and return its `DIALECTS`.
 
     Raises:
-        TrouperValidationError: it cannot be run, or names no dialects.
+        TrouperValidationError: the file raises an error, or does not define `DIALECTS`.
     """
     try:
         found: Any = runpy.run_path(str(path)).get("DIALECTS")
@@ -84,7 +88,7 @@ def read_plugin(path: Path) -> tuple[Dialect, ...]:
         ) from error
     dialects = cast("Sequence[Any]", found) if isinstance(found, list | tuple) else ()
     if not dialects or not all(isinstance(each, Dialect) for each in dialects):
-        raise invalid(PLUGIN, "must define DIALECTS, a list of Dialect", str(path))
+        raise invalid(PLUGIN, "must define DIALECTS, a list of Dialect objects", str(path))
     return tuple(dialects)
 
 

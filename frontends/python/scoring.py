@@ -1,4 +1,9 @@
-"""Pooling over many requests at once, and scores of pairs, for all interfaces of a pooling engine."""
+"""Score pairs of texts, and run many pooling requests together.
+
+`LLM.score`, `trouper score` and the server's score and rerank routes share this module. A score needs several
+requests (embeddings of both texts, or a query kept in the Pooler for its documents), which are planned here, so that
+each distinct text is computed once.
+"""
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -14,7 +19,7 @@ from trouper.actors.output.pooler import MAX_QUERIES
 from trouper.actors.output.postprocessing import cosines
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid, prompt_named
-from trouper.frontends.python.cooperative import InTurns
+from trouper.frontends.python.cooperative import YieldingIterator
 from trouper.inputs import PairPrompt, PoolingPrompt
 from trouper.outputs import Array, PoolingOutput, PoolingRequestOutput
 from trouper.pooling import LateInteractionParams, PoolingParams
@@ -24,23 +29,28 @@ Pooled = PoolingRequestOutput[PoolingOutput]
 Encode = Callable[..., PoolingGeneration]
 Run = Callable[[Iterable[PoolingGeneration], Any, Sequence[str]], Awaitable[list[Pooled]]]
 T = TypeVar("T")
-Places = tuple[Sequence[str], Sequence[str]]  # names of the queries, and of the documents
-Most = tuple[int | None, ...]  # tokens of each text of a prompt; empty: all
-QUERIES_AT_ONCE = MAX_QUERIES // 4  # concurrent scores keep some, too
+# The caller's names of the queries and of the documents, such as `data_1[3]`, for errors.
+Places = tuple[Sequence[str], Sequence[str]]
+# The maximum number of tokens of each text of a prompt; an empty tuple sets no maximum.
+Most = tuple[int | None, ...]
+# The Pooler keeps at most MAX_QUERIES; this leaves room for three other scores at the same time.
+QUERIES_AT_ONCE = MAX_QUERIES // 4
 
 
 async def collect(
     encodings: Iterable[PoolingGeneration], bar: Any = None, places: Sequence[str] | None = None
 ) -> list[Pooled]:
-    """Run all at once and return their outputs in order; the first failure ends the others and is raised as it is.
+    """Run all requests together and return their outputs in order; the first error aborts the others.
 
-    `places`: the caller's names of the prompts, for errors.
+    Args:
+        bar: progress bar, updated by one for each finished request.
+        places: the caller's names of the prompts; an error then names the prompt that caused it.
     """
     opened: list[PoolingGeneration] = []
     outputs: list[Pooled] = []
     try:
         await anyio.lowlevel.checkpoint()
-        async for encoding in InTurns(encodings):
+        async for encoding in YieldingIterator(encodings):
             opened.append(encoding)
             encoding.open()
         for i, encoding in enumerate(opened):
@@ -55,7 +65,7 @@ async def collect(
 
 
 class Scorer:
-    """Scoring of pairs by the method of the model: cross-encoder, bi-encoder or late interaction."""
+    """Scores pairs with the method that the model supports: cross-encoder, bi-encoder or late interaction."""
 
     def __init__(
         self,
@@ -69,15 +79,17 @@ class Scorer:
         max_tokens_per_doc: int | None = None,
         places: Places | None = None,
     ) -> None:
-        """Make a scorer.
+        """Prepare scoring with one engine; nothing is computed yet.
 
         Args:
-            encode: makes one pooling request, as `AsyncLLMEngine.encode` does.
-            spec: the pooler of the model.
-            max_tokens_per_query, max_tokens_per_doc: how much of each text is read; special tokens are not counted.
-            name: begins the request ids; None lets the engine mint them.
-            places: the caller's names of the queries and of the documents, for errors; None: all are `prompt`.
-            run: replaces `collect`.
+            encode: creates one pooling request; has the signature of `AsyncLLMEngine.encode`.
+            spec: how the model pools; None if it generates text.
+            params: pooling parameters of all requests; None means the model's defaults.
+            name: prefix of the request ids; without it the engine generates them.
+            options: `tokenization_kwargs` of all requests.
+            run: replaces `collect`, for callers that watch for disconnects while they wait.
+            max_tokens_per_query, max_tokens_per_doc: truncate each text to this many tokens, without special tokens.
+            places: the caller's names of the queries and the documents, for errors; by default `prompt`.
         """
         self._collect = run or collect
         self._encode = encode
@@ -91,10 +103,10 @@ class Scorer:
     async def score(
         self, queries: Sequence[str], documents: Sequence[str], bar: Any = None
     ) -> list[Pooled]:
-        """Return one score for each pair; `queries` and `documents` are equally many.
+        """Return one score for each pair `(queries[i], documents[i])`; both lists must have the same length.
 
         Raises:
-            TrouperValidationError: the model cannot score, or a text is bad.
+            TrouperValidationError: the model cannot score, or a text is invalid.
         """
         match score_kind(self._spec):
             case "classify":
@@ -149,7 +161,8 @@ class Scorer:
         names = (*self._names_of(0, num), *self._names_of(1, num))
         distinct: dict[tuple[str, Most], str] = {}
         for each, place in zip(asked, names, strict=True):
-            distinct.setdefault(each, place)  # a text that is cut in one way is embedded once
+            # A text with the same truncation is embedded only once.
+            distinct.setdefault(each, place)
         outputs = await self._run(
             [text for text, _ in distinct],
             "embed",
@@ -160,13 +173,13 @@ class Scorer:
         found = dict(zip(distinct, outputs, strict=True))
         pairs = [(found[q], found[d]) for q, d in zip(asked[:num], asked[num:], strict=True)]
         arrays = await anyio.to_thread.run_sync(_cosines, pairs, limiter=anyio.CapacityLimiter(1))
-        joined = InTurns(zip(pairs, arrays, strict=True))
+        joined = YieldingIterator(zip(pairs, arrays, strict=True))
         return [_joined(*pair, array) async for pair, array in joined]
 
     async def _interact(
         self, queries: Sequence[str], documents: Sequence[str], bar: Any
     ) -> list[Pooled]:
-        """Score by late interaction, in groups, because the Pooler keeps a limited number of queries."""
+        """Score by late interaction, in groups of queries, because the Pooler keeps a limited number of them."""
         uses: dict[str, list[int]] = {}
         for i, query in enumerate(queries):
             uses.setdefault(query, []).append(i)
@@ -180,7 +193,10 @@ class Scorer:
     async def _interact_with(
         self, uses: dict[str, list[int]], documents: Sequence[str], bar: Any
     ) -> dict[int, Pooled]:
-        """Score one group; the Pooler keeps the queries' token embeddings until their documents have met them."""
+        """Score one group of queries with their documents.
+
+        The Pooler keeps the token embeddings of each query until it has scored as many documents as announced.
+        """
         keep: list[LateInteractionParams] = []
         meet: list[LateInteractionParams] = []
         for own in uses.values():
@@ -203,13 +219,13 @@ class Scorer:
             meet,
             bar,
         )
-        joined = InTurns(zip(met, second, strict=True))
+        joined = YieldingIterator(zip(met, second, strict=True))
         return {
             i: _joined(query, output, output.outputs.array) async for (query, i), output in joined
         }
 
     def _names_of(self, side: int, num: int) -> Sequence[str]:
-        """Return the caller's names of the queries (0) or the documents (1)."""
+        """Return the caller's names of the queries (`side` 0) or of the documents (`side` 1)."""
         return ["prompt"] * num if self._places is None else self._places[side]
 
     def _next_id(self) -> str | None:
@@ -222,16 +238,19 @@ def _alone(most: int | None) -> Most:
 
 
 def score_kind(spec: PoolerSpec | None) -> str:
-    """Return the method by which the model scores.  Raises TrouperValidationError when it has none."""
+    """Return the task that the model's scores need: `classify`, `embed` or `token_embed`.
+
+    Raises TrouperValidationError if the model cannot score.
+    """
     if spec is not None and (spec.task in ("embed", "token_embed") or len(spec.labels) == 1):
         return spec.task
-    has = (
-        "it generates"
+    found = (
+        "this model generates text"
         if spec is None
-        else f"its task is {spec.task} with {len(spec.labels)} labels"
+        else f"the task of this model is {spec.task}, with {len(spec.labels)} labels"
     )
     raise TrouperValidationError(
-        f"score needs an embedding model or a classifier with one label; of this model {has}",
+        f"score needs an embedding model or a classifier with one label; {found}",
         parameter="task",
     )
 
@@ -239,17 +258,17 @@ def score_kind(spec: PoolerSpec | None) -> str:
 def as_pairs(
     first: T | Sequence[T], second: T | Sequence[T], names: tuple[str, str]
 ) -> tuple[list[T], list[T], Places]:
-    """Return two equally long lists from 1 and 1, 1 and N, or N and N texts, and the caller's names of all.
+    """Pair texts 1 with 1, 1 with N, or N with N; return two lists of equal length and the names of all texts.
 
     Raises:
-        TrouperValidationError: a side is empty, or the numbers do not fit.
+        TrouperValidationError: a side is empty, or the lengths do not match.
     """
     (one, one_places), (two, two_places) = (
         _listed(side, name) for side, name in zip((first, second), names, strict=True)
     )
     if len(one) not in (1, len(two)):
         raise TrouperValidationError(
-            f"{len(one)} and {len(two)} texts make no pairs: give 1 and N, or N and N",
+            f"cannot pair {len(one)} with {len(two)} texts: give 1 and N, or N and N",
             parameter=names[1],
         )
     times = len(two) if len(one) == 1 else 1
@@ -257,7 +276,7 @@ def as_pairs(
 
 
 def _listed(side: Any, name: str) -> tuple[list[Any], list[str]]:
-    """Return the texts of a side, with a name for each."""
+    """Return the texts of one side of the pairs as a list, with a name for each."""
     if isinstance(side, Sequence) and not isinstance(side, str):
         texts = list(cast("Sequence[Any]", side))
         places = [f"{name}[{i}]" for i in range(len(texts))]
@@ -279,7 +298,7 @@ def _cosines(pairs: Sequence[tuple[Pooled, Pooled]]) -> list[Array]:
 
 
 def _joined(query: Pooled, document: Pooled, array: Array) -> Pooled:
-    """Return the output of a pair, whose score stands for both texts."""
+    """Return the score of a pair as one output, with the tokens and the error of both texts."""
     return PoolingRequestOutput(
         request_id=document.request_id,
         outputs=PoolingOutput(array),

@@ -108,7 +108,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_misspelt_variable_is_named_with_the_likely_one(monkeypatch, capsys):
     monkeypatch.setenv("TROUPER_APIKEY", "x")
     assert run_line(["collect-env"]) == 0
-    line = "nothing reads the variable TROUPER_APIKEY; did you mean TROUPER_API_KEY?"
+    line = "the environment variable TROUPER_APIKEY has no effect; did you mean TROUPER_API_KEY?"
     assert line in capsys.readouterr().err
 
 
@@ -116,7 +116,7 @@ def test_known_ones_and_those_of_kubernetes_are_silent():
     names = [*known_variables(), "TROUPER_PORT_8000_TCP", "TROUPER_SERVICE_HOST", "PATH"]
     assert list(unknown_variables(names)) == []
     (line,) = unknown_variables(["TROUPER_ZZZZZZZZ"])
-    assert line == "warning: nothing reads the variable TROUPER_ZZZZZZZZ"
+    assert line == "warning: the environment variable TROUPER_ZZZZZZZZ has no effect"
 
 
 def test_every_variable_that_the_code_reads_is_known():

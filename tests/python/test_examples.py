@@ -21,7 +21,7 @@ SHOWS = {
 
 
 @pytest.mark.parametrize("name", SHOWS)
-@pytest.mark.filterwarnings("ignore:dropped without close:ResourceWarning")  # they never close
+@pytest.mark.filterwarnings("ignore:not closed before deletion:ResourceWarning")  # they never close
 def test_an_example_runs_as_printed(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name])
     engines = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

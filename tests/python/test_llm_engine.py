@@ -183,5 +183,5 @@ def test_a_task_of_asyncio_may_wait(engine):  # as in a notebook
 
 def test_an_engine_dropped_open_warns_and_ends():
     engine = LLMEngine.from_engine_args(EngineArgs(dtype="float32", **SMALL))
-    with pytest.warns(ResourceWarning, match="dropped without close"):
+    with pytest.warns(ResourceWarning, match="not closed before deletion"):
         del engine

@@ -129,7 +129,7 @@ def test_an_engine_dropped_in_its_own_thread_ends_all_the_same():
     portal = engine.thread._portal
     box = [engine]
     del engine
-    with pytest.warns(ResourceWarning, match="dropped without close"):
+    with pytest.warns(ResourceWarning, match="not closed before deletion"):
         portal.call(box.clear)
     for thread in set(threads_called("trouper")) - before:
         thread.join(20)

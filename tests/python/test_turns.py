@@ -4,14 +4,21 @@ import anyio
 import pytest
 
 from trouper.frontends.python import cooperative
-from trouper.frontends.python.cooperative import PER_TURN, InTurns
+from trouper.frontends.python.cooperative import ITEMS_PER_TURN, YieldingIterator
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize(
     ("num_items", "num_turns"),
-    [(0, 0), (1, 0), (PER_TURN - 1, 0), (PER_TURN, 1), (2 * PER_TURN + 1, 2), (3 * PER_TURN, 3)],
+    [
+        (0, 0),
+        (1, 0),
+        (ITEMS_PER_TURN - 1, 0),
+        (ITEMS_PER_TURN, 1),
+        (2 * ITEMS_PER_TURN + 1, 2),
+        (3 * ITEMS_PER_TURN, 3),
+    ],
 )
 async def test_the_loop_has_a_turn_after_so_many_items(num_items, num_turns, monkeypatch):
     seen: list[int] = []
@@ -23,17 +30,17 @@ async def test_the_loop_has_a_turn_after_so_many_items(num_items, num_turns, mon
         await right()
 
     monkeypatch.setattr(cooperative.anyio.lowlevel, "checkpoint", checkpoint)
-    async for item in InTurns(range(num_items)):
+    async for item in YieldingIterator(range(num_items)):
         seen.append(item)  # noqa: PERF401  # a checkpoint looks at it
     assert seen == list(range(num_items))
-    assert at == [PER_TURN * (i + 1) for i in range(num_turns)]
+    assert at == [ITEMS_PER_TURN * (i + 1) for i in range(num_turns)]
 
 
 async def test_who_is_cancelled_in_a_turn_has_taken_no_item():
     items, seen = iter(range(1000)), []
     with anyio.CancelScope() as scope:
-        async for item in InTurns(items):
+        async for item in YieldingIterator(items):
             seen.append(item)
             scope.cancel()
-    assert seen == list(range(PER_TURN))
-    assert next(items) == PER_TURN
+    assert seen == list(range(ITEMS_PER_TURN))
+    assert next(items) == ITEMS_PER_TURN

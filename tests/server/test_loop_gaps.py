@@ -14,7 +14,7 @@ from tests.support.heartbeat import BEATS, Heartbeat, Pace
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.actors.engine.generation import Generation
 from trouper.actors.rendering.prompts.embeds import decode_base64, decode_embeds, digests
-from trouper.frontends.python.cooperative import PER_TURN
+from trouper.frontends.python.cooperative import ITEMS_PER_TURN
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.http import decoding
 from trouper.frontends.server.http.decoding import decode_now
@@ -64,7 +64,7 @@ async def test_the_loop_beats_while_an_answer_is_built(kind, beating, monkeypatc
     assert heart.count > BEATS
 
 
-MANY = [f"text {i}" for i in range(5 * PER_TURN)]
+MANY = [f"text {i}" for i in range(5 * ITEMS_PER_TURN)]
 LISTS = {
     "embeddings": ("embed", "/v1/embeddings", {"input": MANY}),
     "cosines": ("embed", "/score", {"data_1": MANY, "data_2": MANY[::-1]}),
@@ -92,7 +92,7 @@ async def test_the_loop_has_its_turns_while_many_inputs_begin_and_end(kind, monk
     for name in names:
         assert sum(pace.of(name)) >= len(MANY)
         assert (
-            max(pace.of(name)) <= 2 * PER_TURN
+            max(pace.of(name)) <= 2 * ITEMS_PER_TURN
         )  # the end of one loop and the beginning of the next
 
 

@@ -1,4 +1,8 @@
-"""The help of commands: plain text by panels, in which no width of a terminal cuts a name or a sentence."""
+"""Base classes of all commands: help in plain text by panels, and checks of the command line before typer's.
+
+typer's rich help truncates long option names and needs another dependency. This help wraps at any terminal width but
+never cuts a name or a sentence. Options of vLLM, llama.cpp and Ollama are handled first, see `other_programs.py`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +13,13 @@ from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli.arguments.misplaced import check_command_first, check_no_text
 from trouper.frontends.cli.arguments.other_programs import COMMANDS, FOR_ENGINE, settle
 
-ARGUMENTS, OPTIONS = "Arguments", "Options"  # panels of parameters that name none
+# The panels of parameters that do not name one.
+ARGUMENTS, OPTIONS = "Arguments", "Options"
 Row = tuple[str, str]
 
 
 class PanelCommand(TyperCommand):
-    """A command whose help lists its options by the panel that each of them names."""
+    """A command that groups its options in the help by panel, and accepts options of vLLM."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         kept, ctx.meta[FOR_ENGINE] = settle(self.params, args)
@@ -28,14 +33,14 @@ class PanelCommand(TyperCommand):
                 usual = ARGUMENTS if param.param_type_name == "argument" else OPTIONS
                 panel = getattr(param, "rich_help_panel", None) or usual
                 panels.setdefault(panel, []).extend(_rows(record, formatter.width))
-        # Those that belong to this command alone come first.
+        # The command's own options precede those that it shares with others.
         for panel in sorted(panels, key=lambda name: name not in (ARGUMENTS, OPTIONS)):
             with formatter.section(panel):
                 formatter.write_dl(panels[panel])
 
 
 class TextCommand(PanelCommand):
-    """A command that takes its text by `-q`, and says so where the text follows the arguments."""
+    """A command with its text in `-q`; a text after the arguments is an error that names `-q`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
@@ -45,10 +50,10 @@ class TextCommand(PanelCommand):
 
 
 class WholeSentenceGroup(TyperGroup):
-    """A group of commands whose help shows the first paragraph of each, whole."""
+    """A group of commands with the complete first paragraph of each command in its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # Ollama's commands have hints of their own.
+        # `resolve_command` has better hints for Ollama's commands.
         if ctx.parent is None and args[:1] and args[0] not in COMMANDS:
             check_command_first(ctx, args, self.commands)
         return super().parse_args(ctx, args)
@@ -70,9 +75,10 @@ class WholeSentenceGroup(TyperGroup):
 
 
 def _rows(record: Row, width: int) -> Iterator[Row]:
-    """Yield the row of an option; a switch and its opposite take a line each where one is too short."""
+    """Yield the help row of an option, or two rows if a switch and its opposite do not fit in one line."""
     names, text = record
-    names = names.replace(" range>", ">")  # the range itself stands behind the text
+    # The range itself follows the text.
+    names = names.replace(" range>", ">")
     if len(names) + 2 > width and " / " in names:
         names, opposite = names.split(" / ")
         yield f"{names} /", ""

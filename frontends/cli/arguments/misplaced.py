@@ -1,7 +1,7 @@
-"""Command lines that put a model, a text or an option in the wrong place: each error shows the right command.
+"""Detect a model, a text or an option in the wrong place of a command line, and show the right command.
 
-Ollama and llama.cpp take models and texts in other places, and a model's path that is read as a prompt would be continued
-by the demo model without a word.
+Ollama and llama.cpp expect models and texts in other places. Without these checks, the path of a model would be taken
+as a prompt, and the demo model would continue it.
 """
 
 import re
@@ -19,17 +19,21 @@ if TYPE_CHECKING:
     from trouper.config.resolve import EngineConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
-# Tasks of a pooling model, and what such a model makes.
+# What a pooling model does, by its task.
 MAKES = {"embed": "makes embeddings", "token_embed": "makes embeddings of tokens"}
 
 
 def check_texts(
     texts: Iterable[str] | None, model: str | None, command: str, argument: str
 ) -> None:
-    """Refuse a text that names a model where no model is given, and warn of other paths.
+    """Refuse a text that is the path of a model, and warn about other paths, if no model is given.
+
+    Args:
+        command: name of the command, for the hint.
+        argument: name of the argument with the texts, for the error.
 
     Raises:
-        typer.BadParameter: the text is a GGUF file's name or a model's folder.
+        typer.BadParameter: a text is the name of a GGUF file or the path of a model folder.
     """
     for text in texts or () if model is None else ():
         fix = f"to use it as the model: trouper {command} -m {text}"
@@ -38,11 +42,11 @@ def check_texts(
         if _exists(text) or HUB_NAME.fullmatch(text):
             files = f"; for a file of texts: --prompt-file {text}"
             more = files if _exists(text) else ""
-            output.complain(f"warning: {text!r} is taken as text; {fix}{more}")
+            output.complain(f"warning: {text!r} is used as a text; {fix}{more}")
 
 
 def check_generates(config: "EngineConfig") -> None:
-    """Refuse a pooling model for a command that generates.  Raises TrouperValidationError."""
+    """Raise TrouperValidationError if a command that generates text has a pooling model."""
     if config.pooler is None:
         return
     makes = MAKES.get(config.pooler.task, "classifies texts")
@@ -52,7 +56,7 @@ def check_generates(config: "EngineConfig") -> None:
 
 
 def check_pools(config: "EngineConfig") -> None:
-    """Refuse a model that generates for a command that pools.  Raises TrouperValidationError."""
+    """Raise TrouperValidationError if a command for pooling models has a model that generates text."""
     if config.pooler is not None:
         return
     rule = "generates text; use trouper generate, or add --runner pooling to embed with it"
@@ -60,13 +64,13 @@ def check_pools(config: "EngineConfig") -> None:
 
 
 def check_no_text(ctx: Any) -> None:
-    """Refuse a text behind the arguments of `chat` or `complete`, which take it with -q.  Raises typer's usage error."""
+    """Raise a usage error if a text follows the arguments of `chat` or `complete`, which expect it in -q."""
     text = " ".join(ctx.args)
     if not text:
         return
     if ctx.info_name == "complete" and (text.endswith(".gguf") or _exists(text)):
         ctx.fail(
-            f"unexpected argument {text!r}: complete asks a server; for a model here: trouper generate -m {text} TEXT"
+            f"unexpected argument {text!r}: complete uses a server; for a local model: trouper generate -m {text} TEXT"
         )
     model = "" if ctx.info_name == "complete" else "MODEL "
     ctx.fail(
@@ -75,7 +79,7 @@ def check_no_text(ctx: Any) -> None:
 
 
 def check_command_first(ctx: Any, arguments: list[str], commands: Mapping[str, Any]) -> None:
-    """Refuse a command's option, or a model, where the name of the command belongs.  Raises typer's usage error."""
+    """Raise a usage error if an option of a command, or a model, is in the place of the command's name."""
     first = arguments[0]
     name = first.partition("=")[0]
     if first.startswith("-"):
@@ -84,16 +88,17 @@ def check_command_first(ctx: Any, arguments: list[str], commands: Mapping[str, A
             command = next((word for word in arguments if word in commands), "chat")
             if is_known:
                 words = " ".join(word for word in arguments if word != command)
-                ctx.fail(f"{name} belongs behind a command: trouper {command} {words}")
+                ctx.fail(f"{name} must follow a command: trouper {command} {words}")
             refuse_others(name)
     elif first not in commands and (first.endswith(".gguf") or _exists(first)):
-        ctx.fail(f"no such command: {first}; to talk to this model: trouper chat -m {first}")
+        ctx.fail(f"no such command: {first}; to chat with this model: trouper chat -m {first}")
 
 
 def _exists(text: str) -> bool:
     try:
         return bool(text) and Path(text).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, no such user
+    except (OSError, ValueError, RuntimeError):
+        # The text is too long for a path, contains a zero byte, or names an unknown user after ~.
         return False
 
 

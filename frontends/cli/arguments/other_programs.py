@@ -1,9 +1,8 @@
-"""Reading command lines that were written for vLLM, llama.cpp or Ollama.
+"""Accept or explain options and commands of vLLM, llama.cpp and Ollama.
 
-An option of vLLM that trouper has no use for is accepted at the value that changes nothing, and refused at others; an option of
-another program is refused with what to use instead.  A line of log names what has no effect, and what an abbreviation means.
-
-Options and commands of other programs, each with what to use here.  No option of trouper is among them.
+Users arrive with command lines of these programs. An option of vLLM without a counterpart here is accepted at the
+value that changes nothing (a log line names it if it has no effect) and refused at any other value. An option of
+llama.cpp or Ollama is refused with a hint. The tables contain no option of trouper itself.
 """
 
 import json
@@ -17,19 +16,21 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 logger = logging.getLogger(__name__)
 
-FOR_ENGINE = "trouper.foreign"  # where the context of a command keeps vLLM's engine options
+# The key of vLLM's engine options in the context of a command.
+FOR_ENGINE = "trouper.foreign"
 
 
 def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split a command line into the arguments that the command knows and vLLM's options for the engine.
+    """Split a command line into arguments for the command's parser and options of vLLM's engine.
+
+    Returns the arguments in which vLLM's spellings are replaced, and the values of vLLM's engine options by field.
 
     Raises:
-        UnsupportedFeatureError: an option of another program that asks for something; the message says what to use.
-        TrouperValidationError: one of vLLM's without its value.
+        UnsupportedFeatureError: an option of another program is not supported; the message names an alternative.
+        TrouperValidationError: an option of vLLM has no value.
     """
-    options = [
-        p for p in params if p.param_type_name == "option"
-    ]  # a text may be an argument's name
+    # Arguments are left out, because a text may be equal to the name of one.
+    options = [p for p in params if p.param_type_name == "option"]
     own = {name: p for p in options for name in (*p.opts, *p.secondary_opts)}
     has_engine, has_server = "--max-model-len" in own, "--root-path" in own
     kept: list[str] = []
@@ -49,7 +50,7 @@ def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], 
             if not equals and not own[name].is_flag:
                 kept.extend(islice(rest, 1))
         elif not is_on and f"--{name[5:]}" in own:
-            # A switch without an opposite here: the later of the two counts.
+            # The switch has no opposite here, so `--no-…` removes an earlier `--…`.
             kept = [word for word in kept if word != f"--{name[5:]}"]
         elif (has_engine and dest in NOT_IMPLEMENTED) or (has_server and dest in VLLM_SERVER):
             value = is_on
@@ -63,7 +64,10 @@ def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], 
 
 
 def take(given: dict[str, Any], dest: str, value: Any, name: str) -> None:
-    """Note an engine's option for its own check, and check a server's option.  Raises UnsupportedFeatureError."""
+    """Store an engine option of vLLM in `given`, which the engine checks later, or check a server option now.
+
+    Raises UnsupportedFeatureError if a server option has a value that would change something.
+    """
     if dest in NOT_IMPLEMENTED:
         given[dest] = value
         return
@@ -75,9 +79,9 @@ def take(given: dict[str, Any], dest: str, value: Any, name: str) -> None:
 
 
 def _parts(argument: str, own: dict[str, Any], has_server: bool) -> tuple[str, str, str]:
-    """Return the option, `=` and the value of an argument; the option under the name that it has here.
+    """Split an argument into option, `=` and value, and translate the option to trouper's spelling.
 
-    vLLM takes underscores for dashes, and has short names of its own.
+    vLLM accepts underscores instead of dashes, and has short names that trouper lacks.
     """
     name, equals, text = argument.partition("=")
     if name in own or not name.startswith("-"):
@@ -90,7 +94,7 @@ def _parts(argument: str, own: dict[str, Any], has_server: bool) -> tuple[str, s
 
 
 def _unabbreviated(name: str, own: dict[str, Any]) -> str:
-    """Return the one option of this command that begins like a name, as vLLM's parser completes it; else the name."""
+    """Complete an abbreviated option if exactly one option begins with it, as vLLM's parser does."""
     if name in own or name in OTHERS or not name.startswith("--") or len(name) == len("--"):
         return name
     foreign = {
@@ -101,7 +105,7 @@ def _unabbreviated(name: str, own: dict[str, Any]) -> str:
 
 
 def _destination(name: str) -> tuple[str, bool]:
-    """Return an option as vLLM's field, and whether a switch of this name turns it on."""
+    """Return the field of vLLM that an option sets, and False if the option is the negative form of a switch."""
     if not name.startswith("--"):
         return "", True
     dest = name[2:].replace("-", "_")
@@ -123,14 +127,13 @@ def _value(text: str | None, name: str) -> Any:
 
 
 def refuse_others(name: str) -> None:
-    """Refuse an option of another program.  Raises UnsupportedFeatureError."""
+    """Raise UnsupportedFeatureError with a hint if `name` is an option of llama.cpp or Ollama."""
     if name in OTHERS:
         program, hint = OTHERS[name]
         raise UnsupportedFeatureError(f"{name} is an option of {program}: {hint}")
 
 
-# Options of `vllm serve` beyond those of its engine: the value at which each changes nothing here, and what to use for another.
-# ANY means that every value does.
+# Server options of `vllm serve`: the value that changes nothing here, and a hint for other values.  ANY accepts all.
 ANY: Any = object()
 VLLM_SERVER: dict[str, tuple[Any, str]] = {
     "headless": (False, "a machine with --node-rank above 0 runs workers and no server"),
@@ -163,7 +166,7 @@ VLLM_SERVER: dict[str, tuple[Any, str]] = {
     "disable_fastapi_docs": (ANY, ""),
     "enable_offline_docs": (False, "GET /openapi.json describes the routes"),
     "enable_flash_late_interaction": (ANY, ""),
-    # of older versions
+    # Options of older versions.
     "disable_log_requests": (ANY, ""),
     "disable_frontend_multiprocessing": (ANY, ""),
     "use_v2_block_manager": (ANY, ""),
@@ -176,7 +179,7 @@ VLLM_SERVER: dict[str, tuple[Any, str]] = {
     "rope_scaling": (None, "use --hf-overrides.rope_parameters '{…}'"),
     "rope_theta": (None, "use --hf-overrides.rope_theta N"),
 }  # fmt: skip
-# Options whose value is a switch although their default says nothing of it.
+# Switches that cannot be recognized by a boolean default.
 _SWITCHES = """
     disable_cascade_attn dcp_q_replicate enable_batch_sharded_sampling disable_nccl_for_dp_synchronization
     disable_hybrid_kv_cache_manager enable_flashinfer_autotune enable_server_load_tracking enable_log_deltas
@@ -200,7 +203,7 @@ _ONE_DEVICE = "a model runs as a whole on one device, the one of --device, or in
 _AS_IT_IS = "leave it out, nothing needs it here"
 _NO_SAMPLER = "this sampler is not supported; use --min-p, --top-p or --top-k"
 _SPECULATIVE = "use --speculative-config"
-_REQUEST = "requests say so, in their field"
+_REQUEST = "requests set it, in their field"
 _LLAMA: tuple[tuple[str, str], ...] = (
     ("-ngl --gpu-layers --n-gpu-layers -sm --split-mode -ts --tensor-split -mg --main-gpu -ot --override-tensor -cmoe --cpu-moe "
      "-ncmoe --n-cpu-moe --moe-cache-mib -ncffn --n-cpu-ffn -fit --fit -fitt --fit-target -fitc --fit-ctx --op-offload --no-op-offload "
@@ -300,14 +303,14 @@ _OLLAMA: tuple[tuple[str, str], ...] = (
     ("--modelfile --file", "a Modelfile is not read: give its parameters as options"),
     ("--truncate --dimensions", f"{_REQUEST} of that name"),
 )  # fmt: skip
-# The option, the program that has it, and what to use here.
+# The program of each option, and what to use here.
 OTHERS: dict[str, tuple[str, str]] = {
     name: (program, hint)
     for program, table in (("Ollama", _OLLAMA), ("llama.cpp", _LLAMA))
     for names, hint in table
     for name in names.split()
 }
-# Commands of Ollama.
+# Commands of Ollama, and what to use here.
 COMMANDS = {
     "run": "use `trouper chat MODEL`",
     "pull": "a model is downloaded when it is first used; `hf download NAME` does it ahead",

@@ -1,4 +1,4 @@
-"""Values of options: JSON objects, lists of integers, and adapters."""
+"""Parse the values of options: JSON objects, lists of integers, and LoRA adapters."""
 
 import json
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from trouper.lora import LoRARequest
 
 LoraOption = Annotated[
     str | None,
-    typer.Option(metavar="FOLDER", help="Folder of a LoRA adapter that the model gets."),
+    typer.Option(metavar="FOLDER", help="Folder of a LoRA adapter to apply to the model."),
 ]
 LoraModulesOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=FOLDER",
-        help="Adapter that requests may name as their model, as NAME=FOLDER or JSON; repeatable.",
+        help="LoRA adapter that requests can name as their model: NAME=FOLDER or JSON; repeatable.",
     ),
 ]
 
@@ -43,7 +43,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 class _Module(msgspec.Struct, forbid_unknown_fields=True):
-    """An adapter in vLLM's JSON."""
+    """The JSON form of an adapter, as in vLLM."""
 
     name: str
     path: str
@@ -51,22 +51,22 @@ class _Module(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def lora_modules(given: Sequence[str]) -> tuple[LoRARequest, ...]:
-    """Read adapters that are named as NAME=FOLDER, or as JSON with `name` and `path`.
+    """Parse adapters given as NAME=FOLDER, or as JSON with `name`, `path` and perhaps `base_model_name`.
 
     Raises:
-        TrouperValidationError: one has another form, or the name of another.
+        TrouperValidationError: an entry has neither form, or two adapters have the same name.
     """
     found: list[LoRARequest] = []
     for number, text in enumerate(given, 1):
         module = _module(text)
         if any(other.lora_name == module.name for other in found):
-            raise invalid("lora_modules", "two adapters have one name", module.name)
+            raise invalid("lora_modules", "two adapters have the same name", module.name)
         found.append(LoRARequest(module.name, number, module.path, module.base_model_name))
     return tuple(found)
 
 
 def chosen_adapter(folder: str | None, engine_args: EngineArgs) -> LoRARequest | None:
-    """Return the adapter of a command, which then needs an engine that takes one."""
+    """Return the adapter of a command, if it has one, and enable adapters in its engine."""
     if folder is None:
         return None
     engine_args.enable_lora = True

@@ -15,7 +15,7 @@ import anyio.lowlevel
 
 from trouper.actors.engine.admission import check_place
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, rename_parameter
-from trouper.frontends.python.cooperative import InTurns
+from trouper.frontends.python.cooperative import YieldingIterator
 from trouper.frontends.server.generation.adapter import (
     Adapter,
     ChoiceUpdate,
@@ -117,7 +117,7 @@ class Driver(Generic[A]):
     async def complete(self) -> object:
         """Return the whole reply, and send nothing."""
         outputs = await self._final_outputs()
-        async for i, output in InTurns(enumerate(outputs)):
+        async for i, output in YieldingIterator(enumerate(outputs)):
             for update in await self._updates(i, output, await self._prompt_text(i, output)):
                 self.adapter.add(update)
         return self.adapter.reply(self._counter.usage)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 
 from trouper.errors import prompt_named
-from trouper.frontends.python.cooperative import InTurns
+from trouper.frontends.python.cooperative import YieldingIterator
 from trouper.outputs import PoolingRequestOutput, RequestOutput
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ async def final_outputs(
             await _wait_rendered(opened, places)
         elif opened:
             await service.foretell(context, opened[0])
-        async for i, generation in InTurns(enumerate(opened)):
+        async for i, generation in YieldingIterator(enumerate(opened)):
             with prompt_named(places[i]):
                 while (
                     output := generation.next_nowait()
@@ -95,13 +95,13 @@ async def _open(
     Raises:
         HTTPError: the request has been aborted meanwhile.
     """
-    async for generation in InTurns(generations):
+    async for generation in YieldingIterator(generations):
         opened.append(generation)
         service.note(generation, context)
     ticket = context.ticket
     if ticket is not None:
         await ticket.wait_turn()
-    async for generation in InTurns(opened):
+    async for generation in YieldingIterator(opened):
         await generation.prepare()
         context.check_wanted()
         generation.open()
@@ -113,7 +113,7 @@ async def _wait_rendered(
     generations: "Sequence[Generation[RequestOutput]]", places: Sequence[str]
 ) -> None:
     """Wait until each prompt is known to be good."""
-    async for generation, place in InTurns(zip(generations, places, strict=True)):
+    async for generation, place in YieldingIterator(zip(generations, places, strict=True)):
         with prompt_named(place):
             await generation.submit()
 
@@ -130,7 +130,7 @@ async def _interleaved(
 
     with send, receive:
         async with anyio.create_task_group() as readers:
-            async for i, generation in InTurns(enumerate(generations)):
+            async for i, generation in YieldingIterator(enumerate(generations)):
                 readers.start_soon(_read, generation, i, put)
             num_open = len(generations)
             try:
