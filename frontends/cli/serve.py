@@ -59,7 +59,7 @@ def serve(
         raise UnsupportedFeatureError(f"serve needs {server}: {install_hint('server')}")
     if model_name is not None:
         if engine_args.model is not None:
-            raise typer.BadParameter("give it once", param_hint="MODEL and --model")
+            raise typer.BadParameter("give only one of them", param_hint="MODEL and --model")
         engine_args.model = model_name
     _check_keys(settings)
     engine_args.enable_lora |= bool(settings.lora_modules)

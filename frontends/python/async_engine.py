@@ -98,9 +98,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         self._is_entered = True
         # In a thread, because resolving reads files and may download a model.
-        config = await anyio.to_thread.run_sync(
-            self._resolved, limiter=anyio.CapacityLimiter(1)
-        )
+        config = await anyio.to_thread.run_sync(self._resolved, limiter=anyio.CapacityLimiter(1))
         async with (
             _open_devices(config, self._launch_worker) as devices,
             open_engine(config, devices, is_stepped=self._is_stepped) as engine,

@@ -36,7 +36,8 @@ from trouper.frontends.cli.chat.line_editor import (
     entries_of,
     history_path,
 )
-from trouper.frontends.cli.chat.session import CUT, GENERAL, OF_CHATS, ChatSubject, Session
+from trouper.frontends.cli.chat.session import Session
+from trouper.frontends.cli.chat.subjects import CHAT_COMMANDS, COMMON_COMMANDS, CUT, ChatSubject
 from trouper.frontends.cli.chat.terminal import PipeReader
 from trouper.frontends.cli.running import Interrupts
 
@@ -100,7 +101,7 @@ def test_quotes_are_taken_off(text, inner):
     ],
 )
 def test_a_text_is_a_message_or_a_command(text, found):
-    assert parse(text, OF_CHATS) == found
+    assert parse(text, CHAT_COMMANDS) == found
 
 
 @pytest.mark.parametrize(
@@ -112,14 +113,14 @@ def test_a_text_is_a_message_or_a_command(text, found):
     ],
 )
 def test_an_unknown_command_has_a_hint(text, hint):
-    found = parse(text, OF_CHATS)
+    found = parse(text, CHAT_COMMANDS)
     assert isinstance(found, Unknown)
     assert found.hint.startswith(hint)
     assert found.hint.endswith("begins with a space is sent as it is")
 
 
 def test_help_has_every_command():
-    for known in (OF_CHATS, GENERAL):
+    for known in (CHAT_COMMANDS, COMMON_COMMANDS):
         text = "\n".join(help_lines(known))
         assert all(f"/{name}" in text for name in known)
     assert "/reset" not in text
@@ -158,7 +159,7 @@ def test_the_format_of_answers_is_json_or_any():
         ("temperature", "-1", "temperature"),
         ("top_k", "1.5", "must be an integer"),
         ("num_ctx", "8192", "--max-model-len"),
-        ("mirostat", "1", "no such parameter; there are max_tokens"),
+        ("mirostat", "1", "no such parameter; supported: max_tokens"),
         ("ignore_eos", "perhaps", "must be true or false"),
         ("json_schema", "x.json", "no such parameter"),
     ],

@@ -54,8 +54,8 @@ JSON_LINES = [
     ('{"text": "three"}', "three"),
     ('{"input": "four"}', "four"),
     ('{"other": "x"}', "! the object has no field 'prompt'"),
-    ('{"prompt": 5}', "! the field 'prompt' is no string"),
-    ("5", "! the line is no string"),
+    ('{"prompt": 5}', "! the field 'prompt' is not a string"),
+    ("5", "! the line is not a string"),
     ("{", "! not valid JSON"),
     ('"\\ud800"', "! not text in UTF-8"),
     ('""', "! the prompt is empty"),
@@ -74,7 +74,7 @@ def test_json_lines_are_prompts(read):
 def test_a_field_is_named(read):
     lines = '{"body": "one", "text": "x"}\n"two"\n{"text": "x"}\n'
     assert [text for _, text in read("a.ndjson", lines, column="body")] == [
-        "one", "! is no object, so it has no field 'body'", "! the object has no field 'body'",
+        "one", "! the line is not an object, so it has no field 'body'", "! the object has no field 'body'",
     ]  # fmt: skip
 
 
@@ -95,8 +95,8 @@ def test_a_quote_that_is_never_closed_swallows_one_line(read):
         "a.csv", 'text,n\none,1\n"two,2\nthree,3\n"four\nand",4\n"five"x,5\nsix,6\n"seven,7\n'
     )
     assert [(number, text.split(":")[0]) for number, text in found] == [
-        (2, "one"), (3, "! no CSV"), (4, "three"), (5, "four\nand"), (7, "! no CSV"), (8, "six"),
-        (9, "! no CSV"),
+        (2, "one"), (3, "! not valid CSV"), (4, "three"), (5, "four\nand"), (7, "! not valid CSV"), (8, "six"),
+        (9, "! not valid CSV"),
     ]  # fmt: skip
 
 
@@ -107,10 +107,10 @@ def test_a_quote_that_is_never_closed_swallows_one_line(read):
             "a.csv",
             "a,b\n1,2\n",
             {},
-            "no column prompt or text or input or document; there are a, b",
+            "no column prompt or text or input or document; the file has: a, b",
         ),
-        ("a.csv", "a,b\n1,2\n", {"column": "c"}, "no column c; there are a, b"),
-        ("a.csv", '"a\n', {}, "the header is no CSV"),
+        ("a.csv", "a,b\n1,2\n", {"column": "c"}, "no column c; the file has: a, b"),
+        ("a.csv", '"a\n', {}, "the header is not valid CSV"),
         ("a.csv", "a\n", {}, "no prompt in"),
         ("a.csv", "", {}, "no prompt in"),
         ("a.txt", "\n \n", {}, "no prompt in"),

@@ -20,7 +20,7 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli import output, serve
 from trouper.frontends.cli.arguments import options
 from trouper.frontends.cli.chat import terminal
-from trouper.frontends.cli.chat.session import CUT
+from trouper.frontends.cli.chat.subjects import CUT
 from trouper.frontends.cli.chat.terminal import quick_message
 from trouper.frontends.cli.main import run_line
 from trouper.frontends.server.shared.settings import ServeSettings
@@ -198,13 +198,17 @@ MISTAKES = [
     ("chat -q hello -m /no/such/folder", 2, "no such model folder"),
     ("chat -q hello --max-tokens 0", 2, "max_tokens"),
     ("chat /no/such/folder -q hello", 2, "no such model folder"),
-    ("chat folder -m folder -q hello", 2, "give it once"),
+    ("chat folder -m folder -q hello", 2, "give only one of them"),
     ("chat one two", 2, "two"),
-    ("chat a --url http://host --model-name b -q hello", 2, "give it once"),
+    ("chat a --url http://host --model-name b -q hello", 2, "give only one of them"),
     ("chat -q hello --url ftp://host", 2, "must be http://"),
     ("chat -q hello --url http://host:port", 2, "url"),
     ("chat -q hello --url nonsense", 2, "must be http://"),
-    ("chat -q hello --url http://host -m folder", 2, "takes no options of an engine"),
+    (
+        "chat -q hello --url http://host -m folder",
+        2,
+        "cannot be combined with options of a local engine",
+    ),
     ("chat -q hello --model-name x", 2, "needs --url"),
     ("complete -q hello --url http://host --api-key ключ", 2, "api_key"),
     ("complete -q hello --max-tokens many", 2, "--max-tokens"),
@@ -439,7 +443,7 @@ def test_each_text_of_file_has_result_or_error(capsys, texts, command, arguments
     assert [result in record for record in records] == [True, False, False, False, True]
     assert [record[text] for record in records[::4]] == ["one\ntwo", "last"]
     told = [line.removeprefix("trouper: ") for line in err.splitlines()]
-    starts = ["line 4: no CSV", "line 5: the prompt is empty", "line 6: ", ""]
+    starts = ["line 4: not valid CSV", "line 5: the prompt is empty", "line 6: ", ""]
     assert all(map(str.startswith, told, starts))
     assert "64" in told[2]
     assert "/s)" in told[3]

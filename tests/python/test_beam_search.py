@@ -184,5 +184,7 @@ def test_a_search_that_is_aborted_ends_with_its_beams_so_far():
     ids=["prompt", "part of a chat"],
 )
 def test_embeddings_are_no_prompt_of_a_search(prompt):
-    with pytest.raises(UnsupportedFeatureError, match="prompt_embeds: a beam search"):
+    with pytest.raises(
+        UnsupportedFeatureError, match="prompt_embeds is not supported with beam search"
+    ):
         BeamSearch(prompt, BeamSearchParams(2, 2), LIMITS)

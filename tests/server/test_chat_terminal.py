@@ -217,7 +217,7 @@ def test_the_oldest_turns_give_way_at_a_server_that_says_its_length(tmp_path):
         for number in range(4):
             out = shell.say(f"{number} {'long ' * 6}\r")
         assert "the context of 64 tokens is full" in out
-        assert "/reset begins anew, --max-model-len" in out
+        assert "/reset starts a new conversation, start with" in out
         fake.answer = FULL
         out = shell.say("too long\r")
         assert "the message is too long" in out

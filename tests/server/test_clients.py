@@ -13,7 +13,7 @@ import pytest
 
 from trouper.frontends.cli.chat import remote
 from trouper.frontends.cli.chat.conversation import AnswerUsage, stats_line
-from trouper.frontends.cli.chat.session import CUT
+from trouper.frontends.cli.chat.subjects import CUT
 from trouper.frontends.cli.main import run_line
 
 from .fake import chunk, error, events, response, serving
@@ -137,7 +137,9 @@ def test_a_conversation_goes_on_after_a_refusal(ask, monkeypatch):
     assert out.strip()
     refusal, cut = err.splitlines()
     assert refusal.startswith("trouper: the server answers 400: ")
-    assert refusal.endswith("the message is too long: --max-model-len at start takes longer ones")
+    assert refusal.endswith(
+        "the message is too long: start with a larger --max-model-len for longer ones"
+    )
     assert cut == CUT
 
 
@@ -182,8 +184,8 @@ FAILURES = [
     ("cut between chunks", events(chunk("a")), 1, "broke off"),
     ("no answer", b"", 1, "broke off"),
     ("no HTTP", b"nonsense\r\n\r\n", 1, "broke off"),
-    ("no JSON", events("{", DONE), 1, "no chunks of an answer"),
-    ("another JSON", events('{"choices": 5}', DONE), 1, "no chunks of an answer"),
+    ("no JSON", events("{", DONE), 1, "not a chunk of an answer"),
+    ("another JSON", events('{"choices": 5}', DONE), 1, "not a chunk of an answer"),
     ("an error event", events(chunk("a"), '{"error": {"message": "oh"}}', DONE), 1, "failed: oh"),
 ]
 

@@ -164,7 +164,7 @@ def test_ctrl_c_ends_a_batch_and_keeps_its_answers(tmp_path):
     assert not sink.exists()
     (first,) = part.read_text().splitlines()
     assert json.loads(first)["custom_id"] == "a"
-    goes_on = "the same command goes on from there"
+    goes_on = "run the same command again to continue"
     told = f"trouper: the answers so far are in {sink}.part; {goes_on}\ntrouper: interrupted\n"
     assert err.endswith(told)
 
@@ -217,7 +217,7 @@ def test_a_batch_goes_on_by_custom_id(half, whole, capsys):
     source, sink, part = half
     assert run_batch(source, sink) == 0
     assert capsys.readouterr().err.endswith(
-        "5 requests, 2 of them answered before, 0 of them failed\n"
+        "5 requests, 2 of them answered by earlier runs, 0 of them failed\n"
     )
     found = sink.read_bytes().splitlines(keepends=True)
     assert list(map(answered, found)) == list(map(answered, whole))
@@ -231,7 +231,7 @@ def test_a_complete_batch_is_not_run_again(half, whole, capsys, monkeypatch):
     sink.write_bytes(b"".join(whole))
     monkeypatch.setattr("trouper.frontends.cli.batch.run_batch.run_engine", lambda *_: 1 / 0)
     assert run_batch(source, sink) == 0
-    assert capsys.readouterr().err == "5 requests, all answered before\n"
+    assert capsys.readouterr().err == "5 requests, all answered by earlier runs\n"
     assert sink.read_bytes() == b"".join(whole)
     part.write_bytes(b"".join(reversed(whole)))
     sink.unlink()
@@ -244,7 +244,7 @@ def test_a_complete_batch_is_not_run_again(half, whole, capsys, monkeypatch):
     ("change", "arguments", "message"),
     [
         (lambda text: text.replace("def f", "def g"), (), "answers another request"),
-        (lambda text: text, ("--seed", "1"), "by another model, seed or option"),
+        (lambda text: text, ("--seed", "1"), "with another model, seed or option"),
         (lambda text: text.replace('"d"', '"x"'), (), "answers 'd', which the input lacks"),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_shorter_complete_output_is_gone_on_from(half, whole, capsys):
     source, sink, _ = half
     sink.write_bytes(whole[0] + whole[4])
     assert run_batch(source, sink) == 0
-    assert "5 requests, 4 of them answered before" in capsys.readouterr().err
+    assert "5 requests, 4 of them answered by earlier runs" in capsys.readouterr().err
     found = sink.read_bytes().splitlines(keepends=True)
     assert [found[i] for i in (0, 1, 3, 4)] == [whole[i] for i in (0, 1, 3, 4)]
     assert (sink.parent / "answers.jsonl.1").read_bytes() == whole[0] + whole[4]
@@ -298,7 +298,7 @@ def test_a_file_of_another_kind_is_left_alone(tmp_path, capsys, name):
     source.write_text(requests("a"))
     kept.write_text('{"a": "recipe"}\n')
     assert run_batch(source, tmp_path / "answers.jsonl") == 2
-    assert f"line 1 of {kept} is no answer of a batch" in capsys.readouterr().err
+    assert f"line 1 of {kept} is not an answer of a batch" in capsys.readouterr().err
     assert kept.read_text() == '{"a": "recipe"}\n'
     assert not list(tmp_path.glob("*.1"))
 

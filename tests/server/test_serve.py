@@ -181,7 +181,7 @@ def test_mistakes_are_one_line(capsys):
             (["--port", port], "cannot listen on 127.0.0.1"),
             (["nowhere/at/all"], "no such model folder"),
             (["--loop", "uvloop"], "--loop"),
-            (["a", "--model", "b"], "give it once"),
+            (["a", "--model", "b"], "give only one of them"),
         ):
             assert run_line(["serve", *arguments]) in (1, 2)
             (line,) = capsys.readouterr().err.splitlines()

@@ -1,9 +1,9 @@
-"""The output of `run-batch`: a file that takes its name when it is complete, and that is continued after an interruption.
+"""The output file of `run-batch`, which survives interruptions and is continued by the next run.
 
-Laws.  Each answer is appended to `FILE.part` as soon as there is one, so a crash loses only what is being
-computed.  A saved answer is never removed or overwritten: `FILE.part` is only appended to (half a line at its
-end is cut off first), a complete `FILE` is renamed before another takes its name, and a lock on `FILE.part` keeps
-a second process out.  At the end the answers are put into the order of the requests.
+Answers can cost hours of computation, so this module guarantees: each answer is appended to `FILE.part` as soon as it
+is complete, so a crash loses only unfinished requests; a saved answer is never removed or overwritten (`FILE.part` is
+only appended to, after removing an incomplete last line, and an existing `FILE` is renamed before it is replaced); and a
+lock on `FILE.part` excludes a second process. At the end the answers are sorted into the order of the requests.
 """
 
 import os
@@ -27,9 +27,11 @@ from trouper.frontends.server.program.batch_records import (
     differs,
 )
 
-PART = ".part"  # suffix of the output file until it is complete
-MERGED = ".part.new"  # suffix of the file in which answers are put into order
-WAY_OUT = "choose another output file, or --restart, which keeps this one under another name"
+# Suffix of the output file until it is complete.
+PART = ".part"
+# Suffix of the file in which answers are sorted.
+MERGED = ".part.new"
+WAY_OUT = "choose another output file, or use --restart, which keeps this one under another name"
 
 
 class _SavedStatus(msgspec.Struct):
@@ -49,22 +51,25 @@ decode_saved = msgspec.json.Decoder(_SavedAnswer).decode
 class AnswersFile:
     """The answers of one batch in `FILE` (a complete output of an earlier run) and `FILE.part`.
 
-    A position is an offset in one of the two: `2 * offset` in `FILE`, `2 * offset + 1` in `FILE.part`.
-    In memory are 8 bytes for each line and, for each answer of an earlier run, some 150 bytes.
+    A position identifies an answer: `2 * offset` in `FILE` or `2 * offset + 1` in `FILE.part`. The answers themselves
+    stay on disk; memory holds 8 bytes for each line and about 150 bytes for each answer of an earlier run.
     """
 
     def __init__(self, path: str, part: BinaryIO, origin: str) -> None:
         self._path = path
-        self._part = part  # opened for appending, and locked
+        # Open for appending, and locked.
+        self._part = part
         self._origin = origin
         self._lock = threading.Lock()
-        self._order = array("q")  # the positions of the answers, in the order of the requests
+        # Positions of the answers in the order of the requests.
+        self._order = array("q")
         self._saved: dict[bytes, int] = {}
         self._is_used: set[bytes] = set()
         self._files: list[BinaryIO | None] = [None, open(path + PART, "rb")]  # noqa: SIM115
         if os.path.exists(path):
             self._files[0] = open(path, "rb")  # noqa: SIM115
-        self._end = 0  # of the part
+        # Size of the part.
+        self._end = 0
 
     def __repr__(self) -> str:
         return f"<AnswersFile {self._path}: {len(self._saved)} saved, {len(self._order)} in order>"
@@ -75,21 +80,21 @@ class AnswersFile:
 
     @property
     def num_answers(self) -> int:
-        """The number of requests that have their answer now."""
+        """The number of requests with an answer."""
         return len(self._order)
 
     def read(self) -> None:
-        """Find the answers of earlier runs.  Raises TrouperValidationError for a file of another kind."""
+        """Index the answers of earlier runs.  Raises TrouperValidationError if a line is not an answer."""
         for which, file in enumerate(self._files):
             if file is not None:
                 self._index(which, file)
         self._end = os.path.getsize(self._path + PART)
 
     def find(self, request: BatchLine) -> int | None:
-        """Return the position of the saved answer to a request.
+        """Return the position of the saved answer to a request, or None without one.
 
         Raises:
-            TrouperValidationError: the saved answer with its custom_id answers something else.
+            TrouperValidationError: the saved answer with this custom_id belongs to another request or model.
         """
         key = custom_id_key(request.custom_id)
         position = self._saved.get(key)
@@ -101,7 +106,7 @@ class AnswersFile:
             return position
         what = {
             "request": "another request with this custom_id",
-            "origin": "this request by another model, seed or option",
+            "origin": "this request with another model, seed or option",
         }[difference]
         raise self._refused(position, f"answers {what}, {request.custom_id[:60]!r}")
 
@@ -113,7 +118,7 @@ class AnswersFile:
                 raise self._refused(position, f"answers {name[:60]!r}, which the input lacks")
 
     def add(self, line: bytes) -> int:
-        """Save an answer and return its position.  Threads may call it at once."""
+        """Append an answer to the part and return its position.  Safe to call from several threads."""
         with self._lock:
             position = 2 * self._end + 1
             self._part.write(line)
@@ -122,16 +127,17 @@ class AnswersFile:
             return position
 
     def keep(self, position: int) -> None:
-        """Let the answer at `position` be the next in the order of the requests."""
+        """Make the answer at `position` the next one in the order of the requests."""
         self._order.append(position)
 
     def finish(self) -> None:
-        """Put the answers into the order of the requests and give the file its name."""
+        """Sort the answers into the order of the requests and rename the file to its final name."""
         self.check_all_used()
         os.fsync(self._part.fileno())
         old, part = self._files
         if old is not None and self._end == 0 and self._is_in_order(0, old):
-            return  # the complete file of before has it all
+            # The complete file of an earlier run already has all answers.
+            return
         if part is not None and self._is_in_order(1, part):
             newest = self._path + PART
         else:
@@ -147,7 +153,7 @@ class AnswersFile:
                 file.close()
 
     def _index(self, which: int, file: BinaryIO) -> None:
-        """Note the answers of a file; failures are not answers, so their requests are sent again."""
+        """Index the answers of a file; failed requests are left out, so that they are sent again."""
         offset = 0
         for line in file:
             if not line.endswith(b"\n") and which == 1:
@@ -156,15 +162,16 @@ class AnswersFile:
                 saved = decode_saved(line)
             except msgspec.MsgspecError:
                 if which == 1 and not line.endswith(b"\n"):
-                    return  # it was cut off
-                raise self._refused(2 * offset + which, "is no answer of a batch") from None
+                    # An incomplete last line was removed.
+                    return
+                raise self._refused(2 * offset + which, "is not an answer of a batch") from None
             status = saved.response.status_code if saved.response is not None else 0
             if saved.custom_id is not None and 200 <= status < 400:
                 self._saved[custom_id_key(saved.custom_id)] = 2 * offset + which
             offset += len(line)
 
     def _mend(self, line: bytes, offset: int) -> None:
-        """End the last line of the part, or cut it off if only half of it was written."""
+        """Terminate the last line of the part, or remove it if it is incomplete."""
         try:
             decode_saved(line)
         except msgspec.MsgspecError:
@@ -214,11 +221,11 @@ class AnswersFile:
 def answers_file(
     name: str, input_name: str, origin: str, *, restarts: bool
 ) -> Generator[AnswersFile | StreamAnswers]:
-    """Open the output of a batch.  Standard output, pipes and devices are written directly.
+    """Open the output of a batch; stdout, pipes and devices are written directly and cannot be continued.
 
     Raises:
-        TrouperValidationError: it cannot be written, is the input or the output of another process, or holds
-            something other than answers to this batch.
+        TrouperValidationError: the output cannot be written, is the input file, is in use by another process, or has
+            lines that are not answers to this batch.
     """
     path = os.path.realpath(name)
     is_plain = name != "-" and (not os.path.exists(path) or stat.S_ISREG(os.stat(path).st_mode))
@@ -245,13 +252,14 @@ def _opened(path: str, part: BinaryIO, name: str, origin: str) -> Generator[Answ
         yield answers
         answers.finish()
     except TrouperValidationError:
-        raise  # a refusal says itself what can be done
+        # These errors already advise the user.
+        raise
     except BaseException:
         if os.path.getsize(path + PART):
-            # Of a link the part is beside its target.
+            # The part of a symbolic link is in the folder of its target.
             shown = name + PART if os.path.exists(name + PART) else path + PART
             saved = f"the answers so far are in {shown}"
-            output.complain(f"{saved}; the same command goes on from there")
+            output.complain(f"{saved}; run the same command again to continue")
         raise
     finally:
         answers.close()
@@ -259,7 +267,7 @@ def _opened(path: str, part: BinaryIO, name: str, origin: str) -> Generator[Answ
 
 
 def _tidy(path: str, part: BinaryIO, *, is_complete: bool) -> None:
-    """Remove a part whose answers are all in the complete file, and one without answers."""
+    """Remove the part if it is empty or all of its answers are in the complete file."""
     name = path + PART
     is_still_ours = os.path.exists(name) and os.path.samestat(
         os.stat(name), os.fstat(part.fileno())
@@ -269,12 +277,14 @@ def _tidy(path: str, part: BinaryIO, *, is_complete: bool) -> None:
 
 
 def _locked(part: str, name: str) -> BinaryIO:
-    """Open a part for appending, with a lock that ends with the process."""
-    import fcntl  # not on Windows, where the other commands must still start
+    """Open a part for appending, with a lock that the system releases when the process ends."""
+    # Imported here, because Windows lacks it and the other commands must start there.
+    import fcntl
 
     while True:
         try:
-            file = open(part, "ab")  # noqa: SIM115  # the caller closes it
+            # The caller closes it.
+            file = open(part, "ab")  # noqa: SIM115
         except OSError as error:
             raise cannot("be written", error, "output_file", name) from None
         try:
@@ -287,7 +297,8 @@ def _locked(part: str, name: str) -> BinaryIO:
                 f"another process is writing {part}", parameter="output_file", value=name
             ) from None
         except FileNotFoundError:
-            pass  # the process before has renamed it at its end
+            # The process that held the lock has just renamed the file, so open it again.
+            pass
         except OSError as error:
             file.close()
             raise cannot("be locked", error, "output_file", name) from None
@@ -295,7 +306,7 @@ def _locked(part: str, name: str) -> BinaryIO:
 
 
 def _begin_anew(path: str, part: BinaryIO, name: str) -> BinaryIO:
-    """Give the files of earlier runs another name."""
+    """Rename the files of earlier runs, and return a new part."""
     for each in (path, path + PART):
         if os.path.exists(each) and os.path.getsize(each):
             output.complain(f"{each} is kept as {set_aside(each)}")
@@ -306,11 +317,11 @@ def _begin_anew(path: str, part: BinaryIO, name: str) -> BinaryIO:
 
 
 def set_aside(path: str) -> str:
-    """Rename a file to the first of `path.1`, `path.2` … that is free, and return that name."""
+    """Rename a file to the first unused name of `path.1`, `path.2` …, and return that name."""
     for number in count(1):
         kept = f"{path}.{number}"
         try:
-            # Reserving the name first means that no file of another process can be replaced.
+            # Creating the file first ensures that no file of another process is replaced.
             os.close(os.open(kept, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             continue
@@ -326,7 +337,8 @@ def _stream(name: str, path: str) -> Generator[BinaryIO]:
         sys.stdout.buffer.flush()
         return
     try:
-        file = open(path, "wb")  # noqa: SIM115  # closed below, outside of this try
+        # Closed below; an error of the caller's block must not be caught here.
+        file = open(path, "wb")  # noqa: SIM115
     except OSError as error:
         raise cannot("be written", error, "output_file", name) from None
     with file:

@@ -1,4 +1,7 @@
-"""`trouper embed` and `trouper score`: a pooling model from the command line, a record a result."""
+"""`trouper embed` and `trouper score`: run a pooling model on texts from the command line, a file or a pipe.
+
+Each text or pair becomes one record with its embedding, classes or score, in order.
+"""
 
 import sys
 from functools import partial
@@ -42,14 +45,16 @@ if TYPE_CHECKING:
 KINDS = {
     "embed": "vector", "classify": "vector", "token_embed": "matrix", "token_classify": "matrix",
 }  # fmt: skip
-TOO_LONG = "--truncate-prompt-tokens -1 keeps what fits"
-AT_ONCE = 256  # documents that are scored together
+TOO_LONG = "--truncate-prompt-tokens -1 truncates texts to the maximum length"
+# This many documents are scored together.
+AT_ONCE = 256
 SCORE_COLUMNS: Columns = {
     "line": "int", "query": "text", "document": "text", "score": "score", "num_prompt_tokens": "int", "error": "text",
 }  # fmt: skip
 
 Truncate = Annotated[
-    int | None, typer.Option(help="Keep this many tokens of each text; -1 is all that fit.")
+    int | None,
+    typer.Option(help="Truncate each text to this many tokens; -1 means the model's maximum."),
 ]
 Stats = Annotated[
     bool | None,
@@ -69,7 +74,9 @@ def embed(
     task: Annotated[
         str, typer.Option(help="embed, classify, token_embed or token_classify.")
     ] = "embed",
-    dimensions: Annotated[int | None, typer.Option(help="Keep this many dimensions.")] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(help="Truncate embeddings to this many dimensions.")
+    ] = None,
     truncate_prompt_tokens: Truncate = None,
     output_file: OutputFileOption = None,
     stats: Stats = None,
@@ -79,8 +86,8 @@ def embed(
 ) -> None:
     """Embed one or more texts, or classify them (--task classify).
 
-    Without TEXT the whole of stdin is one text.  A failing text reports its error; the rest continue.
-    A model that generates needs --runner pooling.
+    Without TEXT, all of stdin is one text. A failed text is reported, and the others continue. A model that
+    generates text needs --runner pooling.
     """
     columns: Columns = {
         "line": "int", "text": "text", task: KINDS.get(task, "vector"), "num_prompt_tokens": "int", "error": "text",
@@ -134,7 +141,7 @@ def score(
 
 
 class _Embedding:
-    """The embedding, or the classes, of all texts."""
+    """Embeds or classifies all texts, and writes their records in order."""
 
     def __init__(
         self,
@@ -179,7 +186,7 @@ class _Embedding:
 
 
 class _Scoring:
-    """The scores of all documents, `AT_ONCE` at a time."""
+    """Scores all documents, `AT_ONCE` at a time, and writes their records in order."""
 
     def __init__(
         self,
@@ -213,12 +220,13 @@ class _Scoring:
             if len(group) == AT_ONCE:
                 await self._score(engine, group, bar)
                 group = []
-        bar.total = num_read  # of a pipe it is not known before
+        # The number of prompts in a pipe is known only now.
+        bar.total = num_read
         if group:
             await self._score(engine, group, bar)
 
     async def _score(self, engine: "AsyncLLMEngine", group: list[Prompt], bar: "tqdm[Any]") -> None:
-        """Score documents together; if that fails, each for itself, to find those that are to blame."""
+        """Score documents together; after an error score each of them alone, to find the invalid ones."""
         if all(prompt.text is not None for prompt in group):
             try:
                 results = await self._scorer(engine, len(group)).score(
@@ -257,7 +265,7 @@ class _Scoring:
         bar.update()
 
     def _note_failure(self, prompt: Prompt, error: Exception) -> None:
-        """Note a failed document.  Raises the error if it is not about the document."""
+        """Record a failed document.  Raises an error that concerns the options instead of the document."""
         if not is_about_text(error):
             raise error
         message = self._outcomes.fail(prompt, error)

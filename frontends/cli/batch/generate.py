@@ -1,4 +1,8 @@
-"""`trouper generate`: complete prompts from the command line, a file or a pipe."""
+"""`trouper generate`: complete prompts from the command line, a file or a pipe.
+
+One prompt streams as text, like in a conversation; many prompts become records in the order of the prompts. All run
+through one engine, so they are batched.
+"""
 
 import sys
 from contextlib import ExitStack
@@ -46,17 +50,19 @@ def generate(
     ctx: typer.Context,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT", show_default=False, help="Text that the model continues."),
+        typer.Argument(
+            metavar="PROMPT", show_default=False, help="Text for the model to continue."
+        ),
     ] = None,
     n: Annotated[int, typer.Option(help="Number of completions for each prompt.")] = 1,
     stream: Annotated[
         bool | None,
-        typer.Option(help="Print text as it comes; on by default for one completion."),
+        typer.Option(help="Print text as it is generated; on by default for one completion."),
     ] = None,
     lora: LoraOption = None,
-    echo: Annotated[bool, typer.Option(help="Print the prompt before its text.")] = True,
+    echo: Annotated[bool, typer.Option(help="Print the prompt before its completion.")] = True,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON per prompt.")
+        bool, typer.Option("--json", help="Print one line of JSON for each prompt.")
     ] = False,
     stats: Annotated[
         bool | None,
@@ -70,7 +76,7 @@ def generate(
 ) -> None:
     """Complete one or more prompts.
 
-    Without PROMPT the whole of stdin is one prompt. A failing prompt reports its error; the rest continue.
+    Without PROMPT, all of stdin is one prompt. A failed prompt is reported, and the others continue.
     """
     check_texts(prompts, engine_args.model, "generate", "PROMPT")
     check_output(output_file, COLUMNS, source.prompt_file)
@@ -81,7 +87,7 @@ def generate(
         if stream is None:
             stream = is_single and n == 1 and not are_records
         if stream and (n > 1 or are_records):
-            rule = "needs n = 1, no --json and no --output-file"
+            rule = "requires n = 1, and cannot be combined with --json or --output-file"
             raise typer.BadParameter(rule, param_hint="--stream")
         adapter = chosen_adapter(lora, engine_args)
         config = resolve_offline(engine_args)
@@ -105,7 +111,7 @@ def generate(
 
 
 class _Completing:
-    """The completion of all prompts, whose results come in their order."""
+    """Completes all prompts and prints their results in the order of the prompts."""
 
     def __init__(
         self,
@@ -126,7 +132,7 @@ class _Completing:
 
     async def run_all(self, engine: "AsyncLLMEngine", _: Interrupts) -> None:
         self._figures.note_ready()
-        # Pieces of lines leave no place for a bar.
+        # A bar would mix with streamed text on the same line.
         is_wanted = self._params.output_kind is RequestOutputKind.FINAL_ONLY
         total = self._prompts.count() if output.is_terminal(sys.stderr) else None
         with output.progress(total, "prompts", is_wanted=is_wanted) as bar:
@@ -159,7 +165,7 @@ class _Completing:
 
 
 class _TextPrinter:
-    """Printer of prompts and texts, with a blank line between two results."""
+    """Prints prompts and completions as text, with a blank line between two results."""
 
     def __init__(self, echo: bool, params: SamplingParams) -> None:
         self._echo = echo
@@ -167,7 +173,7 @@ class _TextPrinter:
         self._begun: Prompt | None = None
 
     def show(self, prompt: Prompt, result: RequestOutput) -> None:
-        """Print what is new; several completions come one after the other, each with its prompt."""
+        """Print new text; several completions of a prompt follow each other, each after the prompt."""
         for completion in sorted(result.outputs, key=lambda completion: completion.index):
             if self._begun is not prompt or completion.index > 0:
                 if self._begun is prompt:
@@ -176,7 +182,7 @@ class _TextPrinter:
             print(completion.text, end="", flush=True)
         if result.finished and result.error is None:
             print(flush=True)
-            # Most plain texts end at max_tokens, and half a JSON object is of no use.
+            # Text usually ends at max_tokens, but an incomplete JSON object is useless, so explain it.
             is_cut = any(completion.finish_reason == "length" for completion in result.outputs)
             if is_cut and self._params.structured_outputs is not None:
                 output.note(
@@ -184,7 +190,7 @@ class _TextPrinter:
                 )
 
     def show_error(self, prompt: Prompt, message: str) -> None:
-        """End the line of a text that broke off; the error itself is on stderr."""
+        """End the line of an interrupted text; the error itself is printed on stderr."""
         if self._begun is prompt:
             print()
 
@@ -196,7 +202,7 @@ class _TextPrinter:
 
 
 class _RecordPrinter:
-    """Writer of one record per prompt."""
+    """Writes one record for each prompt."""
 
     def __init__(self, file: ResultWriter) -> None:
         self._file = file
@@ -210,7 +216,7 @@ class _RecordPrinter:
 
 
 class _Figures:
-    """The tokens and times of a run, for the last line on stderr."""
+    """Counts the tokens and times of a run, for the last line on stderr."""
 
     def __init__(self) -> None:
         self._started = perf_counter()

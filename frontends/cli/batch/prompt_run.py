@@ -1,4 +1,8 @@
-"""Many prompts through one engine: each has its result or its error, in order, and none ends the others."""
+"""Run many prompts through one engine, and deliver their results or errors in order.
+
+A file may have millions of prompts, so only a window of them is open at a time; the rest stays in the file. An invalid
+prompt must not cost the results of the others, so its error becomes its result.
+"""
 
 import sys
 from collections import deque
@@ -21,13 +25,15 @@ if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
-WINDOW = (
-    1024  # prompts that are open at once, or twice max_num_seqs; their results wait for their turn
-)
-MAX_SHOWN = 10  # errors that are shown one by one
-CHUNK = 64  # prompts that are read at once; of a pipe one, since the next may take its time
-TICK_S = 0.25  # between two looks at the number of tokens
-# Parameters of errors about a text; other errors are about the options, so all texts would have them.
+# Prompts open at a time (or twice max_num_seqs, if that is more); finished results wait for earlier ones.
+WINDOW = 1024
+# Later errors are only counted.
+MAX_SHOWN = 10
+# Prompts to read at a time. From a pipe it is one, because the next may arrive much later.
+CHUNK = 64
+# Update the number of tokens in the bar at this interval.
+TICK_S = 0.25
+# Parameters of errors that concern one text.  Other errors concern the options, and would occur for every text.
 ABOUT_TEXTS = ("prompt", "text", "input", "messages", "document")
 Item = tuple[Prompt, "Generation[Any] | Exception"]
 Open = Callable[[str], "Generation[Any]"]
@@ -35,21 +41,25 @@ Finish = Callable[[Prompt, "Generation[Any]"], Awaitable[None]]
 
 
 class Outcomes:
-    """Counts of a run, and what it says on stderr.
-
-    `fail` is called for each prompt that failed, also to put the error into its place among the results.
-    """
+    """Counts the results of a run, prints its errors, and decides its exit code."""
 
     def __init__(self, what: str, *, is_single: bool, too_long: str = "") -> None:
-        """Make the counts; `too_long` is the advice for a text that the model cannot read whole."""
-        self._what = what  # "texts"
+        """Start with no results.
+
+        Args:
+            what: what a prompt is called in messages, for example `texts`.
+            is_single: whether there is only one prompt, so that errors need no label.
+            too_long: advice to add to the error of an overlong text.
+        """
+        self._what = what
         self._is_single = is_single
         self._too_long = too_long
         self._is_engines_fault = False
         self.num_prompts = 0
         self.num_failed = 0
         self.num_prompt_tokens = 0
-        self.num_tokens = 0  # generated
+        # Generated tokens.
+        self.num_tokens = 0
         self._began = self._ended = 0.0
 
     def begin(self) -> None:
@@ -64,7 +74,7 @@ class Outcomes:
         self.num_tokens += num_tokens
 
     def fail(self, prompt: Prompt, error: Exception) -> str:
-        """Show an error and return its message."""
+        """Count a failed prompt, print its error, and return the message for its record."""
         self.num_prompts += 1
         self.num_failed += 1
         self._is_engines_fault |= not isinstance(error, TrouperClientError)
@@ -78,15 +88,15 @@ class Outcomes:
         return message
 
     def summary(self) -> str:
-        """Return the line that ends a run."""
+        """Return the last line of a run, with its numbers of prompts and tokens and its speed."""
         seconds = max(self._ended - self._began, 1e-9)
         total = self.num_prompt_tokens + self.num_tokens
-        made = f" and made {self.num_tokens:,}" if self.num_tokens else ""
+        made = f" and generated {self.num_tokens:,}" if self.num_tokens else ""
         tokens = f"read {self.num_prompt_tokens:,} tokens{made} in {seconds:.1f} s"
         return f"{self.num_prompts} {self._what}: {tokens} ({total / seconds:,.0f} tokens/s)"
 
     def check(self) -> None:
-        """End the command with the exit code of the failures, if there are any."""
+        """Exit with an error code if any prompt failed."""
         if not self.num_failed:
             return
         if not self._is_single:
@@ -95,7 +105,7 @@ class Outcomes:
 
 
 def is_about_text(error: Exception) -> bool:
-    """Whether an error is about one prompt, so that the others go on."""
+    """Return whether an error concerns only one prompt, so that the run can continue with the others."""
     if isinstance(error, TrouperClientError):
         parameter = getattr(error, "parameter", None)
         return parameter is None or str(parameter).startswith(ABOUT_TEXTS)
@@ -103,7 +113,10 @@ def is_about_text(error: Exception) -> bool:
 
 
 class BulkRun:
-    """A run of prompts.  `WINDOW` of them are open at once; the others stay in their file."""
+    """One run over all prompts.
+
+    A reader task opens requests, at most `WINDOW` at a time; a writer delivers their results in order.
+    """
 
     def __init__(
         self,
@@ -112,12 +125,12 @@ class BulkRun:
         finish: Finish,
         note_failure: Callable[[Prompt, Exception], None],
     ) -> None:
-        """Make a run.
+        """Prepare a run; `answer_all` starts it.
 
         Args:
-            open_one: makes the request of a text.
-            finish: reads a request to its end and shows its results.
-            note_failure: called for a prompt that failed, in its turn.
+            open_one: creates the request of a text.
+            finish: reads a request to its end and delivers its results.
+            note_failure: records the error of a failed prompt, in the order of the prompts.
         """
         self._prompts = prompts
         self._open_one = open_one
@@ -126,10 +139,10 @@ class BulkRun:
         self._opened: set[Generation[Any]] = set()
 
     async def answer_all(self, engine: "AsyncLLMEngine", bar: "tqdm[Any]") -> None:
-        """Answer all prompts.  Raises what is not about a single text."""
+        """Run all prompts.  Raises the first error that does not concern a single prompt."""
         error: Exception | None = None
         window = max(WINDOW, 2 * engine.config.scheduler.max_num_seqs)
-        # The writer holds one.
+        # One more is in the hands of the writer.
         send, receive = anyio.create_memory_object_stream[Item](window - 1)
         try:
             async with anyio.create_task_group() as tasks:
@@ -138,7 +151,8 @@ class BulkRun:
                 try:
                     await self._write(receive, bar)
                 except Exception as raised:
-                    error = raised  # carried out of the group, so that it is not wrapped in another
+                    # Raised after the task group, which would wrap it in an exception group.
+                    error = raised
                 tasks.cancel_scope.cancel()
         finally:
             receive.close()
@@ -153,7 +167,8 @@ class BulkRun:
             async for prompt in Reading(self._prompts):
                 num_read += 1
                 await send.send((prompt, await self._begun(prompt)))
-        bar.total = num_read  # of a pipe it is not known before
+        # The number of prompts in a pipe is known only now.
+        bar.total = num_read
 
     async def _begun(self, prompt: Prompt) -> "Generation[Any] | Exception":
         if prompt.text is None:
@@ -164,7 +179,8 @@ class BulkRun:
             await generation.prepare()
             generation.open()
         except Exception as error:
-            return error  # the writer shows it in its turn
+            # The writer reports it in the order of the prompts.
+            return error
         return generation
 
     async def _write(self, receive: "MemoryObjectReceiveStream[Item]", bar: "tqdm[Any]") -> None:
@@ -184,7 +200,7 @@ class BulkRun:
 
 
 class Reading:
-    """`async for prompt in Reading(prompts)`: reads in a thread, for a pipe may make it wait."""
+    """Iterate over prompts with `async for`; they are read in a thread, because a pipe may block."""
 
     def __init__(self, prompts: PromptSource) -> None:
         self._items = iter(prompts)
@@ -197,7 +213,7 @@ class Reading:
 
     async def __anext__(self) -> Prompt:
         if not self._read:
-            # Abandoned when the command ends: a read from a pipe cannot be cancelled.
+            # A read from a pipe cannot be cancelled, so its thread is abandoned when the command ends.
             self._read.extend(
                 await anyio.to_thread.run_sync(
                     self._next_chunk, abandon_on_cancel=True, limiter=self._limiter
@@ -212,7 +228,7 @@ class Reading:
 
 
 async def show_tokens(engine: "AsyncLLMEngine", bar: "tqdm[Any]") -> None:
-    """Show in the bar how many tokens the engine has computed, until it is cancelled."""
+    """Update the bar with the number of tokens that the engine has computed, until cancelled."""
     if bar.disable:
         return
     began, before = anyio.current_time(), _num_tokens(engine)
@@ -229,6 +245,6 @@ def _num_tokens(engine: "AsyncLLMEngine") -> int:
 
 
 def note_summary(outcomes: Outcomes, wanted: bool | None, *, is_from_file: bool) -> None:
-    """Print the closing line: by default at a terminal, and for a file of prompts."""
+    """Print the summary if wanted; by default at a terminal, and for a file of prompts."""
     if wanted or (wanted is None and (is_from_file or output.is_terminal(sys.stderr))):
         print(outcomes.summary(), file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Prompts from the command line, a file or a pipe.
+"""Read prompts from the command line, a file (text, JSON lines or CSV) or a pipe.
 
-A file may be larger than memory, so it is read as it is needed.  A line that holds no prompt is an item of its own
-with the reason, never the end of the file: of ten thousand texts one that is bad must not cost the other 9,999.
+A file may be larger than memory, so it is read as needed. An invalid line yields an item with an error instead of ending
+the run, because one bad text must not cost the results of 9,999 others.
 """
 
 import codecs
@@ -25,8 +25,10 @@ import typer
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 
-MAX_LINE = 32 * 2**20  # characters; no model reads as much
-COLUMNS = ("prompt", "text", "input", "document")  # looked for if --column names none
+# In characters; no model has such a long context.
+MAX_LINE = 32 * 2**20
+# The columns to try without --column.
+COLUMNS = ("prompt", "text", "input", "document")
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
 NOT_LINES = (
     ".json",
@@ -47,51 +49,52 @@ SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass
 class PromptFileOptions:
-    """The file that prompts come from."""
+    """Options for a file of prompts."""
 
     prompt_file: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="File with one text per line, row or JSON line; - is stdin."
+            metavar="FILE", help="File with one text in each line, row or JSON line; - is stdin."
         ),
     ] = None
     input_format: Annotated[
         Literal["txt", "jsonl", "csv"] | None,
-        typer.Option(help="Format of the file; by default its name tells, and stdin is txt."),
+        typer.Option(help="Format of the file; by default that of its name, and txt for stdin."),
     ] = None
     column: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Column of csv, or field of jsonl; by default prompt, text, input or document.",
+            help="Column of a csv file or field of a jsonl file; by default prompt, text, input or document.",
         ),
     ] = None
 
 
 class Prompt(NamedTuple):
-    """One text, or the reason why there is none."""
+    """One text, or the error of a line without a valid text; `label` is for example `line 3` or `prompt 2`."""
 
-    label: str  # "line 3" of a file, "prompt 2" of arguments
+    label: str
     line: int | None = None
     text: str | None = None
     error: str | None = None
 
     def place(self) -> dict[str, Any]:
-        """Return the number of the line for a record; arguments have none."""
+        """Return the number of the line as a field of the record; empty for arguments."""
         return {} if self.line is None else {"line": self.line}
 
 
 class PromptSource:
-    """The prompts of a command, read once, one after the other.  Usable as a context manager."""
+    """The prompts of a command: iterate over them once, inside a `with` block that opens and closes the file."""
 
     def __init__(self, texts: list[str] | None, options: PromptFileOptions, what: str) -> None:
-        """Take the arguments, or the whole of stdin without any.
+        """Check the arguments; without arguments and file, read all of stdin as one prompt.
 
         Args:
-            what: the name of the argument, for errors.
+            texts: prompts given as arguments.
+            what: name of the argument, for errors.
 
         Raises:
-            typer.BadParameter: there is no prompt, or an option does not fit the file.
+            typer.BadParameter: there is no prompt, or an option does not apply to the file.
             TrouperValidationError: an argument is empty.
         """
         self._stack = ExitStack()
@@ -102,17 +105,18 @@ class PromptSource:
             if not self._texts:
                 self._texts = [_whole_stdin(what)]
         else:
-            input_format(options)  # finds what does not fit
+            # Raises an error for unsuitable options.
+            input_format(options)
         if not all(self._texts):
             raise TrouperValidationError("the prompt is empty", parameter="prompt")
         self._items: Iterator[Prompt] = iter(())
         self._first: list[Prompt] = []
 
     def __enter__(self) -> Self:
-        """Find the first prompts, so that a wrong file or column is named before a model is loaded.
+        """Open the file and read the first prompts, so that a wrong file is reported before a model is loaded.
 
         Raises:
-            typer.BadParameter: there is no prompt, or no such column.
+            typer.BadParameter: the file has no prompt, or lacks the column.
             TrouperValidationError: the file cannot be read.
         """
         try:
@@ -135,7 +139,7 @@ class PromptSource:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one prompt only.  Call it before the iteration."""
+        """Whether there is only one prompt; valid before the iteration."""
         return len(self._first) == 1
 
     @property
@@ -144,12 +148,12 @@ class PromptSource:
 
     @property
     def is_pipe(self) -> bool:
-        """Whether the prompts come only once, and perhaps slowly."""
+        """Whether the prompts come from a pipe, which can be read only once and may be slow."""
         name = self._options.prompt_file
         return name is not None and (name == "-" or not stat.S_ISREG(os.stat(name).st_mode))
 
     def count(self) -> int | None:
-        """Count the prompts for a progress bar; None for a pipe."""
+        """Return the number of prompts for a progress bar, or None for a pipe."""
         name = self._options.prompt_file
         if self.is_pipe:
             return None
@@ -180,26 +184,28 @@ class PromptSource:
                 yield _checked(Prompt(f"line {number}", number, text, error))
 
 
-Found = tuple[
-    int, str | None, str | None
-]  # the number of a line, its text, the reason why it has none
+# The number of a line, and its text or its error.
+Found = tuple[int, str | None, str | None]
 
 
 def input_format(options: PromptFileOptions) -> str:
-    """Return the format of a file, by the option or by its name.  Raises typer.BadParameter."""
+    """Return the format of a file, from the option or its name.
+
+    Raises typer.BadParameter if the file has no lines, or --column does not apply.
+    """
     suffix = Path(options.prompt_file or "").suffix.lower()
     if options.input_format is None and suffix in NOT_LINES:
-        known = "give a file of lines, .jsonl or .csv, or name the format by --input-format"
+        known = "use a text file, .jsonl or .csv, or set the format with --input-format"
         message = f"cannot read {suffix} files: {known}"
         raise typer.BadParameter(message, param_hint="--prompt-file")
     found = options.input_format or FORMATS.get(suffix, "txt")
     if found == "txt" and options.column is not None:
-        raise typer.BadParameter("a file of plain lines has no columns", param_hint="--column")
+        raise typer.BadParameter("a text file has no columns", param_hint="--column")
     return found
 
 
 def bounded_lines(file: TextIO) -> Iterator[str]:
-    """Yield the lines with their ends.  A line that is too long is cut to `MAX_LINE` characters."""
+    """Yield the lines of a file with their line ends; overlong lines are cut to `MAX_LINE` characters."""
     is_first = True
     while line := file.readline(MAX_LINE):
         rest = line
@@ -210,14 +216,14 @@ def bounded_lines(file: TextIO) -> Iterator[str]:
 
 
 def txt_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
-    """Yield a prompt for each line that is not empty."""
+    """Yield a prompt for each nonempty line."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield (number, *_whole(line, line.rstrip("\r\n")))
 
 
 def jsonl_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
-    """Yield a prompt for each line of JSON, a string or an object with a field for the text."""
+    """Yield a prompt for each line of JSON: a string, or an object with a field for the text."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -228,16 +234,16 @@ def jsonl_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
 
 
 def csv_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
-    """Yield a prompt for each row below the header; quoted fields may have several lines.
+    """Yield a prompt for each row after the header; quoted fields may have several lines.
 
     Raises:
-        typer.BadParameter: the header has no such column.
+        typer.BadParameter: the header is not CSV or lacks the column.
     """
     feed = _RecordLines(lines)
     header_line = next(feed, "")
     if not header_line.strip():
         return
-    # Spreadsheets of many countries separate by semicolons.
+    # In many countries spreadsheets separate columns by semicolons.
     delimiter = max(DELIMITERS, key=header_line.count)
     csv.field_size_limit(MAX_LINE - 1)
     feed.give_back(0)
@@ -245,7 +251,7 @@ def csv_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
     try:
         header = next(rows)
     except csv.Error as error:
-        message = f"the header is no CSV: {error}"
+        message = f"the header is not valid CSV: {error}"
         raise typer.BadParameter(message, param_hint="--prompt-file") from None
     index = _column_index(header, column)
     while True:
@@ -255,9 +261,9 @@ def csv_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
         except StopIteration:
             return
         except csv.Error as error:
-            # A quote that is never closed would swallow the rest of the file.
+            # An unclosed quote would make the rest of the file one field, so continue at the next line.
             feed.give_back(1)
-            yield number, None, f"no CSV: {error}"
+            yield number, None, f"not valid CSV: {error}"
             continue
         if len(row) > index:
             yield number, row[index], None
@@ -266,9 +272,9 @@ def csv_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
 
 
 class _RecordLines:
-    """The lines of a CSV file, of which those of the present record can be given back.
+    """The lines of a CSV file for `csv.reader`; those of the current record can be read again.
 
-    They are at most `MAX_LINE` characters, the limit of a field, and one line more.
+    Memory holds one record: at most `MAX_LINE` characters, the limit of a field, and one more line.
     """
 
     def __init__(self, lines: Iterable[str]) -> None:
@@ -292,7 +298,7 @@ class _RecordLines:
         return self._number + 1
 
     def give_back(self, num_kept: int) -> None:
-        """Let the lines of the present record but the first `num_kept` come again."""
+        """Return the lines of the current record, except the first `num_kept`, to the input."""
         lines = self._record[num_kept:]
         self._again.extendleft(reversed(lines))
         self._number -= len(lines)
@@ -322,14 +328,14 @@ def _json_text(line: str, column: str | None) -> tuple[str | None, str | None]:
         names = COLUMNS if column is None else (column,)
         name = next((name for name in names if name in fields), None)
         if name is None:
-            hint = "; --column names another" if column is None else ""
+            hint = "; choose another with --column" if column is None else ""
             return None, f"the object has no field {' or '.join(map(repr, names))}{hint}"
         value, where = fields[name], f"the field {name!r}"
     elif column is not None:
-        return None, f"is no object, so it has no field {column!r}"
+        return None, f"the line is not an object, so it has no field {column!r}"
     else:
         where = "the line"
-    return (value, None) if isinstance(value, str) else (None, f"{where} is no string")
+    return (value, None) if isinstance(value, str) else (None, f"{where} is not a string")
 
 
 def _column_index(header: list[str], column: str | None) -> int:
@@ -339,12 +345,12 @@ def _column_index(header: list[str], column: str | None) -> int:
     for name in wanted:
         if name in names:
             return names.index(name)
-    message = f"no column {' or '.join(wanted)}; there are {', '.join(names)}"
+    message = f"no column {' or '.join(wanted)}; the file has: {', '.join(names)}"
     raise typer.BadParameter(message, param_hint="--column")
 
 
 def _checked(prompt: Prompt) -> Prompt:
-    """Return a prompt that is text, or the reason why it is none."""
+    """Return the prompt, or an error in its place if its text is empty or not UTF-8."""
     if prompt.text is None:
         return prompt
     if not prompt.text.strip():
@@ -356,7 +362,7 @@ def _checked(prompt: Prompt) -> Prompt:
 
 def _opened(name: str) -> TextIO:
     try:
-        # Bytes that are no UTF-8 become surrogates, which `_checked` finds: they end their own line only.
+        # Invalid UTF-8 becomes surrogates, which `_checked` reports for their own line only.
         return open(name, encoding="utf-8", errors="surrogateescape", newline="")
     except OSError as error:
         raise TrouperValidationError(
@@ -365,7 +371,7 @@ def _opened(name: str) -> TextIO:
 
 
 def text_stdin() -> TextIO:
-    """Return stdin as text in which bytes that are no UTF-8 are surrogates."""
+    """Return stdin as a text stream in which invalid UTF-8 becomes surrogates."""
     stdin: Any = sys.stdin
     if isinstance(stdin, io.TextIOWrapper):
         stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline="")
@@ -374,7 +380,7 @@ def text_stdin() -> TextIO:
 
 def _whole_stdin(what: str) -> str:
     if output.is_terminal(sys.stdin):
-        raise typer.BadParameter("give one, or --prompt-file, or a pipe", param_hint=what)
+        raise typer.BadParameter("missing: give one, --prompt-file, or a pipe", param_hint=what)
     try:
         return sys.stdin.read().removeprefix(codecs.BOM_UTF8.decode()).removesuffix("\n")
     except UnicodeDecodeError:

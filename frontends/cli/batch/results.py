@@ -1,7 +1,7 @@
-"""Results of many prompts as lines of JSON, a NumPy array or a Parquet file.
+"""Write the results of many prompts as lines of JSON, a NumPy array or a Parquet file.
 
-A file takes its name when it is complete, and is written as results come, so its size does not matter.  Each prompt has
-one record, in order: a prompt that failed has its error in it, and a row of NaN in an array.
+Results are written as they arrive, so they need not fit in memory, and a file gets its final name only when it is
+complete. Each prompt has one record, in order; the record of a failed prompt has its error, its row of an array is NaN.
 """
 
 import contextlib
@@ -22,11 +22,13 @@ from trouper.extras import install_hint
 from trouper.frontends.cli import output
 
 SUFFIXES = (".jsonl", ".npy", ".parquet")
-NPY_HEADER = 128  # bytes; the shape is written into it at the end
-ROWS_PER_GROUP = 1024  # of Parquet, which are held until they are written
-# A record's values by name.  Arrays are numpy's.
+# Size of the header in bytes; the shape is written into it at the end.
+NPY_HEADER = 128
+# Parquet rows are kept in memory until a group of this size is written.
+ROWS_PER_GROUP = 1024
+# Values of a record by name; arrays are NumPy's.
 Record = dict[str, Any]
-# Names of a record's values and their kinds: int, text, float, vector, matrix, outputs.
+# Kinds of a record's values by name: int, text, float, score, vector, matrix or outputs.
 Columns = dict[str, str]
 
 OutputFileOption = Annotated[
@@ -35,29 +37,29 @@ OutputFileOption = Annotated[
         "--output-file",
         "-o",
         metavar="FILE",
-        help="File for the results: .jsonl, .npy or .parquet; else stdout has them.",
+        help="File for the results: .jsonl, .npy or .parquet; stdout by default.",
     ),
 ]
 
 
 class ResultWriter(Protocol):
-    """Takes the records of all prompts, in order."""
+    """Writes the records of all prompts, in order, in some format."""
 
     num_records: int
 
     def write(self, record: Record) -> None: ...
 
     def finish(self) -> None:
-        """Make what was written a whole file."""
+        """Complete the file, so that programs can read it."""
         ...
 
 
 def check_output(name: str | None, columns: Columns, input_name: str | None = None) -> None:
-    """Find a mistake in the name of the output before a model is loaded.
+    """Check the name of the output file, before a model is loaded.
 
     Raises:
-        TrouperValidationError: the file's format does not hold such results, or is not known; or it is the input.
-        UnsupportedFeatureError: a package for the format is missing.
+        TrouperValidationError: the format is unknown or unsuitable for these results, or the file is the input.
+        UnsupportedFeatureError: the package for the format is not installed.
     """
     if name is None or name == "-" or not _is_plain(name):
         return
@@ -69,7 +71,9 @@ def check_output(name: str | None, columns: Columns, input_name: str | None = No
         rule = f"must end in {', '.join(SUFFIXES)}"
         raise TrouperValidationError(rule, parameter="output_file", value=name)
     if suffix == ".npy" and _array_column(columns) is None:
-        rule = "these results are no array of numbers; use .jsonl or .parquet"
+        rule = (
+            "cannot hold these results, which are not an array of numbers; use .jsonl or .parquet"
+        )
         raise TrouperValidationError(rule, parameter="output_file", value=name)
     if suffix == ".parquet" and find_spec("pyarrow") is None:
         hint = install_hint("parquet")
@@ -78,20 +82,23 @@ def check_output(name: str | None, columns: Columns, input_name: str | None = No
 
 @contextmanager
 def results_file(name: str | None, columns: Columns) -> Generator[ResultWriter]:
-    """Open the output; stdout without a name.
+    """Open the output file, or stdout without a name, for the duration of a block.
+
+    If the block raises an error, the results so far are kept in a file with another name.
 
     Raises:
-        TrouperValidationError: it cannot be written.
+        TrouperValidationError: the file cannot be written.
     """
     if name is None or name == "-":
         yield JsonLines(None)
         return
     path = os.path.realpath(name)
     is_plain = _is_plain(name)
-    # The number keeps two processes apart, and an interrupted run's file from the next run.
+    # With the process id, so that another process or a later run never writes the same file.
     part = f"{path}.{os.getpid()}.part" if is_plain else path
     try:
-        file = open(part, "wb")  # noqa: SIM115  # closed below, outside of this try
+        # Closed below; an error of the caller's block must not be caught here.
+        file = open(part, "wb")  # noqa: SIM115
     except OSError as error:
         raise TrouperValidationError(
             f"cannot be written: {error.strerror}", parameter="output_file", value=name
@@ -110,7 +117,7 @@ def results_file(name: str | None, columns: Columns) -> Generator[ResultWriter]:
 
 
 def _keep_part(writer: ResultWriter, file: BinaryIO, part: str) -> None:
-    """Make the results so far a file that can be read, if there are any."""
+    """Complete the file with the results so far, or remove it if there are none."""
     with contextlib.suppress(Exception):
         writer.finish()
     with contextlib.suppress(OSError):
@@ -126,7 +133,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _array_column(columns: Columns) -> str | None:
-    """Return the column that fits into one array: a number or a vector for each prompt."""
+    """Return the column that can be one array, with a number or a vector for each prompt; None without one."""
     return next((name for name, kind in columns.items() if kind in ("vector", "score")), None)
 
 
@@ -137,10 +144,10 @@ def _writer(suffix: str, file: BinaryIO, columns: Columns) -> ResultWriter:
 
 
 class JsonLines:
-    """A line of JSON for each record."""
+    """Writes a line of JSON for each record, to a file or (None) to stdout."""
 
     def __init__(self, file: BinaryIO | None) -> None:
-        self._file = file  # None is stdout
+        self._file = file
         self.num_records = 0
 
     def write(self, record: Record) -> None:
@@ -157,18 +164,19 @@ class JsonLines:
 
 
 def _as_list(value: Any) -> Any:
-    """Return an array as JSON has it."""
+    """Convert an array to lists, for JSON."""
     return value.tolist()
 
 
 class NpyFile:
-    """An array of float32 with a row for each prompt, NaN where it failed; of scores it has one dimension."""
+    """Writes a float32 array with one row for each prompt (NaN if it failed), or one number for a score."""
 
     def __init__(self, file: BinaryIO, column: str) -> None:
         self._file = file
         self._column = column
         self.num_records = 0
-        self._shape: tuple[int, ...] | None = None  # of a row; the first that did not fail has it
+        # Shape of a row, known after the first successful prompt.
+        self._shape: tuple[int, ...] | None = None
 
     def write(self, record: Record) -> None:
         import numpy as np
@@ -208,7 +216,7 @@ class NpyFile:
 
 
 class ParquetFile:
-    """A row for each record, by pyarrow."""
+    """Writes a row for each record with pyarrow."""
 
     def __init__(self, file: BinaryIO, columns: Columns) -> None:
         pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
@@ -254,7 +262,7 @@ def _parquet_type(kind: str) -> Any:
 
 
 def _parquet_value(value: Any) -> Any:
-    """Return a value as a column has it: stop reasons are texts there, also those that are token ids."""
+    """Convert a value for its column; stop reasons become text, because some are token ids."""
     if isinstance(value, list):
         completions = cast("list[Record]", value)
         return [{**each, "stop_reason": _text(each.get("stop_reason"))} for each in completions]

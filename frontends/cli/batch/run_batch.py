@@ -1,4 +1,8 @@
-"""`trouper run-batch`: a file of requests in, a file of answers out."""
+"""`trouper run-batch`: answer a file of requests in OpenAI's batch format.
+
+The requests go through the server's own routes without a network, so every field behaves as over HTTP. A run of hours
+can be interrupted: the output file records what is answered, and the same command continues.
+"""
 
 import math
 import os
@@ -32,9 +36,10 @@ if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 INFLIGHT = 1024
-MAX_LINE = 32 * 2**20  # bytes of a request that can be answered, as over HTTP
+# Maximum size of a request in bytes, the same as over HTTP.
+MAX_LINE = 32 * 2**20
 EXIT_ALL_FAILED = 1
-# The options of an engine that decide an answer; the others only decide how fast it comes.
+# The options of the engine that change answers; others change only the speed.
 DECIDING = (
     "revision", "tokenizer", "tokenizer_revision", "hf_overrides", "dtype", "quantization", "seed", "runner",
     "convert", "pooler_config", "generation_config", "override_generation_config", "chat_template",
@@ -56,16 +61,19 @@ def run_batch(
     ],
     max_inflight: Annotated[
         int | None,
-        typer.Option(help="Lines under way at once; 1024 or twice max-num-seqs by default.", min=1),
+        typer.Option(
+            help="Maximum number of open requests; by default 1024, or twice max-num-seqs if larger.",
+            min=1,
+        ),
     ] = None,
     restart: Annotated[
         bool,
         typer.Option(
             "--restart",
-            help="Answer all requests anew; answers of an earlier run are kept under another name.",
+            help="Answer all requests again; answers of an earlier run are kept under another name.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of requests without one.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for requests without one.")] = 0,
     lora_modules: LoraModulesOption = None,
     *,
     engine_args: EngineArgs,
@@ -74,16 +82,16 @@ def run_batch(
 
     For example: trouper run-batch -i requests.jsonl -o answers.jsonl
 
-    Run the same command again, and it resumes where it stopped and sends failed requests once more.
+    To resume after an interruption, run the same command again; it also repeats failed requests.
 
-    A line: {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f("}}
+    Example of a line: {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f("}}
     """
     adapters = read_modules(lora_modules or [])
     engine_args.enable_lora |= bool(adapters)
     engine_args.seed = seed
     config = resolve_offline(engine_args, "batch")
     if engine_args.max_num_queued_reqs or engine_args.max_num_queued_tokens:
-        warnings.warn("a batch is not limited by max-num-queued-…", stacklevel=2)
+        warnings.warn("max-num-queued-… has no effect on a batch", stacklevel=2)
     limit = max_inflight or max(INFLIGHT, 2 * config.scheduler.max_num_seqs)
     origin = _origin(engine_args, adapters)
     with (
@@ -91,7 +99,7 @@ def run_batch(
         answers_file(output_file, input_file, origin, restarts=restart) as answers,
     ):
         if isinstance(answers, AnswersFile) and _are_all_answered(source, answers):
-            print(f"{answers.num_answers} requests, all answered before", file=sys.stderr)
+            print(f"{answers.num_answers} requests, all answered by earlier runs", file=sys.stderr)
             return
         run = _BatchRun(source, answers, limit, adapters, origin)
         if config.pooler is None:
@@ -103,7 +111,7 @@ def run_batch(
 
 @dataclass
 class _BatchRun:
-    """One run of an engine over the input."""
+    """One run of an engine over the input file; `have_all_failed` is its result."""
 
     source: BinaryIO
     answers: Answers
@@ -119,7 +127,7 @@ class _BatchRun:
         from trouper.frontends.server.shared.settings import ServerSettings
 
         await load_adapters(engine, self.adapters)
-        # A batch is answered as a whole, so its requests have no limit on their number or tokens, and no deadline.
+        # Nobody waits for a single request of a batch, so they have no queue limit and no deadline.
         settings = ServerSettings(
             max_requests=sys.maxsize,
             max_waiting_tokens=sys.maxsize,
@@ -132,14 +140,14 @@ class _BatchRun:
             await batch.answer_all(self.source, self.answers)
         for line in batch.failures.lines():
             output.complain(line)
-        kept = f", {batch.num_kept} of them answered before" if batch.num_kept else ""
+        kept = f", {batch.num_kept} of them answered by earlier runs" if batch.num_kept else ""
         failed = f"{batch.num_failed} of them failed"
         print(f"{batch.num_lines} requests{kept}, {failed}", file=sys.stderr)
         self.have_all_failed = 0 < batch.num_lines == batch.num_failed
 
 
 def _origin(engine_args: EngineArgs, adapters: Sequence[LoRARequest]) -> str:
-    """Return a digest of the model and of the options that decide answers."""
+    """Return a digest of the model, its adapters, and the options that change answers."""
     options = [getattr(engine_args, name) for name in DECIDING]
     folders = [(each.lora_name, _real(each.lora_path)) for each in adapters]
     return origin_of(_real(engine_args.model), options, folders)
@@ -150,15 +158,16 @@ def _real(path: str | None) -> str | None:
 
 
 def _are_all_answered(source: BinaryIO, answers: AnswersFile) -> bool:
-    """Match the saved answers with the input, before any weights are loaded.
+    """Match saved answers with the input before any weights are loaded.
 
-    If every request has its answer, the answers are put into the order of the requests.
+    Returns whether every request has an answer; the answers are then in the order of the requests.
 
     Raises:
         TrouperValidationError: a saved answer belongs to another input or another model.
     """
     if not answers.num_saved or not source.seekable():
-        return False  # a pipe's answers are matched as its lines come
+        # Lines of a pipe can be read only once, so they are matched during the run.
+        return False
     begin = source.tell()
     seen: set[bytes] = set()
     positions = array("q")
@@ -189,7 +198,7 @@ def _request(line: bytes) -> BatchLine | None:
 
 
 def _lines(source: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines that are not empty; those that are too long for a request are cut."""
+    """Yield the lines that are not empty; overlong lines are cut to `MAX_LINE` bytes."""
     is_begin = True
     while line := source.readline(MAX_LINE):
         if is_begin and not line.isspace():
@@ -198,7 +207,7 @@ def _lines(source: BinaryIO) -> Iterator[bytes]:
 
 
 def _num_lines(source: BinaryIO) -> int | None:
-    """Count the requests of a file for its progress bar; None where that would read what comes but once."""
+    """Count the requests of a file for the progress bar.  Returns None for a pipe, which can be read only once."""
     if not output.is_terminal(sys.stderr) or not source.seekable():
         return None
     begin = source.tell()
@@ -213,7 +222,8 @@ def _source(name: str) -> Generator[BinaryIO]:
         yield sys.stdin.buffer
         return
     try:
-        file = open(name, "rb")  # noqa: SIM115  # closed below, outside of this try
+        # Closed below; an error of the caller's block must not be caught here.
+        file = open(name, "rb")  # noqa: SIM115
     except OSError as error:
         raise cannot("be read", error, "input_file", name) from None
     with file:

@@ -1,6 +1,7 @@
-"""`trouper chat`: a conversation in the terminal, with an engine in this process or with a server.
+"""The commands `trouper chat` and `trouper complete`.
 
-`trouper complete`: completion of prompts by a server.
+`chat` holds a conversation with an engine in this process or with a server; `complete` lets a server continue single
+prompts. Both build a subject (`subjects.py`), which answers one message, and run it in a `Session`.
 """
 
 from collections.abc import Awaitable, Callable
@@ -21,7 +22,7 @@ from trouper.frontends.cli.arguments.options import (
 )
 from trouper.frontends.cli.arguments.values import LoraOption, chosen_adapter
 from trouper.frontends.cli.chat.conversation import (
-    ASKED,
+    WITH_USAGE,
     AnswerEnd,
     AnswerUsage,
     ContextFullError,
@@ -29,13 +30,8 @@ from trouper.frontends.cli.chat.conversation import (
     StatsOption,
 )
 from trouper.frontends.cli.chat.remote import CONNECTING, RemoteOptions, RemoteServer, Show
-from trouper.frontends.cli.chat.session import (
-    Ask,
-    ChatSubject,
-    CompletionSubject,
-    Question,
-    Session,
-)
+from trouper.frontends.cli.chat.session import Session
+from trouper.frontends.cli.chat.subjects import Ask, ChatSubject, CompletionSubject, Question
 from trouper.frontends.cli.chat.terminal import backend, quick_message, terminal_kept
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine, run_open
 from trouper.inputs import ChatPrompt
@@ -57,7 +53,7 @@ def chat(
         typer.Argument(
             metavar="[MODEL]",
             show_default=False,
-            help="Folder, hub id or GGUF file; with --url a model of the server.",
+            help="Folder, hub id or GGUF file; with --url, a model of the server.",
         ),
     ] = None,
     quick: Annotated[
@@ -66,16 +62,16 @@ def chat(
             "--quick",
             "-q",
             metavar="MESSAGE",
-            help="Answer this one message, followed by the text on stdin; - is stdin only.",
+            help="Answer this message, followed by the text on stdin, and exit; - reads stdin only.",
         ),
     ] = None,
     system_prompt: Annotated[
-        str | None, typer.Option(help="System message at the beginning of the conversation.")
+        str | None, typer.Option(help="System message at the start of the conversation.")
     ] = None,
     think: Annotated[
         bool | None,
         typer.Option(
-            help="Let the model reason before it answers, or not; its chat template must have enable_thinking.",
+            help="Let the model reason before it answers, or not; its chat template must support enable_thinking.",
             show_default=False,
         ),
     ] = None,
@@ -86,11 +82,11 @@ def chat(
     sampling: SamplingOptions,
     engine_args: EngineArgs,
 ) -> None:
-    """Talk to a model that has a chat template, here or at a server.
+    """Chat with a model that has a chat template, local or on a server.
 
     For example: trouper chat --url http://127.0.0.1:8000 --system-prompt "Be brief."
 
-    /help lists the commands. Ctrl-C stops an answer or clears the line, Ctrl-D ends.
+    /help lists the commands. Ctrl-C stops an answer or clears the line; Ctrl-D ends the session.
     """
     _take_model(named_model, remote, engine_args)
     message = quick_message(quick)
@@ -117,23 +113,23 @@ def chat(
         if remote.url is None:
             _with_engine(converse, remote, sampling, engine_args, lora, backend(quick))
         elif lora is not None:
-            rule = "needs an engine here: a server's adapter is a --model-name"
+            rule = "works only with a local model; for an adapter of a server, use --model-name"
             raise typer.BadParameter(rule, param_hint="--lora")
         else:
             _with_server(converse, remote, engine_args, backend(quick))
 
 
 def _take_model(name: str | None, remote: RemoteOptions, engine_args: EngineArgs) -> None:
-    """Let the argument name the model, of the engine here or of the server."""
+    """Use the argument as the model of the local engine or of the server."""
     if name is None:
         return
     if " " in name and not Path(name).exists():
-        rule = f'no model has such a name; give a message with -q: trouper chat -q "{name}"'
+        rule = f'is not the name of a model; give a message with -q: trouper chat -q "{name}"'
         raise typer.BadParameter(rule, param_hint="MODEL")
     is_remote = remote.url is not None
     if (remote.model_name if is_remote else engine_args.model) is not None:
         option = "--model-name" if is_remote else "--model"
-        raise typer.BadParameter("give it once", param_hint=f"MODEL and {option}")
+        raise typer.BadParameter("give only one of them", param_hint=f"MODEL and {option}")
     if is_remote:
         remote.model_name = name
     else:
@@ -144,12 +140,12 @@ def _with_server(
     converse: Converse, remote: RemoteOptions, engine_args: EngineArgs, loop: str
 ) -> None:
     if engine_args != EngineArgs():
-        message = "takes no options of an engine: the server has its own"
+        message = "cannot be combined with options of a local engine: the server has its own"
         raise typer.BadParameter(message, param_hint="--url")
 
     async def act(server: RemoteServer, interrupts: Interrupts) -> None:
         async def ask(question: Question, show: Show) -> AnswerEnd:
-            fields = question.sampling.given() | (ASKED if question.wants_counts else {})
+            fields = question.sampling.given() | (WITH_USAGE if question.wants_counts else {})
             if question.template_variables:
                 fields["chat_template_kwargs"] = question.template_variables
             return await server.chat(fields, question.messages, show)
@@ -175,8 +171,10 @@ def _with_engine(
     config = resolve_offline(engine_args)
     check_generates(config)
     model = config.model
-    defaults = {"max_tokens": None, **model.default_sampling}  # None: up to the model's length
-    params = sampling.params(defaults)  # a wrong option is named before the weights are loaded
+    # Answers may fill the rest of the context.
+    defaults = {"max_tokens": None, **model.default_sampling}
+    # Reports an invalid option before the weights are loaded.
+    params = sampling.params(defaults)
     output.tell_sampling(model, asdict(params))
 
     async def act(engine: "AsyncLLMEngine", interrupts: Interrupts) -> None:
@@ -197,7 +195,10 @@ async def _ask_engine(
     question: Question,
     show: Show,
 ) -> AnswerEnd:
-    """Pass an answer to `show`.  Raises ContextFullError, or what the engine raises."""
+    """Generate an answer and pass its text to `show` as it arrives.
+
+    Raises ContextFullError if the prompt exceeds the context, and the engine's other errors unchanged.
+    """
     usage, reason = AnswerUsage(0, 0), None
     params = question.sampling.params(defaults, output_kind=RequestOutputKind.DELTA)
     variables = question.template_variables
@@ -227,7 +228,7 @@ def complete(
             "--quick",
             "-q",
             metavar="PROMPT",
-            help="Complete this one prompt, followed by the text on stdin; - is stdin only.",
+            help="Complete this prompt, followed by the text on stdin, and exit; - reads stdin only.",
         ),
     ] = None,
     stats: StatsOption = False,
@@ -235,11 +236,11 @@ def complete(
     remote: RemoteOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Complete each line of stdin at an OpenAI-compatible server.
+    """Complete each line of stdin with an OpenAI-compatible server.
 
     For example: trouper complete --url http://127.0.0.1:8000 -q "def f("
 
-    At a terminal /help lists the commands. Ctrl-C stops a text or clears the line, Ctrl-D ends.
+    At a terminal, /help lists the commands. Ctrl-C stops a text or clears the line; Ctrl-D ends the session.
     """
     prompt = quick_message(quick)
 
@@ -247,7 +248,7 @@ def complete(
         async def ask(
             prompt: str, sampling: SamplingOptions, wants_counts: bool, show: Show
         ) -> AnswerEnd:
-            asked = ASKED if wants_counts else {}
+            asked = WITH_USAGE if wants_counts else {}
             fields = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling.given(), **asked}
             return await server.complete(fields, prompt, show)
 

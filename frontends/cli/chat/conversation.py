@@ -1,9 +1,7 @@
-"""The messages of a conversation, the turns that no longer fit, and its file.  All of it is pure.
+"""The messages of a conversation: which turns still fit the context, the saved file, and the figures of an answer.
 
-A conversation grows with each turn, and a model reads a limited number of tokens.  When it is full the oldest turns
-give way, several at once: each time they do, the rest is computed anew, since its beginning has changed.
-
-`--stats`: tokens and seconds of each answer.
+A conversation grows with each turn, but a model's context is limited. When it is full, several of the oldest turns
+are dropped at once: after each drop the rest must be computed again, because the prefix has changed.
 """
 
 import sys
@@ -16,19 +14,23 @@ import typer
 
 from trouper.errors import TrouperClientError, TrouperValidationError
 
-BYTES_PER_TOKEN = 3  # a low guess, so that lengths are rather over- than underestimated
-ROOM_SHARE = 4  # a fourth of the context is kept free for the answer
-KEPT_SHARE = 2  # turns give way until half of the context is free
-MAX_FILE = 64 * 2**20  # bytes of a saved conversation
+# A low estimate, so that lengths are overestimated rather than underestimated.
+BYTES_PER_TOKEN = 3
+# A quarter of the context is reserved for the answer.
+ROOM_SHARE = 4
+# Turns are dropped until they fill at most half of the context.
+KEPT_SHARE = 2
+# Maximum size of a saved conversation, in bytes.
+MAX_FILE = 64 * 2**20
 Messages = list[dict[str, Any]]
 
 
 class ContextFullError(TrouperClientError):
-    """The messages have more tokens than the model reads."""
+    """The messages have more tokens than the model's context."""
 
 
 class ChatTurn(NamedTuple):
-    """A question with its answer, and the tokens that both take in the prompt."""
+    """A question, its answer, and the number of tokens of both in the prompt."""
 
     question: str
     answer: str
@@ -36,7 +38,7 @@ class ChatTurn(NamedTuple):
 
 
 class Conversation:
-    """The system message and the turns so far."""
+    """A system message and the turns so far; only the session changes it, between answers."""
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
@@ -65,7 +67,7 @@ class Conversation:
         """Add a turn.
 
         Args:
-            num_tokens: the tokens of the whole conversation with it; None if they are not known.
+            num_tokens: tokens of the whole conversation including this turn; None to estimate them.
         """
         if num_tokens is None:
             own = estimate(question) + estimate(answer)
@@ -74,11 +76,11 @@ class Conversation:
         self.turns.append(ChatTurn(question, answer, own))
 
     def num_too_old(self, question: str, limit: int | None, max_tokens: int | None) -> int:
-        """Return how many of the oldest turns give way to a question.
+        """Return how many of the oldest turns to drop, so that a question and its answer fit.
 
         Args:
-            limit: the tokens that the model reads and writes; None if they are not known.
-            max_tokens: the longest answer; None if there is no limit of its own.
+            limit: length of the model's context in tokens; None if it is unknown.
+            max_tokens: maximum length of the answer; None if only the context limits it.
         """
         if limit is None:
             return 0
@@ -91,7 +93,7 @@ class Conversation:
         )
 
     def dumped(self, parameters: dict[str, Any]) -> bytes:
-        """Return the conversation as a JSON file."""
+        """Return the content of a JSON file with the conversation and the sampling parameters."""
         saved = _SavedConversation(messages=self.messages(), parameters=parameters)
         return msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
 
@@ -102,12 +104,19 @@ class _SavedConversation(msgspec.Struct):
 
 
 def estimate(text: str) -> int:
-    """Return about how many tokens a text has."""
+    """Estimate the number of tokens of a text from its length in bytes."""
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
 def num_dropped(sizes: Sequence[int], fixed: int, most: int, wanted: int) -> int:
-    """Return how many of the oldest turns must go: none if all fit into `most`, else until `wanted` is kept."""
+    """Return how many of the oldest turns to drop.
+
+    Args:
+        sizes: tokens of each turn, oldest first.
+        fixed: tokens of the question and the system message.
+        most: if everything fits in this many tokens, nothing is dropped.
+        wanted: otherwise turns are dropped until at most this many tokens remain.
+    """
     total = sum(sizes) + fixed
     if total <= most:
         return 0
@@ -119,15 +128,15 @@ def num_dropped(sizes: Sequence[int], fixed: int, most: int, wanted: int) -> int
 
 
 def next_dropped(num: int, num_turns: int) -> int:
-    """Return how many turns to drop after a model has refused the conversation without the oldest `num`."""
+    """Return how many turns to drop next, after the conversation without the oldest `num` was still too long."""
     return num + max(1, (num_turns - num) // 2)
 
 
 def load(data: bytes) -> tuple[Conversation, dict[str, Any]]:
-    """Return a saved conversation and its parameters; a plain list of messages is one, too.
+    """Parse a saved conversation or a plain JSON list of messages; return it with its sampling parameters.
 
     Raises:
-        TrouperValidationError: it is no conversation of a system message and of questions with their answers.
+        TrouperValidationError: the data is not an optional system message followed by questions with answers.
     """
     try:
         if data.lstrip().startswith(b"["):
@@ -157,38 +166,39 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def _no_conversation(why: str) -> TrouperValidationError:
-    return TrouperValidationError(f"no saved conversation: {why}", parameter="file")
+    return TrouperValidationError(f"is not a saved conversation: {why}", parameter="file")
 
 
 StatsOption = Annotated[
     bool, typer.Option("--stats", help="Print tokens and times of each answer on stderr.")
 ]
-ASKED = {"stream_options": {"include_usage": True}}  # fields that request the counts from a server
+# Fields that request the numbers of tokens from a server.
+WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
 class AnswerUsage(msgspec.Struct):
-    """The tokens of one answer and its prompt."""
+    """The numbers of tokens of one answer and its prompt."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class AnswerEnd(NamedTuple):
-    """How an answer ended.  Servers that send no counts leave `usage` out."""
+    """How an answer ended; `usage` is None if the server does not report it."""
 
     usage: AnswerUsage | None = None
     finish_reason: str | None = None
 
 
 class Stopwatch:
-    """Times of one answer, from the construction on; `hear` passes each piece of it to `show`."""
+    """Measures one answer from the construction on; `add` passes each part of its text on to `show`."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
         self._began = anyio.current_time()
         self._first_s: float | None = None
 
-    def hear(self, text: str) -> None:
+    def add(self, text: str) -> None:
         self._show(text)
         if text and self._first_s is None:
             self._first_s = anyio.current_time() - self._began
@@ -198,11 +208,12 @@ class Stopwatch:
 
 
 def stats_line(usage: AnswerUsage | None, first_s: float | None, whole_s: float) -> str:
-    """Return the line of one answer.
+    """Format the figures of one answer.
 
     Args:
-        usage: None when the answer was cut off or the server sends no counts.
-        first_s: None when the answer has no text.
+        usage: None if the answer was interrupted or the server reports no usage.
+        first_s: seconds until the first text; None if the answer has no text.
+        whole_s: seconds until the end.
     """
     times = f"{whole_s:.2f} s"
     if first_s is not None:

@@ -1,7 +1,7 @@
-"""Text typed in a session: when a message is complete, and whether it is a command.
+"""Interpret text typed in a session: whether a message is complete, and whether it is a command.
 
-All of it is pure.  The rules are those of Ollama and llama-cli: `\"\"\"` begins and ends a message of several lines, a
-backslash at the end of a line continues it, and `/word` is a command.  A path is no command.
+This module is pure. Its rules are those of Ollama and llama-cli: `\"\"\"` begins and ends a message of several lines, a
+backslash at the end of a line continues the message, and `/word` is a command. A path such as `/usr/bin` is not.
 """
 
 import dataclasses
@@ -14,24 +14,26 @@ from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.arguments.options import MATCHED, SamplingOptions
 
 QUOTES = '"""'
-QUOTED = re.compile(rf"\s*(?:/system\s+|/set\s+system\s+)?(?={QUOTES})")  # what may precede quotes
+# Only these commands may precede the quotes.
+QUOTED = re.compile(rf"\s*(?:/system\s+|/set\s+system\s+)?(?={QUOTES})")
 WORD = re.compile(r"/([A-Za-z]+|\?)(?=\s|$)")
-# Each command with its arguments and its line of help.
+# The arguments and the help of each command.
 COMMANDS = {
     "help": ("", "list the commands"),
-    "reset": ("", "forget the conversation; the system message stays"),
-    "system": ("[TEXT]", "set the system message; without TEXT show it"),
+    "reset": ("", "forget the conversation but keep the system message"),
+    "system": ("[TEXT]", "set the system message; without TEXT, show it"),
     "set": (
         "parameter [NAME [VALUE]]",
-        "set a sampling parameter; without VALUE show it, without NAME all",
+        "set a sampling parameter; without VALUE, show it; without NAME, show all",
     ),
     "show": ("[info|system|parameters]", "show the model, the context, the settings"),
     "save": ("FILE", "save the conversation as JSON"),
     "load": ("FILE", "continue a saved conversation"),
-    "bye": ("", "end the session, as Ctrl-D does"),
+    "bye": ("", "end the session, like Ctrl-D"),
 }
 ALIASES = {"?": "help", "clear": "reset", "exit": "bye", "quit": "bye"}
-SWITCHES = ("verbose", "quiet", "history", "nohistory")  # of /set
+# Arguments of /set.
+SWITCHES = ("verbose", "quiet", "history", "nohistory")
 # Ollama's names of parameters.
 PARAMETER_ALIASES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 LENGTHS = ("num_ctx", "max_model_len")
@@ -39,20 +41,20 @@ TRUTHS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0"
 
 
 class Command(NamedTuple):
-    """A command by its own name, never an alias."""
+    """A command, with the name in `COMMANDS` even if an alias was typed."""
 
     name: str
     argument: str
 
 
 class Unknown(NamedTuple):
-    """A word that looks like a command, and the line that helps."""
+    """A word that looks like a command but is none, with a hint for the user."""
 
     hint: str
 
 
 def continued(text: str) -> str | None:
-    """Return the text to which the next line is appended, or None if the message is complete."""
+    """Return the text to append the next line to, or None if the message is complete."""
     if (begin := QUOTED.match(text)) is not None:
         rest = text[begin.end() + len(QUOTES) :].rstrip()
         return None if rest.endswith(QUOTES) else text + "\n"
@@ -61,7 +63,7 @@ def continued(text: str) -> str | None:
 
 
 def unquoted(text: str) -> str:
-    """Return the text between `\"\"\"` and `\"\"\"`; a text without them as it is."""
+    """Return the text between `\"\"\"` and `\"\"\"`, or an unquoted text unchanged."""
     stripped = text.strip()
     if not stripped.startswith(QUOTES):
         return text
@@ -72,7 +74,7 @@ def unquoted(text: str) -> str:
 def parse(text: str, known: frozenset[str]) -> str | Command | Unknown:
     """Return a message, a command, or the hint for an unknown command.
 
-    A text that begins with white space, or whose first word is a path such as `/usr/bin`, is a message.
+    A text that begins with white space or a path such as `/usr/bin` is a message.
     """
     found = WORD.match(text)
     if found is None:
@@ -83,11 +85,12 @@ def parse(text: str, known: frozenset[str]) -> str | Command | Unknown:
     names = [*known, *(alias for alias, name in ALIASES.items() if name in known)]
     near = difflib.get_close_matches(name, names, n=1)
     guess = f"did you mean /{near[0]}? " if near else ""
-    hint = "/help lists the commands; a message that begins with a space is sent as it is"
+    hint = "/help lists the commands; begin a message with a space to send it unchanged"
     return Unknown(f"no such command: {found[0]}; {guess}{hint}")
 
 
 def help_lines(known: frozenset[str]) -> list[str]:
+    """Return the lines of /help for a session with these commands."""
     lines = [
         f"/{name} {arguments}".ljust(32) + text
         for name, (arguments, text) in COMMANDS.items()
@@ -101,15 +104,15 @@ def help_lines(known: frozenset[str]) -> list[str]:
     return [
         *lines,
         "/set format json|noformat".ljust(32) + "make each answer a JSON object, or not",
-        "/set verbose|quiet".ljust(32) + "show tokens and times of each answer, or not",
-        "/set history|nohistory".ljust(32) + "keep what is typed for later sessions, or not",
+        "/set verbose|quiet".ljust(32) + "show the tokens and times of each answer, or not",
+        "/set history|nohistory".ljust(32) + "save your input for later sessions, or not",
         f"{QUOTES} begins and ends a message of several lines; \\ at the end of a line continues it.",
         "Ctrl-C stops an answer or clears the line; Ctrl-D ends the session.",
     ]
 
 
 def parameter_kinds() -> dict[str, Any]:
-    """Return the sampling parameters that can be set, with their types."""
+    """Return the type of each sampling parameter that /set can change."""
     kinds: dict[str, Any] = {}
     for field in dataclasses.fields(SamplingOptions):
         declared: Any = get_args(field.type)[0]
@@ -120,26 +123,29 @@ def parameter_kinds() -> dict[str, Any]:
 
 
 def with_parameter(options: SamplingOptions, name: str, text: str) -> SamplingOptions:
-    """Return the options with one parameter changed.
+    """Return a copy of the options with one parameter set to a typed value.
 
     Raises:
-        TrouperValidationError: there is no such parameter, or the value is out of its range.
+        TrouperValidationError: the parameter does not exist, or the value is invalid.
     """
     name = parameter_name(name)
     return with_values(options, {name: _value(name, parameter_kinds()[name], text)})
 
 
 def with_values(options: SamplingOptions, values: dict[str, Any]) -> SamplingOptions:
-    """Return the options with these parameters changed.  Raises TrouperValidationError."""
+    """Return a copy of the options with these values.  Raises TrouperValidationError for an invalid name or value."""
     for name in values:
         parameter_name(name)
     return _changed(options, values)
 
 
 def with_format(options: SamplingOptions, text: str) -> SamplingOptions:
-    """Return the options for answers in a format: `json`, or an empty text for any.  Raises TrouperValidationError."""
+    """Return a copy of the options for answers in JSON (`json`) or in any format (an empty text).
+
+    Raises TrouperValidationError for another format.
+    """
     if text not in ("", "json"):
-        rule = "must be json; for a schema give --json-schema FILE or JSON at start"
+        rule = "must be json; for a schema, start with --json-schema FILE or JSON"
         raise TrouperValidationError(rule, parameter="format", value=text)
     return _changed(options, {"json_object": bool(text)})
 
@@ -147,28 +153,32 @@ def with_format(options: SamplingOptions, text: str) -> SamplingOptions:
 def _changed(options: SamplingOptions, values: dict[str, Any]) -> SamplingOptions:
     changed = dataclasses.replace(options, **values)
     try:
-        changed.params({})  # checks types and ranges
+        # Checks types and ranges.
+        changed.params({})
     except TypeError as error:
         raise TrouperValidationError(f"cannot be used: {error}", parameter="parameters") from None
     return changed
 
 
 def is_parameter(name: str) -> bool:
-    """Whether a word is the name of a sampling parameter, or Ollama's name of one."""
+    """Return whether a word is the name of a sampling parameter, here or in Ollama."""
     name = name.replace("-", "_").lower()
     return PARAMETER_ALIASES.get(name, name) in (*parameter_kinds(), *LENGTHS)
 
 
 def parameter_name(name: str) -> str:
-    """Return the name of a sampling parameter, also for Ollama's.  Raises TrouperValidationError."""
+    """Return trouper's name of a sampling parameter, given that name or Ollama's.
+
+    Raises TrouperValidationError for any other name.
+    """
     name = name.replace("-", "_").lower()
     if name in LENGTHS:
-        rule = "the context's length is set at start, by --max-model-len"
+        rule = "the context length can only be set at the start, with --max-model-len"
         raise TrouperValidationError(rule, parameter=name)
     name = PARAMETER_ALIASES.get(name, name)
     if name not in parameter_kinds():
         raise TrouperValidationError(
-            f"no such parameter; there are {', '.join(parameter_kinds())}", parameter=name
+            f"no such parameter; supported: {', '.join(parameter_kinds())}", parameter=name
         )
     return name
 

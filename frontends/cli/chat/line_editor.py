@@ -1,7 +1,7 @@
-"""The line editor of interactive sessions, by prompt_toolkit, and the file of what was typed before.
+"""The line editor of interactive sessions, based on prompt_toolkit, and its history file.
 
-prompt_toolkit is imported here only, and this module only by a session at a terminal: the import takes a
-tenth of a second.
+Importing prompt_toolkit takes 0.1 s, so only this module imports it, and only sessions at a terminal import this
+module.
 """
 
 import contextlib
@@ -23,28 +23,30 @@ from trouper.frontends.cli.chat.input import continued
 
 PROMPT, CONTINUATION = "> ", "... "
 MAX_ENTRIES = 1000
-MAX_ENTRY = 64 * 2**10  # characters; a longer message is not kept
-MAX_FILE = 8 * 2**20  # bytes that are read of the file; only its end counts
+# Longer messages, in characters, are not saved.
+MAX_ENTRY = 64 * 2**10
+# At most this many bytes are read, from the end of the file.
+MAX_FILE = 8 * 2**20
 LEAVE = "to leave the session, press Ctrl-D or type /bye"
 
 
 class _Cleared(NamedTuple):
-    """The result of a prompt that Ctrl-C has cleared."""
+    """The result of a prompt after Ctrl-C; `had_text` is False if the line was already empty."""
 
     had_text: bool
 
 
 class LineEditor:
-    """Reads messages at a terminal.  A paste is one message, whatever lines it has."""
+    """Reads messages at a terminal.  Pasted text is one message, even with several lines."""
 
     def __init__(self, history: "MessageHistory", note: Callable[[str], None]) -> None:
-        """Make an editor; `note` shows one line to the user."""
+        """Create an editor that shows hints to the user by calling `note`."""
         self._note = note
         self.history = history
-        # None lets prompt_toolkit do without escape sequences.
+        # Without an output prompt_toolkit uses no escape sequences.
         output = None if is_dumb_terminal() else create_output(sys.stdout)
         if isinstance(output, Vt100_Output):
-            # Without menus nothing depends on the position of the cursor, and not every terminal reports it.
+            # The cursor's position matters only for menus, and not every terminal reports it.
             output.enable_cpr = False
         self._session: PromptSession[Any] = PromptSession(
             PROMPT,
@@ -66,7 +68,8 @@ class LineEditor:
                 )
             except EOFError:
                 return None
-            except KeyboardInterrupt:  # Ctrl-C at a dumb terminal, which has no bindings
+            # A dumb terminal has no key bindings, so Ctrl-C arrives as a signal.
+            except KeyboardInterrupt:
                 self._note(LEAVE)
                 continue
             if not isinstance(found, _Cleared):
@@ -76,7 +79,7 @@ class LineEditor:
 
 
 def _continuation(width: int, line_number: int, wrap_count: int) -> str:
-    """Mark the lines of a message, but not the rows of one long line."""
+    """Return the mark of a further line of a message; wrapped parts of a long line have none."""
     return "" if wrap_count else CONTINUATION
 
 
@@ -99,17 +102,16 @@ def _bindings() -> KeyBindings:
 
     @bindings.add("c-c")
     def _(event: Any) -> None:
-        # The first clears the line, so a second in a row meets an empty one.
+        # A second Ctrl-C finds an empty line, and shows how to leave.
         event.app.exit(result=_Cleared(bool(event.current_buffer.text)))
 
     return bindings
 
 
 class MessageHistory(History):
-    """Messages typed in sessions, one JSON string a line, in a file that only its owner reads.
+    """Messages of earlier sessions, one JSON string for each line, in a file that only its owner can read.
 
-    The newest `MAX_ENTRIES` are kept.  A file that cannot be written is no error: entries then last as
-    long as the session.
+    The newest `MAX_ENTRIES` are kept. If the file cannot be written, entries last until the session ends.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -118,7 +120,7 @@ class MessageHistory(History):
         self.is_kept = path is not None
 
     def load_history_strings(self) -> Iterable[str]:
-        """Return the entries of the file, the newest first."""
+        """Return the entries of the file, newest first."""
         try:
             with self._path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -145,7 +147,7 @@ class MessageHistory(History):
 
 
 def _write(path: Path, flag: int, entries: list[str]) -> None:
-    """Write entries in one call, so that two sessions do not mix theirs."""
+    """Write all entries with one system call, so that entries of two sessions do not mix."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
     try:
         os.fchmod(file, 0o600)
@@ -155,7 +157,7 @@ def _write(path: Path, flag: int, entries: list[str]) -> None:
 
 
 def entries_of(data: bytes) -> list[str]:
-    """Return the entries of a history file; lines that are none, such as half of one, are left out."""
+    """Parse the entries of a history file; skip invalid lines, such as half of an entry at the start."""
     entries: list[str] = []
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
@@ -166,7 +168,7 @@ def entries_of(data: bytes) -> list[str]:
 
 
 def history_path(name: str) -> Path | None:
-    """Return the history file of a command, by the XDG base directories; None for a user without a home."""
+    """Return the history file of a command in the XDG state directory; None for a user without a home."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():
         try:

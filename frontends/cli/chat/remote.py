@@ -1,7 +1,8 @@
-"""A client of servers with OpenAI's API, for use at a terminal.
+"""A streaming client for OpenAI-compatible servers, for use at a terminal.
 
-A refusal of the request itself (400, 401, 404 …) is a client error; every other failure until the end of an
-answer is a RemoteError.  No request is sent twice.
+It works with any such server, so it reads only the fields it needs and trusts nothing else. If the server refuses the
+request (400, 401, 404 …), that is a client error; every other failure until the end of an answer is a RemoteError. No
+request is sent twice, because the user can decide better whether to repeat it.
 """
 
 import dataclasses
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
 CONNECTING = "connecting …"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 CONNECT_S = 10.0
-SILENCE_S = 600.0  # a long prompt on a slow machine is silent for minutes
-LAST_WORDS_S = 1.0  # for a stream to end after `[DONE]`, so that its connection can be used again
-MAX_BODY = 2**20  # bytes of a reply that is no stream
+# A slow machine needs minutes until the first token of a long prompt.
+SILENCE_S = 600.0
+# Time for the response to end after `[DONE]`, so that its connection can be reused.
+CLOSING_S = 1.0
+# Maximum size of a response without a stream, in bytes.
+MAX_BODY = 2**20
 MAX_MESSAGE = 400
 TRY_AGAIN = (408, 429)
 TOO_LONG = (400, 413, 422)
-# The codes and words of servers (trouper and vLLM, OpenAI, llama.cpp, Ollama) for a prompt that is too long.
+# How trouper, vLLM, OpenAI, llama.cpp and Ollama report an overlong prompt: codes if they send one, else their texts.
 FULL = re.compile(
     r"context_length_exceeded|exceed_context_size|context (length|size|window)|max_model_len",
     re.IGNORECASE,
@@ -45,29 +49,29 @@ def _option(text: str, **more: Any) -> Any:
 
 @dataclasses.dataclass
 class RemoteOptions:
-    """The address of the server, the model, and the key to send."""
+    """Options for a server: its address, the model and the API key."""
 
     url: Annotated[str | None, _option("Base address of an OpenAI-compatible server.")] = None
-    model_name: Annotated[
-        str | None, _option("Model to ask; the first of the server's when left out.")
-    ] = None
+    model_name: Annotated[str | None, _option("Model to use; by default the server's first.")] = (
+        None
+    )
     api_key: Annotated[
         str | None, _option("API key to send to the server.", envvar="TROUPER_API_KEY")
     ] = None
 
 
 class RemoteModel(msgspec.Struct):
-    """A model as a server lists it."""
+    """A model in the list of a server; only vLLM and trouper include its maximum length."""
 
     id: str
-    max_model_len: int | None = None  # vLLM's servers say it
+    max_model_len: int | None = None
 
 
 class RemoteServer(AsyncContextManagerMixin):
-    """A server that answers for one model; entering looks the model up if none is named."""
+    """A connection to one model of a server; entering it requests the server's first model if none is named."""
 
     def __init__(self, options: RemoteOptions) -> None:
-        """Raises TrouperValidationError: the address or the key cannot be used."""
+        """Check the options without connecting.  Raises TrouperValidationError for a bad address or key."""
         self._url = _base_url(options.url or DEFAULT_URL)
         self._model = options.model_name
         self._headers: dict[str, str] = {}
@@ -76,11 +80,12 @@ class RemoteServer(AsyncContextManagerMixin):
                 raise TrouperValidationError("must be printable ASCII", parameter="api_key")
             self._headers["authorization"] = f"Bearer {options.api_key}"
         self._client: AsyncClient
-        self.max_model_len: int | None = None  # if the server says it
+        # None if the server does not report it.
+        self.max_model_len: int | None = None
 
     @property
     def facts(self) -> dict[str, str]:
-        """The server and the model, for `/show`."""
+        """The address and the model, for `/show`."""
         return {"server": str(self._url), "model": self._model or ""}
 
     def __repr__(self) -> str:
@@ -88,7 +93,7 @@ class RemoteServer(AsyncContextManagerMixin):
 
     @property
     def url(self) -> str:
-        """The address that routes are relative to, without a slash at its end."""
+        """The base address of the API, without a final slash."""
         return str(self._url).rstrip("/")
 
     @asynccontextmanager
@@ -107,18 +112,19 @@ class RemoteServer(AsyncContextManagerMixin):
     async def chat(
         self, fields: dict[str, Any], messages: list[dict[str, Any]], show: Show
     ) -> AnswerEnd:
-        """Pass each piece of the answer to a conversation to `show`; otherwise as `complete`."""
+        """Request the answer to a conversation and stream its text to `show`; returns and errors as in `complete`."""
         return await self._ask("chat/completions", {"messages": messages, **fields}, show)
 
     async def complete(self, fields: dict[str, Any], prompt: str, show: Show) -> AnswerEnd:
-        """Pass each piece of the text that follows a prompt to `show`.  Leaving closes the connection.
+        """Request the completion of a prompt and stream its text to `show`.
 
-        Returns how it ended, with the counts of tokens if `fields` request them (`stream_options`).
+        Cancelling it closes the connection, which aborts the request. Returns how the answer ended, with the numbers
+        of tokens if `fields` request them (`stream_options`).
 
         Raises:
             ContextFullError: the server refuses the request because it is too long.
             TrouperClientError: the server refuses the request for another reason.
-            RemoteError: anything else, also in the middle of the answer.
+            RemoteError: the server failed or the connection broke, possibly in the middle of the answer.
         """
         return await self._ask("completions", {"prompt": prompt, **fields}, show)
 
@@ -130,22 +136,22 @@ class RemoteServer(AsyncContextManagerMixin):
                 return await _read(source, show)
 
     async def model(self) -> RemoteModel:
-        """Find the model that is asked in the server's list.
+        """Return the model from the server's list.
 
         Raises:
-            TrouperValidationError: it is not there.
-            TrouperClientError, RemoteError: there is no list.
+            TrouperValidationError: the list does not contain the model.
+            TrouperClientError, RemoteError: the server returns no list.
         """
         models = await self._models()
         found = next((model for model in models if model.id == self._model), None)
         if found is None:
             names = _plain(", ".join(model.id for model in models))
-            rule = f"the server has no such model, only: {names}"
+            rule = f"the server does not have this model; it has: {names}"
             raise TrouperValidationError(rule, parameter="model_name", value=self._model)
         return found
 
     async def _models(self) -> list[RemoteModel]:
-        """Return the models that the server lists, at least one."""
+        """Return the server's list of models, which has at least one."""
         with self._explained():
             async with self._client.stream("GET", "models") as response:
                 await _check_status(response)
@@ -156,14 +162,14 @@ class RemoteServer(AsyncContextManagerMixin):
             models = []
         if not models:
             raise RemoteError(
-                f"{self._url}models lists no model: is this an OpenAI-compatible server? "
-                "(--model-name names one)"
+                f"{self._url}models lists no models: is this an OpenAI-compatible server? "
+                "(--model-name chooses a model without the list)"
             )
         return models
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """Raise the client library's errors as errors of this command line."""
+        """Turn the HTTP client's exceptions into RemoteError with a message for the user."""
         import httpx2
 
         try:
@@ -174,7 +180,7 @@ class RemoteServer(AsyncContextManagerMixin):
             raise RemoteError(f"no answer from {self._url} in time") from error
         except httpx2.TransportError as error:
             reason = _plain(str(error)) or type(error).__name__
-            raise RemoteError(f"the answer from {self._url} broke off: {reason}") from error
+            raise RemoteError(f"the connection to {self._url} broke off: {reason}") from error
 
 
 class _RemoteDelta(msgspec.Struct):
@@ -198,17 +204,18 @@ class _Models(msgspec.Struct):
 
 
 async def _read(source: "EventSource", show: Show) -> AnswerEnd:
-    """Read a stream to its end."""
+    """Read a stream to its end and pass its text to `show`."""
     error: Exception | None = None
     usage: AnswerUsage | None = None
     reason: str | None = None
     is_over = False
-    # The library's generators end in order at their end or when they are cancelled inside, not when dropped.
+    # An error cancels the iteration instead of leaving the loop: the library's generators close their connection
+    # only at their end or when they are cancelled.
     with anyio.CancelScope() as rest:
         async for event in source:
             if event.data == "[DONE]":
                 is_over = True
-                rest.deadline = anyio.current_time() + LAST_WORDS_S
+                rest.deadline = anyio.current_time() + CLOSING_S
                 continue
             try:
                 chunk = _show_chunk(event.data, show)
@@ -221,7 +228,7 @@ async def _read(source: "EventSource", show: Show) -> AnswerEnd:
     if error is not None:
         raise error
     if not is_over and reason is None:
-        raise RemoteError("the answer broke off before its end")
+        raise RemoteError("the connection broke off before the end of the answer")
     return AnswerEnd(usage, reason)
 
 
@@ -229,7 +236,7 @@ def _show_chunk(data: str, show: Show) -> _Chunk:
     try:
         chunk = msgspec.json.decode(data, type=_Chunk)
     except msgspec.MsgspecError:
-        raise RemoteError("the server sends events that are no chunks of an answer") from None
+        raise RemoteError("the server sent an event that is not a chunk of an answer") from None
     if chunk.error is not None:
         raise RemoteError(f"the server failed: {_message_of(chunk.error)}")
     for choice in chunk.choices:
@@ -248,9 +255,9 @@ async def _check_status(response: "Response") -> None:
         error = msgspec.json.decode(body, type=dict[str, Any]).get("error")
     except msgspec.MsgspecError:
         error = None
-    told = _message_of(error)
-    text = f"the server answers {status}: {told or response.reason_phrase}"
-    if status in TOO_LONG and FULL.search(f"{_code_of(error)} {told}"):
+    message = _message_of(error)
+    text = f"the server answers {status}: {message or response.reason_phrase}"
+    if status in TOO_LONG and FULL.search(f"{_code_of(error)} {message}"):
         raise ContextFullError(text)
     if 400 <= status < 500 and status not in TRY_AGAIN:
         raise TrouperClientError(text)
@@ -276,12 +283,12 @@ async def _bounded_body(response: "Response") -> bytes:
 
 
 def _plain(text: str) -> str:
-    """Return foreign text fit for a terminal: short, and without control characters."""
+    """Make a server's text safe to print at a terminal: shorten it and replace control characters."""
     return "".join(c if c.isprintable() else " " for c in text[:MAX_MESSAGE])
 
 
 def _base_url(text: str) -> "URL":
-    """Return the address that routes are relative to; `/v1` when only a host is given."""
+    """Parse the base address of the API; an address without a path gets `/v1`."""
     import httpx2
 
     try:

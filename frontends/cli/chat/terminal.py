@@ -1,4 +1,8 @@
-"""Text from a terminal or a pipe, and text for it."""
+"""Read messages from a terminal or a pipe, and print answers to it.
+
+A model's text may contain control characters, which could change the terminal; stdin may be an open pipe without data,
+on which the command would wait without a word; and a read of stdin cannot be cancelled. These cases are handled here.
+"""
 
 import re
 import select
@@ -15,14 +19,17 @@ from trouper.frontends.cli import output
 from trouper.frontends.cli.batch.prompts import SURROGATES, text_stdin
 from trouper.frontends.cli.chat.input import continued
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+# All control characters except tab and newline.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 STDIN = "-"
-SLOW_S = 2.0  # after which a wait for stdin is explained
-MAX_STDIN = 64 * 2**20  # characters; no model reads as much
+# Explain the wait for stdin after this many seconds.
+SLOW_S = 2.0
+# In characters; no model has such a long context.
+MAX_STDIN = 64 * 2**20
 
 
 def show(text: str) -> None:
-    """Print a piece of an answer at once; a terminal gets no control characters from it."""
+    """Print a part of an answer immediately, without control characters if stdout is a terminal."""
     if output.is_terminal(sys.stdout):
         text = CONTROLS.sub("", text)
     print(text, end="", flush=True)
@@ -33,15 +40,17 @@ def is_interactive() -> bool:
 
 
 def backend(quick: str | None) -> str:
-    """Return the event loop of a session; the line editor runs on asyncio only."""
+    """Return the event loop for a session: asyncio if it uses the line editor, which needs it, else trio."""
     return "asyncio" if quick is None and is_interactive() else "trio"
 
 
 def quick_message(quick: str | None) -> str | None:
-    """Return the message of `--quick`, with the text of a file or pipe on stdin after it; `-` is stdin only.
+    """Return the message of `--quick`, followed by the text on stdin if that is a file or a pipe.
+
+    `-` stands for stdin only. Returns None without `--quick`.
 
     Raises:
-        typer.BadParameter: there is no text.
+        typer.BadParameter: the message is empty.
     """
     if quick is None:
         return None
@@ -68,22 +77,23 @@ def _read_stdin() -> str:
 
 
 def _note_wait() -> None:
-    """Say what the command waits for, if stdin is a pipe to which nothing is written, as some programs leave it."""
+    """Explain the wait if stdin is a pipe without data, in which some programs start their commands."""
     try:
         is_ready = bool(select.select([sys.stdin.fileno()], [], [], SLOW_S)[0])
-    except (OSError, ValueError):  # no descriptor, or none that can be waited for
+    except (OSError, ValueError):
+        # Stdin has no descriptor, or one that `select` does not support.
         return
     if not is_ready:
         output.note(
-            "waiting for the end of stdin, which belongs to the message; if not, give < /dev/null"
+            "waiting for the end of stdin, which is added to the message; add < /dev/null to avoid this"
         )
 
 
 class PipeReader:
-    """Reads messages without a line editor, as a filter does."""
+    """Reads messages from a pipe or a file; with `joins_lines`, quotes and backslashes continue a message."""
 
     def __init__(self, *, joins_lines: bool) -> None:
-        self._joins_lines = joins_lines  # whether `\"\"\"` and a backslash continue a message
+        self._joins_lines = joins_lines
         self._stdin = text_stdin()
         self._limiter = anyio.CapacityLimiter(1)
 
@@ -91,7 +101,7 @@ class PipeReader:
         """Return the next message, or None at the end.
 
         Raises:
-            TrouperValidationError: it is no text; the next may be.
+            TrouperValidationError: the message is not text in UTF-8; reading can continue with the next one.
         """
         text = ""
         while line := await self._line():
@@ -108,7 +118,7 @@ class PipeReader:
         return text
 
     async def _line(self) -> str:
-        # Abandoned when the command ends: a read cannot be cancelled.
+        # A read cannot be cancelled, so its thread is abandoned when the command ends.
         return await anyio.to_thread.run_sync(
             self._stdin.readline, abandon_on_cancel=True, limiter=self._limiter
         )
@@ -116,7 +126,7 @@ class PipeReader:
 
 @contextmanager
 def terminal_kept() -> Generator[None]:
-    """Restore the terminal's mode after the block, for line editing changes it and a read may be abandoned."""
+    """Restore the terminal's mode after the block, because the line editor changes it and may not get to restore it."""
     if not output.is_terminal(sys.stdin):
         yield
         return
