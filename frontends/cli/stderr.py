@@ -1,6 +1,6 @@
 """Write to a stderr that may be closed, full or without a reader: drop lines that cannot be written, and count them.
 
-A server or an hour-long run must neither stop nor block because nobody reads its messages. Results go to stdout, where
+A server or an hour-long run must neither stop nor block because its messages are not read. Results go to stdout, where
 a failed write is an error.
 """
 

@@ -116,7 +116,7 @@ def test_an_unknown_command_has_a_hint(text, hint):
     found = parse(text, CHAT_COMMANDS)
     assert isinstance(found, Unknown)
     assert found.hint.startswith(hint)
-    assert found.hint.endswith("begins with a space is sent as it is")
+    assert found.hint.endswith("begin a message with a space to send it unchanged")
 
 
 def test_help_has_every_command():
@@ -200,7 +200,7 @@ def test_set_parameter_shows_all_parameters(capsys):
 @pytest.mark.parametrize(
     ("limit", "max_tokens", "usage", "line"),
     [
-        (64, None, AnswerUsage(60, 4), "[cut: context full; --max-model-len at start"),
+        (64, None, AnswerUsage(60, 4), "[cut: context full; start with a larger --max-model-len"),
         (64, None, AnswerUsage(50, 4), CUT),
         (64, None, None, "[cut: context full, or the server limits answers; "),
         (64, 4, AnswerUsage(60, 4), CUT),
@@ -269,7 +269,7 @@ def test_a_saved_conversation_is_loaded_again():
     ],
 )  # fmt: skip
 def test_a_file_of_another_kind_is_refused(data):
-    with pytest.raises(TrouperValidationError, match="no saved conversation"):
+    with pytest.raises(TrouperValidationError, match="is not a saved conversation"):
         load(data)
 
 

@@ -231,7 +231,7 @@ def test_an_interrupted_run_leaves_a_file_that_can_be_read(tmp_path, capsys, nam
     [
         ("a.txt", COLUMNS, "must end in .jsonl, .npy, .parquet"),
         ("a", COLUMNS, "must end in"),
-        ("a.npy", {"embed": "matrix"}, "no array of numbers"),
+        ("a.npy", {"embed": "matrix"}, "not an array of numbers"),
     ],
 )
 def test_an_output_that_does_not_fit_is_a_mistake(tmp_path, name, columns, message):

@@ -186,12 +186,12 @@ MISTAKES = [
     ("generate --prompt-file /", 2, "Is a directory"),
     ("generate --prompt-file -", 2, "no prompt in -"),
     ("generate x -o texts.txt", 2, "must end in .jsonl, .npy, .parquet"),
-    ("generate x -o texts.npy", 2, "no array of numbers"),
+    ("generate x -o texts.npy", 2, "not an array of numbers"),
     ("generate x -o texts.jsonl --stream", 2, "--stream"),
     ("generate x --column text", 2, "needs --prompt-file"),
     ("generate --prompt-file texts.json", 2, "cannot read .json files"),
     ("generate --prompt-file x --input-format json", 2, "--input-format"),
-    ("embed x --task token_embed -o vectors.npy", 2, "no array of numbers"),
+    ("embed x --task token_embed -o vectors.npy", 2, "not an array of numbers"),
     ("embed x --runner pooling -o /no/such/folder/x.npy", 2, "cannot be written"),
     ("score query", 2, "the prompt is empty"),
     ("score query --prompt-file /dev/null", 2, "no prompt in /dev/null"),
@@ -291,7 +291,7 @@ def test_an_empty_prompt_is_a_mistake(capsys):
 def test_no_prompt_on_a_terminal_is_a_mistake(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     assert run_line(["generate"]) == 2
-    assert "PROMPT: give one" in capsys.readouterr().err
+    assert "PROMPT: missing: give one" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch):

@@ -26,6 +26,7 @@ LoraModulesOption = Annotated[
 
 
 def integers(text: str) -> list[int]:
+    """Parse integers separated by commas; raises typer.BadParameter."""
     try:
         return [int(part) for part in text.strip("[]").split(",")]
     except ValueError:
@@ -33,6 +34,7 @@ def integers(text: str) -> list[int]:
 
 
 def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object; raises typer.BadParameter."""
     try:
         value = json.loads(text)
     except ValueError as error:

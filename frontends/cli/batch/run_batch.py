@@ -127,7 +127,7 @@ class _BatchRun:
         from trouper.frontends.server.shared.settings import ServerSettings
 
         await load_adapters(engine, self.adapters)
-        # Nobody waits for a single request of a batch, so they have no queue limit and no deadline.
+        # A batch is answered as a whole, so its requests have no queue limit and no deadline.
         settings = ServerSettings(
             max_requests=sys.maxsize,
             max_waiting_tokens=sys.maxsize,

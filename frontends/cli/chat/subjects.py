@@ -1,7 +1,7 @@
-"""What a session talks to: a conversation of `trouper chat`, or single prompts of `trouper complete`.
+"""Answer the messages of a session, as a conversation (`trouper chat`) or as single prompts (`trouper complete`).
 
-A subject answers one message and runs the commands that depend on its state. It does not know who answers: `ask` is an
-engine in this process or a server. `session.py` has the loop over messages.
+A subject answers one message and runs the commands that depend on its state. `ask` hides whether an engine in this
+process or a server generates the answer. `session.py` has the loop over messages.
 """
 
 import os
