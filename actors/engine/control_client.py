@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
 from trouper.actors.messages.controls import (
+    DeviceAction,
     DeviceCall,
     ExecutorInbox,
     Flush,
@@ -18,7 +19,6 @@ from trouper.actors.messages.controls import (
 from trouper.actors.runtime.future import Future
 from trouper.errors import EngineDeadError
 
-DeviceMethod = Literal["sleep", "wake", "load_adapter", "start_profile", "stop_profile"]
 # The end of the engine follows at once, and fails the open answers with its cause.
 ACTOR_IS_GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 
@@ -53,10 +53,10 @@ class ControlClient:
 
     async def call_device(
         self,
-        method: DeviceMethod,
-        *args: object,
+        action: DeviceAction,
+        *,
         done: Callable[[], object] = lambda: None,
-        undo: tuple[Literal["wake", "stop_profile"], tuple[object, ...]] | None = None,
+        undo: DeviceAction | None = None,
     ) -> None:
         """Have the devices of all replicas do something, and call `done` as soon as they have.
 
@@ -67,11 +67,11 @@ class ControlClient:
             undo: what those do that could, where others could not.  `done` is called where it fails: for one at least
                 what was asked for is in force.
         """
-        answers, cancelled = await self._call_all(self._executors, method, args)
+        answers, cancelled = await self._call_all(self._executors, action)
         pairs = list(zip(self._executors, answers, strict=True))
         able = [executor for executor, answer in pairs if answer.error is None]
         if undo is not None and 0 < len(able) < len(pairs) and self.error is None:
-            undone, again = await self._call_all(able, *undo)
+            undone, again = await self._call_all(able, undo)
             cancelled = cancelled or again
             if any(answer.error is not None for answer in undone):
                 done()
@@ -86,8 +86,7 @@ class ControlClient:
     async def _call_all(
         self,
         executors: Sequence[MemoryObjectSendStream[ExecutorInbox]],
-        method: DeviceMethod,
-        args: tuple[object, ...],
+        action: DeviceAction,
     ) -> tuple[list[Future[Any]], BaseException | None]:
         """Call some devices at once and wait for all; returns their answers, and the cancellation that came meanwhile."""
         cancelled: BaseException | None = None
@@ -95,7 +94,7 @@ class ControlClient:
             answers = [asking.enter_context(self._asking()) for _ in executors]
             for executor, answer in zip(executors, answers, strict=True):
                 with suppress(*ACTOR_IS_GONE):
-                    executor.send_nowait(DeviceCall(method, args, answer))
+                    executor.send_nowait(DeviceCall(action, answer))
             for answer in answers:
                 cancelled = await answer.wait_shielded() or cancelled
         return answers, cancelled

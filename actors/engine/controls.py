@@ -8,7 +8,7 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import anyio
 
@@ -24,7 +24,16 @@ from trouper.actors.engine.lifecycle import (
     check_mode,
     check_tags,
 )
-from trouper.actors.messages.controls import Pause, ResetPrefixCache, SetPause, Step
+from trouper.actors.messages.controls import (
+    Pause,
+    ResetPrefixCache,
+    SetPause,
+    Sleep,
+    StartProfile,
+    Step,
+    StopProfile,
+    Wake,
+)
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.shielded import wait_shielded
@@ -149,7 +158,7 @@ class Controls:
             try:
                 if missing:
                     done = partial(lifecycle.bring_back, missing)
-                    await self._change_memory("wake", missing, done)
+                    await self._change_memory(Wake(missing), done)
             finally:
                 if lifecycle.state is EngineState.WAKING:
                     is_whole = lifecycle.resident == MEMORY
@@ -175,8 +184,8 @@ class Controls:
             if self._is_profiling:
                 raise ProfilerAlreadyActiveError("stop_profile first")
             done = partial(setattr, self, "_is_profiling", True)
-            undo = "stop_profile", ()
-            await self._client.call_device("start_profile", folder, prefix, done=done, undo=undo)
+            start = StartProfile(folder, prefix)
+            await self._client.call_device(start, done=done, undo=StopProfile())
 
     async def stop_profile(self) -> None:
         async with self._transition:
@@ -185,7 +194,7 @@ class Controls:
                 return
             # only then: a trace that a lost worker's successor has begun again is to be stopped once more
             done = partial(setattr, self, "_is_profiling", False)
-            await self._client.call_device("stop_profile", done=done)
+            await self._client.call_device(StopProfile(), done=done)
 
     @asynccontextmanager
     async def _changing(self) -> AsyncGenerator[None]:
@@ -211,21 +220,20 @@ class Controls:
             await self._client.ask_scheduler(SetPause, Pause.ALL)
             await self.reset_prefix_cache(preempt="recompute")
         done = partial(lifecycle.give_back, level)
-        undo = ("wake", (MEMORY,)) if lifecycle.resident == MEMORY else None
-        await self._change_memory("sleep", level, done, undo)
+        undo = Wake(MEMORY) if lifecycle.resident == MEMORY else None
+        await self._change_memory(Sleep(level), done, undo)
 
     async def _change_memory(
         self,
-        method: Literal["sleep", "wake"],
-        argument: int | frozenset[str],
+        action: Sleep | Wake,
         done: Callable[[], object],
-        undo: tuple[Literal["wake"], tuple[object, ...]] | None = None,
+        undo: Wake | None = None,
     ) -> None:
         """Have the devices give memory back or bring it back; until all have done it, they may differ."""
         lifecycle = self._lifecycle
         was_uneven, lifecycle.is_uneven = lifecycle.is_uneven, True
-        await self._client.call_device(method, argument, done=done, undo=undo)
-        is_partial = method == "wake" and lifecycle.resident != MEMORY
+        await self._client.call_device(action, done=done, undo=undo)
+        is_partial = isinstance(action, Wake) and lifecycle.resident != MEMORY
         lifecycle.is_uneven = was_uneven and is_partial
 
     async def _release(self, hold: Hold) -> None:

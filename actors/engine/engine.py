@@ -26,6 +26,7 @@ from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.messages.controls import (
     ExecutorInbox,
+    LoadAdapter,
     ObserverInbox,
     RendererInbox,
     SchedulerInbox,
@@ -245,7 +246,7 @@ class Engine:
     async def _load_adapter(
         self, slot: int, files: AdapterFiles, done: Callable[[], object]
     ) -> None:
-        await self._client.call_device("load_adapter", slot, files, done=done)
+        await self._client.call_device(LoadAdapter(slot, files), done=done)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; each reader gets its final output.  Unknown and finished ids are ignored."""

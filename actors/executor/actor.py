@@ -91,9 +91,9 @@ class Executor:
         if self._has_failed:  # it holds no memory, no adapter and no trace: all is as asked for
             message.answer.set(None)
             return
-        self._call_under_way = message.method
+        self._call_under_way = message.action.name
         try:
-            message.answer.set(await self._device.call(message.method, *message.args))
+            message.answer.set(await self._device.call(message.action))
         except Exception as error:  # it belongs to the task that asked
             message.answer.fail(error)
         finally:

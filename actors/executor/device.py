@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
+from trouper.actors.messages.controls import DeviceAction
 from trouper.actors.messages.requests import GrammarReady, PrepareGrammar
 from trouper.actors.messages.steps import (
     DeviceBack,
@@ -88,14 +89,11 @@ class Device(Protocol):
         """
         ...
 
-    async def call(self, method: str, *args: object) -> object:
-        """Call one of `sleep(level)`, `wake(tags)`, `load_adapter(slot, files)`,
-        `start_profile(folder, prefix)`, `stop_profile()`, `probe()`,
-        which does nothing, and `explain(num_losses)`: the cause of the last losses has been found and is gone;
-        behind the plans already submitted.
+    async def call(self, action: DeviceAction) -> object:
+        """Perform an action after the plans already submitted.
 
         Raises:
-            Exception: it could not be done; the device is as it was.
+            Exception: the action failed; the device is unchanged.
         """
         ...
 

@@ -36,6 +36,7 @@ from trouper.actors.messages.steps import (
     StepFailed,
     StepPlan,
 )
+from trouper.config.adapters import AdapterFiles
 
 
 class Pause(Enum):
@@ -82,16 +83,63 @@ class Probe(msgspec.Struct, frozen=True):
     answer: Promise[object]
 
 
-class DeviceCall(msgspec.Struct, frozen=True):
-    """Frontend, Scheduler → Executor: anything but a step, to be done after the plans already sent.
+class _Action(msgspec.Struct, frozen=True):
+    @property
+    def name(self) -> str:
+        """Return the tag of this kind of action, such as "load_adapter", for errors, logs and snapshots."""
+        return str(self.__struct_config__.tag)
 
-    An error goes to the caller, and the engine lives.
+
+class Sleep(_Action, frozen=True, tag="sleep"):
+    """Release memory: at level 1 the KV cache, with the weights kept in host memory; at level 2 both."""
+
+    level: int
+
+
+class Wake(_Action, frozen=True, tag="wake"):
+    """Bring memory back; tags name its parts, `weights` and `kv_cache`."""
+
+    tags: frozenset[str]
+
+
+class LoadAdapter(_Action, frozen=True, tag="load_adapter"):
+    """Check an adapter and load it into a slot; the files are the last field, see `wire.encode_adapter`."""
+
+    slot: int
+    files: AdapterFiles
+
+
+class StartProfile(_Action, frozen=True, tag="start_profile"):
+    """Begin a trace of the device, written later as `folder/prefix-….json`."""
+
+    folder: str
+    prefix: str
+
+
+class StopProfile(_Action, frozen=True, tag="stop_profile"):
+    """End the trace and write it."""
+
+
+class ProbeDevice(_Action, frozen=True, tag="probe"):
+    """Do nothing; the answer shows that the device is alive and has reached this call."""
+
+
+class ExplainLosses(_Action, frozen=True, tag="explain"):
+    """Mark the last losses of the device as explained: the request that caused them was found and removed."""
+
+    num_losses: int
+
+
+DeviceAction = Sleep | Wake | LoadAdapter | StartProfile | StopProfile | ProbeDevice | ExplainLosses
+
+
+class DeviceCall(msgspec.Struct, frozen=True):
+    """Frontend, Scheduler → Executor: an action other than a step, performed after the plans already sent.
+
+    An error is delivered to the caller, and the engine goes on.
     """
 
-    method: Literal[
-        "sleep", "wake", "load_adapter", "start_profile", "stop_profile", "probe", "explain"
-    ]  # fmt: skip
-    args: tuple[object, ...]
+    action: DeviceAction
     answer: Promise[object]
 
 

@@ -18,8 +18,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from trouper.actors.messages.controls import (
     DeviceCall,
     ExecutorInbox,
+    ExplainLosses,
     Pause,
     Probe,
+    ProbeDevice,
     ResetPrefixCache,
     SchedulerInbox,
     SetPause,
@@ -226,7 +228,7 @@ class Scheduler(Generic[OutputsT]):
     def _note_loss(self, replica: int, loss: DeviceLost) -> None:
         self._report_event(replica, loss)
         if num_losses := self._policies[replica].lose_device(loss):
-            call = DeviceCall("explain", (num_losses,), Future())
+            call = DeviceCall(ExplainLosses(num_losses), Future())
             # Room: one at a time, it waits for nothing.
             self._executors[replica].send_nowait(call)
         if self._replicas is not None:
@@ -250,7 +252,7 @@ class Scheduler(Generic[OutputsT]):
             living = [i for i in everywhere if not policies[i].has_device_failed]
             everywhere = [i for i in living if not policies[i].is_device_lost] or living
         for probe in self._probes.begin(answer, everywhere):
-            self._executors[probe.replica].send_nowait(DeviceCall("probe", (), probe))
+            self._executors[probe.replica].send_nowait(DeviceCall(ProbeDevice(), probe))
 
     def _rebalance(self) -> bool:
         return self._replicas is not None and self._replicas.rebalance()

@@ -16,6 +16,7 @@ import torch
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.devices.threaded import DEVICE_THREAD, ThreadedDevice
 from trouper.actors.executor.runners.cpu.process_resources import NICER
+from trouper.actors.messages.controls import ProbeDevice, Sleep, Wake
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling, StepDone, StepFailed, StepPlan
 from trouper.actors.runtime.startup import num_physical_cores
@@ -106,7 +107,7 @@ async def test_results_that_are_not_received_are_kept(config):
         await device.receive()
     device.submit(first_plan())
     device.submit(next_plan(1))
-    await device.call("probe")  # behind them
+    await device.call(ProbeDevice())  # behind them
     assert [answer.step for answer in await answers_of(device, 2)] == [0, 1]
     await device.aclose()
 
@@ -122,7 +123,7 @@ async def test_a_wait_for_a_result_that_is_cancelled_loses_none(config):
             with anyio.CancelScope() as scope:
                 scope.cancel()
                 found.append(await device.receive())
-            await device.call("probe")
+            await device.call(ProbeDevice())
             with anyio.CancelScope() as scope:
                 found.append(await device.receive())
                 scope.cancel()
@@ -193,16 +194,14 @@ async def test_sleeping_devices_fail_steps_and_wake_with_the_same_answers(config
     await device.load()
     device.submit(first_plan())
     [before] = await answers_of(device)
-    await device.call("sleep", 2)
+    await device.call(Sleep(2))
     device.submit(first_plan())
     [failed] = await answers_of(device)
     assert isinstance(failed, StepFailed)
-    await device.call("wake", frozenset({"weights", "kv_cache"}))
+    await device.call(Wake(frozenset({"weights", "kv_cache"})))
     device.submit(first_plan(epoch=1))
     [after] = await answers_of(device)
     assert after.token_ids == before.token_ids
-    with pytest.raises(UnsupportedFeatureError, match="fly"):
-        await device.call("fly")
     await device.aclose()
 
 
@@ -360,7 +359,7 @@ async def test_a_call_and_the_end_wait_for_the_steps_ahead_of_them(slow, config)
     runner = SlowRunner.last
     device.submit(next_plan(1))
     with anyio.fail_after(10):
-        await device.call("sleep", 1)
+        await device.call(Sleep(1))
     device.submit(next_plan(2))
     await device.aclose()
     assert runner.log == [

@@ -33,6 +33,7 @@ from trouper.actors.executor.workers.wire import (
     describe_error,
     encode,
 )
+from trouper.actors.messages.controls import Sleep, Wake
 from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar, Vocabulary
 from trouper.actors.messages.steps import StepDone, StepFailed, StepPlan
 
@@ -87,11 +88,11 @@ class WorkerModel(SimulatedDevice):
         self._grammars.add(order.grammar.key)
 
     def obey(self, call: Call) -> None:
-        if call.method == "sleep":
+        if isinstance(call.action, Sleep):
             self.absent = MEMORY
             self._forget()
-        elif call.method == "wake":
-            self.absent -= frozenset(call.tags)
+        elif isinstance(call.action, Wake):
+            self.absent -= call.action.tags
 
 
 class SimPeer:
@@ -276,9 +277,11 @@ class SimPeer:
         assert self.model is not None
         try:
             if self.rank == 0:
-                self._free_at += self.world.trouble.call_s(call.method)
+                self._free_at += self.world.trouble.call_s(call.action.name)
         except InjectedError as error:
-            self.is_misbehaving = len(self.crew) > 1 and call.method in DECISIVE  # the others do it
+            self.is_misbehaving = len(self.crew) > 1 and isinstance(
+                call.action, DECISIVE
+            )  # the others do it
             self._write(Returned(call.number, describe_error(error)))
         else:
             self.model.obey(call)

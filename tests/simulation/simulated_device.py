@@ -14,13 +14,14 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult, timed
+from trouper.actors.messages.controls import DeviceAction, LoadAdapter, Sleep, Wake
 from trouper.actors.messages.requests import GrammarReady, PrepareGrammar, SequenceId
 from trouper.actors.messages.steps import (
     EntryFailure,
@@ -32,7 +33,6 @@ from trouper.actors.messages.steps import (
     StepPlan,
     TokenLogprobs,
 )
-from trouper.config.adapters import AdapterFiles
 
 ENTRY_BYTES = 8
 POISON = b"\xee" * ENTRY_BYTES
@@ -174,20 +174,19 @@ class SimulatedSteps(ABC, Generic[Plan]):
         self._grammars.add(ready.key)
         return ready
 
-    async def call(self, method: str, *args: object) -> object:
+    async def call(self, action: DeviceAction) -> object:
         """Asleep it refuses plans, and what its memory held is gone."""
         while self._queue:
             self._answered = anyio.Event()
             await self._answered.wait()
-        await anyio.sleep(self._conditions.call_s(method))
-        match method:
-            case "sleep":
+        await anyio.sleep(self._conditions.call_s(action.name))
+        match action:
+            case Sleep():
                 self._absent = MEMORY
                 self._forget()
-            case "wake":
-                self._absent -= frozenset(cast("Iterable[str]", args[0]))
-            case "load_adapter":
-                slot, files = cast("tuple[int, AdapterFiles]", args)
+            case Wake(tags):
+                self._absent -= tags
+            case LoadAdapter(slot, files):
                 self._adapters[slot] = files.weights
             case _:
                 pass  # there is nothing to profile

@@ -5,6 +5,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from trouper.actors.messages.controls import Sleep, Wake
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import (
     NewSequence,
@@ -148,10 +149,10 @@ async def test_memory_that_sleeps_runs_no_step_and_forgets():
     device = device_of()
     first = plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2, 3)),))
     await play(device, first)
-    await device.call("sleep", 1)
+    await device.call(Sleep(1))
     with pytest.raises(RuntimeError, match="absent"):
         device.submit(plan(2, 0, 5, 1))
-    await device.call("wake", frozenset({"weights", "kv_cache"}))
+    await device.call(Wake(frozenset({"weights", "kv_cache"})))
     longer = (*PROMPT, 9)
     (answer,) = await play(device, plan(2, 1, 4, 2, new_sequences=(new_row(1, (1, 2, 4), longer),)))
     assert answer.token_ids != tuple(simulated_tokens(longer, GREEDY, 1, VOCAB))

@@ -52,13 +52,14 @@ class Losable:
         self._events.append(event)
         self._waiting.cancel()
 
-    async def call(self, method, *args):
+    async def call(self, action):
+        method = action.name
         self.calls.append(method)
         if method in self.hangs:
             await trio.sleep_forever()
         if method in self.refused:
             raise RetryableRequestError("device_restarting: it is being started again")
-        return await super().call(method, *args) if method in ("sleep", "wake", "probe") else None
+        return await super().call(action) if method in ("sleep", "wake", "probe") else None
 
 
 def engine_config(**scheduler) -> EngineConfig:

@@ -19,6 +19,7 @@ from trouper.actors.executor.devices.supervision import (
     call_deadline_s,
 )
 from trouper.actors.executor.workers.wire import Call, ErrorText, Returned
+from trouper.actors.messages.controls import ProbeDevice, Sleep, StopProfile, Wake
 from trouper.actors.messages.steps import DeviceBack, DeviceLost, StepDone
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
@@ -44,12 +45,16 @@ class AwayCrew:
 
 
 def number_of(peer, method):
-    return next(f.number for f in peer.taken if isinstance(f, Call) and f.method == method)
+    return next(f.number for f in peer.taken if isinstance(f, Call) and f.action.name == method)
 
 
-@pytest.mark.parametrize(("method", "args"), [("sleep", (1,)), ("wake", (("weights",),)), ("probe", ())])  # fmt: skip
+@pytest.mark.parametrize(
+    "action",
+    [Sleep(1), Wake(frozenset({"weights"})), ProbeDevice()],
+    ids=lambda action: action.name,
+)
 @pytest.mark.parametrize("num_answers", [0, 1])
-def test_workers_that_hang_in_a_call_are_killed_and_the_call_fails(method, args, num_answers):
+def test_workers_that_hang_in_a_call_are_killed_and_the_call_fails(action, num_answers):
     async def act():
         device = make_device(launcher := FakeLauncher(), num_stages=2)
         await device.load()
@@ -58,13 +63,13 @@ def test_workers_that_hang_in_a_call_are_killed_and_the_call_fails(method, args,
 
         async def ask():
             with pytest.raises(RetryableRequestError, match="device_restarting"):
-                await device.call(method, *args)
+                await device.call(action)
             failed.append(trio.current_time())
 
         async def answer():
             for peer in launcher.peers[:num_answers]:
                 await trio.sleep(2.0)
-                peer.write(Returned(number_of(peer, method)))
+                peer.write(Returned(number_of(peer, action.name)))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
@@ -92,12 +97,12 @@ def test_a_call_that_is_answered_or_left_or_writes_a_trace_costs_no_worker():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(receive)
             with trio.move_on_after(FIRST_STEP_S / 2):
-                await device.call("probe")
-            nursery.start_soon(device.call, "stop_profile")
+                await device.call(ProbeDevice())
+            nursery.start_soon(device.call, StopProfile())
             await trio.sleep(3 * FIRST_STEP_S)
             for peer in launcher.peers:
                 peer.write(Returned(number_of(peer, "stop_profile")))
-            nursery.start_soon(device.call, "sleep", 1)
+            nursery.start_soon(device.call, Sleep(1))
             await trio.sleep(FIRST_STEP_S - 1)
             for peer in launcher.peers:
                 peer.write(Returned(number_of(peer, "sleep")))
@@ -122,7 +127,7 @@ def test_a_plan_behind_a_call_has_its_whole_time_from_the_answer_on():
             launcher.peers[-1].write(StepDone(1, ((5,),)))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(device.call, "probe")
+            nursery.start_soon(device.call, ProbeDevice())
             await trio.testing.wait_all_tasks_blocked()
             device.submit(plan(1))
             nursery.start_soon(finish)
@@ -169,7 +174,7 @@ def test_the_guard_of_a_server_leaves_its_workers_their_time():
 
 async def fail_in_a_call(device):
     with pytest.raises(RetryableRequestError, match="device_restarting"):
-        await device.call("probe")
+        await device.call(ProbeDevice())
 
 
 def test_a_crew_gives_back_what_it_holds_when_there_will_be_no_other():
@@ -198,7 +203,7 @@ BAD = ErrorText("TrouperValidationError", "too wide", "lora_path")
 def answered(*errors):
     """The calls, an open one and what its last answer gave, once workers have answered so."""
     calls = OpenCalls()
-    opened = calls.open("sleep", (1,), 0.0)
+    opened = calls.open(Sleep(1), 0.0)
     found = [calls.note(Returned(opened.call.number, error), len(errors)) for error in errors]
     assert found[:-1] == [None] * (len(errors) - 1)
     return calls, opened, found[-1]

@@ -3,7 +3,6 @@
 import json
 import math
 from collections import deque
-from functools import partial
 
 import anyio
 import msgspec
@@ -26,6 +25,7 @@ from trouper.actors.executor.workers.wire import (
     Returned,
     encode,
 )
+from trouper.actors.messages.controls import LoadAdapter, Sleep, StartProfile
 from trouper.actors.messages.requests import Grammar, GrammarRules, SequenceId, Vocabulary
 from trouper.actors.messages.steps import (
     DeviceBack,
@@ -138,7 +138,7 @@ async def load_adapter(device, peers, slot, adapter, errors=()):
     async def ask():
         with anyio.CancelScope() as scope:
             try:
-                await device.call("load_adapter", slot, adapter)
+                await device.call(LoadAdapter(slot, adapter))
             except TrouperValidationError:
                 scope.cancel()
 
@@ -157,7 +157,11 @@ async def load_adapter(device, peers, slot, adapter, errors=()):
 
 
 def adapters_of(peer):
-    return [(call.slot, call.adapter.weights) for call in peer.taken if isinstance(call, Call)]
+    return [
+        (call.action.slot, call.action.files.weights)
+        for call in peer.taken
+        if isinstance(call, Call)
+    ]
 
 
 def run(function):
@@ -209,20 +213,22 @@ def test_a_call_is_done_when_all_have_done_it_and_fails_with_the_first_error():
         await device.load()
         errors = []
 
-        async def ask(method, *args):
+        async def ask(action):
             try:
-                await device.call(method, *args)
+                await device.call(action)
             except ProfilerAlreadyActiveError as error:
                 errors.append(str(error))
-            done.append(method)
+            done.append(action.name)
 
         done = []
         async with trio.open_nursery() as nursery:
             nursery.start_soon(device.receive)
-            nursery.start_soon(ask, "sleep", 1)
-            nursery.start_soon(partial(ask, "start_profile", "f", "p"))
+            nursery.start_soon(ask, Sleep(1))
+            nursery.start_soon(ask, StartProfile("f", "p"))
             await trio.testing.wait_all_tasks_blocked()
-            numbers = {c.method: c.number for c in launcher.peers[0].taken if isinstance(c, Call)}
+            numbers = {
+                c.action.name: c.number for c in launcher.peers[0].taken if isinstance(c, Call)
+            }
             for peer in launcher.peers:
                 assert done == []
                 text = ErrorText("ProfilerAlreadyActiveError", f"in {peer.rank}")
@@ -459,7 +465,7 @@ def test_a_call_that_cannot_be_sent_leaves_nothing_open(monkeypatch):
         await device.load()
         monkeypatch.setattr(process, "send_to_all", refuse)
         with pytest.raises(OSError, match="no descriptor"):
-            await device.call("sleep", 1)
+            await device.call(Sleep(1))
         assert repr(device._calls) == "<OpenCalls: []>"
         monkeypatch.undo()
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.workers import wire
+from trouper.actors.messages.controls import LoadAdapter, Wake
 from trouper.actors.messages.requests import (
     Embeds,
     Grammar,
@@ -52,8 +53,8 @@ FRAMES = [
     a_plan(),
     StepDone(9, ((5,), ())),
     StepFailed(3, "RuntimeError: x", True),
-    wire.Call(1, "wake", tags=("weights",)),
-    wire.Call(2, "load_adapter", slot=3, adapter=AdapterFiles(AdapterConfig(r=4), b"\0" * 9)),
+    wire.Call(1, Wake(frozenset({"weights"}))),
+    wire.Call(2, LoadAdapter(3, AdapterFiles(AdapterConfig(r=4), b"\0" * 9))),
     wire.Close(),
     wire.Prepare(),
     VOCABULARY,
@@ -82,7 +83,7 @@ def test_frames_come_out_as_they_went_in_wherever_the_bytes_are_cut(frames, data
 def test_an_adapter_crosses_as_it_is_written_in_pieces(num_bytes):
     weights = bytes(range(256)) * (num_bytes // 256 + 1)
     files = AdapterFiles(AdapterConfig(r=4, rank_pattern={"q": 2}), weights[:num_bytes])
-    call = wire.Call(2, "load_adapter", slot=3, adapter=files)
+    call = wire.Call(2, LoadAdapter(3, files))
     data, file = wire.encode_adapter(call)
     reader = wire.FrameReader()
     reader.feed(data, [file])

@@ -6,13 +6,28 @@ The state that calls have brought the workers into, and that their successors ar
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Self
 
 import msgspec
 
 from trouper.actors.executor.workers.model_files import FileSample
-from trouper.actors.executor.workers.wire import Call, ErrorText, Load, Returned, as_exception
+from trouper.actors.executor.workers.wire import (
+    Call,
+    ErrorText,
+    Load,
+    Returned,
+    WorkerAction,
+    as_exception,
+)
+from trouper.actors.messages.controls import (
+    LoadAdapter,
+    ProbeDevice,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
 from trouper.actors.messages.steps import PoolPlan, StepPlan
 from trouper.actors.runtime.future import Future
 from trouper.config.adapters import AdapterFiles
@@ -38,8 +53,8 @@ class SubmittedPlan(msgspec.Struct, frozen=True):
         return cls(plan.step, num_tokens, num_requests, now)
 
 
-BOUNDED = ("sleep", "wake", "load_adapter", "probe")  # a trace may take any time to be written
-DECISIVE = ("sleep", "wake", "load_adapter")  # workers that differ in these compute something else
+BOUNDED = (Sleep, Wake, LoadAdapter, ProbeDevice)  # a trace may take any time to be written
+DECISIVE = (Sleep, Wake, LoadAdapter)  # workers that differ in these compute something else
 
 
 class OpenCall(msgspec.Struct):
@@ -61,17 +76,17 @@ class OpenCalls:
         self.differ: str | None = None  # a call that some workers have done and others have not
 
     def __repr__(self) -> str:
-        return f"<OpenCalls: {[open_call.call.method for open_call in self._open.values()]}>"
+        return f"<OpenCalls: {[open_call.call.action.name for open_call in self._open.values()]}>"
 
     @property
     def since_s(self) -> float:
         """Moment from which the eldest call waits that a worker must answer in time; infinite without one."""
-        bounded = (c.opened_s for c in self._open.values() if c.call.method in BOUNDED)
+        bounded = (c.opened_s for c in self._open.values() if isinstance(c.call.action, BOUNDED))
         return min(bounded, default=math.inf)
 
-    def open(self, method: str, args: tuple[object, ...], now: float) -> OpenCall:
+    def open(self, action: WorkerAction, now: float) -> OpenCall:
         """Make a call of a device into one that can be sent, and expect its answers."""
-        open_call = OpenCall(_make_call(self._next, method, args), Future(), now)
+        open_call = OpenCall(Call(self._next, action), Future(), now)
         self._open[self._next] = open_call
         self._next += 1
         return open_call
@@ -97,8 +112,10 @@ class OpenCalls:
         self.close(open_call)
         if open_call.errors:
             error, num_errors = open_call.errors[0], len(open_call.errors)
-            if num_errors < num_workers and open_call.call.method in DECISIVE:
-                words = f"{num_errors} of {num_workers} workers failed to {open_call.call.method}"
+            if num_errors < num_workers and isinstance(open_call.call.action, DECISIVE):
+                words = (
+                    f"{num_errors} of {num_workers} workers failed to {open_call.call.action.name}"
+                )
                 self.differ = f"{words}: {error.kind}: {error.message}"
             open_call.future.fail(as_exception(error))
             return None
@@ -111,20 +128,6 @@ class OpenCalls:
             open_call.future.fail(error)
         self._open.clear()
         self.differ = None
-
-
-def _make_call(number: int, method: str, args: tuple[object, ...]) -> Call:
-    names: dict[str, Callable[..., Call]] = {
-        "sleep": lambda level: Call(number, "sleep", level=level),
-        "wake": lambda tags: Call(number, "wake", tags=tuple(sorted(tags))),
-        "load_adapter": lambda slot, files: Call(number, "load_adapter", slot=slot, adapter=files),
-        "start_profile": lambda folder, prefix: Call(
-            number, "start_profile", folder=folder, prefix=prefix
-        ),
-        "stop_profile": lambda: Call(number, "stop_profile"),
-        "probe": lambda: Call(number, "probe"),
-    }
-    return names[method](*args)
 
 
 ALL_MEMORY = frozenset({"weights", "kv_cache"})
@@ -160,19 +163,18 @@ class RestoredState:
 
     def follow(self, call: Call) -> None:
         """Take note of a call that all workers have done."""
-        match call.method:
-            case "sleep":
-                self._sleep_level, self._woken = call.level, frozenset()
-            case "wake":
-                self._woken |= frozenset(call.tags)
+        match call.action:
+            case Sleep(level):
+                self._sleep_level, self._woken = level, frozenset()
+            case Wake(tags):
+                self._woken |= tags
                 if self._woken >= ALL_MEMORY:
                     self._sleep_level = 0
-            case "start_profile":
-                self._profile = call.folder, call.prefix
-            case "stop_profile":
+            case StartProfile(folder, prefix):
+                self._profile = folder, prefix
+            case StopProfile():
                 self._profile = None
-            case "load_adapter":
-                if call.adapter is not None:
-                    self._adapters[call.slot] = call.adapter
-            case _:
+            case LoadAdapter(slot, files):
+                self._adapters[slot] = files
+            case ProbeDevice():
                 pass

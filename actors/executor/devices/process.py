@@ -11,7 +11,7 @@ answered has been handed out; `DeviceBack` follows when the successors are loade
 import logging
 import math
 from collections import deque
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -38,7 +38,7 @@ from trouper.actors.executor.links.tcp_link import LinkLostError
 from trouper.actors.executor.workers.launching import Launcher, WorkersLauncher, launch
 from trouper.actors.executor.workers.local_workers import LocalLauncher
 from trouper.actors.executor.workers.model_files import FileSample
-from trouper.actors.executor.workers.model_host import check_call, log_phase
+from trouper.actors.executor.workers.model_host import log_phase
 from trouper.actors.executor.workers.wire import (
     Broken,
     Call,
@@ -52,6 +52,7 @@ from trouper.actors.executor.workers.wire import (
     WireError,
     as_exception,
 )
+from trouper.actors.messages.controls import DeviceAction, ExplainLosses, LoadAdapter
 from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar, Vocabulary
 from trouper.actors.messages.steps import (
     DeviceBack,
@@ -195,13 +196,12 @@ class ProcessDevice:
             return self._note_result(frame)
         return self._lose(await self._reap(rank, broken=f"it answered step {frame.step}"))
 
-    async def call(self, method: str, *args: object) -> object:
-        check_call(method)
-        if method == "explain":
-            return self._budget.explain(cast("int", args[0]))
+    async def call(self, action: DeviceAction) -> object:
+        if isinstance(action, ExplainLosses):
+            return self._budget.explain(action.num_losses)
         if self._state is not WorkerState.UP:
             raise RetryableRequestError("device_restarting: the device is being started again")
-        open_call = self._calls.open(method, args, anyio.current_time())
+        open_call = self._calls.open(action, anyio.current_time())
         self._waiting.deadline = self._deadline_s()
         try:
             await self._send_call(open_call.call)
@@ -212,7 +212,7 @@ class ProcessDevice:
 
     async def _send_call(self, call: Call) -> None:
         """Send a call behind the plans already sent; the workers that it is written down for may be lost meanwhile."""
-        if call.adapter is None:
+        if not isinstance(call.action, LoadAdapter):
             send_to_all(self._workers, call)
             return
         workers = self._workers
@@ -255,9 +255,7 @@ class ProcessDevice:
             send_to_all(self._workers, self._vocabulary)
         for slot, files in self._restored.adapters.items():
             # one by one, so that there is room in the sockets
-            await send_adapter(
-                self._workers, Call(NO_CALL, "load_adapter", slot=slot, adapter=files)
-            )
+            await send_adapter(self._workers, Call(NO_CALL, LoadAdapter(slot, files)))
             answers = await self._frames_of_all(Returned)
             if isinstance(answers, Death):
                 return answers

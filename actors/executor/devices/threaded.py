@@ -30,9 +30,9 @@ from trouper.actors.executor.device import (
 from trouper.actors.executor.workers.model_host import (
     GrammarThread,
     ModelHost,
-    check_call,
     log_phase,
 )
+from trouper.actors.messages.controls import DeviceAction
 from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar
 from trouper.actors.messages.steps import PoolPlan, StepPlan
 from trouper.actors.runtime.event_loop import EventLoop
@@ -223,9 +223,8 @@ class ThreadedDevice:
         seconds, self._last_answer_s = now - max(submitted_s, self._last_answer_s), now
         return timed(result, seconds)
 
-    async def call(self, method: str, *args: object) -> object:
-        check_call(method)
-        return await self._post(lambda: self._call(method, args)).wait()
+    async def call(self, action: DeviceAction) -> object:
+        return await self._post(lambda: self._call(action)).wait()
 
     async def aclose(self) -> None:
         """End what is under way, give back the memory, end the thread.  Idempotent."""
@@ -278,9 +277,9 @@ class ThreadedDevice:
         while self._launched:
             self._launched.popleft().finish()
 
-    def _call(self, method: str, args: tuple[object, ...]) -> object:
+    def _call(self, action: DeviceAction) -> None:
         self._finish_launched()
-        return self._host.call(method, *args)
+        self._host.call(action)
 
     def _close(self) -> None:
         self._finish_launched()

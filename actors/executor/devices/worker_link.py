@@ -15,6 +15,7 @@ from trouper.actors.executor.workers.wire import (
     encode,
     encode_adapter,
 )
+from trouper.actors.messages.controls import LoadAdapter
 
 
 class WorkerLink:
@@ -61,7 +62,7 @@ class WorkerLink:
 
 async def send_adapter(links: Sequence[WorkerLink], call: Call) -> None:
     """Send a call that brings an adapter to every worker, when a thread has written it down if it is large."""
-    if call.adapter is None or len(call.adapter.weights) <= MAX_INLINE:
+    if not isinstance(call.action, LoadAdapter) or len(call.action.files.weights) <= MAX_INLINE:
         send_to_all(links, call)
         return
     data, file = await anyio.to_thread.run_sync(encode_adapter, call)

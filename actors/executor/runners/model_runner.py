@@ -12,6 +12,7 @@ import torch
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
 from trouper.actors.messages.steps import PoolPlan, StepPlan
+from trouper.config.adapters import AdapterFiles
 from trouper.errors import ProfilerAlreadyActiveError
 
 
@@ -49,6 +50,14 @@ class ModelRunner(Protocol):
 
     def wake(self, tags: frozenset[str]) -> None:
         """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
+        ...
+
+    def load_adapter(self, slot: int, files: AdapterFiles) -> None:
+        """Load an adapter into a slot.
+
+        Raises:
+            TrouperValidationError: the adapter does not fit the model, or adapters are not enabled.
+        """
         ...
 
     def start_profile(self, folder: str, prefix: str) -> None:

@@ -15,10 +15,20 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
 from trouper.actors.executor.runners.cpu.process_resources import be_nice, compute_with, start_nice
+from trouper.actors.messages.controls import (
+    DeviceAction,
+    ExplainLosses,
+    LoadAdapter,
+    ProbeDevice,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
 from trouper.actors.messages.requests import GrammarReady
 from trouper.actors.messages.steps import PoolPlan, StepFailed, StepPlan
 from trouper.actors.runtime.startup import (
@@ -39,8 +49,6 @@ logger = logging.getLogger(__name__)
 loading = logging.getLogger("trouper.loading")  # a terminal shows its last record
 Phase = Literal["import", "weights"]
 PHASES: dict[Phase, str] = {"import": "importing torch", "weights": "loading the weights"}
-CALLS = ("sleep", "wake", "load_adapter", "start_profile", "stop_profile", "probe", "explain")
-WITHOUT_EFFECT = ("probe", "explain")  # explain: this model cannot be lost without its engine
 WIDE = 2**17  # numbers, which torch shares out among its threads
 
 
@@ -162,14 +170,34 @@ class ModelHost:
         Raises:
             Exception: nothing runs on this device any more.
         """
-        runner = self._runner
-        if runner is None:
-            raise RuntimeError("a step before load")
+        runner = self._loaded_runner
         return self._guarded(plan, lambda: runner.execute(plan))
 
-    def call(self, method: str, *args: object) -> object:
-        """Do what `Device.call` names; no step is launched meanwhile."""
-        return None if method in WITHOUT_EFFECT else getattr(self._runner, method)(*args)
+    def call(self, action: DeviceAction) -> None:
+        """Perform an action of `Device.call`; the caller has finished every launched step before."""
+        runner = self._loaded_runner
+        match action:
+            case Sleep(level):
+                runner.sleep(level)
+            case Wake(tags):
+                runner.wake(tags)
+            case LoadAdapter(slot, files):
+                runner.load_adapter(slot, files)
+            case StartProfile(folder, prefix):
+                runner.start_profile(folder, prefix)
+            case StopProfile():
+                runner.stop_profile()
+            case ProbeDevice() | ExplainLosses():
+                # A device in this process is never lost without its engine, so no loss needs an explanation.
+                pass
+            case _:
+                assert_never(action)
+
+    @property
+    def _loaded_runner(self) -> "ModelRunner":
+        if self._runner is None:
+            raise RuntimeError("the model is not loaded")
+        return self._runner
 
     def close(self) -> None:
         """Give back memory and threads.  Idempotent."""
@@ -216,12 +244,6 @@ def _bind(cpus: Sequence[int]) -> None:
         os.sched_setaffinity(0, cpus)
     except (OSError, AttributeError) as error:
         raise invalid(CPU_BIND, f"cannot run on processors {list(cpus)}: {error}") from None
-
-
-def check_call(method: str) -> None:
-    """Raise UnsupportedFeatureError for a method that no device has."""
-    if method not in CALLS:
-        raise UnsupportedFeatureError(f"this device cannot {method}")
 
 
 def log_phase(phase: Phase, *, where: str = "") -> None:

@@ -19,6 +19,14 @@ import numpy as np
 from trouper import errors
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.workers.model_files import FileSample
+from trouper.actors.messages.controls import (
+    LoadAdapter,
+    ProbeDevice,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
 from trouper.actors.messages.requests import (
     Grammar,
     GrammarReady,
@@ -27,7 +35,6 @@ from trouper.actors.messages.requests import (
     Vocabulary,
 )
 from trouper.actors.messages.steps import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
-from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 
@@ -53,17 +60,14 @@ class Load(msgspec.Struct, frozen=True):
     files: tuple[FileSample, ...] = ()  # of the model, as they were when the engine started
 
 
+WorkerAction = Sleep | Wake | LoadAdapter | StartProfile | StopProfile | ProbeDevice
+
+
 class Call(msgspec.Struct, frozen=True):
     """Engine → worker: anything but a step, behind the plans already sent."""
 
     number: int
-    method: Literal["sleep", "wake", "load_adapter", "start_profile", "stop_profile", "probe"]
-    level: int = 0
-    tags: tuple[str, ...] = ()
-    folder: str = ""
-    prefix: str = ""
-    slot: int = 0
-    adapter: AdapterFiles | None = None
+    action: WorkerAction
 
 
 class Close(msgspec.Struct, frozen=True):
@@ -231,19 +235,20 @@ def encode_adapter(call: Call) -> tuple[bytes, int]:
 
     The weights are the last value of the frame, so they are written behind the rest as they are, and never copied.
     """
-    adapter = call.adapter
-    assert adapter is not None
-    bare = msgspec.structs.replace(adapter, weights=b"")
-    head = _encoder.encode(msgspec.structs.replace(call, adapter=bare))
+    action = call.action
+    assert isinstance(action, LoadAdapter)
+    weights = action.files.weights
+    bare = LoadAdapter(action.slot, msgspec.structs.replace(action.files, weights=b""))
+    head = _encoder.encode(Call(call.number, bare))
     assert head.endswith(EMPTY_BYTES), "the weights are the last value"
-    head = head.removesuffix(EMPTY_BYTES) + BYTES_32.pack(0xC6, len(adapter.weights))
-    length = len(head) + len(adapter.weights)
+    head = head.removesuffix(EMPTY_BYTES) + BYTES_32.pack(0xC6, len(weights))
+    length = len(head) + len(weights)
     if length > MAX_FRAME:
         raise WireError(f"an adapter of {length} bytes")
     file = os.memfd_create("trouper-frame", os.MFD_CLOEXEC)
     try:
         with open(file, "wb", buffering=0, closefd=False) as writer:
-            for piece in (head, adapter.weights):
+            for piece in (head, weights):
                 for start in range(0, len(piece), PIECE_BYTES):
                     writer.write(memoryview(piece)[start : start + PIECE_BYTES])
     except BaseException:

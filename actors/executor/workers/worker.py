@@ -41,6 +41,7 @@ from trouper.actors.executor.workers.wire import (
     describe_error,
     encode,
 )
+from trouper.actors.messages.controls import Sleep, StartProfile, Wake
 from trouper.actors.messages.requests import PrepareGrammar, Vocabulary
 from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
 from trouper.actors.runtime.startup import collections_paused, set_torch_environment
@@ -173,23 +174,17 @@ class Worker:
         self._host = ModelHost(config, load.rank, self._files)
         info = self._host.load(lambda phase: self._write(Progress(phase)))
         if load.sleep_level:
-            self._host.call("sleep", load.sleep_level)
+            self._host.call(Sleep(load.sleep_level))
             if load.woken:
-                self._host.call("wake", frozenset(load.woken))
+                self._host.call(Wake(frozenset(load.woken)))
         if load.profile is not None:
-            self._host.call("start_profile", *load.profile)
+            self._host.call(StartProfile(*load.profile))
         self._write(Loaded(info))
 
     def _call(self, call: Call) -> None:
         self._finish_all()
-        arguments: dict[str, tuple[object, ...]] = {
-            "sleep": (call.level,),
-            "wake": (frozenset(call.tags),),
-            "load_adapter": (call.slot, call.adapter),
-            "start_profile": (call.folder, call.prefix),
-        }
         try:
-            self._loaded.call(call.method, *arguments.get(call.method, ()))
+            self._loaded.call(call.action)
         except Exception as error:
             self._write(Returned(call.number, describe_error(error)))
         else:

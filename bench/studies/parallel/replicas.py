@@ -21,6 +21,7 @@ import typer
 
 from trouper.actors.engine.wiring import Engine, open_engine
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.messages.controls import DeviceAction
 from trouper.actors.messages.outputs import SchedulerStats
 from trouper.actors.messages.requests import PrepareGrammar
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
@@ -63,7 +64,7 @@ class InstantDevice:
         plan = self._plans.popleft()
         return StepDone(plan.step, tuple((TOKEN,) * num for num in plan.num_sampled_tokens))
 
-    async def call(self, method: str, *args: object) -> object:
+    async def call(self, action: DeviceAction) -> object:
         await anyio.lowlevel.checkpoint()
         return None
 

@@ -46,6 +46,7 @@ from trouper.actors.executor.weights.encoder import (
     load_token_classifier,
 )
 from trouper.actors.messages.steps import PoolDone, PoolEntry, PoolPlan, StepPlan
+from trouper.config.adapters import AdapterFiles
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
@@ -136,6 +137,10 @@ class PoolingRunner:
         if "weights" in tags and self._model is None:
             with torch.inference_mode():
                 self._load()
+
+    def load_adapter(self, slot: int, files: AdapterFiles) -> None:
+        """Refuse an adapter; the config of a pooling model refuses `enable_lora` before."""
+        raise UnsupportedFeatureError("a pooling model takes no adapters", parameter="enable_lora")
 
     @property
     def is_tiny(self) -> bool:
