@@ -1,12 +1,14 @@
 """The language of the kernels, instruction by instruction, against numpy."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from trouper.kernels.codegen.launch import compiled
+from trouper.kernels.codegen.launch import compiled, float_bits
+from trouper.kernels.codegen.units import LANES
 
 machine_code = pytest.importorskip("trouper.kernels.codegen.compiler")
 
@@ -147,3 +149,18 @@ def test_runs_of_items_keep_their_order_on_one_thread(num_items, num_threads):
     launched(num_items, order.ctypes.data, counters.ctypes.data, num_threads, num_threads=2)
     assert counters[0] == num_items
     assert sorted(order.tolist()) == list(range(num_items))
+
+
+def test_the_kernel_of_the_page_scales_rows():
+    page = (Path(__file__).parents[3] / "docs" / "add-a-kernel.md").read_text()
+    source = page.split("```python\n")[1].split("```")[0]
+    names = {"KernelBuilder": object, "Kind": str, "LANES": LANES}
+    exec(compile(source, "add-a-kernel.md", "exec"), names)
+    x = np.arange(96, dtype=np.float32)
+    y = np.zeros(96, dtype=np.float32)
+
+    def scale(code):
+        names["scale"](code, "f32")
+
+    compiled.__wrapped__(scale)(3, x.ctypes.data, y.ctypes.data, 32, float_bits(0.5))
+    assert np.array_equal(y, x / 2)
