@@ -1,8 +1,8 @@
 """Run flake8-async's rules on the async code of files and folders: `python scripts/async_rules.py PATH …`.
 
 The command `flake8-async` takes seven minutes of processor time for this repository, for two reasons. It computes the position of
-every node of a file once for each of its visitors, although no visitor changes the file, and it also reads files without async
-code. This script computes positions once, skips files in which no rule can apply, and uses all processors. Its findings are the
+every node of a file once for each of its visitors, although no visitor changes the file, and it also reads files to which no rule
+applies. This script computes positions once, skips those files, and uses all processors. Its findings are the
 same (`tests/packaging/test_checks.py`).
 """
 
@@ -19,8 +19,11 @@ from flake8_async.base import Error
 from flake8_async.runner import Flake8AsyncRunner_cst
 from libcst.metadata import MetadataWrapper
 
-# Every rule is about an async function, an await, or a call to one of the three libraries.
-ASYNC_CODE = re.compile(r"\b(async|await|anyio|trio|asyncio)\b")
+# Every rule is about async code, a call to one of the three libraries, an HTTP client, or an `except` clause that can catch a
+# cancellation or an exception group.
+RELEVANT = re.compile(
+    r"\b(async|await|anyio|trio|asyncio|httpx|BaseException|\w*ExceptionGroup)\b|except\s*[:*]"
+)
 STARTABLE = "run,_run_actors,_run_engine,forward,listen,run_tasks"
 # This code may use `from anyio import X`, which ASYNC106 forbids. ASYNC91x demands a checkpoint in every async function; here only a
 # few functions promise one, in their docstrings.
@@ -53,9 +56,9 @@ def main() -> None:
 
 
 def modules(path: Path) -> list[Path]:
-    """List the modules of a folder, or the one file, that contain async code; symbolic links are not followed."""
+    """List the modules of a folder, or the one file, to which a rule can apply; symbolic links are not followed."""
     files = [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
-    return [file for file in files if ASYNC_CODE.search(file.read_text())]
+    return [file for file in files if RELEVANT.search(file.read_text())]
 
 
 def findings(path: Path, *options: str) -> list[str]:

@@ -61,8 +61,9 @@ def test_fast_async_rules_agree(tmp_path):
     assert codes >= {"ASYNC100", "ASYNC101", "ASYNC103", "ASYNC251", "ASYNC300"}
 
 
-def test_modules_without_async_code_are_skipped(tmp_path):
+def test_irrelevant_modules_are_skipped(tmp_path):
     (tmp_path / "plain.py").write_text("print(1)\n")
     (tmp_path / "waits.py").write_text("async def wait(): ...\n")
+    (tmp_path / "swallows.py").write_text("try:\n    f()\nexcept BaseException:\n    pass\n")
     script = runpy.run_path(str(ROOT / "scripts" / "async_rules.py"))
-    assert script["modules"](tmp_path) == [tmp_path / "waits.py"]
+    assert script["modules"](tmp_path) == [tmp_path / "swallows.py", tmp_path / "waits.py"]
