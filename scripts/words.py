@@ -1,21 +1,28 @@
-"""Check the words of docstrings, comments, help texts and pages: `python scripts/words.py [PATH … | --count | --markers PATH …]`.
+"""Check the words of docstrings, comments, help texts and pages: `python scripts/words.py [PATH … | --count | --markers PATH … | --glosses PATH …]`.
 
 A docstring begins with a verb or with a noun that has its head in the sentence, so it can be understood without the
 code below it. Parts of the program are tasks, threads, clients or senders, never persons. Nothing refers
 to a document that readers do not have.
 
-*Markers* are turns of phrase at which a native reader stumbles, such as "the text that is there".  Each has good uses, so they
-are counted and not forbidden: a folder may have as many per 1,000 words as its budget says, and budgets only fall.
+Three measures have a budget for each folder, because no single occurrence is wrong.  Budgets only improve.
+
+*Markers* are phrases at which a native reader stumbles, such as "the text that is there", per 1,000 words.
+*Glosses* are comments at the end of a line, as a share of all comments.  Units, shapes and examples are useful there; a
+reason belongs into a sentence above the line.
+*Docstring words* are the median length of the docstrings of public functions and classes: a short one names its
+subject, and a longer one also explains it.
 """
 
 import argparse
 import ast
 import io
 import re
+import statistics
 import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAGMENT = re.compile(
@@ -42,9 +49,29 @@ MARKERS = re.compile(
     r")\b|\bNone: ",
     re.IGNORECASE,
 )
-BUDGETS = {  # of markers per 1,000 words; lower them when the count falls
-    "actors": 23.5, "bench": 24.5, "frontends": 22.5, "kernels": 18.0, "scripts": 22.5, "trouper": 27.0, "docs": 13.0,
-}  # fmt: skip
+DIRECTIVE = re.compile(r"#\s*(noqa|pyright|type:|fmt:|ruff|!)")
+MAX_UNIT_WORDS = 3
+KINDS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Budget(NamedTuple):
+    """The limits of a folder: the first two are maxima, the last is a minimum."""
+
+    markers: float  # per 1,000 words
+    glosses: float = 100.0  # percent
+    docstring_words: float = 0.0
+
+
+# Improve a budget when its measure improves.
+BUDGETS = {
+    "actors": Budget(22.0, 66, 14),
+    "bench": Budget(24.0, 74, 12),
+    "frontends": Budget(17.0, 54, 15),
+    "kernels": Budget(2.5, 38, 16),
+    "scripts": Budget(1.0, 36, 16),
+    "trouper": Budget(27.0, 56, 16),
+    "docs": Budget(7.5),
+}
 
 
 def main() -> None:
@@ -54,39 +81,36 @@ def main() -> None:
     parser.add_argument(
         "--count", action="store_true", help="print only how many of each kind there are"
     )
-    parser.add_argument(
-        "--markers",
-        nargs="+",
-        type=Path,
-        metavar="PATH",
-        help="print the markers in these files or folders",
-    )
+    for name in ("markers", "glosses"):
+        help_ = f"print the {name} in these files or folders"
+        parser.add_argument(f"--{name}", nargs="+", type=Path, metavar="PATH", help=help_)
     parser.add_argument(
         "paths", nargs="*", type=Path, metavar="PATH", help="check only these files or folders"
     )
     args = parser.parse_args()
-    if args.markers:
-        sys.stdout.writelines(f"{line}\n" for path in args.markers for line in show_markers(path))
-        return
+    for paths, show in ((args.markers, show_markers), (args.glosses, show_glosses)):
+        if paths:
+            sys.stdout.writelines(f"{line}\n" for path in paths for line in show(path))
+            return
     if args.paths:
         found = [line for path in args.paths for file in files(path) for line in check_file(file)]
         sys.stdout.writelines(f"{line}\n" for line in found)
         sys.exit(bool(found))
     found = [line for path in sources() for line in check(path)]
     found += [line for path in pages() for line in check_page(path)]
-    rates = {folder: marker_rate(folder) for folder in BUDGETS}
-    found += [
-        f"{folder}: markers: {rate:.1f} per 1,000 words, and the budget is {BUDGETS[folder]}: see --markers {folder}"
-        for folder, rate in rates.items()
-        if rate > BUDGETS[folder]
-    ]
+    measures = {folder: measure(folder) for folder in BUDGETS}
+    found += [line for folder, found in measures.items() for line in over_budget(folder, found)]
     if args.count:
         num_words = sum(len(text.split()) for path in sources() for _, text in texts(path))
         for kind in ("fragment", "person", "absent", "help"):
             num = sum(f" {kind}: " in line for line in found)
             print(f"{kind}: {num}, {1000 * num / num_words:.2f} per 1,000 of {num_words} words")
-        for folder, rate in rates.items():
-            print(f"markers in {folder}: {rate:.1f} per 1,000 words, budget {BUDGETS[folder]}")
+        for folder, has in measures.items():
+            budget = BUDGETS[folder]
+            print(
+                f"{folder}: {has.markers:.1f} markers per 1,000 words (budget {budget.markers}), {has.glosses:.0f} % "
+                f"glosses ({budget.glosses:.0f}), docstrings of {has.docstring_words:.0f} words ({budget.docstring_words:.0f})"
+            )
     else:
         sys.stdout.writelines(f"{line}\n" for line in found)
     sys.exit(bool(found))
@@ -131,10 +155,60 @@ def check_page(path: Path) -> Iterator[str]:
             yield f"{path.relative_to(ROOT)}:{number}: person: {match[0]!r} in {line.strip()[:80]!r}"
 
 
-def marker_rate(folder: str) -> float:
-    """Count the markers per 1,000 words of a folder: its docstrings and comments, or the text of its pages."""
-    found = [text for path in files(ROOT / folder) for _, text in prose(path)]
-    return 1000 * sum(len(MARKERS.findall(t)) for t in found) / sum(len(t.split()) for t in found)
+def measure(folder: str) -> Budget:
+    """Measure the prose of a folder: its docstrings and comments, or the text of its pages."""
+    paths = files(ROOT / folder)
+    found = [text for path in paths for _, text in prose(path)]
+    num_words = sum(len(text.split()) for text in found)
+    markers = 1000 * sum(len(MARKERS.findall(text)) for text in found) / num_words
+    if folder == "docs":
+        return Budget(markers, 0.0)
+    comments = [is_gloss for path in paths for _, is_gloss, _ in comments_of(path)]
+    lengths = [len(text.split()) for path in paths for text in public_docstrings(path)]
+    return Budget(markers, 100 * sum(comments) / len(comments), statistics.median(lengths))
+
+
+def over_budget(folder: str, has: Budget) -> Iterator[str]:
+    """Yield a line for each measure of a folder that exceeds its budget."""
+    budget = BUDGETS[folder]
+    if has.markers > budget.markers:
+        yield f"{folder}: {has.markers:.1f} markers per 1,000 words, budget {budget.markers}: see --markers {folder}"
+    if has.glosses > budget.glosses:
+        yield f"{folder}: {has.glosses:.1f} % glosses, budget {budget.glosses}: see --glosses {folder}"
+    if has.docstring_words < budget.docstring_words:
+        yield f"{folder}: docstrings of {has.docstring_words} words, budget {budget.docstring_words}: explain more"
+
+
+def public_docstrings(path: Path) -> Iterator[str]:
+    """Yield the docstrings of public functions and classes, methods included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        is_public = isinstance(node, KINDS) and not node.name.startswith("_")
+        if is_public and (docstring := ast.get_docstring(node)):
+            yield docstring
+
+
+def comments_of(path: Path) -> Iterator[tuple[int, bool, str]]:
+    """Yield (line, whether it is a gloss, text) of each comment; the lines of a block are one comment."""
+    source = path.read_text()
+    last = -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT or DIRECTIVE.match(token.string):
+            continue
+        text, (line, _) = token.string.lstrip("# "), token.start
+        if token.line[: token.start[1]].strip():
+            is_unit = text.startswith(("[", "e.g.")) or len(text.split()) <= MAX_UNIT_WORDS
+            yield line, not is_unit, text
+        else:
+            if line != last + 1:
+                yield line, False, text
+            last = line
+
+
+def show_glosses(path: Path) -> Iterator[str]:
+    for file in files(path):
+        yield from (
+            f"{file}:{line}: {text}" for line, is_gloss, text in comments_of(file) if is_gloss
+        )
 
 
 def show_markers(path: Path) -> Iterator[str]:
@@ -162,9 +236,10 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, kinds) and (docstring := ast.get_docstring(node, clean=False)):
+        if isinstance(node, (ast.Module, *KINDS)) and (
+            docstring := ast.get_docstring(node, clean=False)
+        ):
             yield node.body[0].lineno, docstring
 
 
