@@ -2,7 +2,8 @@
 
 import torch
 
-from trouper.actors.executor.steps.kv_memory import KVCache, KVCacheSpec
+from trouper.actors.executor.models.decoder import KVCacheSpec
+from trouper.actors.executor.steps.kv_memory import KVCache
 
 WIDE = KVCacheSpec(num_layers=2, num_heads=4, head_dim=8, windows=(None,))
 NARROW = KVCacheSpec(num_layers=3, num_heads=1, head_dim=16, windows=(64,))

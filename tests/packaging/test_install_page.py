@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trouper.actors.executor.models.families.registry import decoder_traits
+from trouper.actors.executor.models.native_decoder import kv_cache_specs
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
-from trouper.actors.executor.steps.kv_memory import kv_cache_specs
 from trouper.config.checkpoint.presets import GEOMETRIES
 from trouper.config.context import KV_SHARE, LEAST_CONTEXT
 

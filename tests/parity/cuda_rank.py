@@ -37,7 +37,7 @@ def main() -> None:
                 result = getattr(runner._machine, *arguments)
             elif method == "invariant_sum":
                 (parts,) = arguments
-                sums = CollectiveSums(runner._ranks, None, None, is_invariant=True)
+                sums = CollectiveSums(runner._source.ranks, None, None, is_invariant=True)
                 part = torch.from_numpy(parts[rank]).bfloat16()
                 result = sums._sum(part).float().numpy()
             else:

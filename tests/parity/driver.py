@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from trouper.actors.executor.runners.cpu.models import HfModel
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling, StepDone, StepPlan, TokenLogprobs
@@ -116,6 +117,11 @@ class Driver:
         for entry, positions in done.prompt_logprobs:
             sequences[entry].prompt_logprobs += positions
         return done
+
+
+def hf_runner(config):
+    """A runner that computes the model with the code of the transformers library."""
+    return CpuRunner(config, HfModel(config))
 
 
 def engine_config(path: str, **changes: object) -> EngineConfig:

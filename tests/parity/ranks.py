@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from trouper.actors.executor.links.worker_links import ModelSizes, SharedSizes, create_shared_files
-from trouper.actors.executor.models.decoder import rank_share
 from trouper.actors.executor.models.families.registry import decoder_traits
+from trouper.actors.executor.models.native_decoder import rank_share
 from trouper.actors.executor.models.sharding import Shard
+from trouper.actors.executor.runners.cpu.models import NativeModel, Share
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
 from trouper.kernels.codegen import units
@@ -40,7 +41,10 @@ class RanksInThreads:
     def __init__(self, config, size, stage=None):
         self.pools = [ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(size)]
         self.groups = list(groups_of(config, size))
-        self.runners = [CpuRunner(config, stage, group) for group in self.groups]
+        self.runners = [
+            CpuRunner(config, NativeModel(config, stage, group), Share(group=group))
+            for group in self.groups
+        ]
 
     def on_each(self, method, *args):
         calls = [

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.actors.executor.models.decoder import ops_config
 from trouper.actors.executor.models.families.registry import decoder_traits
+from trouper.actors.executor.models.native_decoder import ops_config
 from trouper.actors.executor.steps.batch import make_batch
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import load_decoder

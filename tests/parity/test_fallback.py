@@ -10,14 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from trouper import LLM, LoRARequest, SamplingParams
 from trouper.actors.executor.models.hf_attention import window_of
-from trouper.actors.executor.runners.cpu.hf_runner import HfRunner
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.messages.steps import Sampling
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.inputs import TokensPrompt
 
-from .driver import Driver, engine_config, random_prompts
+from .driver import Driver, engine_config, hf_runner, random_prompts
 from .hf_families import FAMILIES, REFUSED, VOCAB, architecture_of, tiny_model
 
 # One of each kind: experts; learned positions and turned weights; sinks and windows; keys and values of other widths;
@@ -56,7 +55,7 @@ def check(model, sequences):
 @pytest.mark.parametrize("family", families(FAMILIES, QUICK))
 def test_chunks_and_batches_equal_eager_attention(family, tmp_path):
     model = tiny_model(family, tmp_path)
-    runner = HfRunner(engine_config(tmp_path, model_impl="transformers", max_model_len=128))
+    runner = hf_runner(engine_config(tmp_path, model_impl="transformers", max_model_len=128))
     driver = Driver(runner, chunk=11, shuffle=1, stagger=2)
     sequences = driver.run(random_prompts((1, 7, 40, 23), VOCAB), 12, ALL_LOGPROBS)
     assert all(len(s.token_ids) == 12 for s in sequences)
@@ -66,7 +65,7 @@ def test_chunks_and_batches_equal_eager_attention(family, tmp_path):
 @pytest.mark.parametrize("family", families(REFUSED, ("bert", "falcon", "lfm2_moe")))
 def test_other_families_are_refused_by_name(family, tmp_path):
     tiny_model(family, tmp_path)
-    runner = HfRunner(engine_config(tmp_path, max_model_len=64, runner="generate"))
+    runner = hf_runner(engine_config(tmp_path, max_model_len=64, runner="generate"))
     with pytest.raises(UnsupportedFeatureError, match=REFUSED[family]) as caught:
         runner.load()
     assert architecture_of(family) in str(caught.value)
@@ -169,7 +168,7 @@ def test_a_quantised_checkpoint_has_the_answers_of_its_plain_weights(family, met
     save_file(dense, plain / "model.safetensors", metadata={"format": "pt"})
     found = []
     for folder in (plain, narrow):
-        runner = HfRunner(engine_config(folder, model_impl="transformers", max_model_len=64))
+        runner = hf_runner(engine_config(folder, model_impl="transformers", max_model_len=64))
         found.append(Driver(runner).run(random_prompts((7, 23), VOCAB), 6, ALL_LOGPROBS))
     for expected, sequence in zip(*found, strict=True):
         assert sequence.token_ids == expected.token_ids
@@ -292,9 +291,9 @@ def test_code_of_a_folder_runs_only_when_it_is_allowed(folder_with_code, tmp_pat
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder, mark = folder_with_code
     with pytest.raises(UnsupportedFeatureError, match="trust_remote_code"):
-        HfRunner(engine_config(folder, max_model_len=64)).load()
+        hf_runner(engine_config(folder, max_model_len=64)).load()
     assert not mark.exists()
-    runner = HfRunner(engine_config(folder, max_model_len=64, trust_remote_code=True))
+    runner = hf_runner(engine_config(folder, max_model_len=64, trust_remote_code=True))
     (s,) = Driver(runner, chunk=5).run(random_prompts((12,), VOCAB), 4)
     assert mark.exists()
     assert len(s.token_ids) == 4
@@ -306,7 +305,7 @@ def test_code_that_lies_elsewhere_never_runs(folder_with_code):
     fields["auto_map"]["AutoModelForCausalLM"] = "other/repo--own.OwnForCausalLM"
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UnsupportedFeatureError, match="other/repo--own"):
-        HfRunner(engine_config(folder, max_model_len=64, trust_remote_code=True)).load()
+        hf_runner(engine_config(folder, max_model_len=64, trust_remote_code=True)).load()
     assert not mark.exists()
 
 
@@ -323,6 +322,18 @@ def test_embeddings_stand_for_tokens(foreign):
 
 def test_embeddings_are_refused_where_layers_look_up_ids(tmp_path):
     tiny_model("gemma4_text", tmp_path)
-    runner = HfRunner(engine_config(tmp_path, max_model_len=64, enable_prompt_embeds=True))
+    runner = hf_runner(engine_config(tmp_path, max_model_len=64, enable_prompt_embeds=True))
     with pytest.raises(UnsupportedFeatureError, match="enable_prompt_embeds"):
         runner.load()
+
+
+def test_the_kv_cache_may_wake_before_the_weights(tmp_path):
+    """What layers keep is known after the first load, so memory does not wait for the weights."""
+    tiny_model(next(iter(QUICK)), tmp_path)
+    runner = hf_runner(engine_config(tmp_path, model_impl="transformers", max_model_len=64))
+    driver = Driver(runner)
+    expected = [s.token_ids for s in driver.run([[5, 6, 7]], 4)]
+    runner.sleep(2)
+    runner.wake(frozenset({"kv_cache"}))
+    runner.wake(frozenset({"weights"}))
+    assert [s.token_ids for s in driver.run([[5, 6, 7]], 4)] == expected

@@ -48,7 +48,7 @@ def bits_of(path, prompts=PROMPTS, **changes):
     """All logits of a crowd that grows from one to five rows and shrinks again; and the recorded steps it took."""
     driver = Driver(runner_of(path, **changes), shuffle=1, stagger=4)
     found = driver.run(prompts, 24, ALL_LOGITS)
-    return [(s.token_ids, s.logprobs) for s in found], driver.runner._recorded_steps
+    return [(s.token_ids, s.logprobs) for s in found], driver.runner.steps.recorded
 
 
 def sizes_of(made):
@@ -133,7 +133,7 @@ def test_tokens_are_drawn_in_the_recording_unless_a_row_needs_more(
     for is_eager in (True, False):
         driver = Driver(runner_of(folder, enforce_eager=is_eager), shuffle=1, stagger=4)
         found.append([(s.token_ids, s.logprobs) for s in driver.run(prompts, 24, each)])
-        made = driver.runner._recorded_steps
+        made = driver.runner.steps.recorded
     assert found[0] == found[1]
     assert {is_drawn for _, is_drawn in made._steps} == are_drawn
 
@@ -141,8 +141,8 @@ def test_tokens_are_drawn_in_the_recording_unless_a_row_needs_more(
 def test_the_steps_of_a_sequence_and_its_drafts_are_recorded_at_load(folder):
     runner = runner_of(folder, speculative_config={"method": "suffix", "num_speculative_tokens": 4})
     runner.load()
-    assert sizes_of(runner._recorded_steps) == [1, 2, 3, 4, 5]
-    assert all(is_drawn for _, is_drawn in runner._recorded_steps._steps)
+    assert sizes_of(runner.steps.recorded) == [1, 2, 3, 4, 5]
+    assert all(is_drawn for _, is_drawn in runner.steps.recorded._steps)
     runner.close()
 
 
@@ -151,9 +151,9 @@ def test_a_recorded_step_ends_with_the_weights_and_the_memory_it_was_recorded_of
     driver = Driver(runner)
     expected = [s.token_ids for s in driver.run(PROMPTS[:2], 10)]
     for level in (1, 2):
-        assert sizes_of(runner._recorded_steps) == [2]
+        assert sizes_of(runner.steps.recorded) == [2]
         runner.sleep(level)
-        assert runner._recorded_steps is None
+        assert runner.steps is None
         garbage = [torch.full((2**20,), 1e30) for _ in range(4)]
         runner.wake(frozenset({"kv_cache"}))
         runner.wake(frozenset({"weights"}))
@@ -200,7 +200,7 @@ def test_rows_that_are_preempted_share_blocks_and_take_copies(folder):
         ]
         answers.append([runner.execute(plan) for plan in plans])
     assert answers[0] == answers[1]
-    assert sizes_of(runner._recorded_steps) == [2]
+    assert sizes_of(runner.steps.recorded) == [2]
 
 
 def test_a_head_that_torch_multiplies_leaves_the_layers_recorded(tmp_path):
@@ -227,7 +227,7 @@ def test_what_is_not_recorded(folder, monkeypatch):
     assert sizes_of(made) == [1, 2]
     assert repr(made).startswith("<RecordedDecoderSteps of [(1, False), (2, False)] in <Arena of ")
     plan = plan_of((0, 3, 1, 1), (1, 5, 1, 1))
-    batch = make_batch(plan, RequestSlots(2, 16, 8), (None,), made._decoder.ops.plan)
+    batch = make_batch(plan, RequestSlots(2, 16, 8), (None,), made._decoder.plan)
     assert made.can_forward(batch)
     assert not made.can_forward(msgspec.structs.replace(batch, embeds=((0, torch.ones(1, 64)),)))
     with monkeypatch.context() as patched:

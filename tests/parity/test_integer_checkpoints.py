@@ -183,7 +183,7 @@ def test_integers_follow_the_order_of_their_rows(tmp_path, kind):
 def test_beside_bfloat16_the_integers_stay_integers(tmp_path, kind):
     plain, packed = write(tmp_path, kind, is_symmetric=kind == "compressed")
     (rounded, _, logprobs), (runner, _, found) = run(plain, "bfloat16"), run(packed, "auto")
-    assert runner._decoder.num_bytes < 0.45 * rounded._decoder.num_bytes
+    assert runner.model.decoder.num_bytes < 0.45 * rounded.model.decoder.num_bytes
     # products by bytes round rows, too
     torch.testing.assert_close(found, logprobs, atol=0.4, rtol=0)
     assert (found - logprobs).abs().mean() < 0.06
@@ -207,7 +207,7 @@ def test_groups_of_permuted_inputs_are_read_in_their_order(tmp_path, monkeypatch
     assert (found - expected).abs().mean() < 0.03
     _, packed = write(kept, "gptq")
     assert (run(packed, "float32")[2] - expected).abs().mean() > 0.03
-    assert runner._decoder.num_bytes < 1.01 * run(packed, "auto")[0]._decoder.num_bytes
+    assert runner.model.decoder.num_bytes < 1.01 * run(packed, "auto")[0].model.decoder.num_bytes
 
 
 def test_a_missing_part_is_named(tmp_path):

@@ -158,7 +158,7 @@ def test_ranks_look_tokens_up_in_pages_that_they_share(tmp_path):
     file = str(tmp_path / "model.safetensors")
 
     def is_mapped(runner):
-        address = runner._decoder._embedding.data_ptr()
+        address = runner.model.decoder._embedding.data_ptr()
         for line in Path("/proc/self/maps").read_text().splitlines():
             first, last = (int(x, 16) for x in line.split()[0].split("-"))
             if first <= address < last:

@@ -102,7 +102,7 @@ def test_logprobs_of_a_prompt_leave_the_logits_of_a_recorded_step_alone(tmp_path
     expected = found(CpuRunner(config))
     with workers(config, 2) as crew:
         assert found(crew) == expected
-        assert all(runner._recorded_steps is not None for runner in crew.runners)
+        assert all(runner.runner.steps.recorded is not None for runner in crew.runners)
 
 
 @needs_kernels
@@ -112,19 +112,21 @@ def test_steps_are_recorded_on_all_ranks_or_on_none(tmp_path, monkeypatch):
     expected = outputs(CpuRunner(config))
     with workers(config, 2) as crew:
         assert outputs(crew) == expected
-        assert all(runner._recorded_steps is not None for runner in crew.runners)
+        assert all(runner.runner.steps.recorded is not None for runner in crew.runners)
     with workers(config, 2) as crew:
         crew.load()
         monkeypatch.setattr(
-            type(crew.runners[1]._decoder._layers[0].qkv), "apply", unrecordable_on(crew.runners[1])
+            type(crew.runners[1].runner.model.decoder._layers[0].qkv),
+            "apply",
+            unrecordable_on(crew.runners[1]),
         )
         assert outputs(crew) == expected
-        assert all(runner._recorded_steps is None for runner in crew.runners)
+        assert all(runner.runner.steps.recorded is None for runner in crew.runners)
 
 
 def unrecordable_on(runner):
     """A product that torch computes, on one of the ranks."""
-    linear = runner._decoder._layers[0].qkv
+    linear = runner.runner.model.decoder._layers[0].qkv
     apply = type(linear).apply
 
     def other(self, x):
@@ -151,7 +153,9 @@ def test_ranks_that_sleep_without_weights_keep_no_norm(tmp_path):
     config = engine_config(tmp_path, dtype="bfloat16", enforce_eager=True)
     with workers(config, 2) as crew:
         Driver(crew).run(PROMPTS[:1], 2)
-        norms = [weakref.ref(runner._decoder._layers[0].mlp_norm) for runner in crew.runners]
+        norms = [
+            weakref.ref(runner.runner.model.decoder._layers[0].mlp_norm) for runner in crew.runners
+        ]
         crew.on_each("sleep", 2)
         assert [norm() for norm in norms] == [None, None]
 

@@ -70,7 +70,7 @@ def test_recorded_steps_of_ranks_give_what_eager_ones_do(tmp_path):
     with ranks_in_threads(engine_config(tmp_path), 2) as runner:
         recorded = outputs(runner, GREEDY)
         for each in runner.runners:
-            assert any(is_drawn for _, is_drawn in each._recorded_steps._steps)
+            assert any(is_drawn for _, is_drawn in each.steps.recorded._steps)
     assert tokens(recorded) == tokens(found) == tokens(expected)
 
 

@@ -101,7 +101,7 @@ def test_sequences_share_the_blocks_of_a_common_prefix(runner, answers):
 def test_a_block_is_copied_before_anything_is_computed(runner, answers):
     """Copy-on-write: both sequences go on from the same half-full block, each in its own copy."""
     with torch.inference_mode():
-        runner._kv.groups[0].fill_(torch.nan)
+        runner.model.memory.groups[0].fill_(torch.nan)
     runner.execute(plan_of((0, 0, 20, 0), new_sequences=(row_of(0, PROMPTS[1], (4, 2, 7)),)))
     other = [*PROMPTS[1], 17]
     plan = plan_of(
@@ -137,7 +137,7 @@ def test_an_empty_plan_is_answered(runner):
 def test_a_column_whose_logits_are_not_finite_fails_alone(runner, answers):
     poisoned = 5
     with torch.inference_mode():
-        runner._decoder._embedding[poisoned] = torch.nan
+        runner.model.decoder._embedding[poisoned] = torch.nan
     prompt = [2, poisoned, 3]
     assert poisoned not in {*PROMPTS[0], *PROMPTS[1], *answers[0], *answers[1]}
     plan = plan_of(
@@ -157,7 +157,7 @@ def test_a_column_whose_logits_are_not_finite_fails_alone(runner, answers):
 
 def test_a_block_that_held_not_a_number_does_no_harm_to_its_next_owner(runner, answers):
     with torch.inference_mode():
-        runner._kv.groups[0].fill_(torch.nan)
+        runner.model.memory.groups[0].fill_(torch.nan)
     plans = [plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (3, 1, 2)),))]
     plans += [plan_of((0, 9 + i, 1, 1)) for i in range(9)]
     assert [runner.execute(plan).token_ids[0][0] for plan in plans] == answers[0]
@@ -188,7 +188,7 @@ def test_logprobs_are_empty_when_nobody_asked_and_per_column_otherwise(runner):
 def test_sleep_and_wake_give_the_same_answers(runner, answers):
     for level in (1, 2):
         runner.sleep(level)
-        with pytest.raises(RuntimeError, match="absent"):
+        with pytest.raises(RuntimeError, match="not loaded"):
             runner.execute(plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (1, 2)),)))
         runner.wake(frozenset({"weights"}))
         runner.wake(frozenset({"kv_cache"}))

@@ -10,12 +10,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from trouper.actors.executor.models.families.registry import SCALING_HEADS, is_text_part
 from trouper.actors.executor.models.names import text_names
-from trouper.actors.executor.runners.cpu.hf_runner import HfRunner
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.steps import Sampling
 from trouper.errors import UnsupportedFeatureError
 
-from .driver import Driver, engine_config, random_prompts
+from .driver import Driver, engine_config, hf_runner, random_prompts
 
 VOCAB = 211
 TEXT = {
@@ -57,12 +56,12 @@ CASES = {
         "AyaVision",
         {"text_config": TEXT | {"model_type": "cohere2", "logit_scale": 0.0625, "sliding_window": 8},
          "vision_config": SIGLIP, "adapter_layer_norm_eps": 1e-6},
-        HfRunner,
+        hf_runner,
     ),
     "granite in llava-next": (
         "LlavaNext",
         {"text_config": TEXT | {"model_type": "granite", "logits_scaling": 4.0}, "vision_config": CLIP},
-        HfRunner,
+        hf_runner,
     ),
     "capped gemma3": (
         "Gemma3",
@@ -100,7 +99,7 @@ CASES = {
         "Llava",
         {"text_config": TEXT | {"model_type": "mixtral", "num_local_experts": 4},
          "vision_config": CLIP},
-        HfRunner,
+        hf_runner,
     ),
 }  # fmt: skip
 
@@ -133,7 +132,7 @@ def test_a_prompt_that_is_read_in_both_directions_is_refused(tmp_path):
         text_config=TEXT | {"model_type": "gemma"}, vision_config=SIGLIP
     )
     transformers.PaliGemmaForConditionalGeneration._from_config(config).save_pretrained(tmp_path)
-    for runner in (CpuRunner, HfRunner):
+    for runner in (CpuRunner, hf_runner):
         with pytest.raises(UnsupportedFeatureError, match="both directions"):
             runner(engine_config(tmp_path, max_model_len=64)).load()
 

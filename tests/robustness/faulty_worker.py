@@ -58,7 +58,7 @@ def fail_once(host) -> None:
 
             host._runner.execute = execute
         case "another step":  # than the other ranks
-            group = host._runner._group
+            group = host._runner._share.group
             begin_step = group.begin_step
             group.begin_step = lambda step: begin_step(step + 1)
         case "memory":

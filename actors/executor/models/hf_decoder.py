@@ -10,13 +10,14 @@ model itself with the body exchanged for one that returns the states it is given
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from itertools import groupby
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trouper.actors.executor.models.decoder import LogitsIndices
+from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices
 from trouper.actors.executor.models.hf_attention import HfAttention, HfStep, StepPlans
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.linear import LinearMethod
@@ -29,8 +30,6 @@ class HfDecoder:
     Args:
         model: a causal language model with this engine's attention; `attention` has been learnt from it.
     """
-
-    is_recordable: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, attention: HfAttention, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -45,19 +44,29 @@ class HfDecoder:
         return f"<HfDecoder {type(self._model).__name__} of {len(self._attention.layers)} layers>"
 
     @property
-    def layers(self) -> Sequence[Any]:
-        """The attention of each layer, as `kv_memory` takes it."""
-        return self._attention.layers
+    def cache_specs(self) -> tuple[KVCacheSpec, ...]:
+        """Return one group for each run of consecutive layers with keys and values of one shape."""
+        shapes = groupby(self._attention.layers, lambda layer: (layer.num_kv_heads, layer.head_dim))
+        groups = ((shape, tuple(layers)) for shape, layers in shapes)
+        return tuple(
+            KVCacheSpec(
+                num_layers=len(layers),
+                num_heads=num_heads,
+                head_dim=head_dim,
+                windows=tuple(dict.fromkeys(layer.window for layer in layers)),
+            )
+            for (num_heads, head_dim), layers in groups
+        )
 
     @property
-    def longest(self) -> int:
-        """The tokens of the longest sequence for which its attention has been examined."""
+    def is_recordable(self) -> bool:
+        """Return False: the library's Python code computes a step, which only calls kernels in between."""
+        return False
+
+    @property
+    def longest(self) -> int | None:
+        """Return the length of the longest sequence for which the attention was checked at load."""
         return self._attention.max_model_len
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The distinct windows, so that a batch plans its attention once for each."""
-        return tuple(dict.fromkeys(layer.window for layer in self._attention.layers))
 
     @property
     def num_bytes(self) -> int:
@@ -92,14 +101,10 @@ class HfDecoder:
         caches: Sequence[Tensor],
         embeds: Sequence[tuple[int, Tensor]] = (),
         read: LogitsIndices | None = None,
+        hidden_TE: Tensor | None = None,
     ) -> Tensor:
-        """Compute the hidden states [T, E] after the last norm, or [R, E]; the caches gain this step's keys and values.
-
-        Args:
-            plans: of the attention, by window, as `plan` makes them.
-            embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
-            read: the tokens whose states are read; None = all.
-        """
+        """Compute the hidden states of a step; see `Decoder.forward`. The whole model is here, so nothing precedes it."""
+        assert hidden_TE is None, "models of transformers have no pipeline stages"
         inputs: dict[str, Tensor] = {"input_ids": tokens.ids_T[None]}
         if embeds:
             inputs = {"inputs_embeds": self._with_embeds(tokens.ids_T, embeds)}
@@ -116,6 +121,10 @@ class HfDecoder:
         finally:
             self._states.hidden_RE = None
         return output.logits[0].float()
+
+    def num_logits(self, num_rows: int) -> int | None:
+        """Return None: the library's own code computes logits, and only kernels can be recorded."""
+        return None
 
     def learn(self, num_tokens: int) -> None:
         """Learn from a pass over one prompt what the layers' attention asks for.

@@ -18,11 +18,13 @@ The part of a tensor that a rank keeps, of a plain one and of one of integers.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import msgspec
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.parameters import (
     WHOLE,
     Cut,
@@ -67,6 +69,28 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 ALONE = Shard()
+
+
+class ModelPart(msgspec.Struct, frozen=True):
+    """The part of a model that one worker computes: the layers of its stage, and its rank's share of each."""
+
+    whole: DecoderTraits
+    stage: Stage
+    shard: Shard
+    # Those of this part.
+    traits: DecoderTraits
+
+    @classmethod
+    def of(cls, config: EngineConfig, stage: Stage | None = None, shard: Shard = ALONE) -> Self:
+        """Read the config's model and cut it. Without a stage, all layers are here.
+
+        Raises:
+            TrouperValidationError: the model cannot be divided among this many ranks.
+        """
+        whole = decoder_traits(config.model.hf_config, config.model.architecture)
+        stage = stage or Stage(0, 1, 0, len(whole.layers))
+        check_shards(whole, shard.size, quantization=config.quantization)
+        return cls(whole, stage, shard, shard_traits(traits_of(stage, whole), shard))
 
 
 def check_shards(traits: DecoderTraits, size: int, *, quantization: str | None = None) -> None:

@@ -1,43 +1,19 @@
-"""KV memory: the specs of what layers keep of a token, the number of blocks, and the tensors.
+"""KV memory: the number of blocks, and the tensors.
 
 H  KV heads    D  head width    S  slots = blocks × tokens of a block
 """
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Self
 
-import msgspec
 from torch import Tensor
 
-from trouper.actors.executor.models.hf_attention import LayerAttention
-from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.models.decoder import KVCacheSpec
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError
 
 # The scheduler keeps some hundred bytes of each block; an 8 B model has 50,000 blocks in 110 GB.
 MAX_PREFIX_BLOCKS = 2**17
-
-
-class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory that one group of layers keeps of a token: keys and values of one shape, all in one tensor.
-
-    The layers of a group find their blocks in the same block table.
-    """
-
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    windows: tuple[int | None, ...]  # of its layers, each once; a step plans its attention by these
-
-    @property
-    def token_size(self) -> int:
-        """The numbers that all layers of the group keep of one token."""
-        return self.num_layers * 2 * self.num_heads * self.head_dim
-
-    def shape(self, num_slots: int) -> tuple[int, ...]:
-        """Return [layers, 2, H, S, D]."""
-        return (self.num_layers, 2, self.num_heads, num_slots, self.head_dim)
 
 
 class KVCache:
@@ -75,34 +51,6 @@ class KVCache:
             for group in self.groups:
                 block = group.narrow(3, source * size, size)
                 group.narrow(3, target * size, size).copy_(block)
-
-
-def kv_cache_specs(traits: DecoderTraits) -> tuple[KVCacheSpec, ...]:
-    """Make one group: the layers of today's models differ in their windows alone, and a sequence keeps all its blocks."""
-    return (
-        KVCacheSpec(
-            num_layers=len(traits.layers),
-            num_heads=traits.num_kv_heads,
-            head_dim=traits.head_dim,
-            windows=traits.windows,
-        ),
-    )
-
-
-def layer_cache_specs(layers: Sequence[LayerAttention]) -> tuple[KVCacheSpec, ...]:
-    """Make a group of each run of layers that keep keys and values of one shape."""
-    return tuple(
-        KVCacheSpec(
-            num_layers=len(run),
-            num_heads=num_heads,
-            head_dim=head_dim,
-            windows=tuple(dict.fromkeys(layer.window for layer in run)),
-        )
-        for (num_heads, head_dim), group in groupby(
-            layers, key=lambda layer: (layer.num_kv_heads, layer.head_dim)
-        )
-        for run in (tuple(group),)
-    )
 
 
 def num_kv_blocks(config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes: int) -> int:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trouper.actors.executor.models.decoder import Decoder, DecoderLayer, OpsT
 from trouper.actors.executor.models.families.mixtures import check_device
 from trouper.actors.executor.models.families.registry import is_text_part
 from trouper.actors.executor.models.mlp import GatedMlp, Mlp, PlainMlp, SparseMlp
 from trouper.actors.executor.models.names import NAMES, is_of_other_uses
+from trouper.actors.executor.models.native_decoder import DecoderLayer, NativeDecoder, OpsT
 from trouper.actors.executor.models.parameters import (
     NORM_BIAS,
     Cut,
@@ -110,14 +110,14 @@ def load_decoder(
     stage: Stage | None = None,
     shard: Shard = ALONE,
     wrap: Wrap | None = None,
-) -> Decoder[OpsT]:
+) -> NativeDecoder[OpsT]:
     """Build the decoder of the config's model, or one stage of it, or what one rank computes.
 
     With a quantization the projections are quantised and the head is int8; the embedding stays as it is.
 
     Args:
         ops: asked for last; they may be compiled while the weights are read.
-        shared: the group of ranks; see `Decoder`.
+        shared: the group of ranks; see `NativeDecoder`.
         has_head: False for a model that pools.
         device: where the weights go, one after another; None = they stay in host memory.
         stage: the part that is built; the whole checkpoint is checked all the same.
@@ -152,7 +152,7 @@ def load_decoder(
     head = _head(traits, source, place, found.get("embedding")) if has_head else None
     indices = indices_shown(stage.last - stage.first)
     layers = [_layer(traits, stage.first + i, source, place, wrap) for i in indices]
-    return Decoder(
+    return NativeDecoder(
         shard_traits(traits_of(stage, traits), shard),
         embedding=found["embedding"] if stage.is_first else None,
         positions=None if positions is None else positions[traits.first_position :],

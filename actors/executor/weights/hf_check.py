@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trouper.actors.executor.models.decoder import windows_of
 from trouper.actors.executor.models.hf_decoder import HfDecoder
 from trouper.actors.executor.steps.arrays import from_numpy
-from trouper.actors.executor.steps.kv_memory import KVCache, layer_cache_specs
+from trouper.actors.executor.steps.kv_memory import KVCache
 from trouper.config.model import ModelConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.ops import HostTokens
@@ -107,7 +108,7 @@ def check_logits(decoder: HfDecoder, expected: Sequence[Tensor], block_size: int
     # the second sequence's blocks lie before the first one's
     block_ids = np.arange(len(LENGTHS) * num_blocks).reshape(len(LENGTHS), num_blocks)[::-1].copy()
     caches = KVCache.allocate(
-        layer_cache_specs(decoder.layers),
+        decoder.cache_specs,
         num_blocks=block_ids.size,
         block_size=block_size,
         empty=lambda shape: torch.full(shape, torch.nan, dtype=decoder.dtype),
@@ -149,5 +150,6 @@ def _forward(
     )
     positions = np.concatenate([p for _, p in spans])
     tokens = HostTokens(*map(from_numpy, (ids, positions, slots)))
-    plans = {window: decoder.plan(block_ids, *entries, window) for window in decoder.windows}
+    windows = windows_of(decoder.cache_specs)
+    plans = {window: decoder.plan(block_ids, *entries, window) for window in windows}
     return decoder.forward(tokens, plans, caches)

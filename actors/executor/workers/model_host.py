@@ -109,9 +109,10 @@ class ModelHost:
 
             return PoolingRunner(self._config)
         if self._uses_transformers():
-            from trouper.actors.executor.runners.cpu.hf_runner import HfRunner
+            from trouper.actors.executor.runners.cpu.models import HfModel
+            from trouper.actors.executor.runners.cpu.runner import CpuRunner
 
-            return HfRunner(self._config)
+            return CpuRunner(self._config, HfModel(self._config))
         if self._config.device == "cuda" and self._config.tensor_parallel_size > 1:
             from trouper.actors.executor.runners.cuda.rank_runner import RankRunner
 

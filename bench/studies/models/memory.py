@@ -19,6 +19,7 @@ from unittest import mock
 
 import numpy as np
 
+from trouper.actors.executor.models.native_decoder import NativeDecoder
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.bench.report import about, write
 from trouper.frontends.python.llm import LLM
@@ -38,8 +39,8 @@ def measure(given: argparse.Namespace) -> dict[str, float]:
         ]
         params = SamplingParams(temperature=0, max_tokens=given.output_len, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
-        decoder, kv = runners[0]._decoder, runners[0]._kv  # pyright: ignore[reportPrivateUsage]  # what is measured
-        assert decoder is not None
+        decoder, kv = runners[0].model.decoder, runners[0].model.memory
+        assert isinstance(decoder, NativeDecoder)
         assert decoder._embedding is not None  # pyright: ignore[reportPrivateUsage]  # the same
         assert kv is not None
         weights = decoder.num_bytes + decoder._embedding.nbytes  # pyright: ignore[reportPrivateUsage]  # the same

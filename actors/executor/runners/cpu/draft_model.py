@@ -1,40 +1,34 @@
-"""A second, smaller decoder that drafts for the first: the same vocabulary, the same noise, KV memory of its own.
+"""A small draft model for speculative decoding: the same vocabulary and noise as the target model, with its own KV cache.
 
-Its cache lies under the model's block table, so a prefix that is in the one is in the other.  Laws:
-  * It has computed the positions before `_known` of a slot; those of drafts that were wrong are computed again.
-  * A step costs it no more than the model's own tokens, `CATCH_UP` others, and one row for each draft: what it has missed while a
-    sequence had no drafts it computes in chunks, and drafts when it is through.
-  * Whatever it computes, no token changes: what it lacks, after a prefix that was shared early, costs right drafts alone.
+Its cache uses the target model's block tables, so a cached prefix of one is a cached prefix of the other.
+
+Laws:
+  * The draft model has computed the positions before `_known` of a slot. Positions of rejected drafts are computed again.
+  * In one step it computes at most the target model's own tokens, `CATCH_UP` tokens that it missed, and one row for each
+    draft. It misses tokens while a sequence has no drafts, computes them in chunks, and then drafts again.
+  * It never changes a sampled token. If its cache lacks a prefix that was shared early, only the acceptance rate falls.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 
 import msgspec
-import numpy as np
 import torch
 
-from trouper.actors.executor.models.decoder import Decoder, ops_config
-from trouper.actors.executor.models.families.registry import decoder_traits
-from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
+from trouper.actors.executor.models.decoder import Decoder, KVCacheSpec, windows_of
+from trouper.actors.executor.runners.cpu.decoder_pass import DecoderPass
+from trouper.actors.executor.runners.cpu.models import NativeModel, allocate_kv_cache
+from trouper.actors.executor.runners.resident_model import ResidentModel
 from trouper.actors.executor.sampling.sampler import Sampler
-from trouper.actors.executor.steps.arrays import from_numpy
-from trouper.actors.executor.steps.batch import Batch, make_batch
-from trouper.actors.executor.steps.kv_memory import KVCache, kv_cache_specs
+from trouper.actors.executor.steps.batch import make_batch
+from trouper.actors.executor.steps.kv_memory import KVCache
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.steps import StepPlan
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig
-from trouper.kernels.codegen.arena import Arena, Lender
-from trouper.kernels.codegen.recording import NotRecordableError
-from trouper.kernels.ops import CpuOps
-from trouper.kernels.select import make_ops
 
-logger = logging.getLogger(__name__)
-# Tokens of a step that it may compute beside those of the plan, of all sequences together.  A model of a tenth of the size computes
-# as many in about the time of the other's step, where a whole prompt would hold up every sequence for seconds.
+# The most missed tokens of all sequences together that it computes in one step. A model of a tenth of the size computes
+# this many in about the time of a step of the target model; a whole prompt would delay every sequence by seconds.
 CATCH_UP = 128
 
 
@@ -42,10 +36,10 @@ class DraftModel:
     """The draft model of one engine.
 
     Args:
-        config: of the engine.
-        model: the draft model.
-        slots: of the engine, where drafts are written.
-        sampler: of the engine: a token that both models find likely is drawn with the same noise.
+        config: the engine's config, which the draft model shares except for adapters and quantization.
+        model: the draft model itself.
+        slots: the engine's request slots, into which drafts are written.
+        sampler: the engine's sampler, so that both models draw with the same noise and agree on likely tokens.
     """
 
     def __init__(
@@ -61,90 +55,95 @@ class DraftModel:
             load_format="dummy" if config.load_format == "dummy" else "auto",
             quantization=None if is_rounded else config.quantization,
         )
-        self._traits = decoder_traits(model.hf_config, model.architecture)
         self._slots, self._sampler = slots, sampler
-        self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self.kv_specs = kv_cache_specs(self._traits)
-        self._decoder: Decoder[CpuOps] | None = None
-        self._kv: KVCache | None = None
-        self._recorded_steps: RecordedDecoderSteps | None = None
-        self._arena = Arena()
-        self._num_model_bytes = 1
-        self._known: dict[int, int] = {}  # by slot; -1: as many as the model, when it begins
+        allocate = partial(
+            allocate_kv_cache, block_size=config.block_size, dtype=getattr(torch, config.dtype)
+        )
+        self._model = ResidentModel[Decoder, KVCache](NativeModel(self._config), allocate)
+        self._steps: DecoderPass | None = None
+        self._num_target_bytes = 1
+        # By slot, the number of positions in this model's cache; -1 means as many as the target model has at its next step.
+        self._known: dict[int, int] = {}
+
+    @property
+    def cache_specs(self) -> tuple[KVCacheSpec, ...]:
+        """Return what the layers of the draft model keep of each token."""
+        return self._model.cache_specs
 
     @property
     def num_weight_bytes(self) -> int:
-        return 0 if self._decoder is None else self._decoder.num_weight_bytes
+        """Return the bytes that the weights take in memory, 0 while they are not loaded."""
+        decoder = self._model.decoder
+        return 0 if decoder is None else decoder.num_weight_bytes
 
     @property
     def cost(self) -> float:
-        """A drafted token, in steps of the model: one row reads all weights of either."""
-        return self.num_weight_bytes / self._num_model_bytes
+        """Return the time of a drafted token in steps of the target model: a row of either reads all weights once."""
+        return self.num_weight_bytes / self._num_target_bytes
 
     def sleep(self, level: int) -> None:
-        """Discard what the runner discards."""
+        """Discard what the target model discards at this level."""
         if level >= 1:
-            self._kv = self._recorded_steps = None
-            self._arena = Arena()
-        if level >= 2:
-            self._decoder = None
+            self._steps = None
+        self._model.sleep(level)
 
-    def wake(self, num_blocks: int | None, *, model: Decoder[CpuOps] | None) -> None:
-        """Make resident what is absent: the weights beside the model's, and as many blocks, if there is a number of them."""
-        if model is not None and self._decoder is None:
-            ops = partial(make_ops, ops_config(self._traits, self._dtype, self._config.block_size))
-            self._decoder = load_decoder(self._config, self._traits, ops=ops)
-            self._num_model_bytes = model.num_weight_bytes
-        if num_blocks is not None and self._kv is None:
-            self._kv = KVCache.allocate(
-                self.kv_specs,
-                num_blocks=num_blocks,
-                block_size=self._config.block_size,
-                empty=partial(torch.empty, dtype=self._dtype),
-            )
-        if self._decoder is None or self._kv is None or self._config.enforce_eager:
-            return
-        if self._recorded_steps is None:
-            most = self._config.scheduler.max_num_seqs
-            self._recorded_steps = RecordedDecoderSteps(
-                self._decoder, self._kv.layers, self._sampler, most, self._arena
+    def wake(self, target: ResidentModel[Decoder, KVCache]) -> None:
+        """Make resident what the target model has resident: the weights, and as many KV blocks as it has."""
+        if target.decoder is not None:
+            self._model.load_weights()
+            self._num_target_bytes = target.decoder.num_weight_bytes
+        if target.memory is not None:
+            self._model.allocate(target.num_blocks)
+        if self._steps is None and self._model.is_resident:
+            decoder, kv = self._model.resident()
+            self._steps = DecoderPass(
+                decoder,
+                kv.layers,
+                self._sampler,
+                self._config.scheduler.max_num_seqs,
+                is_eager=self._config.enforce_eager,
             )
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks as the model's are."""
-        assert self._kv is not None
-        self._kv.copy_blocks(copies)
+        """Copy blocks of this model's KV cache, as the target model copies its own."""
+        self._model.resident()[1].copy_blocks(copies)
 
     def place(self, slot: int, *, has_drafts: bool) -> None:
-        """Take up a sequence, but for one with rows that stand for tokens: those are of the other model's size."""
+        """Begin to draft for a sequence, unless it has prompt embeddings: these have the target model's width."""
         self._known.pop(slot, None)
         if has_drafts and not self._slots.has_embeds(slot):
             self._known[slot] = -1
 
     def keep(self, slot: int, end: int, num_right: int) -> None:
-        """Take what became of a draft behind position `end`."""
+        """Record that the first `num_right` drafts behind position `end` were accepted."""
         self._known[slot] = min(self._known[slot], end + num_right)
 
     def propose(self, plan: StepPlan, lengths: Sequence[int]) -> list[list[int]]:
         """Compute the tokens of a plan, and write drafts behind them into the slots.
 
         Args:
-            lengths: of the drafts of each entry, at most.
+            lengths: the maximum number of drafts for each entry.
+
+        Returns:
+            The drafts of each entry.
         """
         drafts: list[list[int]] = [[] for _ in lengths]
-        ends: dict[int, int] = {}  # of the entries that take part
+        # The end of each entry for which this model computes something.
+        ends: dict[int, int] = {}
         entries = plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens
         room = self._room(plan)
-        work: list[tuple[int, int, int, bool]] = []  # slot, start, count, whether it samples
+        # Slot, start, count, and whether a draft is sampled.
+        work: list[tuple[int, int, int, bool]] = []
         drafting: list[int] = []
         for i, (slot, start, count) in enumerate(zip(*entries, strict=True)):
             known = self._known.get(slot)
             if known is None:
                 continue
-            # Beyond `start` only where a row failed behind right drafts: the next step begins with that row again.
+            # `known` exceeds `start` only if a row failed behind accepted drafts. This step then begins with that row again.
             known, end = (start if known < 0 else min(known, start)), start + count
             if lengths[i] == 0 and count == 1:
-                self._known[slot] = known  # computed with those that follow
+                # This token is computed later, together with the tokens behind it.
+                self._known[slot] = known
                 continue
             num_missed = start - known
             now = min(end, known + room + count)
@@ -169,14 +168,15 @@ class DraftModel:
         return drafts
 
     def _room(self, plan: StepPlan) -> int:
-        """Return how many tokens that were missed it may compute in a step: its budget bounds those of the plan and these."""
+        """Return how many missed tokens this step may compute in addition to those of the plan, within the token budget."""
         budget = self._config.scheduler.max_num_scheduled_tokens
         return max(0, min(CATCH_UP, budget - sum(plan.num_scheduled_tokens)))
 
     def _draw(self, plan: StepPlan, work: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-        """Compute tokens of some slots, draw where they sample, and write what is drawn into the slots."""
-        assert self._decoder is not None
-        assert self._kv is not None
+        """Compute tokens of some slots, and write the sampled ones into the slots. Returns -1 for logits that are not finite."""
+        decoder, steps = self._model.decoder, self._steps
+        assert decoder is not None
+        assert steps is not None
         slots, starts, counts, are_sampled = zip(*work, strict=True)
         part = StepPlan(
             step=plan.step,
@@ -186,32 +186,16 @@ class DraftModel:
             num_scheduled_tokens=counts,
             num_sampled_tokens=tuple(map(int, are_sampled)),
         )
-        batch = make_batch(part, self._slots, self._traits.windows, self._decoder.ops.plan)
-        output = self._forward(batch, self._decoder, self._kv)
+        batch = make_batch(part, self._slots, windows_of(self._model.cache_specs), decoder.plan)
+        output = steps.forward(batch)
         _, tokens, drawn_slots, ends = batch.samples
         if not len(tokens):
             return []
-        token_R, logits = output.token_R, output.logits_TV
+        token_R = output.token_R
         if token_R is None:
-            picked = tokens
-            if logits is None:
-                hidden = output.hidden_TE
-                if batch.read is None and len(tokens) < len(hidden):
-                    hidden = hidden.index_select(0, from_numpy(tokens))
-                logits, picked = self._decoder.logits(hidden), np.arange(len(tokens))
-            token_R = self._sampler.draw(logits, picked, drawn_slots, ends)
-        is_token_R = token_R >= 0  # else the logits are not finite
+            logits, rows = steps.logits(output, batch)
+            token_R = self._sampler.draw(logits, rows, drawn_slots, ends)
+        # A negative token means that the logits are not finite.
+        is_token_R = token_R >= 0
         self._slots.token_ids[drawn_slots[is_token_R], ends[is_token_R]] = token_R[is_token_R]
         return token_R.tolist()
-
-    def _forward(self, batch: Batch, decoder: Decoder[CpuOps], kv: KVCache) -> ForwardOutput:
-        if self._recorded_steps is not None and self._recorded_steps.can_forward(batch):
-            try:
-                return self._recorded_steps.forward(batch)
-            except NotRecordableError as error:
-                logger.info("steps of the draft model are not recorded: %s", error)
-                self._recorded_steps = None
-        with Lender(self._arena):
-            return ForwardOutput(
-                decoder.forward(batch.tokens, batch.plans, kv.layers, (), batch.read)
-            )

@@ -1,13 +1,13 @@
-"""Runs pooling plans: whole prompts, a few forward passes, no cache.  Synchronous.
+"""Runs pooling plans: whole prompts in a few forward passes, without a KV cache. It is synchronous.
 
-Passes run side by side, a thread each: threads that share a pass wait for each other after every operation, and
-for what the other's cache holds.  MiniLM in bfloat16 on two cores: 430 texts/s together, 540 side by side.
-A thread that is done with a pass takes the next, be it of the next plan: none waits for the last pass of a plan.
+Each pass runs in a thread of its own. Threads that share a pass would wait for each other after every operation, and for
+data in each other's caches: MiniLM in bfloat16 on two cores embeds 430 texts/s that way, and 540 with a pass per thread.
+A thread that has finished a pass takes the next one, even of the next plan, so no thread waits for the end of a plan.
 
 Laws:
-  * Entries come sorted by length; those of one length are one group of the attention.
-  * Nothing is padded, and nothing is kept from one plan to the next.
-  * Raw results leave as float32 arrays; whatever needs no model is the Pooler's.
+  * Entries arrive sorted by length. Entries of one length form one group of the attention.
+  * Nothing is padded, and nothing is kept between plans.
+  * Results are raw float32 arrays. The Pooler does everything that needs no model.
 """
 
 import logging
@@ -56,19 +56,24 @@ from trouper.kernels.cpu.encoder_ops import RowPooling
 
 logger = logging.getLogger(__name__)
 
-TINY_BYTES = 4 * 2**20  # of weights; see `runner.TINY_BYTES`, and every batch here is many tokens
+# See `runner.TINY_BYTES`; the limit is lower here because every batch has many tokens.
+TINY_BYTES = 4 * 2**20
 FEW_TOKENS = 32
-START_S = 60.0  # a thread that has not begun after this is an error
-# Of one forward pass: what a layer makes of so many fits the second cache.  Each pass more costs 0.4 ms of Python.
+# A thread that has not started after this many seconds is an error.
+START_S = 60.0
+# The tokens of one pass: a layer's activations then fit into the L2 cache. Each further pass costs 0.4 ms of Python.
 SLICE_TOKENS = 512
-LEAST_TOKENS = 128  # of one of several passes: fewer are sooner computed by all threads together
+# A plan is divided into several passes only if each has this many tokens. All threads together compute fewer sooner.
+LEAST_TOKENS = 128
 
 
 class UnpagedModel(Protocol):
-    """An encoder, or a decoder that keeps nothing: whole prompts to hidden states."""
+    """A model that computes the hidden states of whole prompts: an encoder, or a decoder without a KV cache."""
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        """Return the bytes of weights that a pass reads."""
+        ...
 
     def forward(
         self,
@@ -76,11 +81,13 @@ class UnpagedModel(Protocol):
         positions_T: Tensor,
         type_ids_T: Tensor,
         groups: Sequence[Group],
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Compute the hidden states [T, E] of prompts that follow each other, in groups of one length."""
+        ...
 
 
 class PoolingRunner:
-    """The model and its heads.  Belongs to the thread that calls `load`."""
+    """A pooling model and its heads. It belongs to the thread that calls `load`, which also executes plans."""
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.pooler is not None
@@ -96,21 +103,23 @@ class PoolingRunner:
         size = self._traits.hidden_size
         self._pool = RowPooling(config.pooler.seq_pooling_type, self._dtype, size)
         self._model: UnpagedModel | None = None
-        self._recorded_steps: dict[int, RecordedEncoderSteps] = {}  # by thread
+        # By thread, because each thread has its own inputs and activations.
+        self._recorded_steps: dict[int, RecordedEncoderSteps] = {}
         self._is_recorded = not config.enforce_eager
         self._is_pooled_late = (
             isinstance(self._traits, EncoderTraits) and self._traits.head.is_before_pooling
         )
         self._embed: Project | None = None
         self._classify: Project | None = None
-        # At most `max_steps_in_flight` plans wait for them.
+        # Their queue is bounded by the passes of `max_steps_in_flight` plans.
         self._workers = _lone_threads(torch.get_num_threads())
-        self._num_launched = 0  # plans that are with them, and not finished
+        # Launched and unfinished plans.
+        self._num_launched = 0
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
 
     def load(self) -> DeviceInfo:
-        """Read the weights.
+        """Read the weights. There are no KV blocks, so the device reports one.
 
         Raises:
             TrouperValidationError: the checkpoint does not fit the config.
@@ -122,7 +131,7 @@ class PoolingRunner:
         )
 
     def sleep(self, level: int) -> None:
-        """Discard the weights at level 2; there is no KV memory."""
+        """Discard the weights at level 2. There is no KV memory to discard at level 1."""
         if level >= 2:
             self._model = self._embed = self._classify = None
             self._recorded_steps.clear()
@@ -133,7 +142,7 @@ class PoolingRunner:
         give_back_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
-        """Read the weights, if `tags` names them and they are absent."""
+        """Read the weights, if `tags` names them and they are not resident."""
         if "weights" in tags and self._model is None:
             with torch.inference_mode():
                 self._load()
@@ -144,18 +153,19 @@ class PoolingRunner:
 
     @property
     def is_tiny(self) -> bool:
+        """Whether one thread computes the model sooner than several."""
         return self._model is not None and self._model.num_bytes < TINY_BYTES
 
     def close(self) -> None:
-        """Give back the memory and the threads.  Idempotent."""
+        """Give back the memory and the threads. Idempotent."""
         self.sleep(2)
         self._workers.shutdown()
 
     def execute(self, plan: StepPlan | PoolPlan) -> PoolDone | PendingResult[PoolDone]:
-        """Run one plan: a single pass in this thread, if all cores are idle, and otherwise each pass in a worker's."""
+        """Run one plan: a single pass in this thread if all cores are idle, otherwise each pass in a worker thread."""
         assert isinstance(plan, PoolPlan), "this model pools"
         if self._model is None:
-            raise RuntimeError("a step while the weights are absent")
+            raise RuntimeError("cannot run a step: the weights are not loaded")
         parts = slices(plan.entries, torch.get_num_threads())
         if len(parts) > 1 or self._num_launched or self._is_for_one(parts[0]):
             return self._launch(plan.step, parts)
@@ -163,7 +173,10 @@ class PoolingRunner:
             return PoolDone(plan.step, tuple(self._run(*parts)))
 
     def _is_for_one(self, columns: Sequence[PoolEntry]) -> bool:
-        """Whether one core computes the texts sooner than it wakes another for each operation; a recording wakes it once."""
+        """Whether one core computes the texts sooner than it wakes another core for each operation.
+
+        A recorded pass wakes the others only once, so this does not hold for it.
+        """
         return not self._can_record and sum(len(c.token_ids) for c in columns) <= FEW_TOKENS
 
     def _launch(self, step: int, parts: Sequence[Sequence[PoolEntry]]) -> PendingResult[PoolDone]:
@@ -193,9 +206,9 @@ class PoolingRunner:
             return self._run(columns)
 
     def _run(self, columns: Sequence[PoolEntry]) -> list[np.ndarray]:
-        """Compute one forward pass and pool it."""
+        """Compute one forward pass and pool its hidden states."""
         assert self._model is not None
-        # numpy's: each call of torch lets go of the interpreter, and the loop may keep it for a millisecond
+        # numpy is used because every call of torch releases the GIL, and the event loop may keep it for a millisecond.
         token_ids = np.concatenate([np.array(column.token_ids, np.int64) for column in columns])
         groups = _groups(columns)
         hidden_TE = self._forward(token_ids, _type_ids(columns), groups)
@@ -264,7 +277,7 @@ class PoolingRunner:
             if column.task in rows:
                 arrays.append(rows[column.task][i])
             else:
-                # a copy: the next pass writes where this one's states lie
+                # Copied, because the next pass overwrites these states.
                 hidden_LE = hidden_TE.narrow(0, first, length).to(torch.float32, copy=True)
                 arrays.append(self._project(column.task)(hidden_LE).numpy())
             first += length
@@ -272,7 +285,8 @@ class PoolingRunner:
 
     def _project(self, task: str) -> Project:
         found = self._embed if task.endswith("embed") else self._classify
-        assert found is not None  # the task was checked when the request was rendered
+        # The task was checked when the request was rendered.
+        assert found is not None
         return found
 
     def _load(self) -> None:
@@ -289,7 +303,7 @@ class PoolingRunner:
             task = traits.task if isinstance(traits, EncoderTraits) else None
             return Tensors(folder, prefixes, dtype, config.load_format, config.seed, task)
 
-        # Heads are small, and compute in float32 whatever the model's dtype.
+        # Heads are small, so they compute in float32 whatever the model's dtype.
         wide = tensors(torch.float32)
         if isinstance(traits, EncoderTraits):
             self._model = load_encoder(tensors(self._dtype), traits, config.max_model_len)
@@ -313,7 +327,10 @@ class PoolingRunner:
 
 
 def slices(columns: Sequence[PoolEntry], num_threads: int) -> list[Sequence[PoolEntry]]:
-    """Cut the entries, in order, into passes of about equal tokens: at most about `SLICE_TOKENS`, and as many for each thread."""
+    """Divide the entries, in order, into passes of about equally many tokens.
+
+    A pass has about `SLICE_TOKENS` at most. Their number is a multiple of the threads if there are enough tokens.
+    """
     total = sum(len(column.token_ids) for column in columns)
     num_passes = -(-total // SLICE_TOKENS)
     if total >= num_threads * LEAST_TOKENS:
@@ -328,7 +345,11 @@ def slices(columns: Sequence[PoolEntry], num_threads: int) -> list[Sequence[Pool
 
 
 def _check_expansion(spec: PoolerSpec, traits: EncoderTraits | DecoderTraits) -> None:
-    """Refuse a query expansion whose tokens could not see the whole text, which has one token at least."""
+    """Refuse a query expansion whose tokens could not see the whole text.
+
+    Raises:
+        UnsupportedFeatureError: an attention window or a causal mask hides a part of the text from them.
+    """
     late = spec.late
     if late is None or not late.do_query_expansion or late.attend_to_expansion_tokens:
         return
@@ -340,7 +361,10 @@ def _check_expansion(spec: PoolerSpec, traits: EncoderTraits | DecoderTraits) ->
 
 
 def _lone_threads(num: int) -> ThreadPoolExecutor:
-    """Start threads that compute alone, and wait until all have set their number of torch's threads, which is global for a moment."""
+    """Start threads that each compute without helpers.
+
+    Waits until all have set their number of torch threads, because that number is global for a moment.
+    """
     threads = ThreadPoolExecutor(num, "pooling", initializer=compute_with, initargs=(1, num))
     all_are_there = threading.Barrier(num, timeout=START_S)
     for there in [threads.submit(all_are_there.wait) for _ in range(num)]:

@@ -1,15 +1,12 @@
-"""Threads that help a device are nicer than the event loop, and each thread computes with its own number of helpers.
+"""Set the thread priorities of a computing process and the number of its torch threads, and give back freed memory.
 
-A device computes on all cores while the event loop wakes now and then, and after a burst of streams the loop has had
-more than its share.  So the threads that help the device's own are nicer, and so is its own where it generates: beside
-them the loop has four fifths of a core.  Not where no thread helps: a small model leaves a core to the loop anyway.
-Linux weighs a service or a container as a whole, and a terminal's session too, so this orders our own threads and those
-of programs in the same session.
+A model computes on all cores while the event loop wakes now and then. After a burst of streams the scheduler considers the
+loop to have had its share, and lets it wait. Computing threads therefore have a lower priority (a higher nice value), which
+leaves the loop four fifths of a core. If a small model computes in one thread only, the loop has a core anyway and
+priorities stay. Linux weighs a service, a container or a terminal session as a whole, so this orders only our own threads
+and programs of the same session.
 
-With 32 streams on two Xeon cores the loop was late by 3.5 to 4.1 ms at p99 without this; embeddings over HTTP came as
-fast with it.
-
-Memory of the host that has been freed.
+With 32 streams on two Xeon cores the loop was late by 3.5 to 4.1 ms at p99 without this. Embeddings over HTTP were as fast.
 """
 
 import contextlib
@@ -19,18 +16,20 @@ import platform
 import threading
 from collections.abc import Callable
 
-NICER = 6  # a quarter of the weight
+# The scheduler gives a thread with this nice value a quarter of the weight.
+NICER = 6
 NICEST = 19
 
 
 def compute_with(num_threads: int, num_elsewhere: int) -> None:
-    """torch computes with `num_threads` in this thread, and with `num_elsewhere` in those that begin later.
+    """Let torch compute with `num_threads` in this thread, and with `num_elsewhere` in threads that start later.
 
-    It keeps one number for them, the last that any thread has set.  So one of them sets that again.
+    Later threads inherit the last number that any thread has set, so a short-lived thread sets it again.
     """
     import torch
 
-    torch.get_num_threads()  # else this thread takes what is kept when it first computes
+    # Without this call, this thread would take the inherited number when it first computes.
+    torch.get_num_threads()
     torch.set_num_threads(num_threads)
     other = threading.Thread(target=torch.set_num_threads, args=(num_elsewhere,))
     other.start()
@@ -38,25 +37,27 @@ def compute_with(num_threads: int, num_elsewhere: int) -> None:
 
 
 def start_nice(start: Callable[[], object]) -> None:
-    """Call `start` and lower the priority of the native threads that it starts; on Linux only, where each thread has its own."""
+    """Call `start`, and lower the priority of the native threads that it starts. Does so only on Linux, where threads have one."""
     if platform.system() != "Linux":
         start()
         return
     before = _threads()
     start()
-    others = {thread.native_id for thread in threading.enumerate()}  # started meanwhile, by others
+    # Threads of Python that other code started in the meantime keep their priority.
+    others = {thread.native_id for thread in threading.enumerate()}
     for thread in _threads() - before - others:
         _make_nicer(thread)
 
 
 def be_nice() -> None:
-    """Lower the priority of the calling thread; on Linux only."""
+    """Lower the priority of the calling thread. Does nothing outside Linux."""
     if platform.system() == "Linux":
         _make_nicer(threading.get_native_id())
 
 
 def _make_nicer(thread: int) -> None:
-    with contextlib.suppress(OSError):  # it has ended, or must not be: nothing changes
+    # The thread may have ended, or the system may not permit this. Priorities then stay as they are.
+    with contextlib.suppress(OSError):
         nice = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, min(nice + NICER, NICEST))
 
@@ -66,7 +67,7 @@ def _threads() -> set[int]:
 
 
 def give_back_free_memory() -> None:
-    """Return freed memory to the system: glibc keeps 900 MB of a 950 MB model; other allocators return it themselves."""
+    """Return freed memory to the system. glibc would keep 900 MB of a 950 MB model; other allocators return it themselves."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,10 +1,10 @@
-"""Steps as recordings: one call to the machine in place of some two hundred from Python.
+"""Steps as recordings: one native call replaces some two hundred calls from Python.
 
-A step of T tokens that are attended one by one is the same for every such step but for its inputs:
-the tokens, positions and slots, which lie where they lay, and the plan of the attention, which the
-kernels find through its words.  So is an encoder's pass of T tokens, but for the tiles of its attention.
+All decode steps of T tokens launch the same kernels on the same addresses. Only their inputs differ: tokens, positions and
+slots, which are copied into fixed arrays, and the attention plan, which kernels read through pointers. The same holds for
+the passes of an encoder over T tokens, except for the tiles of its attention. So the launches are recorded once and replayed.
 
-Law: a recorded step belongs to the weights and the KV memory that were there when it was recorded.
+Law: a recorded step is valid only for the weights and the KV memory with which it was recorded.
 """
 
 from collections.abc import Sequence
@@ -22,59 +22,67 @@ from trouper.actors.executor.steps.batch import Batch
 from trouper.kernels.codegen.arena import Arena
 from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.attention.varlen import Group, tiles_of
-from trouper.kernels.ops import CpuOps, HostTokens
+from trouper.kernels.ops import HostTokens
 
-# Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
-# for 28 layers, 16 MiB if every number of rows occurs, 32 if each does drawn and not.
+# In larger steps Python takes less than a hundredth of the time. A recorded launch takes about 180 bytes, so a step of
+# 28 layers takes 50 KiB: 16 MiB if every number of rows occurs, and 32 MiB if each occurs with and without sampling.
 MAX_ROWS = 320
-# The logits of a recorded step are in the arena, which keeps the memory of each power of two: at most 64 MiB, and half
-# as much for the product of bfloat16 that they are made of.
+# The logits of recorded steps share an arena, which keeps one block for each power of two: at most 64 MiB, and half as
+# much for the bfloat16 product from which they are converted.
 MAX_LOGITS = 2**23
-NEWCOMERS = 64  # tokens of short prompts beside the sequences that decode
-MAX_TOKENS = 64  # of one text that has a recording of its own
-# What a pass is rounded up to: rows are multiplied sixteen at a time anyway, and a tile of no queries takes 0.3 µs a head.
+# A step may contain this many tokens of short prompts in addition to the decoding sequences.
+NEWCOMERS = 64
+# A single text of at most this many tokens has a recording of its own.
+MAX_TOKENS = 64
+# Passes are rounded up to multiples of these. Rows are multiplied sixteen at a time anyway, and an empty tile takes 0.3 µs
+# for each head.
 ROW_STEP, TILE_STEP = 16, 8
-MAX_PASSES = 512  # kept, of some 10 KiB each; texts of one kind need a tenth of them
-# Of a pass whose activations share an arena, which keeps its memory: with 4,096 inputs to a product 8 MiB a tensor.
+# At most this many recorded passes are kept, of about 10 KiB each; texts of one kind need a tenth of them.
+MAX_PASSES = 512
+# Larger passes are not recorded, because the arena keeps their activations: 8 MiB for a tensor of 4,096 columns.
 MAX_PASS = 1024
 
 
 class ForwardOutput(NamedTuple):
-    """The output of a step's pass; valid until the next one."""
+    """The output of one forward pass, valid until the next one."""
 
     hidden_TE: Tensor
-    logits_TV: Tensor | None = None  # of all tokens, if they are there at no cost
-    token_R: np.ndarray | None = None  # drawn after each of the batch's samples
+    # The logits of all tokens, if the recorded step contains their product.
+    logits_TV: Tensor | None = None
+    # The token after each of the batch's samples, if the recorded step contains sampling.
+    token_R: np.ndarray | None = None
 
 
 class _RecordedStep(NamedTuple):
-    """A recording, and what it reads beside its inputs."""
+    """A recording of a decoder's step, and the attention plans by window, whose pointers it reads."""
 
     recording: Recording[tuple[Tensor, Tensor | None]]
-    plans: dict[int | None, Any]  # whose words it reads
+    plans: dict[int | None, Any]
 
 
 class _RecordedPass(NamedTuple):
-    """A recording, and what it reads beside its inputs."""
+    """A recording of an encoder's pass, and the attention tiles that it reads."""
 
     recording: Recording[Tensor]
-    tiles: np.ndarray  # that it reads
+    tiles: np.ndarray
 
 
 class RecordedDecoderSteps:
-    """Records a step of T tokens when it is first asked for one; with the draw, if its requests need no more than that.
+    """Records a step of T tokens the first time that one is needed, and replays it afterwards.
+
+    The recording includes sampling if the requests of the step need nothing beyond it, such as penalties or logprobs.
 
     Args:
-        caches: of each layer.
-        max_rows: of a step.
-        arena: for the activations.
-        hidden_TE: where the output of the stage before lies; None = tokens are embedded here.
-        draws: whether tokens are drawn here, and not by another rank.
+        caches: the KV cache of each layer.
+        max_rows: the most sequences of a step.
+        arena: provides the memory of activations.
+        hidden_TE: the buffer with the output of the previous pipeline stage. Without it tokens are embedded here.
+        draws: whether tokens are sampled here rather than on another rank.
     """
 
     def __init__(
         self,
-        decoder: Decoder[CpuOps],
+        decoder: Decoder,
         caches: Sequence[Tensor],
         sampler: Sampler,
         max_rows: int,
@@ -86,39 +94,40 @@ class RecordedDecoderSteps:
         self._hidden_TE, self._draws_here = hidden_TE, draws
         self._decoder, self._caches, self._sampler, self._arena = decoder, caches, sampler, arena
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
-        self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)  # ids, positions, slots
-        self._draws = np.zeros((4, self._max_rows), dtype=np.int64)  # picked, slots, ends, tokens
-        self._steps: dict[
-            tuple[int, bool], _RecordedStep
-        ] = {}  # by rows, and whether they are drawn
+        # Token ids, positions and cache slots.
+        self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)
+        # Of each sample: row of logits, request slot, position, sampled token.
+        self._draws = np.zeros((4, self._max_rows), dtype=np.int64)
+        # By the number of rows and whether the step samples.
+        self._steps: dict[tuple[int, bool], _RecordedStep] = {}
 
     def __repr__(self) -> str:
         return f"<RecordedDecoderSteps of {sorted(self._steps)} in {self._arena!r}>"
 
     def can_forward(self, batch: Batch) -> bool:
-        """Whether every token is attended alone, and from the vocabulary."""
-        is_alone = batch.can_be_recorded and not batch.embeds
-        return is_alone and len(batch.tokens.ids_T) <= self._max_rows
+        """Whether every token attends by itself and has an id, and the step is not too large."""
+        has_single_tokens = batch.can_be_recorded and not batch.embeds
+        return has_single_tokens and len(batch.tokens.ids_T) <= self._max_rows
 
     def record(self, batch: Batch) -> None:
-        """Record such a step if none has been; nothing is computed.
+        """Record a step of this size unless one is recorded already. Nothing is computed.
 
         Raises:
-            NotRecordableError: torch computes in this model's steps.
+            NotRecordableError: torch computes some operation of this model.
         """
         assert self.can_forward(batch)
         self._step_for(batch)
 
     def forward(self, batch: Batch) -> ForwardOutput:
-        """Compute what the decoder's `forward` would, and the logits or tokens that come at no cost.
+        """Compute the hidden states of a batch, and the logits and tokens that the recording contains.
 
         Raises:
-            NotRecordableError: torch computes in this model's steps.
+            NotRecordableError: torch computes some operation of this model.
         """
         samples = batch.samples
         num_rows, num_drawn = len(batch.tokens.ids_T), len(samples.entries)
         step, is_drawn = self._step_for(batch)
-        # numpy's copies: each call of torch lets go of the interpreter, and a busy loop keeps it for a while
+        # numpy copies these because every call of torch releases the GIL, and a busy event loop then keeps it for a while.
         for held, now in zip(self._inputs, batch.tokens, strict=True):
             held[:num_rows] = now.numpy()
         picked, slots, ends, tokens = self._draws
@@ -131,7 +140,7 @@ class RecordedDecoderSteps:
         return ForwardOutput(*step.recording.result, tokens[:num_drawn] if is_drawn else None)
 
     def _step_for(self, batch: Batch) -> tuple[_RecordedStep, bool]:
-        """Return the recording for a batch, and whether it draws."""
+        """Return the recording for a batch, and whether it includes sampling."""
         samples, num_rows = batch.samples, len(batch.tokens.ids_T)
         is_drawn = (
             self._draws_here
@@ -170,42 +179,46 @@ class RecordedDecoderSteps:
 
 
 class RecordedEncoderSteps:
-    """Records passes of an encoder, for one thread.
+    """Records the passes of an encoder in one thread.
 
-    One short text is recorded when its number of tokens is first asked for; its positions are 0 … T - 1 in every one.
-    Other passes are rounded up, to rows of no text and tiles of no queries, so that few recordings serve them all.
-    To record takes 1.6 ms of Python if no other thread wants the interpreter, and 17 beside a busy event loop: torch gives
-    it away at each of its calls, and the loop keeps it for a millisecond.
+    A pass over one short text is recorded for each number of tokens, since its positions are always 0 … T - 1. Other passes
+    are rounded up with empty rows and empty tiles, so that few recordings serve all of them. Recording takes 1.6 ms if no
+    other thread needs the GIL and 17 ms next to a busy event loop, because torch releases the GIL at every call and the loop
+    keeps it for a millisecond.
     """
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
-        self._inputs = np.zeros((3, MAX_PASS), dtype=np.int64)  # ids, token types, positions
-        self._counted = torch.arange(MAX_TOKENS)  # positions of a text alone
+        # Token ids, token types and positions.
+        self._inputs = np.zeros((3, MAX_PASS), dtype=np.int64)
+        # The positions of a single text.
+        self._counted = torch.arange(MAX_TOKENS)
         self._arena = Arena()
-        self._short: dict[int, _RecordedPass] = {}  # by tokens
-        self._passes: dict[
-            tuple[int, int], _RecordedPass
-        ] = {}  # by rows and tiles, the oldest first
+        # By the number of tokens.
+        self._short: dict[int, _RecordedPass] = {}
+        # By the numbers of rows and tiles, oldest first.
+        self._passes: dict[tuple[int, int], _RecordedPass] = {}
 
     def __repr__(self) -> str:
         passes = f"{len(self._passes)} passes"
         return f"<RecordedEncoderSteps of {sorted(self._short)} tokens and {passes} in {self._arena!r}>"
 
     def can_forward(self, num_tokens: int) -> bool:
+        """Whether a pass of this size may be recorded."""
         return num_tokens <= MAX_PASS
 
     def forward(
         self, token_ids: np.ndarray, type_ids: np.ndarray | None, groups: Sequence[Group]
     ) -> Tensor:
-        """Compute the hidden states [T, E] of the encoder's `forward`; valid until the next call.
+        """Compute the hidden states [T, E] of whole texts. They are valid until the next call.
 
         Args:
-            token_ids: [T] int64.
-            type_ids: likewise; None = all are 0.
+            token_ids: [T] int64, the texts one after another.
+            type_ids: [T] int64, segment ids; 0 by default.
+            groups: consecutive texts of one length.
 
         Raises:
-            NotRecordableError: torch computes in this model's steps.
+            NotRecordableError: torch computes some operation of this model.
         """
         num_tokens = len(token_ids)
         ids, types, positions = self._inputs

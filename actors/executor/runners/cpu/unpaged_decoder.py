@@ -1,8 +1,8 @@
-"""A decoder that reads whole prompts and keeps nothing.
+"""A decoder as a pooling model: it reads whole prompts and keeps nothing between steps.
 
-The keys of a step are in scratch memory of one layer, which all layers share; each prompt has whole blocks
-of it, so that the decoder's attention finds them as it finds a cache.  Models that embed with attention in both
-directions (EmbeddingGemma, gte-Qwen2) use an encoder's attention over the same keys.
+All layers share scratch memory for the keys and values of one layer. Each prompt has whole blocks of it, so the decoder's
+paged attention reads it like a KV cache. Models that embed with bidirectional attention (EmbeddingGemma, gte-Qwen2) use
+the attention of encoders over the same keys.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import Decoder, ops_config
+from trouper.actors.executor.models.native_decoder import NativeDecoder, ops_config
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.weights.decoder import load_decoder
@@ -26,13 +26,19 @@ BLOCK_SIZE = 16
 
 
 class UnpagedDecoder:
-    """A decoder with the interface of an encoder."""
+    """A decoder with the interface of an encoder: whole prompts to hidden states, without a KV cache."""
 
-    def __init__(self, decoder: Decoder[CpuOps]) -> None:
+    def __init__(self, decoder: NativeDecoder[CpuOps]) -> None:
         self._decoder = decoder
 
     @classmethod
     def load(cls, config: EngineConfig, traits: DecoderTraits) -> Self:
+        """Read the weights of a decoder without its head.
+
+        Raises:
+            UnsupportedFeatureError: the attention is bidirectional and has a soft cap or sinks.
+            TrouperValidationError: the checkpoint does not fit the config.
+        """
         dtype: torch.dtype = getattr(torch, config.dtype)
         if not traits.is_causal and (traits.attention_softcap is not None or traits.has_sinks):
             rule = "attention in both directions with a soft cap or sinks is not supported"
@@ -46,6 +52,7 @@ class UnpagedDecoder:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of weights that a pass reads."""
         return self._decoder.num_bytes
 
     def forward(
@@ -55,7 +62,7 @@ class UnpagedDecoder:
         type_ids_T: Tensor,
         groups: Sequence[Group],
     ) -> Tensor:
-        """Compute the hidden states [T, E]; a decoder ignores the types."""
+        """Compute the hidden states [T, E] of whole prompts. A decoder has no segments, so it ignores their ids."""
         traits = self._decoder.traits
         lengths = [group.length for group in groups for _ in range(group.num_sequences)]
         num_blocks = -(-np.array(lengths) // BLOCK_SIZE)
@@ -79,7 +86,7 @@ class UnpagedDecoder:
 
 
 class _GroupPlan(NamedTuple):
-    """Whole prompts whose tokens see each other, and the slots of their keys."""
+    """The attention of prompts whose tokens all see each other, and the cache slots of their keys."""
 
     groups: Sequence[Group]
     slots_T: Tensor
@@ -87,7 +94,7 @@ class _GroupPlan(NamedTuple):
 
 
 class _BothWays:
-    """The operations of a decoder with attention in both directions; all others are those of `ops`."""
+    """The operations of a decoder with bidirectional attention. All but `attend` are those of `ops`."""
 
     def __init__(self, ops: CpuOps, traits: DecoderTraits, dtype: torch.dtype) -> None:
         self._ops, self._traits = ops, traits
@@ -99,7 +106,7 @@ class _BothWays:
     def attend(
         self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: _GroupPlan, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return [T, N D]; each KV head is copied for the query heads that share it."""
+        """Return the attention's output [T, N D]. Each KV head is copied for the query heads that share it."""
         traits = self._traits
         num_shared = traits.num_q_heads // traits.num_kv_heads
         # The kernel of encoders reads [T, 3, N, D].

@@ -51,8 +51,7 @@ class RankRunner(CudaRunner):
 
     def close(self) -> None:
         super().close()
-        if self._ranks is not None:
-            self._ranks = self._sums = None
+        if self._source.leave_ranks():
             dist.destroy_process_group()
             os.close(self._group_file)
 

@@ -8,14 +8,86 @@ from typing import Self
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from trouper.actors.executor.models.decoder import KVCacheSpec
+from trouper.actors.executor.models.native_decoder import (
+    NativeDecoder,
+    kv_cache_specs,
+    ops_config,
+    rank_share,
+)
+from trouper.actors.executor.models.sharding import ALONE, ModelPart, Shard
 from trouper.actors.executor.runners.cuda.machine import Machine
 from trouper.actors.executor.runners.cuda.step_inputs import pack
 from trouper.actors.executor.runners.cuda.tables import Layout, TableViews, views
-from trouper.actors.executor.steps.kv_memory import KVCache, KVCacheSpec
+from trouper.actors.executor.steps.kv_memory import KVCache
+from trouper.actors.executor.weights.decoder import Wrap, load_decoder
 from trouper.actors.messages.steps import NewSequence
+from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError
+from trouper.kernels.cuda.collectives import CollectiveSums
+from trouper.kernels.cuda.ops import TritonOps
+
+
+class DeviceModel:
+    """A model, or one rank's part of it, whose weights are on a GPU.
+
+    Args:
+        machine: the GPU.
+        ranks: the tensor-parallel ranks, each on a GPU of its own, if there are several.
+    """
+
+    def __init__(
+        self, config: EngineConfig, machine: Machine, ranks: dist.ProcessGroup | None
+    ) -> None:
+        self._config, self._machine, self.ranks = config, machine, ranks
+        shard = ALONE if ranks is None else Shard(ranks.rank(), ranks.size())
+        self.part = ModelPart.of(config, shard=shard)
+        self.cache_specs = kv_cache_specs(self.part.traits)
+        # The sums over all ranks, once the weights are loaded.
+        self.sums: CollectiveSums | None = None
+
+    def to_host(self, decoder: NativeDecoder[TritonOps]) -> None:
+        """Move all weights to pinned memory of the host."""
+        decoder.move(self._machine.to_host)
+
+    def to_device(self, decoder: NativeDecoder[TritonOps]) -> None:
+        """Move all weights back to the GPU."""
+        decoder.move(self._machine.to_device)
+
+    def load(self, wrap: Wrap | None = None) -> NativeDecoder[TritonOps]:
+        """Read the weights into the GPU's memory, one parameter at a time.
+
+        Raises:
+            TrouperValidationError: the checkpoint does not fit the config.
+            UnsupportedFeatureError: the model has layers without kernels for a GPU, such as experts.
+        """
+        config, part = self._config, self.part
+        ops = TritonOps(
+            ops_config(part.traits, getattr(torch, config.dtype), config.block_size),
+            max_length=config.max_model_len,
+            is_invariant=config.batch_invariant,
+        )
+        if self.ranks is not None:
+            share = rank_share(part.whole, part.shard)
+            self.sums = CollectiveSums(self.ranks, ops, share, is_invariant=config.batch_invariant)
+        return load_decoder(
+            config,
+            part.whole,
+            ops=lambda: ops,
+            shared=self.sums,
+            device=self._machine.device,
+            shard=part.shard,
+            wrap=wrap,
+        )
+
+    def leave_ranks(self) -> bool:
+        """Drop the group of ranks. Returns whether there was one to drop."""
+        had_ranks = self.ranks is not None
+        self.ranks = self.sums = None
+        return had_ranks
 
 
 class Resident(msgspec.Struct, frozen=True):
@@ -32,8 +104,8 @@ class Resident(msgspec.Struct, frozen=True):
         machine: Machine,
         layout: Layout,
         kv_specs: Sequence[KVCacheSpec],
-        *,
         num_blocks: int,
+        *,
         block_size: int,
         dtype: torch.dtype,
     ) -> Self:

@@ -21,19 +21,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult
-from trouper.actors.executor.models.decoder import (
-    LOGITS_AT_ONCE,
-    Decoder,
-    ops_config,
-    rank_share,
-)
-from trouper.actors.executor.models.families.registry import decoder_traits
-from trouper.actors.executor.models.sharding import ALONE, Shard, check_shards, shard_traits
+from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, windows_of
+from trouper.actors.executor.models.native_decoder import NativeDecoder
 from trouper.actors.executor.runners.cuda.adapters import DeviceAdapters
 from trouper.actors.executor.runners.cuda.machine import CudaMachine, Graph, Machine
 from trouper.actors.executor.runners.cuda.masks import DeviceMasks
 from trouper.actors.executor.runners.cuda.readout import Readout
-from trouper.actors.executor.runners.cuda.resident import GRAPH_BYTES, Resident, kv_budget
+from trouper.actors.executor.runners.cuda.resident import (
+    GRAPH_BYTES,
+    DeviceModel,
+    Resident,
+    kv_budget,
+)
 from trouper.actors.executor.runners.cuda.step_inputs import (
     BatchShape,
     Inputs,
@@ -45,13 +44,13 @@ from trouper.actors.executor.runners.cuda.step_inputs import (
 )
 from trouper.actors.executor.runners.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.runners.model_runner import Profiler
-from trouper.actors.executor.steps.kv_memory import kv_cache_specs, num_kv_blocks
+from trouper.actors.executor.runners.resident_model import ResidentModel
+from trouper.actors.executor.steps.kv_memory import num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.executor.weights.decoder import adapted_parameters, load_decoder
+from trouper.actors.executor.weights.decoder import adapted_parameters
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
-from trouper.kernels.cuda.collectives import CollectiveSums
 from trouper.kernels.cuda.ops import DeviceTokens, TritonOps
 from trouper.kernels.cuda.sampling.apply_penalties import apply_penalties
 from trouper.kernels.cuda.sampling.sample import put_tokens_, sample
@@ -77,34 +76,36 @@ class CudaRunner:
     ) -> None:
         self._config = config
         self._machine = CudaMachine() if machine is None else machine
-        self._model_traits = decoder_traits(config.model.hf_config, config.model.architecture)
-        self._ranks = ranks
-        self._shard = ALONE if ranks is None else Shard(ranks.rank(), ranks.size())
-        check_shards(self._model_traits, self._shard.size, quantization=config.quantization)
+        self._source = DeviceModel(config, self._machine, ranks)
+        self._shard = self._source.part.shard
         self._samples = self._shard.rank == 0
-        self._sums: CollectiveSums | None = None
-        # of the part of each layer that is here
-        self._traits = shard_traits(self._model_traits, self._shard)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         scheduler, longest = config.scheduler, config.max_model_len
         self._slots = RequestSlots(scheduler.max_num_seqs, longest, config.block_size)
         max_num_blocks = self._slots.block_ids.shape[1]
         self._layout = Layout(
-            scheduler.max_num_seqs, longest, max_num_blocks, self._traits.vocab_size
+            scheduler.max_num_seqs, longest, max_num_blocks, self._source.part.traits.vocab_size
         )
         self._masks = DeviceMasks(self._slots, self._layout)
-        self._kv_specs = kv_cache_specs(self._traits)
-        self._num_kv_blocks = 0
-        self._decoder: Decoder[TritonOps] | None = None
-        self._is_on_host = False  # the decoder's weights
-        self._resident: Resident | None = None
         self._adapters: DeviceAdapters | None = None
         if config.lora is not None:
             self._adapters = DeviceAdapters(
                 config.lora, self._dtype, self._machine, scheduler.max_num_scheduled_tokens
             )
-            for parameter in adapted_parameters(self._model_traits):
+            for parameter in adapted_parameters(self._source.part.whole):
                 self._adapters.slots.know(parameter)
+        self._model = ResidentModel[NativeDecoder[TritonOps], Resident](
+            self._source,
+            partial(
+                Resident.allocate,
+                self._machine,
+                self._layout,
+                block_size=config.block_size,
+                dtype=self._dtype,
+            ),
+            None if self._adapters is None else self._adapters.slots,
+            self._source,
+        )
         self._graphs: dict[BatchShape, Graph] = {}
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
@@ -117,38 +118,32 @@ class CudaRunner:
         """
         config = self._config
         self._wake_weights()
-        self._num_kv_blocks = self._num_blocks_that_fit()
+        self._model.num_blocks = self._num_blocks_that_fit()
         self.wake(frozenset({"weights", "kv_cache"}))
-        return DeviceInfo(self._num_kv_blocks, config.block_size, config.dtype, self._machine.name)
+        return DeviceInfo(
+            self._model.num_blocks, config.block_size, config.dtype, self._machine.name
+        )
 
     # Memory
 
     def sleep(self, level: int) -> None:
-        """Give back KV memory and slots, and the weights: at level 1 they move to host memory, at level 2 they are dropped."""
+        """Give back KV memory and slots. Weights move to host memory at level 1, and are dropped at level 2."""
         if level >= 1:
             self._graphs.clear()
             self._masks.clear()
-            self._resident = None
             if self._adapters is not None:
                 with torch.inference_mode():
                     self._adapters.sleep()
-        if level >= 2:
-            self._decoder, self._is_on_host = None, False
-        elif level == 1 and self._decoder is not None and not self._is_on_host:
-            with torch.inference_mode():
-                self._decoder.move(self._machine.to_host)
-            self._is_on_host = True
+        self._model.sleep(level)
         self.release()
 
     def wake(self, tags: frozenset[str]) -> None:
-        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
+        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are absent."""
         if "weights" in tags:
             self._wake_weights()
-        if "kv_cache" in tags and self._resident is None:
-            self._resident = self._allocate(self._num_kv_blocks)
-            if self._adapters is not None:
-                self._adapters.allocate()
-        if self._is_resident and not self._graphs:
+        if "kv_cache" in tags:
+            self._allocate()
+        if self._model.is_resident and not self._graphs:
             self._capture()
 
     def release(self) -> None:
@@ -159,68 +154,32 @@ class CudaRunner:
         """Give back the memory.  Idempotent."""
         self._adapters = None
         self.sleep(2)
+        self._model.close()
+        self.release()
 
     def load_adapter(self, slot: int, files: AdapterFiles) -> None:
         """Put an adapter into a slot, from 1 on; raises as `AdapterSlots.load` does, and the slot is as it was."""
-        if self._adapters is None:
-            raise RuntimeError("an adapter without enable_lora")
-        with torch.inference_mode():
-            self._adapters.slots.load(slot, files)
-
-    @property
-    def _is_resident(self) -> bool:
-        return self._decoder is not None and not self._is_on_host and self._resident is not None
+        self._model.load_adapter(slot, files)
 
     def _wake_weights(self) -> None:
-        with torch.inference_mode():
-            if self._decoder is None:
-                self._decoder = self._load_decoder()
-            elif self._is_on_host:
-                self._decoder.move(self._machine.to_device)
-            self._is_on_host = False
-            if self._adapters is not None:
+        self._model.load_weights()
+        if self._adapters is not None:
+            with torch.inference_mode():
                 self._adapters.wake_weights()
 
-    def _load_decoder(self) -> Decoder[TritonOps]:
-        config = self._config
-        ops = TritonOps(
-            ops_config(self._traits, self._dtype, config.block_size),
-            max_length=config.max_model_len,
-            is_invariant=config.batch_invariant,
-        )
-        if self._ranks is not None:
-            share = rank_share(self._model_traits, self._shard)
-            is_invariant = config.batch_invariant
-            self._sums = CollectiveSums(self._ranks, ops, share, is_invariant=is_invariant)
-        return load_decoder(
-            config,
-            self._model_traits,
-            ops=lambda: ops,
-            shared=self._sums,
-            device=self._machine.device,
-            shard=self._shard,
-            wrap=None if self._adapters is None else self._adapters.slots.wrap,
-        )
-
-    def _allocate(self, num_blocks: int) -> Resident:
-        return Resident.allocate(
-            self._machine,
-            self._layout,
-            self._kv_specs,
-            num_blocks=num_blocks,
-            block_size=self._config.block_size,
-            dtype=self._dtype,
-        )
+    def _allocate(self, num_blocks: int | None = None) -> None:
+        if self._model.memory is None:
+            self._model.allocate(num_blocks)
+            if self._adapters is not None:
+                self._adapters.allocate()
 
     def _num_blocks_that_fit(self) -> int:
         """Count the blocks that fit beside what the largest step needs, unless the config says."""
         config = self._config
         if config.num_blocks is None and config.kv_cache_bytes is None:
-            self._resident = self._allocate(1)
+            self._allocate(1)
             shapes, scheduler = self._shapes, config.scheduler
             has_adapters = self._adapters is not None
-            if self._adapters is not None:
-                self._adapters.allocate()
             largest = BatchShape(
                 scheduler.max_num_scheduled_tokens, scheduler.max_num_seqs, False, has_adapters
             )
@@ -235,9 +194,9 @@ class CudaRunner:
                 utilization=config.gpu_memory_utilization,
                 reserved=reserved + len(shapes) * GRAPH_BYTES,
             )
-            self._resident = None
+            self._model.drop_memory()
             config = msgspec.structs.replace(config, kv_cache_bytes=budget)
-        return num_kv_blocks(config, self._kv_specs, self._dtype.itemsize)
+        return num_kv_blocks(config, self._source.cache_specs, self._dtype.itemsize)
 
     @property
     def _shapes(self) -> tuple[BatchShape, ...]:
@@ -249,10 +208,11 @@ class CudaRunner:
             has_adapters=self._adapters is not None,
         )
 
+    @torch.inference_mode()
     def _capture(self) -> None:
         """Capture every shape, on a batch of padding alone, which computes nothing."""
-        assert self._resident is not None
-        self._machine.upload(pack(None, self._layout.num_slots + 1), out=self._resident.inputs)
+        _, resident = self._model.resident()
+        self._machine.upload(pack(None, self._layout.num_slots + 1), out=resident.inputs)
         shapes = self._shapes
         bar = tqdm(shapes, "capturing CUDA graphs", disable=None)
         graphs = self._machine.capture(partial(self._run, shape) for shape in bar)
@@ -265,9 +225,7 @@ class CudaRunner:
     ) -> PendingResult[StepDone | None] | StepDone | None:
         """Launch one plan; the rank that samples answers it.  After an exception its sequences must be given again."""
         assert isinstance(plan, StepPlan), "this model generates"
-        resident = self._resident
-        if resident is None or not self._is_resident:
-            raise RuntimeError("a step while weights or KV memory are absent")
+        _, resident = self._model.resident()
         with torch.inference_mode():
             self._masks.catch_up(plan)
             self._apply_changes(plan, resident)
@@ -331,9 +289,7 @@ class CudaRunner:
         self, shape: BatchShape, embeds: tuple[tuple[int, Tensor], ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Launch the pass and the draw: hidden states [T, E], logits [C, V], sampled ids [C]."""
-        decoder, resident = self._decoder, self._resident
-        assert decoder is not None
-        assert resident is not None
+        decoder, resident = self._model.resident()
         if self._adapters is not None:
             self._adapters.use(are_used=shape.has_adapters)
         tokens, blocks, sampling = resident.views
@@ -347,7 +303,8 @@ class CudaRunner:
             num_tokens=shape.num_tokens,
             is_decode=shape.is_decode,
         )
-        plans = {window: decoder.ops.plan(step_tokens, window) for window in self._traits.windows}
+        windows = windows_of(self._source.cache_specs)
+        plans = {window: decoder.plan(step_tokens, window) for window in windows}
         hidden_TE = decoder.forward(step_tokens, plans, resident.kv.layers, embeds)
         logits_CV = decoder.logits(hidden_TE.index_select(0, inputs.last_tokens))
         slots, seq_lens = inputs.sampled_slots, inputs.seq_lens
@@ -357,8 +314,8 @@ class CudaRunner:
             sampled_C = sample(logits_CV, edited_CV, slots, seq_lens, *kept, tokens, sampling)
         else:
             sampled_C = torch.empty_like(slots)
-        if self._sums is not None:
-            self._sums.tell(sampled_C)
+        if self._source.sums is not None:
+            self._source.sums.tell(sampled_C)
             if not self._samples:
                 put_tokens_(sampled_C, slots, seq_lens, tokens)
         return hidden_TE, logits_CV, sampled_C
@@ -370,8 +327,7 @@ class CudaRunner:
 
         A rank without a readout computes its part of the logits.
         """
-        decoder = self._decoder
-        assert decoder is not None
+        decoder, _ = self._model.resident()
         for span in self._slots.prompt_spans(plan, first_tokens):
             num = len(span.token_ids)
             hidden = hidden_TE.narrow(0, span.first_token, num)

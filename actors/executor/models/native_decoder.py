@@ -1,0 +1,358 @@
+"""One decoder-only transformer for every architecture of the registry: what differs are its traits.
+
+    T  tokens of all sequences of a step, one after the other      N  query heads    H  KV heads
+    E  hidden size                M  MLP width                      D  head width     S  cache slots
+
+Its operations between the products come as an object, one for the CPU and one for a GPU.  It knows
+nothing of sequences: the tokens of a step and the plans of their attention are the operations' own.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices
+from trouper.actors.executor.models.mlp import Mlp
+from trouper.actors.executor.models.rotary import make_rope_table
+from trouper.actors.executor.models.sharding import Shard
+from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
+from trouper.kernels.codegen.units import LANES
+from trouper.kernels.linear import LinearMethod
+from trouper.kernels.lora import LoRALinear
+from trouper.kernels.ops import CpuOps, Ops, OpsConfig, RankShare, SharedOps
+
+OpsT = TypeVar("OpsT", bound=Ops)
+
+
+def kv_cache_specs(traits: DecoderTraits) -> tuple[KVCacheSpec, ...]:
+    """Return what the layers keep of each token: one group, because they differ only in their windows."""
+    return (
+        KVCacheSpec(
+            num_layers=len(traits.layers),
+            num_heads=traits.num_kv_heads,
+            head_dim=traits.head_dim,
+            windows=traits.windows,
+        ),
+    )
+
+
+class DecoderLayer:
+    """The weights of one layer; a norm is None where the architecture has none.
+
+    A layer norm's weights and biases are one tensor of two rows; RMS norms have weights alone.
+    """
+
+    def __init__(
+        self,
+        traits: LayerTraits,
+        *,
+        qkv: LinearMethod,  # E -> (N + 2 H) D
+        o: LinearMethod,  # N D -> E
+        mlp: Mlp,
+        attention_norm: Tensor | None = None,
+        attention_post_norm: Tensor | None = None,
+        mlp_norm: Tensor | None = None,
+        mlp_post_norm: Tensor | None = None,
+        head_norm: Tensor | None = None,  # [N + H, D] or [N + H, 2, D]: of each head of q and k
+        q_norm: Tensor | None = None,  # [N D]: of all heads together
+        k_norm: Tensor | None = None,
+        sinks: Tensor | None = None,  # [N], scores
+    ) -> None:
+        self.traits = traits
+        self.qkv, self.o, self.mlp = qkv, o, mlp
+        self.attention_norm, self.attention_post_norm = attention_norm, attention_post_norm
+        self.mlp_norm, self.mlp_post_norm = mlp_norm, mlp_post_norm
+        self.head_norm, self.q_norm, self.k_norm = head_norm, q_norm, k_norm
+        self.sinks = sinks
+
+    @property
+    def linears(self) -> Sequence[LinearMethod]:
+        return self.qkv, self.o, *self.mlp.linears
+
+
+class NativeDecoder(Generic[OpsT]):
+    """The weights of a model, and its forward pass.
+
+    A stage of a pipeline has some of the layers: the first has the embedding, the last the norm and the head.  A rank of
+    a tensor-parallel model has a part of each layer and of the head, and a group that calls the other ranks.
+
+    Args:
+        traits: of the layers that are here, or of the part of them that is.
+        embedding: [vocabulary, E]; None behind another stage.
+        positions: [positions, E], added to the embeddings; None = there are none, or another stage adds them.
+        norm: the last one; None ahead of another stage.
+        head: None for a model that never gives logits.
+        max_model_len: tokens of the longest sequence, which bounds the positions.
+        ops: the operations between the products, for the device of the weights.
+        shared: the group of ranks, for the operations in which all take part; None = `ops`, for there is no other rank.
+    """
+
+    def __init__(
+        self,
+        traits: DecoderTraits,
+        *,
+        embedding: Tensor | None,
+        positions: Tensor | None = None,
+        layers: Sequence[DecoderLayer],
+        norm: Tensor | None,
+        head: LinearMethod | None,
+        max_model_len: int,
+        ops: OpsT,
+        shared: SharedOps | None = None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.traits = traits
+        self.dtype = dtype
+        self.ops = ops
+        self._shared: SharedOps = ops if shared is None else shared
+        self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
+        self._positions = positions
+        # transformers rounds the scale to the model's dtype before it multiplies
+        self._embedding_scale = float(torch.tensor(traits.embedding_scale, dtype=self.dtype))
+        self._rope_tables: list[Tensor] = [
+            make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
+        ]
+        if embedding is not None:
+            self._rope_tables = [table.to(embedding.device) for table in self._rope_tables]
+
+    def forward(
+        self,
+        tokens: Any,
+        plans: Mapping[int | None, Any],
+        caches: Sequence[Tensor],
+        embeds: Sequence[tuple[int, Tensor]] = (),
+        read: LogitsIndices | None = None,
+        hidden_TE: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the hidden states after the last norm, or for the next stage; the caches gain this step's keys and values.
+
+        Args:
+            tokens: of the step, as the operations take them: `HostTokens` or `DeviceTokens`.
+            plans: of the attention, by window, as the operations make them.
+            caches: of each layer [2, H, S, D].
+            embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
+            read: the tokens whose states are read; None = all.
+            hidden_TE: what the stage before this one returned, which is overwritten; None = embed the tokens.
+
+        Returns:
+            [T, E], or [R, E] if only those are read.  Where the step is padded, T counts the padding, and
+            the states of padding tokens are arbitrary.
+        """
+        ops = self.ops
+        # Chosen here: a bound method among the attributes would be a cycle that keeps the weights after a sleep.
+        add = self._add_in_parallel if self.traits.is_parallel else self._add_in_turn
+        x_TE, step = self._begin_step(tokens, embeds, hidden_TE)
+        first_norm = self._layers[0].attention_norm
+        y_TE = x_TE if first_norm is None else ops.norm(x_TE, first_norm)
+        following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
+        for layer, cache, next_norm in zip(self._layers, caches, following, strict=True):
+            qkv_TND = self._projections(layer, y_TE, step, cache)
+            if read is not None and layer is self._layers[-1]:
+                plans = read.plans
+                x_TE = _selected(x_TE, read.tokens_R)
+                if self.traits.is_parallel:
+                    y_TE = _selected(y_TE, read.tokens_R)
+                qkv_TND = _selected(qkv_TND, read.tokens_R)
+                if not len(x_TE):
+                    return x_TE
+            plan = plans[layer.traits.window]
+            attended_TE = layer.o.apply(ops.attend(qkv_TND, cache, plan, layer.sinks))
+            y_TE = add(layer, x_TE, y_TE, attended_TE, next_norm)
+        return y_TE
+
+    def _add_in_turn(
+        self,
+        layer: DecoderLayer,
+        x_TE: Tensor,
+        _y_TE: Tensor,
+        attended_TE: Tensor,
+        next_norm: Tensor | None,
+    ) -> Tensor:
+        """Add the attention's output to x, and then what the MLP makes of the sum; return the next layer's input, normed."""
+        shared = self._shared
+        y_TE = shared.fused_add_norm(x_TE, attended_TE, layer.mlp_norm, layer.attention_post_norm)
+        y_TE = layer.mlp.forward(y_TE, self.ops)
+        return shared.fused_add_norm(x_TE, y_TE, next_norm, layer.mlp_post_norm)
+
+    def _add_in_parallel(
+        self,
+        layer: DecoderLayer,
+        x_TE: Tensor,
+        y_TE: Tensor,
+        attended_TE: Tensor,
+        next_norm: Tensor | None,
+    ) -> Tensor:
+        """Add to x the attention's output, and what the MLP makes of the layer's own input y, or of another norm of x."""
+        if layer.mlp_norm is not None:
+            y_TE = self.ops.norm(x_TE, layer.mlp_norm)
+        self._shared.fused_add_norm(x_TE, attended_TE, None)
+        y_TE = layer.mlp.forward(y_TE, self.ops)
+        return self._shared.fused_add_norm(x_TE, y_TE, next_norm)
+
+    @property
+    def longest(self) -> int | None:
+        """Return None: the rotary tables are made for `max_model_len`, whatever it is."""
+        return None
+
+    @property
+    def is_recordable(self) -> bool:
+        """Return True: a step is expected to consist of kernels. Recording itself finds the exceptions."""
+        return True
+
+    @property
+    def cache_specs(self) -> tuple[KVCacheSpec, ...]:
+        """Return what the layers of this part keep of each token."""
+        return kv_cache_specs(self.traits)
+
+    def plan(self, *args: Any) -> Any:
+        """Plan the attention of a step for one window; see `CpuOps.plan` and `TritonOps.plan`."""
+        return cast("Any", self.ops).plan(*args)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that a step of many tokens reads: the weights without the embedding."""
+        return sum(linear.num_bytes for linear in self._linears)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """The bytes that the weights take in memory, without norms and biases."""
+        return self.num_bytes + (0 if self._embedding is None else self._embedding.nbytes)
+
+    @property
+    def _linears(self) -> list[LinearMethod]:
+        head = () if self._head is None else (self._head,)
+        return [*head, *(x for layer in self._layers for x in layer.linears)]
+
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Put each weight where `place` puts it; what shares memory (a tied head) goes on sharing it."""
+        moved: dict[int, Tensor] = {}
+        before: list[Tensor] = []  # alive until the end, or another tensor could get its id
+        embedding = self._embedding
+        bases = [linear.base for linear in self._linears if isinstance(linear, LoRALinear)]
+        for owner in (self, *self._layers, *self._linears, *bases):
+            for name in vars(owner):
+                tensor = getattr(owner, name)
+                if isinstance(tensor, Tensor):
+                    if id(tensor) not in moved:
+                        before.append(tensor)
+                        is_part = embedding is not None and _shares(tensor, embedding)
+                        if is_part and id(embedding) in moved:
+                            moved[id(tensor)] = _same_part(tensor, moved[id(embedding)])
+                        else:
+                            moved[id(tensor)] = place(tensor)
+                    setattr(owner, name, moved[id(tensor)])
+        self._rope_tables = [place(table) for table in self._rope_tables]
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """Return [R, vocabulary], in float32 on the CPU; a GPU's kernels read any float.  Of ranks the first alone has them all."""
+        assert self._head is not None
+        product = self._head.apply(hidden_RE)
+        return self._shared.finish_logits(
+            product, self.traits.logits_scale, self.traits.final_softcap
+        )
+
+    def num_logits(self, num_rows: int) -> int | None:
+        """The size of so many rows of logits, if their product can be recorded where the layers can."""
+        vocab_size = self.traits.vocab_size
+        # ranks must come to one answer, and the last one's part of such a vocabulary has another method
+        if self._head is None or not self._head.is_recordable or vocab_size % LANES:
+            return None
+        return num_rows * vocab_size
+
+    def _begin_step(
+        self, tokens: Any, embeds: Sequence[tuple[int, Tensor]], hidden_TE: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        if self._embedding is None:
+            assert hidden_TE is not None, "only the first stage embeds"
+            ops = cast("CpuOps", self.ops)  # stages are on the CPU
+            return hidden_TE, ops.begin(tokens.positions_T, tokens.slots_T, self._rope_tables)
+        x_TE, step = self.ops.begin_step(
+            tokens, self._embedding, self._embedding_scale, self._rope_tables
+        )
+        self._replace_embeddings(x_TE, embeds)
+        if self._positions is not None:
+            ops = cast("CpuOps", self.ops)
+            rows_TE = ops.embed(self._positions, tokens.positions_T, 1.0)
+            ops.fused_add_norm(x_TE, rows_TE, None)
+        return x_TE, step
+
+    def _replace_embeddings(self, x_TE: Tensor, embeds: Sequence[tuple[int, Tensor]]) -> None:
+        for first, rows_PE in embeds:
+            part_PE = x_TE.narrow(0, first, len(rows_PE)).copy_(rows_PE)
+            if not self.traits.embeds_are_scaled:
+                part_PE *= self._embedding_scale
+
+    def _projections(
+        self, layer: DecoderLayer, x_TE: Tensor, step: Any, cache_2HSD: Tensor
+    ) -> Tensor:
+        """Compute queries, keys and values [T, N + 2 H, D]; the latter two are in the cache then."""
+        traits = self.traits
+        num_heads = traits.num_q_heads + 2 * traits.num_kv_heads
+        qkv_TND = layer.qkv.apply(x_TE).view(-1, num_heads, traits.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            self._shared.all_heads_norm_(qkv_TND, layer.q_norm, layer.k_norm)
+        self.ops.qk_norm_rope_kv_write(
+            qkv_TND,
+            layer.head_norm,
+            step,
+            layer.traits.rope,
+            cache_2HSD,
+            layer.traits.query_rope,
+        )
+        return qkv_TND
+
+
+def _selected(x_TX: Tensor, tokens_R: Tensor) -> Tensor:
+    return x_TX.index_select(0, tokens_R)  # pyright: ignore[reportUnknownMemberType]  # torch's stubs
+
+
+def _shares(part: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor lies in the memory of another: a rank's rows of a tied head in the embedding."""
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def _same_part(part: Tensor, whole: Tensor) -> Tensor:
+    """Return the rows of `whole` that a part had of what has become it."""
+    return whole.as_strided(part.size(), part.stride(), part.storage_offset())
+
+
+def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> OpsConfig:
+    """Return what the operations depend on of a model."""
+    return OpsConfig(
+        dtype=dtype,
+        num_q_heads=traits.num_q_heads,
+        num_kv_heads=traits.num_kv_heads,
+        head_dim=traits.head_dim,
+        hidden_size=traits.hidden_size,
+        intermediate_size=math.gcd(*traits.mlp_widths),  # whole registers of all or of none
+        block_size=block_size,
+        norm=traits.norm,
+        norm_eps=traits.norm_eps,
+        residual_scale=traits.residual_scale,
+        activation=traits.mlp.activation,
+        swiglu_alpha=traits.mlp.swiglu_alpha,
+        swiglu_limit=traits.mlp.swiglu_limit,
+        scale=traits.attention_scale,
+        softcap=traits.attention_softcap,
+        is_norm_last=traits.is_norm_last,
+    )
+
+
+def rank_share(traits: DecoderTraits, shard: Shard) -> RankShare:
+    """Return what the operations of a rank depend on.
+
+    Args:
+        traits: of the whole model.
+    """
+    return RankShare(
+        vocab_size=traits.vocab_size,
+        norm=traits.norm,
+        norm_eps=traits.norm_eps,
+        residual_scale=traits.residual_scale,
+        first_logit=shard.vocabulary(traits.vocab_size)[0],
+        num_logits=Shard(0, shard.size).vocabulary(traits.vocab_size)[1],
+        num_kv_copies=max(1, shard.size // traits.num_kv_heads),
+    )

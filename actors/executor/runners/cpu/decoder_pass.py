@@ -1,0 +1,124 @@
+"""The forward pass of a decoder over its KV cache: replayed from a recording if possible, else called operation by operation.
+
+The target model and the draft model of speculative decoding compute their batches the same way, so both use this class.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from trouper.actors.executor.models.decoder import Decoder
+from trouper.actors.executor.runners.cpu.models import WHOLE_STEP, Share
+from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
+from trouper.actors.executor.sampling.sampler import Sampler
+from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import Batch
+from trouper.kernels.codegen.arena import Arena, Lender
+from trouper.kernels.codegen.recording import NotRecordableError
+
+logger = logging.getLogger(__name__)
+
+
+class DecoderPass:
+    """Computes batches with one decoder and its caches.
+
+    It belongs to the weights and the memory that it was made of: the runner drops it, with the memory of the activations,
+    as soon as it drops either.
+
+    Args:
+        caches: the KV cache of each layer.
+        sampler: draws tokens within recorded steps.
+        max_rows: the most sequences of a step.
+        is_eager: never record steps.
+        share: the part of each step that this worker computes.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        caches: Sequence[Tensor],
+        sampler: Sampler,
+        max_rows: int,
+        *,
+        is_eager: bool,
+        share: Share = WHOLE_STEP,
+    ) -> None:
+        self.decoder, self._caches, self._share = decoder, caches, share
+        # All steps use the same memory for their activations, since each is read before the next begins.
+        self._arena = Arena()
+        self.recorded: RecordedDecoderSteps | None = None
+        if decoder.is_recordable and not is_eager:
+            self.recorded = RecordedDecoderSteps(
+                decoder,
+                caches,
+                sampler,
+                max_rows,
+                self._arena,
+                share.hidden_TE,
+                draws=share.samples,
+            )
+        # Whether all ranks know that every one of them can record steps.
+        self._has_agreed = share.group is None
+
+    def forward(self, batch: Batch) -> ForwardOutput:
+        """Compute a batch; its hidden states, and its logits or tokens if a recorded step contains them.
+
+        The output is valid until the next call.
+        """
+        if self.recorded is not None and self.recorded.can_forward(batch):
+            try:
+                self._agree(self.recorded, batch)
+                return self.recorded.forward(batch)
+            except NotRecordableError as error:
+                self._stop_recording(error)
+        hidden_TE = self._share.hidden_TE
+        if hidden_TE is not None:
+            hidden_TE = hidden_TE[: len(batch.tokens.ids_T)]
+        with Lender(self._arena):
+            return ForwardOutput(
+                self.decoder.forward(
+                    batch.tokens, batch.plans, self._caches, batch.embeds, batch.read, hidden_TE
+                )
+            )
+
+    def logits(self, output: ForwardOutput, batch: Batch) -> tuple[Tensor, np.ndarray]:
+        """Return logits of a batch, and the row in them of each of its samples. They are valid until the next call."""
+        tokens = batch.samples.tokens
+        if output.logits_TV is not None:
+            return output.logits_TV, tokens
+        hidden = output.hidden_TE
+        if batch.read is None and len(tokens) < len(hidden):
+            hidden = hidden.index_select(0, from_numpy(tokens))
+        return self.decoder.logits(hidden), np.arange(len(tokens))
+
+    def record(self, batch: Batch) -> None:
+        """Record a step like this one without computing it, if steps are recorded at all."""
+        if self.recorded is not None:
+            try:
+                self.recorded.record(batch)
+            except NotRecordableError as error:
+                self._stop_recording(error)
+
+    def _agree(self, steps: RecordedDecoderSteps, batch: Batch) -> None:
+        """Let all ranks record steps, or none: the logits of recorded steps have other rows.
+
+        Raises:
+            NotRecordableError: this rank or another one cannot record this step.
+        """
+        if self._has_agreed:
+            return
+        assert self._share.group is not None
+        problem = None
+        try:
+            steps.record(batch)
+        except NotRecordableError as error:
+            problem = error
+        self._has_agreed = True
+        if not self._share.group.all_agree(problem is None):
+            raise problem or NotRecordableError("another rank cannot record this step")
+
+    def _stop_recording(self, error: NotRecordableError) -> None:
+        logger.info("steps are not recorded: %s", error)
+        self.recorded = None

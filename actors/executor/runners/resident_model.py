@@ -1,0 +1,159 @@
+"""The parts of a model that are in memory, and how they get there, shared by the runners of the CPU and of CUDA.
+
+An engine may sleep: it then gives back its KV cache, and its weights too at level 2. A runner therefore finds weights and
+memory absent or present in any combination. `ResidentModel` owns both, so a runner only asks for what a step needs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from trouper.actors.executor.models.decoder import Decoder, KVCacheSpec
+from trouper.actors.executor.steps.adapter_slots import AdapterSlots
+from trouper.actors.executor.weights.decoder import Wrap
+from trouper.config.adapters import AdapterFiles
+
+DecoderT = TypeVar("DecoderT", bound=Decoder)
+DecoderT_co = TypeVar("DecoderT_co", bound=Decoder, covariant=True)
+DecoderT_contra = TypeVar("DecoderT_contra", bound=Decoder, contravariant=True)
+MemoryT = TypeVar("MemoryT")
+
+
+class Model(Protocol[DecoderT_co]):
+    """One way to compute a model on one device: what is known before its weights are read, and how they are read."""
+
+    @property
+    def cache_specs(self) -> tuple[KVCacheSpec, ...] | None:
+        """Return what the layers keep of each token, or None if only the loaded decoder knows."""
+        ...
+
+    def load(self, wrap: Wrap | None) -> DecoderT_co:
+        """Read the weights.
+
+        Args:
+            wrap: adds adapters to each projection of the layers.
+
+        Raises:
+            TrouperValidationError: the checkpoint does not fit the config.
+            UnsupportedFeatureError: the model cannot be computed this way.
+        """
+        ...
+
+
+class WeightMover(Protocol[DecoderT_contra]):
+    """Moves weights, for a device with memory of its own: weights that sleep at level 1 wait in host memory."""
+
+    def to_host(self, decoder: DecoderT_contra) -> None:
+        """Move all weights to host memory."""
+        ...
+
+    def to_device(self, decoder: DecoderT_contra) -> None:
+        """Move all weights to the device."""
+        ...
+
+
+class ResidentModel(Generic[DecoderT, MemoryT]):
+    """The weights and the step memory of one runner. Only this class sets `decoder` and `memory`.
+
+    Args:
+        model: reads the weights.
+        allocate: makes the step memory, which contains the KV cache, for a number of blocks.
+        adapters: the slots of LoRA adapters, if the engine has any. They outlive the weights.
+        mover: for a device with memory of its own. On the CPU, weights stay where they are at level 1.
+    """
+
+    def __init__(
+        self,
+        model: Model[DecoderT],
+        allocate: Callable[[Sequence[KVCacheSpec], int], MemoryT],
+        adapters: AdapterSlots | None = None,
+        mover: WeightMover[DecoderT] | None = None,
+    ) -> None:
+        self._model, self._allocate = model, allocate
+        self._adapters, self._mover = adapters, mover
+        self._specs = model.cache_specs
+        self.decoder: DecoderT | None = None
+        self.memory: MemoryT | None = None
+        self._is_on_host = False
+        # The number of blocks of `memory`, which the runner sets while it loads.
+        self.num_blocks = 0
+
+    @property
+    def cache_specs(self) -> tuple[KVCacheSpec, ...]:
+        """Return what the layers keep of each token; reads the weights first if only they contain the answer."""
+        if self._specs is None:
+            self.load_weights()
+        assert self._specs is not None
+        return self._specs
+
+    def load_weights(self) -> None:
+        """Read the weights, or move them back from host memory, unless they are resident. Raises like `Model.load`."""
+        with torch.inference_mode():
+            if self.decoder is None:
+                wrap = None if self._adapters is None else self._adapters.wrap
+                self.decoder = self._model.load(wrap)
+                self._specs = self.decoder.cache_specs
+            elif self._is_on_host and self._mover is not None:
+                self._mover.to_device(self.decoder)
+        self._is_on_host = False
+
+    def allocate(self, num_blocks: int | None = None) -> None:
+        """Make the step memory unless it is resident, for `self.num_blocks` by default."""
+        if self.memory is None:
+            with torch.inference_mode():
+                self.memory = self._allocate(self.cache_specs, num_blocks or self.num_blocks)
+
+    def drop_memory(self) -> None:
+        """Free the step memory, but keep the weights."""
+        self.memory = None
+
+    def wake(self, tags: frozenset[str]) -> None:
+        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are absent."""
+        if "weights" in tags:
+            self.load_weights()
+        if "kv_cache" in tags:
+            self.allocate()
+
+    def sleep(self, level: int) -> None:
+        """Drop the step memory and move the weights to host memory at level 1; drop both at level 2."""
+        if level >= 1:
+            self.drop_memory()
+        if level >= 2:
+            self.decoder, self._is_on_host = None, False
+        elif level == 1 and self.decoder is not None and self._mover and not self._is_on_host:
+            with torch.inference_mode():
+                self._mover.to_host(self.decoder)
+            self._is_on_host = True
+
+    def close(self) -> None:
+        """Drop everything, the adapters too. Idempotent."""
+        self._adapters = None
+        self.sleep(2)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether everything that a step needs is in the device's memory."""
+        return self.decoder is not None and not self._is_on_host and self.memory is not None
+
+    def resident(self) -> tuple[DecoderT, MemoryT]:
+        """Return the weights and the step memory, which a step needs.
+
+        Raises:
+            RuntimeError: one of them is not resident.
+        """
+        if self.decoder is None or self.memory is None or self._is_on_host:
+            raise RuntimeError("cannot run a step: the weights or the KV cache are not loaded")
+        return self.decoder, self.memory
+
+    def load_adapter(self, slot: int, files: AdapterFiles) -> None:
+        """Put an adapter into a slot, numbered from 1. If it cannot be loaded, the slot is unchanged.
+
+        Raises:
+            TrouperValidationError: the adapter does not fit the model, or is malformed.
+            UnsupportedFeatureError: it contains more than the matrices of linear layers.
+        """
+        if self._adapters is None:
+            raise RuntimeError("cannot load an adapter: the engine runs without enable_lora")
+        with torch.inference_mode():
+            self._adapters.load(slot, files)
