@@ -231,7 +231,7 @@ def test_ranks_are_workers_that_share_out_the_cores():
 @pytest.mark.parametrize(("dtype", "hidden_size"), [("float32", 40), ("float16", 64)])
 def test_rows_that_no_kernel_sums_are_refused(dtype, hidden_size):
     config = resolve(EngineArgs(tensor_parallel_size=2, dtype=dtype))
-    with pytest.raises(UnsupportedFeatureError, match=f"{dtype} rows of {hidden_size}") as caught:
+    with pytest.raises(UnsupportedFeatureError, match=f"rows of {hidden_size} {dtype}") as caught:
         check_sums(config, hidden_size)
     assert caught.value.parameter == "tensor_parallel_size"
 
