@@ -1,4 +1,8 @@
-"""The executor actor: two loops, one submits plans to the device, one passes its results to the scheduler."""
+"""The executor actor connects the scheduler to a device: one loop submits plans, another returns results.
+
+Two loops are needed because submitting must never wait for a result: the next plan is queued on the device
+while the current one runs.
+"""
 
 import anyio
 import msgspec
@@ -11,18 +15,27 @@ from trouper.actors.messages.requests import PrepareGrammar
 from trouper.actors.messages.steps import DeviceFailed, ReplicaEvent
 from trouper.errors import DeviceStartError
 
-CLOSE_GRACE_S = 30  # one step under way, then the memory goes back
+# Seconds for the step in progress to end and for the memory to be released.
+CLOSE_GRACE_S = 30
 
 
 class ExecutorSnapshot(msgspec.Struct, frozen=True):
-    """The state of the executor."""
+    """State of the executor for diagnostics. `last_step` is 0 before the first plan; `call` names the action in
+    progress.
+    """
 
-    last_step: int  # that was given to the device; 0 before the first
-    call: str | None  # the method of the device that is under way
+    last_step: int
+    call: str | None
 
 
 class Executor:
-    """Owns one device.  `run` reports the loaded device's `DeviceInfo` once it can take plans."""
+    """Owns one device and the order of everything sent to it. `run` reports the loaded device's `DeviceInfo`
+    when the device can accept plans.
+
+    Args:
+        replica: index of this device among several replicas, added to each of its events; None for a single
+            device.
+    """
 
     def __init__(
         self,
@@ -34,13 +47,14 @@ class Executor:
         self._inbox = inbox
         self._scheduler = scheduler
         self._device = device
-        self._replica = replica  # None: there is one alone
-        self._has_failed = False  # the device, of one of several replicas
+        self._replica = replica
+        # Set when this replica failed for good while other replicas go on.
+        self._has_failed = False
         self._last_step = 0
         self._call_under_way: str | None = None
 
     def snapshot(self) -> ExecutorSnapshot:
-        """Describe what the device has been given."""
+        """Return the last submitted step and the action in progress."""
         return ExecutorSnapshot(self._last_step, self._call_under_way)
 
     async def run(self, *, task_status: TaskStatus[DeviceInfo] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -57,7 +71,9 @@ class Executor:
                     await self._device.aclose()
 
     async def _submit(self) -> None:
-        """Submit plans in the order in which they come; a call waits behind those before it."""
+        """Submit plans in the order of their messages. An action waits until the messages before it were
+        submitted.
+        """
         async for message in self._inbox:
             if isinstance(message, DeviceCall):
                 await self._call(message)
@@ -68,10 +84,12 @@ class Executor:
                 self._device.submit(message)
 
     async def _receive(self) -> None:
-        """Pass on each result; room is reserved, for there are never more than the plans in flight and one grammar.
+        """Forward each result to the scheduler without waiting. The channel has room for all plans in flight and
+        one grammar.
 
         Raises:
-            DeviceStartError: the device is not started again, and there is no other.
+            DeviceStartError: the only device cannot be restarted. With several replicas the scheduler
+                receives `DeviceFailed` instead.
         """
         while True:
             try:
@@ -88,13 +106,15 @@ class Executor:
             )
 
     async def _call(self, message: DeviceCall) -> None:
-        if self._has_failed:  # it holds no memory, no adapter and no trace: all is as asked for
+        # A failed device holds no memory, no adapter and no trace, so there is nothing to do.
+        if self._has_failed:
             message.answer.set(None)
             return
         self._call_under_way = message.action.name
         try:
             message.answer.set(await self._device.call(message.action))
-        except Exception as error:  # it belongs to the task that asked
+        # The error belongs to the caller of the action, not to the engine.
+        except Exception as error:
             message.answer.fail(error)
         finally:
             self._call_under_way = None

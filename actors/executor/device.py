@@ -1,6 +1,7 @@
-"""The seam between the executor actor and whatever computes: a thread, processes, or a simulation.
+"""The interface between the executor actor and whatever computes: a thread, worker processes, or a simulation.
 
-The facts that torch tells about itself and its devices, for reports.
+The interface separates submitting, which is synchronous, from receiving, which waits. That makes the order of
+plans independent of task scheduling, so one test suite can drive real and simulated devices.
 """
 
 from collections.abc import Callable
@@ -26,66 +27,75 @@ DeviceEvent = StepResult | GrammarReady | DeviceLost | DeviceBack
 
 
 class PendingResult(NamedTuple, Generic[Result_co]):
-    """The result of work that is launched and still running; meanwhile the next can be launched."""
+    """The result of launched work that is still running, so the caller can launch more work before it calls
+    `finish`.
+
+    `is_ready` tests whether `finish` would return immediately. `finish` waits for the result. `when_ready`
+    registers a callback, called from any thread; without it the caller polls `is_ready`.
+    """
 
     is_ready: Callable[[], bool]
-    finish: Callable[[], Result_co]  # waits if it is not ready
-    # Calls back once it is ready, from any thread.  None: there is no call, so `is_ready` must be polled.
+    finish: Callable[[], Result_co]
     when_ready: Callable[[Callable[[], None]], None] | None = None
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """Facts about a device that are known only after loading."""
+    """Facts about a device that are known only after loading. `num_blocks` includes the null block 0.
 
-    num_blocks: int  # KV blocks in all, the null block 0 included
-    block_size: int  # tokens a block
+    `num_weight_bytes` is 0 if the bytes were not counted. `longest` is the longest sequence, in tokens, that
+    the model code supports; None means that there is no limit.
+    """
+
+    num_blocks: int
+    block_size: int
     dtype: str
-    name: str  # for people: "cpu", "NVIDIA H200", …
-    num_weight_bytes: int = 0  # in memory; 0: not counted
+    name: str
+    num_weight_bytes: int = 0
     longest: int | None = (
         None  # tokens of a sequence that the model's code can compute; None: any number
     )
 
 
 def timed(result: StepResult, seconds: float) -> StepResult:
-    """Say in the result of a plan how long it was the eldest; one that has failed says nothing."""
+    """Return the result with its computing time in seconds, counted while it was the oldest plan. A failed step
+    has no time and is returned unchanged.
+    """
     if isinstance(result, StepFailed):
         return result
     return msgspec.structs.replace(result, seconds=seconds)
 
 
 class Device(Protocol):
-    """Runs plans one after another, in the order in which they were submitted.
-
-    Submitting is synchronous and separate from waiting, so the order of plans never depends on the order in
-    which tasks happen to be resumed.  One task receives.
-    """
+    """Runs plans one at a time, in the order of their submission. One task calls `receive`."""
 
     async def load(self) -> DeviceInfo:
-        """Load weights, take KV memory, record graphs: everything that can fail at start."""
+        """Load the weights, allocate KV memory and record steps: everything that can fail at start."""
         ...
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
-        """Queue a plan of the kind that the model is for.  At most `max_steps_in_flight` are out, so there is always room."""
+        """Queue a plan that matches the kind of model. The scheduler keeps at most `max_steps_in_flight` plans
+        in flight, so the queue always has room.
+        """
         ...
 
     def prepare(self, order: PrepareGrammar) -> None:
-        """Have a grammar compiled while steps go on; `receive` says when it is ready.  One at a time is out.
+        """Compile a grammar while steps go on; `receive` returns `GrammarReady` for it. Only one order is open
+        at a time.
 
-        The device keeps it until an order releases it, when the plans before that order are done, or until it is lost.
+        The device keeps the grammar until a later order releases it and the plans before that order are done,
+        or until the device is lost.
         """
         ...
 
     async def receive(self) -> DeviceEvent:
-        """Wait for the next result, in the order of the plans, or for a grammar.  A wait that is cancelled loses none.
+        """Wait for the next result, in the order of the plans, or for a grammar. A cancelled wait loses nothing.
 
-        After `DeviceLost` no plan before it is answered, and none is taken until `DeviceBack`.
-
-        `StepFailed` is an error that the device caught and survived.  After one, every plan of the same
-        epoch yields `StepFailed` without having run.
+        `StepFailed` reports an error that the device survived; all later plans of the same epoch then return
+        `StepFailed` without running. After `DeviceLost` earlier plans get no answer, and new plans are
+        ignored until `DeviceBack`.
 
         Raises:
-            Exception: the device is broken; the engine cannot go on.
+            Exception: the device is broken and the engine cannot continue.
         """
         ...
 
@@ -98,12 +108,14 @@ class Device(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Give back memory and threads; a step under way ends first.  Idempotent."""
+        """Release memory and threads after the step in progress. Idempotent."""
         ...
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return them, or nothing when torch is not installed; `gpus` holds name, memory in bytes and capability of each."""
+    """Return facts about torch and its devices for bug reports; an empty dictionary if torch is not installed.
+    `gpus` lists name, memory in bytes and compute capability.
+    """
     try:
         import torch
     except ImportError:

@@ -1,4 +1,8 @@
-"""The event loop of an engine, as other threads, other loops and forked processes meet it."""
+"""A handle on the engine's event loop for other threads, other event loops and forked processes.
+
+Waking a task from another thread needs the loop's own thread-safe call, which asyncio and trio name
+differently.
+"""
 
 import asyncio
 import os
@@ -9,7 +13,7 @@ import anyio.lowlevel
 
 
 class EventLoop:
-    """The loop that is running; make it there."""
+    """The event loop that runs when this object is created."""
 
     def __init__(self) -> None:
         self._token: Any = anyio.lowlevel.current_token().native_token
@@ -20,20 +24,24 @@ class EventLoop:
         )
 
     def call_soon(self, act: Callable[[], object]) -> None:
-        """Have `act` called on the loop, from any thread.
+        """Schedule `act` on the loop, from any thread.
 
         Raises:
-            RuntimeError: the loop has ended, or runs in the process that this one was forked from.
+            RuntimeError: the loop has ended, or belongs to the process from which this one was forked.
         """
         if os.getpid() != self._process_id:
             raise RuntimeError("the loop runs in another process")
         self._call_soon(act)
 
     def check_current(self) -> None:
-        """Raise RuntimeError in any other thread, loop or process: nothing would wake this one."""
+        """Raise RuntimeError in another thread, loop or process, whose events would never wake tasks of this
+        loop.
+        """
         try:
             is_current = anyio.lowlevel.current_token().native_token is self._token
         except RuntimeError:  # no loop runs here
             is_current = False
         if not is_current or os.getpid() != self._process_id:
-            raise RuntimeError("an engine belongs to its event loop, and to the thread of that")
+            raise RuntimeError(
+                "an engine can be used only in the event loop and thread in which it was started"
+            )

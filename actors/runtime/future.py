@@ -1,4 +1,8 @@
-"""A value that is there later: set once by one task, waited for by another."""
+"""A single-use future between two tasks: one task waits for a value that another delivers.
+
+Actors answer messages through futures instead of reply channels, so an answer never blocks the actor and
+never fails if the waiting task was cancelled.
+"""
 
 from typing import Generic, TypeVar, cast
 
@@ -10,9 +14,9 @@ T = TypeVar("T")
 
 
 class Future(Generic[T]):
-    """Opened by the task that asks, lent in a message, set by the actor that did the work.
+    """Created by the task that asks, sent in a message, and set once by the actor that did the work.
 
-    Setting never waits and never fails, also when the task that asked has stopped waiting.
+    Setting never waits and never fails, even if the asking task no longer waits.
     """
 
     def __init__(self) -> None:
@@ -22,12 +26,12 @@ class Future(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """Whether there is a value or an error."""
+        """Whether a value or an error was delivered."""
         return self._done.is_set()
 
     @property
     def error(self) -> BaseException | None:
-        """Error that `fail` was given, if it was."""
+        """Error passed to `fail`, else None."""
         return self._error
 
     def set(self, value: T) -> None:
@@ -41,16 +45,18 @@ class Future(Generic[T]):
         self._done.set()
 
     async def wait(self) -> T:
-        """Wait for the value.  Raises what `fail` was given."""
+        """Wait for the value and return it, or raise the error passed to `fail`."""
         await self._done.wait()
         return self.result()
 
     async def wait_shielded(self) -> BaseException | None:
-        """Wait until it is done, whatever cancels; returns the cancellation, which the caller raises."""
+        """Wait until the future is done, even if cancelled. Returns the cancellation, which the caller must
+        raise, or None.
+        """
         return await wait_shielded(self._done.wait, self._done.is_set)
 
     def result(self) -> T:
-        """Return the value of a future that is done.  Raises what `fail` was given."""
+        """Return the value of a finished future, or raise the error passed to `fail`."""
         if self._error is not None:
             raise self._error
         return cast("T", self._value)

@@ -1,4 +1,7 @@
-"""The way from an actor to the observer: statistics are sent without waiting, or dropped."""
+"""The path from an actor to the observer: statistics are sent without waiting, or dropped.
+
+Observability must never slow the engine, so a full channel loses statistics instead of blocking an actor.
+"""
 
 from types import TracebackType
 from typing import Self
@@ -10,7 +13,9 @@ from trouper.actors.messages.controls import ObserverInbox
 
 
 class Reporter:
-    """Owns a sending end, or none when statistics are off.  Statistics that find no room are dropped."""
+    """Sends statistics to the observer, or discards them if statistics are disabled. `num_dropped` counts those
+    that found the channel full.
+    """
 
     def __init__(self, observer: MemoryObjectSendStream[ObserverInbox] | None) -> None:
         self._observer = observer
@@ -18,11 +23,11 @@ class Reporter:
 
     @property
     def is_on(self) -> bool:
-        """Whether statistics are kept at all."""
+        """Whether statistics are collected."""
         return self._observer is not None
 
     def report(self, stats: ObserverInbox) -> bool:
-        """Send statistics; return whether there was room."""
+        """Send statistics without waiting. Returns whether the channel had room."""
         if self._observer is None:
             return False
         try:

@@ -1,4 +1,4 @@
-"""Threads for blocking work while the event loop goes on; a test or a simulation brings its own."""
+"""Threads for blocking work, so that the event loop goes on. Tests and simulations substitute their own."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar, TypeVarTuple
@@ -11,32 +11,38 @@ Args = TypeVarTuple("Args")
 
 
 class Threads(Protocol):
-    """A place where blocking work runs while the event loop goes on."""
+    """Runs blocking functions outside the event loop."""
 
     async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
-        """Call `function` elsewhere and wait for its result or its exception."""
+        """Call `function` in another thread and return its result or raise its exception."""
         ...
 
 
 class WorkerThreads:
-    """Threads apart from those of the caller's program; the caller bounds how many calls are under way.
+    """Threads that the caller's program does not share. The caller bounds the number of concurrent calls.
 
-    A call is not abandoned when its waiter is cancelled, so nothing goes on unseen.  After `timeout_s` it is given up,
-    so that its waiter goes on; its thread stays busy until the call ends.  So what may never end does not run here:
-    chat templates have processes of their own, grammars are tried in such, and the rest is bounded by the size of its input.
+    Cancelling the waiter does not abandon a call, so no work continues unnoticed. After `timeout_s` the
+    waiter gives up, while the thread stays busy until its call ends. Work that may never end must therefore
+    not run here: chat templates and grammar trials have processes of their own, and all other work is bounded
+    by the size of its input.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
     async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
-        """Raises TimeoutError when the call takes longer than `timeout_s`."""
+        """Call `function` in a thread.
+
+        Raises:
+            TimeoutError: the call takes longer than `timeout_s`.
+        """
         deadline = anyio.current_time() + self._timeout_s
         with anyio.CancelScope(shield=True, deadline=deadline):
             return await anyio.to_thread.run_sync(
                 function,
                 *args,
-                abandon_on_cancel=True,  # only the deadline cancels in here
+                # Only the deadline can cancel inside this shield.
+                abandon_on_cancel=True,
                 limiter=anyio.CapacityLimiter(1),
             )
         raise TimeoutError(f"took longer than {self._timeout_s:g} s")

@@ -1,8 +1,8 @@
-"""The record of a plan that the workers of a device have not answered.
+"""Work that the workers of a device have not answered, and the state that answered calls leave behind.
 
-The calls to a device that not all of its workers have answered.
-
-The state that calls have brought the workers into, and that their successors are brought into.  Pure.
+A device in worker processes must survive the loss of its workers. It therefore records unanswered plans and
+calls, which fail or are recomputed after a loss, and the sleep level, trace and adapters that new workers
+need to continue. Everything here is pure bookkeeping.
 """
 
 import math
@@ -35,7 +35,7 @@ from trouper.config.resolve import EngineConfig
 
 
 class SubmittedPlan(msgspec.Struct, frozen=True):
-    """A plan that was sent, and its size."""
+    """An unanswered plan with its size, from which the deadline of the step follows."""
 
     step: int
     num_tokens: int
@@ -44,7 +44,7 @@ class SubmittedPlan(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, plan: StepPlan | PoolPlan, now: float) -> Self:
-        """Note a plan that is sent now."""
+        """Record a plan sent at time `now`, in seconds of the event loop's clock."""
         if isinstance(plan, StepPlan):
             num_tokens, num_requests = sum(plan.num_scheduled_tokens), len(plan.request_slots)
         else:
@@ -53,12 +53,15 @@ class SubmittedPlan(msgspec.Struct, frozen=True):
         return cls(plan.step, num_tokens, num_requests, now)
 
 
-BOUNDED = (Sleep, Wake, LoadAdapter, ProbeDevice)  # a trace may take any time to be written
-DECISIVE = (Sleep, Wake, LoadAdapter)  # workers that differ in these compute something else
+# Calls with a deadline. Writing a trace may take any time.
+BOUNDED = (Sleep, Wake, LoadAdapter, ProbeDevice)
+# Calls after which workers must agree: with different weights or adapters they would compute different
+# results.
+DECISIVE = (Sleep, Wake, LoadAdapter)
 
 
 class OpenCall(msgspec.Struct):
-    """A call, and the answers so far."""
+    """A call and the workers' answers to it so far."""
 
     call: Call
     future: Future[object]
@@ -68,38 +71,43 @@ class OpenCall(msgspec.Struct):
 
 
 class OpenCalls:
-    """The open calls by number; few, since the lifecycle has one at a time, and a probe another."""
+    """The open calls of a device by number. There are few: the lifecycle opens one at a time, a probe another.
+
+    `differ` describes a call that only some workers could perform, after which the device cannot continue.
+    """
 
     def __init__(self) -> None:
         self._open: dict[int, OpenCall] = {}
         self._next = 0
-        self.differ: str | None = None  # a call that some workers have done and others have not
+        self.differ: str | None = None
 
     def __repr__(self) -> str:
         return f"<OpenCalls: {[open_call.call.action.name for open_call in self._open.values()]}>"
 
     @property
     def since_s(self) -> float:
-        """Moment from which the eldest call waits that a worker must answer in time; infinite without one."""
+        """Time at which the oldest call with a deadline was opened, in seconds of the event loop's clock;
+        infinite if there is none.
+        """
         bounded = (c.opened_s for c in self._open.values() if isinstance(c.call.action, BOUNDED))
         return min(bounded, default=math.inf)
 
     def open(self, action: WorkerAction, now: float) -> OpenCall:
-        """Make a call of a device into one that can be sent, and expect its answers."""
+        """Number an action and expect an answer from each worker."""
         open_call = OpenCall(Call(self._next, action), Future(), now)
         self._open[self._next] = open_call
         self._next += 1
         return open_call
 
     def close(self, open_call: OpenCall) -> None:
-        """Forget a call, whose task has left or has its answer.  Idempotent."""
+        """Forget a call after its answer, or when its caller was cancelled. Idempotent."""
         self._open.pop(open_call.call.number, None)
 
     def note(self, returned: Returned, num_workers: int) -> Call | None:
-        """Count a worker's answer; the last one settles the call, with an error if there was any.
+        """Count a worker's answer. The last answer completes the call, with the first error if there was one.
 
         Returns:
-            The call, if all workers have done it.
+            The call, if every worker performed it; else None.
         """
         open_call = self._open.get(returned.number)
         if open_call is None:
@@ -123,7 +131,7 @@ class OpenCalls:
         return open_call.call
 
     def fail_all(self, error: Exception) -> None:
-        """End all, since no worker is left to answer."""
+        """Fail all open calls, since no worker is left to answer."""
         for open_call in self._open.values():
             open_call.future.fail(error)
         self._open.clear()
@@ -134,12 +142,12 @@ ALL_MEMORY = frozenset({"weights", "kv_cache"})
 
 
 class RestoredState:
-    """The state that is in force: how deep the workers sleep, their trace, and their adapters.
+    """The sleep level, trace and adapters that earlier calls set, and that restarted workers must have again.
 
-    Memory: the files of at most `num_slots` adapters, each as large as it lay on the disk.
+    Memory: the files of at most `num_slots` adapters, each as large as on disk.
 
     Args:
-        files: of the model, a sample of what every worker is to have.
+        files: sample of the model's files, which every worker compares with its own.
     """
 
     def __init__(self, files: tuple[FileSample, ...] = ()) -> None:
@@ -153,16 +161,16 @@ class RestoredState:
 
     @property
     def adapters(self) -> Mapping[int, AdapterFiles]:
-        """The adapters by slot, which go to a successor one by one once it is loaded."""
+        """The adapters by slot. They are sent to restarted workers one by one after the load."""
         return self._adapters
 
     def load(self, config: EngineConfig, rank: int) -> Load:
-        """Make the first frame to the worker of a rank."""
+        """Make the first frame for the worker of this rank."""
         woken = () if self._sleep_level == 0 else tuple(sorted(self._woken))
         return Load(config, rank, self._sleep_level, woken, self._profile, self._files)
 
     def follow(self, call: Call) -> None:
-        """Take note of a call that all workers have done."""
+        """Record a call that all workers have performed."""
         match call.action:
             case Sleep(level):
                 self._sleep_level, self._woken = level, frozenset()

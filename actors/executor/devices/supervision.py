@@ -1,9 +1,9 @@
-"""Decide what a worker's death means: its cause, whether it is started again, and when.  Pure.
+"""Decides what the loss of a worker means: its cause, whether the device restarts, and when. Pure.
 
     STARTING -> UP -> LOST -> STARTING ...      FAILED once the budget is spent, CLOSED when the engine ends
 
-A loss is ordinary: the sequences that ran are computed again, and their streams go on. What bounds it is a
-budget of unexplained losses; a loss whose poisonous request has been found costs nothing of it.
+A loss is an ordinary event: the running sequences are recomputed and their streams continue. Only unexplained
+losses count against a budget. A loss is explained when the request that caused it has been found.
 """
 
 import signal
@@ -16,16 +16,24 @@ import msgspec
 
 from trouper.actors.messages.steps import LossCause
 
-BACKOFF_S = (0.0, 1.0, 4.0)  # before the first, second and any later start in a row
-MAX_LOSSES = 16  # explained or not, within the window; more where more unexplained ones are allowed
+# Seconds before the first, second and every later restart in a row.
+BACKOFF_S = (0.0, 1.0, 4.0)
+# Losses remembered within the window, explained or not; more if the budget allows more unexplained ones.
+MAX_LOSSES = 16
 
-MIN_STEP_S, FIRST_STEP_S = 10.0, 120.0  # the first step of a shape may compile its kernels
-DEADLINE_FACTOR = 20.0  # over the slow end of what such steps have taken
-CALL_FACTOR = 4.0  # over what the load has taken: a wake reads the weights again
-NUM_STEPS_KEPT = 100  # durations by bucket, from which that end is read
+# The first step of a shape may compile its kernels, so it has more time.
+MIN_STEP_S, FIRST_STEP_S = 10.0, 120.0
+# A step has this multiple of the slowest recent step of its size.
+DEADLINE_FACTOR = 20.0
+# A call has this multiple of the load time, since a wake reads the weights again.
+CALL_FACTOR = 4.0
+# Durations kept for each size of step.
+NUM_STEPS_KEPT = 100
 
 
 class WorkerState(Enum):
+    """State of all workers of a device; they live and die together."""
+
     STARTING = "starting"
     UP = "up"
     LOST = "lost"
@@ -34,6 +42,8 @@ class WorkerState(Enum):
 
 
 class WorkerEvent(Enum):
+    """Event that changes a `WorkerState`."""
+
     LOADED = "loaded"
     LOSS = "loss"
     RESTART = "restart"
@@ -52,10 +62,10 @@ _TRANSITIONS = {
 
 
 def next_state(state: WorkerState, event: WorkerEvent) -> WorkerState:
-    """Follow the table.
+    """Return the state that follows an event.
 
     Raises:
-        RuntimeError: the event cannot come in this state.
+        RuntimeError: the event cannot happen in this state, which is a bug of the caller.
     """
     following = _TRANSITIONS.get((state, event))
     if following is None:
@@ -117,12 +127,12 @@ class RestartBudget:
 
 
 class StepDeadlines:
-    """How long a step may take before its worker counts as hung, learnt from the steps before.
+    """Learns how long a step may take before its worker counts as hung, from the durations of earlier steps.
 
-    Steps of about as many tokens (within a power of two) share a figure.
+    Steps with similar numbers of tokens (within a power of two) share their durations.
 
     Args:
-        fixed_s: what `step_timeout` says, instead of all that.
+        fixed_s: the `step_timeout` option, which replaces the learned deadlines.
     """
 
     def __init__(self, fixed_s: float | None = None) -> None:
@@ -130,7 +140,9 @@ class StepDeadlines:
         self._taken: dict[int, deque[float]] = {}  # one deque for each power of two, at most 32
 
     def deadline_s(self, num_tokens: int) -> float:
-        """Seconds for a step of so many tokens, from when it is the eldest that is not answered."""
+        """Return the seconds allowed for a step of this size, from the moment at which it is the oldest
+        unanswered step.
+        """
         if self._fixed_s is not None:
             return self._fixed_s
         taken = self._taken.get(num_tokens.bit_length())
@@ -140,33 +152,42 @@ class StepDeadlines:
         return max(MIN_STEP_S, DEADLINE_FACTOR * slow_end)
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens has taken so long."""
+        """Record the duration of a step."""
         kept = self._taken.setdefault(num_tokens.bit_length(), deque(maxlen=NUM_STEPS_KEPT))
         kept.append(seconds)
 
 
 def call_deadline_s(load_s: float) -> float:
-    """Return how long a worker that has no step may leave a call without an answer, after a load of so many seconds."""
+    """Return the seconds that an idle worker may take to answer a call, given how long loading took."""
     return max(FIRST_STEP_S, CALL_FACTOR * load_s)
 
 
 class Death(msgspec.Struct, frozen=True):
-    """Record of a worker's end."""
+    """Record of how and why a worker ended, for the log, the metrics and the search for a request that kills
+    workers.
+
+    `step` is the oldest unanswered step, `exit_status` is as in `subprocess` (negative for a signal), and
+    `hung_s` is the time limit that a killed worker exceeded. `broken` is the worker's own last message, and
+    `stderr` its last lines.
+    """
 
     rank: int
-    step: int | None = None  # the eldest that was not answered
-    exit_status: int | None = None  # as `subprocess` has it: negative is a signal
-    hung_s: float | None = None  # it was killed because a step or a call took longer than this
-    was_out_of_memory: bool = False  # the kernel's count of such kills has grown meanwhile
-    was_machine_lost: bool = False  # with all that was on it
-    broken: str | None = None  # its own last message
-    stderr: tuple[str, ...] = ()  # its last lines
-    num_workers: int = 1  # of the device; of several it is not known which one hung
-    first_rank: int = 0  # of the device's workers
+    step: int | None = None
+    exit_status: int | None = None
+    hung_s: float | None = None
+    # The kernel's counter of out-of-memory kills grew while the worker ran.
+    was_out_of_memory: bool = False
+    # The machine was lost with everything on it.
+    was_machine_lost: bool = False
+    broken: str | None = None
+    stderr: tuple[str, ...] = ()
+    # Of several workers it is unknown which one hung, so a report names all of them.
+    num_workers: int = 1
+    first_rank: int = 0
 
     @property
     def cause(self) -> LossCause:
-        """One of few words, for metrics."""
+        """Return the cause as the label of the `trouper:worker_restarts_total` metric."""
         if self.hung_s is not None:
             return "hang"
         if self.was_out_of_memory:
@@ -179,13 +200,17 @@ class Death(msgspec.Struct, frozen=True):
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether no request can be the cause: its machine is gone, or it was killed, since no code of its own sends SIGKILL."""
+        """Whether no request can be the cause: the machine was lost, or the worker was killed by SIGKILL, which
+        our code never sends to itself.
+        """
         return self.was_machine_lost or (
             self.cause == "signal" and self.exit_status == -signal.SIGKILL
         )
 
     def describe(self) -> str:
-        """Tell it in one line, as in "worker 0 died of SIGSEGV in step 812: last line of its stderr"."""
+        """Describe the death in one line, such as "worker 0 died of SIGSEGV in step 812: …" with the most
+        informative line of stderr.
+        """
         where = "" if self.step is None else f" in step {self.step}"
         words = self.broken or _last_words(self.stderr)
         subject = f"worker {self.rank}"
@@ -211,13 +236,15 @@ class Death(msgspec.Struct, frozen=True):
 
 
 def _last_words(lines: Sequence[str]) -> str:
-    """Find the line that says most: the fault and its place, if the interpreter has told them, else the last."""
+    """Return the most informative line of stderr: the report of Python's fault handler with its location, else
+    the last non-empty line.
+    """
     texts = [line.strip() for line in lines]
     fault = next((text for text in texts if text.startswith("Fatal Python error:")), None)
     if fault is None:
         return next((text for text in reversed(texts) if text), "")
-    places = [after for before, after in pairwise(texts) if before.startswith("Current thread")]
-    return ", ".join([fault, *places[-1:]])
+    locations = [after for before, after in pairwise(texts) if before.startswith("Current thread")]
+    return ", ".join([fault, *locations[-1:]])
 
 
 def _signal_name(number: int) -> str:

@@ -1,11 +1,9 @@
 """A device in this process: one thread owns the runner, and torch, for its whole life.
 
-Torch's intra-op settings, inference mode and current stream are thread-local, and a thread pool may serve
-each call from another thread, hence a thread of our own.  torch is imported in it and nowhere before.
-A step may be launched and its result come later, from a GPU or from other threads: meanwhile the thread launches
-what else is submitted.
-
-A piece of work for a device's thread, and the way of its result back to the event loop.
+Torch's intra-op settings, inference mode and current stream are thread-local, and a thread pool may run each
+call in another thread, so the device has a thread of its own. Torch is first imported in that thread. A
+launched step may finish later, on a GPU or in other threads; meanwhile the thread launches the next submitted
+work.
 """
 
 import logging
@@ -42,13 +40,15 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 DEVICE_THREAD = "trouper-device"
 LOOK = "look"
-POLL_S = 5e-5  # between two looks at a launched step, and at what is submitted behind it
+# Seconds between two checks of a launched step and of the queue behind it.
+POLL_S = 5e-5
 
 
 class DeviceTask(Generic[Result]):
-    """Made and awaited on the event loop, run by the device's thread.
+    """Work for the device thread, together with the way its result returns to the event loop.
 
-    `note_done` is called on the event loop.  The work returns its result, or a `PendingResult`: then it is launched, and `finish` brings the result.
+    The event loop creates and awaits a task; the device thread runs it. Work returns its result, or a
+    `PendingResult` that `finish` completes later. `note_done` is called on the event loop.
     """
 
     def __init__(
@@ -71,21 +71,22 @@ class DeviceTask(Generic[Result]):
 
     @property
     def calls_back(self) -> bool:
-        """Whether a launched task says when it is ready."""
+        """Whether a launched task announces that it is ready, so that polling is unnecessary."""
         return self._pending is not None and self._pending.when_ready is not None
 
     def when_ready(self, act: Callable[[], None]) -> None:
-        """Have `act` called when a launched task is ready, if anything says so."""
+        """Register `act` to be called when a launched task is ready. Does nothing if the task must be polled."""
         if self._pending is not None and self._pending.when_ready is not None:
             self._pending.when_ready(act)
 
     def is_ready(self) -> bool:
-        """Whether `finish` of a launched task would not wait."""
+        """Whether `finish` of a launched task would return immediately."""
         assert self._pending is not None
         try:
             return self._pending.is_ready()
         except Exception:
-            return True  # `finish` meets the error, too, and passes it on
+            # `finish` raises the same error and delivers it to the waiter.
+            return True
 
     def run(self) -> None:
         """Do the work, or launch it."""
@@ -118,7 +119,7 @@ class DeviceTask(Generic[Result]):
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Whether `wait` would return immediately."""
         return self._done.is_set()
 
     async def wait(self) -> Result:
@@ -136,23 +137,24 @@ class DeviceTask(Generic[Result]):
 class ThreadedDevice:
     """`Device` on the CPU or the GPU of this process.
 
-    Everything runs in the order of its submission, and to its end even when no task waits for it any more.  An
-    exception in a step fails the steps of its epoch; the request slots must be given again.
+    All work runs in the order of its submission, and completes even if its waiter was cancelled. An exception
+    in a step fails the steps of its epoch; the scheduler must then send their sequences again.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        # The executor's credits bound it: max_steps_in_flight steps, a call and the closing.
-        # Beside them comes one `LOOK` for each launched step that tells when it is ready.
+        # Bounded by the executor's credits: `max_steps_in_flight` steps, one action and the end marker, plus
+        # one `LOOK` for each launched step that announces its result.
         self._tasks: queue.SimpleQueue[DeviceTask[Any] | str | None] = queue.SimpleQueue()
-        # Submitted, not received, and when.
+        # Submitted plans without a received result, each with its time of submission.
         self._steps: deque[tuple[DeviceTask[StepResult], float]] = deque()
         self._last_answer_s = -math.inf
-        self._ready: deque[GrammarReady] = deque()  # at most one, as only one at a time is ordered
+        # At most one entry, since one grammar is prepared at a time.
+        self._ready: deque[GrammarReady] = deque()
         self._grammars = GrammarThread(self._note_ready)
         self._held: dict[bytes, Grammar] = {}  # by key
-        self._news = anyio.Event()  # a result, or a grammar
-        self._loop: EventLoop | None = None  # which waits for the results
+        self._news = anyio.Event()
+        self._loop: EventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing: DeviceTask[None] | None = None
         # Touched by the device thread alone:
@@ -165,11 +167,11 @@ class ThreadedDevice:
         return f"<ThreadedDevice {self._config.model.name!r} {state}>"
 
     async def load(self) -> DeviceInfo:
-        """Start the thread, import torch, load the model.
+        """Start the thread, import torch and load the model.
 
         Raises:
-            TrouperValidationError: checkpoint, traits or KV memory do not fit the config.
-            UnsupportedFeatureError: the architecture is not known.
+            TrouperValidationError: the checkpoint, its traits or the KV memory do not fit the config.
+            UnsupportedFeatureError: the architecture is not supported.
         """
         if self._thread is not None:
             raise RuntimeError("a device is loaded once")
@@ -185,12 +187,13 @@ class ThreadedDevice:
     def prepare(self, order: PrepareGrammar) -> None:
         for key in order.released:
             if (grammar := self._held.pop(key, None)) is not None:
-                self._post(partial(grammar.release, key))  # behind the plans that may follow it
+                # The release runs after the plans that may still use the grammar.
+                self._post(partial(grammar.release, key))
         self._held[order.grammar.key] = order.grammar
         self._grammars.do(order.grammar.prepare, order.grammar.key)
 
     def _note_ready(self, ready: GrammarReady) -> None:
-        """Pass an answer of the other thread on to the event loop."""
+        """Forward an answer of the grammar thread to the event loop."""
 
         def note() -> None:
             self._ready.append(ready)
@@ -227,7 +230,7 @@ class ThreadedDevice:
         return await self._post(lambda: self._call(action)).wait()
 
     async def aclose(self) -> None:
-        """End what is under way, give back the memory, end the thread.  Idempotent."""
+        """Finish the work in progress, release memory and end the thread. Idempotent."""
         if self._thread is None:
             return
         if self._closing is None:
@@ -235,7 +238,7 @@ class ThreadedDevice:
             self._tasks.put(None)
         with anyio.CancelScope(shield=True):  # bounded: by the load or the steps under way
             await self._closing.wait()
-        self._thread.join()  # it has nothing left to do
+        self._thread.join()
         self._grammars.close()
         for key, grammar in self._held.items():
             grammar.release(key)
@@ -259,14 +262,14 @@ class ThreadedDevice:
             while self._launched and self._launched[0].is_ready():
                 self._launched.popleft().finish()
             if self._launched and not self._launched[0].calls_back and self._tasks.empty():
-                # Not `get` with a timeout: before CPython 3.13 that may wait for ever, if the thread loses
-                # its processor in the moment in which it sets its clock.
+                # This sleeps instead of calling `get` with a timeout, which before CPython 3.13 may wait
+                # forever if the thread loses its processor while setting its timer.
                 time.sleep(POLL_S)
                 continue
             task = self._tasks.get()
             if task is None:
                 return
-            if isinstance(task, str):  # look
+            if isinstance(task, str):
                 continue
             task.run()
             if task.is_launched:

@@ -1,4 +1,8 @@
-"""The workers of one device as it reaches them: a peer each, and the frames that have come from it."""
+"""The workers of one device as the engine's process sees them: a connection to each, and the frames received
+from it.
+
+Frames are encoded once and sent to every worker, since all workers of a device receive the same plans.
+"""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +23,7 @@ from trouper.actors.messages.controls import LoadAdapter
 
 
 class WorkerLink:
-    """One worker, by its rank."""
+    """Connection to one worker, identified by its rank. `has_hung_up` is set at the end of the connection."""
 
     def __init__(self, rank: int, peer: Peer) -> None:
         self.rank, self.where = rank, peer.where
@@ -31,22 +35,24 @@ class WorkerLink:
         return f"<WorkerLink {self.rank}: {self._peer!r}>"
 
     def send(self, data: bytes, file: int | None) -> None:
-        """Send an encoded frame; if the worker is gone, `receive` finds its end."""
+        """Send an encoded frame. If the worker is gone, the error is ignored and `receive` finds the end of the
+        connection.
+        """
         try:
             self._peer.send(data, file)
         except OSError:
             pass
 
     def take(self) -> Frame | None:
-        """Take the next whole frame that has come.
+        """Take the next complete frame; returns None if there is none yet.
 
         Raises:
-            WireError: what came is no frame.
+            WireError: the received bytes are not a frame.
         """
         return self._frames.take()
 
     async def receive(self) -> None:
-        """Wait for bytes, or for the worker's end.  A wait that is cancelled loses none."""
+        """Wait for bytes or for the end of the connection. A cancelled wait loses nothing."""
         data, files = await self._peer.receive()
         if data:
             self._frames.feed(data, files)
@@ -54,14 +60,18 @@ class WorkerLink:
             self.has_hung_up = True
 
     async def end(self, grace_s: float) -> Exit:
-        """Let the worker exit for so long, then kill it; returns when nothing of it is left."""
+        """Wait up to `grace_s` seconds for the worker to exit, then kill it. Returns how it ended, once the
+        process is gone.
+        """
         ended = await self._peer.end(grace_s)
         self._frames.close()
         return ended
 
 
 async def send_adapter(links: Sequence[WorkerLink], call: Call) -> None:
-    """Send a call that brings an adapter to every worker, when a thread has written it down if it is large."""
+    """Send a call that carries an adapter to every worker. Large weights are first written to a memory file, in
+    a thread.
+    """
     if not isinstance(call.action, LoadAdapter) or len(call.action.files.weights) <= MAX_INLINE:
         send_to_all(links, call)
         return
@@ -74,7 +84,9 @@ async def send_adapter(links: Sequence[WorkerLink], call: Call) -> None:
 
 
 def send_to_all(links: Sequence[WorkerLink], frame: Frame) -> None:
-    """Encode a frame once and send it to every worker.  A plan and a call leave room for each other in every socket."""
+    """Encode a frame once and send it to every worker. The sockets have room for all plans and calls in flight,
+    see `wire.MAX_INLINE`.
+    """
     data, file = encode(frame, num_workers=len(links))
     try:
         for link in links:
@@ -85,7 +97,7 @@ def send_to_all(links: Sequence[WorkerLink], frame: Frame) -> None:
 
 
 async def receive_from_any(links: Sequence[WorkerLink]) -> None:
-    """Wait until a worker has sent something, or has hung up."""
+    """Wait until any worker has sent bytes or hung up."""
     if len(links) == 1:
         await links[0].receive()
         return
@@ -100,7 +112,7 @@ async def receive_from_any(links: Sequence[WorkerLink]) -> None:
 
 
 async def take_what_has_come(links: Sequence[WorkerLink]) -> None:
-    """Read what the workers have sent by now, without waiting for more."""
+    """Read bytes that have already arrived from the workers, without waiting for more."""
     for link in links:
         if not link.has_hung_up:
             with anyio.CancelScope() as scope:
