@@ -1,4 +1,4 @@
-"""An engine inside your own asyncio or trio program."""
+"""Run an engine inside your own asyncio or trio program."""
 
 import anyio
 
