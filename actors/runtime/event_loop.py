@@ -43,5 +43,5 @@ class EventLoop:
             is_current = False
         if not is_current or os.getpid() != self._process_id:
             raise RuntimeError(
-                "an engine can be used only in the event loop and thread in which it was started"
+                "an engine belongs to its event loop: use it in the loop and thread that started it"
             )

@@ -240,7 +240,9 @@ def test_ranks_without_kernels_are_refused_and_stages_are_not(tmp_path, monkeypa
     tiny_model(*CASES["llama"], tmp_path)
     config = engine_config(tmp_path, enforce_eager=True)
     monkeypatch.setattr(units, "kind_of", lambda dtype: None)
-    with pytest.raises(UnsupportedFeatureError, match="tensor_parallel_size=2 needs compiled kernels"):
+    with pytest.raises(
+        UnsupportedFeatureError, match="tensor_parallel_size=2 needs compiled kernels"
+    ):
         WorkersInThreads(config, 2)
     with workers(config, 1, 2) as crew:
         assert crew.load()

@@ -1,11 +1,12 @@
-"""A device in worker processes that may die: they are started again, and the engine goes on.
+"""A device in worker processes. It restarts workers that die or hang, so the engine survives their loss.
 
-A worker is one stage of the model, one rank of a stage, or all of it. Each is given every plan and every call, the last one answers plans, and all
-live and die together.
+A worker holds one stage of the model, one rank of a stage, or the whole model. Every worker receives every
+plan and call, only the last stage's first rank answers plans, and all workers of a device are replaced
+together.
 
-`receive` is the supervisor: the one task that calls it reads the workers' frames, watches the deadline of the eldest step, and
-after a loss starts the successors. A loss is told once, by `DeviceLost`, when the workers are reaped and all they had
-answered has been handed out; `DeviceBack` follows when the successors are loaded.
+The task that calls `receive` is the supervisor: it reads the workers' frames, watches the deadline of the
+oldest step and restarts the workers after a loss. It returns `DeviceLost` once for each loss, when the
+workers are reaped and all their answers were returned; `DeviceBack` follows when the new workers are loaded.
 """
 
 import logging
@@ -68,19 +69,22 @@ from trouper.errors import DeviceStartError, RetryableRequestError
 
 logger = logging.getLogger(__name__)
 FrameKind = TypeVar("FrameKind", Loaded, Returned)
-NO_CALL = -1  # the number of a call that belongs to the start of a worker
-CLOSE_S = 4.0  # for the workers to give their memory back, before they are killed
+# Number of the calls that restore a worker's state during its start.
+NO_CALL = -1
+# Seconds for workers to release their memory before they are killed.
+CLOSE_S = 4.0
 
 
 class ProcessDevice:
-    """`Device` in processes of its own, one for each rank of each stage.
+    """`Device` in worker processes, one for each rank of each stage.
 
     Args:
-        config: `max_worker_restarts`, `worker_restart_window_s` and `step_timeout_s` bound losses.
-        launcher: starts a worker on this machine; tests have their own.
+        config: `max_worker_restarts`, `worker_restart_window_s` and `step_timeout_s` limit losses.
+        launcher: starts one worker on this machine; tests substitute their own.
         launch_workers: starts all workers instead, when some run on other machines.
-        replica: of those of the engine; workers are numbered through, for people.
-        files: of the model, a sample that is compared with what each worker finds; none: nothing is.
+        replica: index among the engine's replicas; worker numbers continue across replicas.
+        files: sample of the model's files, which each worker compares with its own; empty to skip the
+            comparison.
     """
 
     def __init__(
@@ -93,14 +97,15 @@ class ProcessDevice:
         files: tuple[FileSample, ...] = (),
     ) -> None:
         self._first_number = first = replica * config.workers_per_replica
-        if config.cpu_bind is not None:  # of this replica's workers
+        # Keep only the processors of this replica's workers.
+        if config.cpu_bind is not None:
             own = config.cpu_bind[first : first + config.workers_per_replica]
             config = msgspec.structs.replace(config, cpu_bind=own)
         self._config = config
         self._launch_workers = launch_workers or LocalLauncher(config, replica, launcher)
         self._state = WorkerState.STARTING
-        self._workers: list[WorkerLink] = []  # by rank
-        self._error: ErrorText | None = None  # of a `Broken` frame
+        self._workers: list[WorkerLink] = []
+        self._error: ErrorText | None = None
         self._waiting = (
             anyio.CancelScope()
         )  # around the wait for a frame, till a step or call is late
@@ -110,24 +115,27 @@ class ProcessDevice:
         self._last_epoch = self._lost_epoch = -1
         self._calls = OpenCalls()
         self._restored = RestoredState(files)
-        self._vocabulary: Vocabulary | None = None  # once the workers have it; of successors, too
-        self._ready: list[GrammarReady] = []  # answers to the order that is out, one of each worker
+        # Set once the workers have the vocabulary; restarted workers receive it as well.
+        self._vocabulary: Vocabulary | None = None
+        # Answers to the open grammar order, one for each worker.
+        self._ready: list[GrammarReady] = []
         self._budget = RestartBudget(config.max_worker_restarts, config.worker_restart_window_s)
         self._deadlines = StepDeadlines(config.step_timeout_s)
         self._lost_s = self._load_s = 0.0
         self._restart_in_s = 0.0
-        self._failure = ""  # why it is not started again
+        # Why the device is not restarted.
+        self._failure = ""
 
     def __repr__(self) -> str:
         return f"<ProcessDevice {self._state.value}, {len(self._plans)} steps out, {self._workers}>"
 
     async def load(self) -> DeviceInfo:
-        """Start the workers and have them load the model; a first load that fails is not repeated.
+        """Start the workers and load the model. A failed first load is not retried.
 
         Raises:
-            TrouperValidationError: checkpoint, traits or KV memory do not fit the config.
-            UnsupportedFeatureError: the architecture is not known.
-            DeviceStartError: the process could not be started, or died.
+            TrouperValidationError: the checkpoint, its traits or the KV memory do not fit the config.
+            UnsupportedFeatureError: the architecture is not supported.
+            DeviceStartError: a process could not be started, or died.
         """
         loaded = await self._start()
         if isinstance(loaded, Death):
@@ -139,10 +147,7 @@ class ProcessDevice:
         return loaded
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
-        """Send a plan.
-
-        One that was made before its maker heard of a loss is void, as those are that the worker had.
-        """
+        """Send a plan to all workers. A plan made before the scheduler received a loss is void and is not sent."""
         is_void = self._state is not WorkerState.UP or plan.epoch <= self._lost_epoch
         self._last_epoch = max(self._last_epoch, plan.epoch)
         if is_void:
@@ -156,13 +161,15 @@ class ProcessDevice:
         self._waiting.deadline = self._deadline_s()
 
     def prepare(self, order: PrepareGrammar) -> None:
-        """Have all workers compile a grammar; one that was ordered before its maker heard of a loss is void."""
+        """Ask all workers to compile a grammar. The order is dropped if the workers were lost, since the
+        scheduler will repeat it.
+        """
         if self._state is WorkerState.UP:
             self._send_vocabulary(order.grammar)
             send_to_all(self._workers, order)
 
     def _send_vocabulary(self, grammar: Grammar | None) -> None:
-        """Have the vocabulary there before the first grammar."""
+        """Send the vocabulary before the first grammar."""
         if grammar is not None and self._vocabulary is None:
             assert grammar.vocabulary is not None, "it is for a device in another process"
             self._vocabulary = grammar.vocabulary
@@ -184,7 +191,7 @@ class ProcessDevice:
                 return event
 
     async def _event_of(self, rank: int, frame: Frame) -> DeviceEvent | None:
-        """Take a frame of a worker; None: it is nothing that the scheduler hears of."""
+        """Interpret a worker's frame. Returns None if the scheduler need not know of it."""
         if isinstance(frame, GrammarReady):
             return self._note_ready(frame)
         if not isinstance(frame, StepDone | PoolDone | StepFailed):
@@ -211,17 +218,20 @@ class ProcessDevice:
             self._waiting.deadline = self._deadline_s()
 
     async def _send_call(self, call: Call) -> None:
-        """Send a call behind the plans already sent; the workers that it is written down for may be lost meanwhile."""
+        """Send a call after the plans already sent. The workers may be lost while a thread writes an adapter."""
         if not isinstance(call.action, LoadAdapter):
             send_to_all(self._workers, call)
             return
         workers = self._workers
-        await send_adapter(workers, call)  # those that have died take nothing
+        # Workers that died meanwhile ignore the call.
+        await send_adapter(workers, call)
         if workers is not self._workers:
             raise RetryableRequestError("device_restarting: the device was started again")
 
     async def aclose(self) -> None:
-        """Have the workers give everything back, and end them; those that load are killed.  Idempotent."""
+        """Ask the workers to release everything, then end them. Workers that are still loading are killed.
+        Idempotent.
+        """
         if self._state is WorkerState.CLOSED:
             return
         grace_s = CLOSE_S if self._state is WorkerState.UP else 0.0
@@ -234,15 +244,17 @@ class ProcessDevice:
     # Starting
 
     async def _start(self) -> DeviceInfo | Death:
-        """Start the workers and load them into the state that is in force.
+        """Start the workers and load them into the state set by earlier calls.
 
         Raises:
-            DeviceStartError: the system, or a machine, has refused; none is left.
+            DeviceStartError: the system or a machine refused; no worker remains.
         """
         config = self._config
-        if self._info is not None:  # the successor must offer the same blocks
+        # Restarted workers must offer the same number of blocks.
+        if self._info is not None:
             config = msgspec.structs.replace(config, num_blocks=self._info.num_blocks - 1)
-        peers = await self._launch_workers()  # which may wait for a machine as long as it is away
+        # This may wait for a machine that is away.
+        peers = await self._launch_workers()
         began_s = anyio.current_time()
         self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(peers)]
         self._ready.clear()
@@ -254,7 +266,7 @@ class ProcessDevice:
         if self._vocabulary is not None:
             send_to_all(self._workers, self._vocabulary)
         for slot, files in self._restored.adapters.items():
-            # one by one, so that there is room in the sockets
+            # Adapters are sent one by one, so that the sockets have room.
             await send_adapter(self._workers, Call(NO_CALL, LoadAdapter(slot, files)))
             answers = await self._frames_of_all(Returned)
             if isinstance(answers, Death):
@@ -265,12 +277,13 @@ class ProcessDevice:
         infos, self._load_s = [frame.info for frame in loaded], anyio.current_time() - began_s
         return msgspec.structs.replace(
             infos[0],
-            num_blocks=min(info.num_blocks for info in infos),  # a block is on every stage
+            # Every stage holds a part of each block.
+            num_blocks=min(info.num_blocks for info in infos),
             num_weight_bytes=sum(info.num_weight_bytes for info in infos),
         )
 
     async def _frames_of_all(self, kind: type[FrameKind]) -> list[FrameKind] | Death:
-        """Wait until each worker that is being started has sent a frame of a kind."""
+        """Wait until each starting worker has sent a frame of this kind."""
         frames: list[FrameKind] = []
         while len(frames) < len(self._workers):
             found = await self._next_frame()
@@ -284,7 +297,9 @@ class ProcessDevice:
         return frames
 
     async def _restart(self) -> bool:
-        """Start the successor.  Returns whether it is up; if not, the next try comes later, or the budget is spent."""
+        """Start new workers. Returns whether they are loaded; if not, a later attempt follows, or the budget is
+        spent.
+        """
         await anyio.sleep(self._restart_in_s)
         self._state = next_state(self._state, WorkerEvent.RESTART)
         try:
@@ -302,9 +317,10 @@ class ProcessDevice:
     # Frames
 
     async def _next_frame(self) -> tuple[int, Frame] | Death:
-        """Wait for a whole frame and its sender's rank, or for a worker's death: then all have been reaped.
+        """Wait for a complete frame and its sender's rank, or for the death of a worker, after which all workers
+        are reaped.
 
-        What had come before a death is taken first.
+        Frames received before a death are returned first.
         """
         self._error = None
         is_late = False
@@ -334,14 +350,18 @@ class ProcessDevice:
                 await take_what_has_come(self._workers)
 
     def _located(self, worker: WorkerLink, error: ErrorText) -> ErrorText:
-        """Name the worker where it is on another machine, whose paths an error may hold."""
+        """Prefix an error with the worker's name if it runs on another machine, since the error may contain
+        paths of that machine.
+        """
         if not worker.where:
             return error
         name = f"worker {self._first_number + worker.rank} {worker.where}"
         return msgspec.structs.replace(error, message=f"{name}: {error.message}")
 
     def _deadline_s(self) -> float:
-        """When the eldest plan counts as hung, or without one the eldest call; never, without either."""
+        """Return the time at which the oldest plan, or without plans the oldest call, counts as hung; infinite
+        without either.
+        """
         if self._state is not WorkerState.UP:
             return math.inf
         if self._plans:
@@ -349,7 +369,9 @@ class ProcessDevice:
         return self._begin_s() + call_deadline_s(self._load_s)
 
     def _begin_s(self) -> float:
-        """When the worker can have begun the eldest plan, or call: once it was sent, and what was before was answered."""
+        """Return the earliest time at which the worker can have begun the oldest plan or call: after it was sent
+        and the previous answer.
+        """
         sent_s = self._plans[0].submitted_s if self._plans else self._calls.since_s
         return max(sent_s, self._last_answer_s)
 
@@ -361,7 +383,7 @@ class ProcessDevice:
         hung_s: float | None = None,
         was_machine_lost: bool = False,
     ) -> Death:
-        """End all workers, of which that of `rank` is the cause."""
+        """End all workers. The worker of `rank` is the cause of the loss and is described in the result."""
         is_alive = hung_s is not None or broken is not None
         cause = self._workers[rank]
         for worker in self._workers:
@@ -387,7 +409,9 @@ class ProcessDevice:
         return timed(result, seconds)
 
     def _note_ready(self, ready: GrammarReady) -> GrammarReady | None:
-        """Count a worker's answer; returns what holds for all when it is the last one."""
+        """Count a worker's answer to a grammar order. Returns the combined answer after the last worker: an
+        error if any worker had one.
+        """
         self._ready = [other for other in self._ready if other.key == ready.key] + [ready]
         if len(self._ready) < len(self._workers):
             return None
@@ -395,7 +419,7 @@ class ProcessDevice:
         return next((answer for answer in answers if answer.error is not None), ready)
 
     def _note(self, rank: int, frame: Frame) -> None:
-        """Take a frame that is no result."""
+        """Handle a frame that is not a result."""
         number = self._first_number + rank
         match frame:
             case Returned():
@@ -411,7 +435,7 @@ class ProcessDevice:
                 logger.warning("worker %d sent a %s", number, type(frame).__name__)
 
     def _lose(self, death: Death) -> DeviceLost:
-        """Count a loss; calls under way fail for their askers."""
+        """Record a loss: open calls fail and plans in flight are dropped."""
         self._lost_s = anyio.current_time()
         self._lost_epoch = self._last_epoch
         num_suspects = self._plans[0].num_requests if self._plans else 0
@@ -421,7 +445,7 @@ class ProcessDevice:
         return DeviceLost(death.describe(), death.step, death.is_from_outside, death.cause)
 
     def _spend(self, death: Death, num_suspects: int = 0) -> None:
-        """Count a loss against the budget: another start comes later, or none, which `receive` raises."""
+        """Count a loss against the budget, and schedule a restart or the failure that `receive` raises."""
         self._state = next_state(self._state, WorkerEvent.LOSS)
         logger.error("%s", death.describe())
         wait_s = self._budget.note_loss(anyio.current_time(), num_suspects)

@@ -74,20 +74,21 @@ def next_state(state: WorkerState, event: WorkerEvent) -> WorkerState:
 
 
 class RestartBudget:
-    """Counts the losses of one device and says whether, and after how long, it starts again.
+    """Counts the losses of one device and decides whether and when it restarts.
 
     Args:
-        max_restarts: unexplained losses within the window; 0: the first ends the engine.
-        window_s: the length of the window.
+        max_restarts: unexplained losses allowed within the window; with 0 the first loss ends the device.
+        window_s: length of the window in seconds.
     """
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self._max_restarts, self._window_s = max_restarts, window_s
         self._max_losses = max(MAX_LOSSES, max_restarts)
-        # When each loss came, and whether its cause has been found or looked for; at most `_max_losses` + 1.
+        # The time of each loss, and whether its cause was found or is being searched; at most `_max_losses` +
+        # 1.
         self._losses: deque[list[float | bool]] = deque(maxlen=self._max_losses + 1)
         self._num_in_a_row = 0
-        self._num_suspects = 0  # of the last loss
+        self._num_suspects = 0
 
     def __repr__(self) -> str:
         return (
@@ -95,13 +96,14 @@ class RestartBudget:
         )
 
     def note_loss(self, now: float, num_suspects: int = 0) -> float | None:
-        """Count a loss, in a step of so many requests; 0: none of them can have caused it.
+        """Count a loss in a step of `num_suspects` requests; 0 means that no request can be the cause.
 
-        A loss in at most half as many as the one before is a step of the search for a poisonous request, which would
-        otherwise spend the budget before its verdict. It costs nothing; there are at most log2 of such behind a loss that counts.
+        A loss with at most half the suspects of the previous one belongs to the search for the request that
+        kills workers. It costs nothing, since the search would otherwise spend the budget before its result;
+        at most log2 such losses follow one that counts.
 
         Returns:
-            Seconds to wait before the restart, or None: the budget is spent.
+            Seconds to wait before the restart, or None if the budget is spent.
         """
         while self._losses and self._losses[0][0] <= now - self._window_s:
             self._losses.popleft()
@@ -121,7 +123,9 @@ class RestartBudget:
         self._num_in_a_row = 0
 
     def explain(self, num_losses: int) -> None:
-        """The last `num_losses` were one request's doing, which has been found: they cost nothing."""
+        """Mark the last `num_losses` losses as explained, so that they no longer count: the request that caused
+        them was found.
+        """
         for loss in list(self._losses)[-num_losses:] if num_losses > 0 else ():
             loss[1] = True
 

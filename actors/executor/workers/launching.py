@@ -1,8 +1,8 @@
-"""Start worker processes on this machine, and reach them.
+"""Starts worker processes on this machine and connects to them.
 
-A worker process that is started before the engine that will have it.
-
-Importing torch takes it longer than the engine's process takes to import its own modules, so the two go side by side.
+A worker dies with the thread that created it, by the kernel's parent-death signal, so workers are created in
+the event loop's thread and never in a thread pool. A worker started ahead imports torch while the engine's
+process is still importing its own modules, which is faster than doing both one after the other.
 """
 
 import socket
@@ -19,23 +19,24 @@ from trouper.errors import DeviceStartError
 
 READ_BYTES = 2**18
 MAX_FILES = 16
-SEND_BUFFER = 2**20  # asked for; the system gives at least 212,992 bytes, see `wire.MAX_INLINE`
+# Requested size of the send buffer in bytes; the system grants at least 212,992, see `wire.MAX_INLINE`.
+SEND_BUFFER = 2**20
 CLOSED: tuple[bytes, list[int]] = (b"", [])
 
 
 class Peer(Protocol):
-    """A worker as its engine reaches it: a stream of bytes each way, and an end.
+    """A worker as its engine reaches it: a byte stream in each direction, and an end.
 
     Attributes:
-        max_inline: bytes of a payload that come with a frame of it; a larger one comes as a descriptor.
-        where: it runs, for people, as in "on node 1"; empty: on this machine.
+        max_inline: bytes of a payload sent within its frame; a larger payload arrives as a descriptor.
+        where: location for messages, such as "on node 1"; empty on this machine.
     """
 
     max_inline: int
     where: str
 
     def send(self, data: bytes, file: int | None) -> None:
-        """Send a frame, and the descriptor that goes with it; never waits.
+        """Send a frame and, if given, its descriptor, without waiting.
 
         Raises:
             OSError: the worker is gone, or does not read.
@@ -43,44 +44,49 @@ class Peer(Protocol):
         ...
 
     async def receive(self) -> tuple[bytes, list[int]]:
-        """Wait for bytes and descriptors; no bytes: the worker has hung up."""
+        """Wait for bytes and descriptors. Empty bytes mean that the worker has hung up."""
         ...
 
     async def end(self, grace_s: float) -> Exit:
-        """Let the worker exit for so long, then kill it; returns when nothing of it is left.  Idempotent."""
+        """Wait up to `grace_s` seconds for the worker to exit, then kill it. Returns when the process is gone.
+        Idempotent.
+        """
         ...
 
 
 class Launcher(Protocol):
-    """Starts the worker of a rank; those of all replicas are numbered through."""
+    """Starts the worker of a rank; ranks continue across replicas."""
 
     def __call__(self, rank: int, *, files: Sequence[int] = ()) -> Peer:
-        """Start it; it inherits the descriptors, which only ranks that have neighbours are given.
+        """Start the worker. It inherits the descriptors in `files`, which connect it to other workers.
 
         Raises:
-            DeviceStartError: the system has refused.
+            DeviceStartError: the system refused.
         """
         ...
 
 
 class WorkersLauncher(Protocol):
-    """Starts the workers of a device, wherever each of them is to run."""
+    """Starts all workers of a device, on whichever machines they run."""
 
     async def __call__(self) -> Sequence[Peer]:
-        """Start them all, in the order of their ranks; waits for machines that are not there.
+        """Start all workers and return them in the order of their ranks. Waits for machines that are not
+        connected.
 
         Raises:
-            DeviceStartError: a machine has refused, or there is no room for them; none is left.
+            DeviceStartError: a machine refused or has no room; no worker remains.
         """
         ...
 
     async def release(self) -> None:
-        """Give back what is held for the next start: there is none to come.  Idempotent."""
+        """Release what is reserved for the next start, since none will follow. Idempotent."""
         ...
 
 
 class LocalPeer:
-    """A process of this machine, by a socket pair whose end is its sign of life."""
+    """A worker process on this machine, connected by a socket pair; the end of the connection shows the end of
+    the worker.
+    """
 
     max_inline = MAX_INLINE
     where = ""
@@ -94,7 +100,7 @@ class LocalPeer:
 
     @property
     def pid(self) -> int:
-        """The process, for tests and for people."""
+        """Process id, for tests and diagnostics."""
         return self._process.pid
 
     def send(self, data: bytes, file: int | None) -> None:
@@ -106,7 +112,8 @@ class LocalPeer:
             )
         except BlockingIOError:
             sent = 0
-        if sent < len(data):  # what follows would be torn, so the connection ends here
+        # A torn frame would garble every later frame, so the connection ends here.
+        if sent < len(data):
             self._control.shutdown(socket.SHUT_RDWR)
             raise BlockingIOError("the worker does not read")
 
@@ -122,26 +129,25 @@ class LocalPeer:
                 return data, files
 
     def kill(self) -> None:
-        """End a process that has no work yet, at once."""
+        """Kill a process that has no work yet."""
         self._control.close()
         self._process.reap(0.0)
 
     async def end(self, grace_s: float) -> Exit:
         if not self._process.is_reaped:
-            with anyio.CancelScope(shield=True):  # bounded: by the grace, and a kill
+            # Bounded by the grace period and the kill.
+            with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._process.reap, grace_s)
         self._control.close()
         return self._process.reap(0.0)
 
 
 def launch(rank: int, module: str = MODULE, *, files: Sequence[int] = ()) -> LocalPeer:
-    """Start a worker process that runs `module` and inherits `files`.
-
-    It is made in this thread, the event loop's, and not in one of a pool: the kernel ends the worker when the thread that
-    made it ends.
+    """Start a worker process that runs `module` and inherits `files`. Call it in the thread of the event loop,
+    see the module.
 
     Raises:
-        DeviceStartError: the system has refused.
+        DeviceStartError: the system refused.
     """
     try:
         ours, theirs = socket.socketpair()
@@ -159,9 +165,10 @@ def launch(rank: int, module: str = MODULE, *, files: Sequence[int] = ()) -> Loc
 
 
 class LaunchedAhead:
-    """`Launcher` whose first worker runs already; it is ended with the block where no engine has taken it.
+    """A `Launcher` whose first worker is started on entering the block. If no engine takes this worker, it ends
+    with the block.
 
-    Enter it in the thread of the event loop: the kernel ends a worker with the thread that made it.
+    Enter it in the thread of the event loop.
     """
 
     def __init__(self) -> None:
@@ -176,7 +183,7 @@ class LaunchedAhead:
         return self
 
     def __call__(self, rank: int, *, files: Sequence[int] = ()) -> LocalPeer:
-        """Return the worker that runs, once; then, and for other ranks, start one."""
+        """Return the worker started ahead once, then start new ones."""
         if rank or files or self._first is None:
             return launch(rank, files=files)
         first, self._first = self._first, None

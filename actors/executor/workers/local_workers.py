@@ -1,6 +1,7 @@
-"""Start all workers of a device on this machine.
+"""Starts all workers of a replica on this machine, and computes the sizes of the memory that they share.
 
-The sizes of what the workers of a device share, from its config; torch is not needed.
+Everything shared is created before the processes and inherited by descriptor, so no name in the file system
+remains after a crash. Sizes come from the config only; torch is not imported.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from trouper.config.resolve import EngineConfig
 
 
 class LocalLauncher:
-    """`WorkersLauncher` of one replica: a process for each rank, with its ends of the rings between them."""
+    """`WorkersLauncher` of one replica on this machine: one process for each rank, connected by rings."""
 
     def __init__(self, config: EngineConfig, replica: int, launcher: Launcher) -> None:
         self._config, self._launcher = config, launcher
@@ -36,21 +37,22 @@ class LocalLauncher:
         return await launch_all(self._launcher, self._first_number, range(len(files)), files)
 
     async def release(self) -> None:
-        pass  # nothing is held between two starts
+        # Nothing is reserved between two starts.
+        pass
 
 
 async def launch_all(
     launcher: Launcher, first_number: int, ranks: Sequence[int], files: Sequence[tuple[int, ...]]
 ) -> list[Peer]:
-    """Start the workers of some ranks with the descriptors that each inherits, which are closed here.
+    """Start the workers of some ranks, each with its descriptors, which are closed here afterwards.
 
     Raises:
-        DeviceStartError: the system has refused; none is left.
+        DeviceStartError: the system refused; no worker remains.
     """
     peers: list[Peer] = []
     try:
         for rank, inherited in zip(ranks, files, strict=True):
-            peers.append(launcher(first_number + rank, files=inherited))  # ended if one fails
+            peers.append(launcher(first_number + rank, files=inherited))
     except BaseException:
         await end_all(peers)  # noqa: ASYNC102  # shielded inside
         raise
@@ -60,18 +62,19 @@ async def launch_all(
 
 
 async def end_all(peers: Sequence[Peer]) -> None:
-    """Kill workers that have been started in vain."""
-    with anyio.CancelScope(shield=True):  # bounded: each is killed, which takes no time
+    """Kill workers whose start was abandoned."""
+    # Bounded, since each process is killed without a grace period.
+    with anyio.CancelScope(shield=True):
         for peer in peers:
             await peer.end(0.0)
 
 
 def shared_sizes(config: EngineConfig) -> SharedSizes:
-    """Read the model's widths, and size all memory and links by them.
+    """Compute the sizes of all shared memory and links from the widths of the model.
 
     Raises:
-        TrouperValidationError: the model cannot be shared out among so many ranks.
-        UnsupportedFeatureError: the architecture is not known, or not on the device.
+        TrouperValidationError: the model cannot be split among this many ranks.
+        UnsupportedFeatureError: the architecture is not supported, or not on this device.
     """
     traits = decoder_traits(config.model.hf_config, config.model.architecture)
     check_device(traits, config.device)

@@ -1,10 +1,11 @@
-"""A device's process: `python -m trouper.actors.executor.workers.worker [--place JSON] CONTROL PARENT [FILE …]`.
+"""The main program of a worker process: `python -m trouper.actors.executor.workers.worker [--machine JSON]
+CONTROL PARENT [FILE …]`.
 
-CONTROL is the descriptor of a socket to the engine, PARENT the process that starts this one, each FILE belongs to the links between stages. The worker reads frames and answers them
-in order; the main thread owns the model. It ends with the engine by two guards that are set before torch is imported:
-a thread that waits for the socket's hang-up, and the kernel's signal at the parent's death. On another machine than the
-engine's the socket is one of TCP, through which no descriptor goes. Signals of a terminal are
-the engine's business.
+CONTROL is the descriptor of a socket to the engine, PARENT the id of the parent process, and each FILE a link
+between workers. The worker answers frames in order; its main thread owns the model. Two guards end it with
+the engine and are set before torch is imported: a thread that waits for the socket's hang-up, and the
+kernel's parent-death signal. The socket of a worker on another machine is a TCP connection, which cannot
+carry descriptors. The worker ignores the signals of a terminal, since the engine handles them.
 """
 
 import ctypes
@@ -47,11 +48,13 @@ from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
 from trouper.actors.runtime.startup import collections_paused, set_torch_environment
 
 READ_BYTES = 2**18
-MAX_FILES = 16  # memory files that one read may bring; a frame has one at most
-# After a step, before the worker sleeps until the next frame: a plan and its answer cross in 0.1 ms, and a thread that
-# sleeps is woken as late again.  With one processor the engine would only wait for it.
+# Memory files received in one read; a frame has at most one.
+MAX_FILES = 16
+# Seconds that the worker polls after a step before it sleeps: a plan and its answer cross in 0.1 ms, and
+# waking a sleeping thread takes as long again. With one processor the engine would only wait for it.
 AWAKE_S = 2e-4 if (os.cpu_count() or 1) > 1 else 0.0
-POLL_S = 5e-5  # between two looks at a launched step, and at what has come behind it
+# Seconds between two checks of a launched step and of the socket.
+POLL_S = 5e-5
 PR_SET_PDEATHSIG = 1
 EXIT_ORPHANED, EXIT_BROKEN = 70, 71
 
@@ -59,53 +62,64 @@ EXIT_ORPHANED, EXIT_BROKEN = 70, 71
 def main() -> None:
     """Serve one engine, then exit."""
     arguments = sys.argv[1:]
-    place = None
-    if arguments[0] == "--place":
-        place, arguments = MachineFacts.of_argument(arguments[1]), arguments[2:]
+    machine = None
+    if arguments[0] == "--machine":
+        machine, arguments = MachineFacts.of_argument(arguments[1]), arguments[2:]
     control, parent = socket.socket(fileno=int(arguments[0])), int(arguments[1])
     files = tuple(map(int, arguments[2:]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # it may be closed
+    # The parent may have closed stderr.
+    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
         faulthandler.enable()
     end_with_the_engine(control, parent)
-    Worker(control, files, place).run()
+    Worker(control, files, machine).run()
 
 
 def end_with_the_engine(control: socket.socket, parent: int) -> None:
-    """Set both guards against living on without the engine."""
+    """Set both guards that end this process with the engine."""
     threading.Thread(target=_exit_at_hang_up, args=(control.fileno(),), daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the kernel was asked
+        # The parent died before the kernel was asked for the signal.
+        if os.getppid() != parent:
             os._exit(EXIT_ORPHANED)
 
 
 def _exit_at_hang_up(control: int) -> None:
     poll = select.poll()
-    # Hang-up is always told; of TCP only when both sides have closed, so the end of the other is asked for.
+    # A hang-up is always reported, but on TCP only after both sides have closed, so the other side's close is
+    # requested explicitly.
     poll.register(control, getattr(select, "POLLRDHUP", 0))
     poll.poll()
     os._exit(EXIT_ORPHANED)
 
 
 class Worker:
-    """Reads frames, runs what they ask for and writes the answers, in the main thread; grammars are compiled in another."""
+    """Reads frames, performs them and writes the answers in the main thread. Another thread compiles grammars.
+
+    Args:
+        machine: facts of this machine; None on the coordinator's own machine.
+    """
 
     def __init__(
-        self, control: socket.socket, files: tuple[int, ...] = (), place: MachineFacts | None = None
+        self,
+        control: socket.socket,
+        files: tuple[int, ...] = (),
+        machine: MachineFacts | None = None,
     ) -> None:
         self._control, self._files = control, files
-        self._place = place  # None: the front's own machine
+        self._machine = machine  # None: the front's own machine
         self._grammars = ReceivedGrammars()
         self._is_remote = control.family != socket.AF_UNIX
         self._frames = FrameReader(
             self._grammars.make, max_inline=MAX_FRAME if self._is_remote else MAX_INLINE
         )
-        self._writing = threading.Lock()  # log records come from any thread, and so do grammars
+        # Log records and grammar answers are written by other threads.
+        self._writing = threading.Lock()
         self._preparing = GrammarThread(self._write)
         self._host: ModelHost | None = None
-        # Launched steps whose results are still to come: at most those in flight.
+        # Launched steps without a result yet, at most those in flight.
         self._launched: deque[PendingResult[StepResult | None]] = deque()
         self._awake_until_s = 0.0
 
@@ -113,21 +127,23 @@ class Worker:
         return f"<Worker: {self._host!r}, {len(self._launched)} steps launched>"
 
     def run(self) -> None:
-        """Answer frames until the engine closes the worker; a worker that is broken says why, and exits."""
+        """Answer frames until the engine closes the worker. A broken worker reports its error and exits."""
         logging.basicConfig(handlers=[_ForwardedLog(self._write)], level=logging.INFO, force=True)
         try:
             while self._answer(self._next_frame()):
                 pass
-        except BaseException as error:  # noqa: ASYNC103  # a process: the engine is told, and it ends
+        # This is the end of the process: the engine receives the error.
+        except BaseException as error:  # noqa: ASYNC103
             self._write(Broken(words := describe_error(error)))
             if self._is_remote and sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # this machine's log says it, too
                 sys.stderr.write(f"{words.kind}: {words.message}\n")
             logging.shutdown()
             os._exit(EXIT_BROKEN)
-        os._exit(0)  # threads of libraries are not waited for
+        # Threads of libraries are not waited for.
+        os._exit(0)
 
     def _next_frame(self) -> Frame:
-        """Wait for a frame, and meanwhile for the results of launched steps."""
+        """Wait for a frame; meanwhile return the results of launched steps."""
         while True:
             while self._launched and self._launched[0].is_ready():
                 self._finish_first()
@@ -146,7 +162,7 @@ class Worker:
             self._frames.feed(data, files)
 
     def _answer(self, frame: Frame) -> bool:
-        """Do what a frame asks for.  Returns False for the last one."""
+        """Perform a frame. Returns False for the last one."""
         match frame:
             case Prepare():
                 _import_torch()
@@ -169,7 +185,7 @@ class Worker:
         return True
 
     def _load(self, load: Load) -> None:
-        config = load.config if self._place is None else self._place.localise(load.config)
+        config = load.config if self._machine is None else self._machine.localise(load.config)
         check_model(config, load.files)
         self._host = ModelHost(config, load.rank, self._files)
         info = self._host.load(lambda phase: self._write(Progress(phase)))
@@ -208,14 +224,15 @@ class Worker:
     @property
     def _loaded(self) -> ModelHost:
         if self._host is None:
-            raise WireError("a plan or a call before the model")
+            raise WireError("the engine sent a plan or a call before the Load frame")
         return self._host
 
     def _finish_first(self) -> None:
         result = self._launched.popleft().finish()
         if isinstance(result, PendingResult):
             raise TypeError("a finished step is still pending")
-        if result is not None:  # else another rank answers
+        # Without a result, another rank answers.
+        if result is not None:
             self._write(result)
 
     def _finish_all(self) -> None:
@@ -230,7 +247,8 @@ class Worker:
                     socket.send_fds(self._control, [data], [file])
                 else:
                     self._control.sendall(data)
-            except OSError:  # the engine is gone; the guard ends this process
+            # The engine is gone; a guard ends this process.
+            except OSError:
                 pass
             finally:
                 if file is not None:

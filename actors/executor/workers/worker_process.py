@@ -1,4 +1,8 @@
-"""A worker's process on this machine: its start, its last words, and how it has ended."""
+"""Starts a worker process on this machine, forwards its stderr, and reports how it ended.
+
+The last lines of stderr and the kernel's counter of out-of-memory kills are kept, because a dead process can
+no longer explain itself.
+"""
 
 import contextlib
 import os
@@ -15,32 +19,37 @@ import msgspec
 from trouper.errors import DeviceStartError
 
 MODULE = "trouper.actors.executor.workers.worker"
-STDERR_LINES = 64  # of a worker's last words that are kept for the report of its death
-STDERR_S = 1.0  # for the last lines of a worker that has ended
+# Lines of stderr kept for the report of a worker's death.
+STDERR_LINES = 64
+# Seconds to read the last lines of a worker that has ended.
+STDERR_S = 1.0
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """How a worker has ended: its status, as `subprocess` has it, and its last words."""
+    """How a worker ended: its status as in `subprocess` (negative for a signal), and its last lines of stderr.
+    `was_machine_lost` means that the whole machine was lost.
+    """
 
     status: int | None
     was_out_of_memory: bool = False
     stderr: tuple[str, ...] = ()
-    was_machine_lost: bool = False  # it has ended with the machine that it was on
+    was_machine_lost: bool = False
 
 
 class WorkerProcess:
-    """A process that runs a worker; its stderr is repeated with a name in front.
+    """A worker process. Its stderr is repeated with its name at the start of each line.
 
-    It is made in the thread that calls this, which must live as long: the kernel ends the worker when that thread ends.
+    The kernel ends the worker when the thread that created it ends, so create it in a thread that lives as
+    long as the worker.
 
     Args:
-        control: the worker's end of its connection to the engine, which stays the caller's to close.
-        name: for its lines on stderr.
+        control: the worker's end of its connection to the engine. The caller closes it.
+        name: prefix of its lines on stderr.
         files: descriptors of its links to other workers, which it inherits.
-        place: the facts of this machine in JSON, where it is not the front's.
+        machine: `MachineFacts` in JSON, if the worker does not run on the coordinator's machine.
 
     Raises:
-        DeviceStartError: the system has refused.
+        DeviceStartError: the system refused.
     """
 
     def __init__(
@@ -50,17 +59,18 @@ class WorkerProcess:
         module: str = MODULE,
         *,
         files: Sequence[int] = (),
-        place: bytes = b"",
+        machine: bytes = b"",
     ) -> None:
         inherited = (control.fileno(), *files)
-        facts = ("--place", place.decode()) if place else ()
+        facts = ("--machine", machine.decode()) if machine else ()
         arguments = (*facts, *map(str, (control.fileno(), os.getpid(), *files)))
         try:
             self._process = subprocess.Popen(
-                # -P: not what happens to lie in the folder where the engine was started
+                # -P keeps the current folder off the module path.
                 [sys.executable, "-P", "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # results of commands are the engine's to print
+                # Standard output belongs to the engine, which prints the results of commands.
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=inherited,
                 start_new_session=True,
@@ -68,7 +78,8 @@ class WorkerProcess:
         except OSError as error:
             raise DeviceStartError(f"cannot start a worker process: {error}") from None
         self._name = name
-        self._oom_events = _oom_events()  # of the cgroup in which the worker was started
+        # The counter of the cgroup in which the worker was started.
+        self._oom_events = _oom_events()
         self._num_oom_kills = num_oom_kills(self._oom_events)
         self._lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._reader = threading.Thread(target=self._pass_on_stderr, daemon=True)
@@ -79,23 +90,26 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process, for tests and for people."""
+        """Process id, for tests and diagnostics."""
         return self._process.pid
 
     @property
     def is_reaped(self) -> bool:
-        """Whether it has ended, and its status is known."""
+        """Whether the process has ended and its status is available."""
         return self._process.returncode is not None
 
     def reap(self, grace_s: float) -> Exit:
-        """Let it exit for so long, then kill it; blocks until nothing of it is left.  Idempotent."""
+        """Wait up to `grace_s` seconds for the process to exit, then kill it. Blocks until it is gone.
+        Idempotent.
+        """
         if not self.is_reaped:
             try:
                 self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-            self._reader.join(STDERR_S)  # a child of the worker may still hold its end
+            # A child of the worker may still hold its end of the pipe, hence the time limit.
+            self._reader.join(STDERR_S)
         return Exit(
             self._process.returncode,
             was_out_of_memory=self._process.returncode == -9
@@ -104,19 +118,21 @@ class WorkerProcess:
         )
 
     def _pass_on_stderr(self) -> None:
-        """Repeat what the worker and its libraries write, with its name in front, and keep the last lines."""
+        """Repeat the stderr of the worker and its libraries with the worker's name, and keep the last lines."""
         assert self._process.stderr is not None
         with self._process.stderr as lines:
             for line in lines:
                 text = line.decode(errors="replace").rstrip("\n")
                 self._lines.append(text)
-                # The program that this is a part of may have no stderr; the worker's pipe is read all the same.
+                # The engine's process may have no stderr; the worker's pipe must be read nevertheless.
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     sys.stderr.write(f"{self._name}: {text}\n")
 
 
 def _oom_events() -> Path | None:
-    """Find the file in which the kernel counts the processes of this cgroup that it has killed for memory."""
+    """Find the file in which the kernel counts out-of-memory kills in this cgroup. Returns None on other
+    systems.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -135,7 +151,7 @@ def _oom_events() -> Path | None:
 
 
 def num_oom_kills(events: Path | None) -> int:
-    """Read the count; 0 where the kernel does not tell it."""
+    """Read the counter of out-of-memory kills; 0 if the kernel does not provide it."""
     try:
         text = "" if events is None else events.read_text()
     except OSError:

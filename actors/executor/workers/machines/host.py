@@ -44,14 +44,14 @@ class Host:
     """One machine of several that is not the front's.
 
     Args:
-        place: its own paths of the model.
+        machine: its own paths of the model.
     """
 
     def __init__(
-        self, nodes: NodesConfig, key: bytes, place: MachineFacts, module: str = MODULE
+        self, nodes: NodesConfig, key: bytes, machine: MachineFacts, module: str = MODULE
     ) -> None:
         self._nodes, self._key = nodes, key
-        self._place, self._module = place, module
+        self._machine, self._module = machine, module
         self._front = nodes.address, nodes.port
         self._refusal = ""  # that was logged, since a front took this machine last
 
@@ -93,12 +93,12 @@ class Host:
         channel = Channel(connection)
         address = connection.getsockname()[0]
         make_group = partial(
-            WorkerGroup, self._front, address, self._key, self._place.as_argument(), self._module
+            WorkerGroup, self._front, address, self._key, self._machine.as_argument(), self._module
         )
         orders, nodes = Orders(channel, make_group), self._nodes
         try:
             channel.send(
-                HostHello(protocol(), nodes.rank, nodes.num_nodes, self._place.num_workers)
+                HostHello(protocol(), nodes.rank, nodes.num_nodes, self._machine.num_workers)
             )
             match await channel.receive():
                 case Accepted():

@@ -1,8 +1,8 @@
 """Start the workers of a device where Ray has room for them.
 
-Ray gives places and starts one small actor at each, which starts our own workers; no step passes through it. A place is a
+Ray gives bundles and starts one small actor at each, which starts our own workers; no step passes through it. A place is a
 bundle with room for all ranks of a stage, since these share memory. The connections of the workers are the sign of their life: Ray
-itself tells of a lost machine later than they do. A new crew asks for new places, wherever there is room by then.
+itself tells of a lost machine later than they do. A new crew asks for new bundles, wherever there is room by then.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from trouper.config.parallel import NodesConfig
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError
 
-PLACE_S = 60.0  # for Ray to find places
+PLACE_S = 60.0  # for Ray to find bundles
 LOOK_S = 0.5  # between two looks whether it has
 ANSWER_S = 60.0  # for an actor: its process imports this module first
 
@@ -117,7 +117,7 @@ class RayGroup:
 
 
 class RayLauncher:
-    """`WorkersLauncher` of one replica; it holds the places of its last crew."""
+    """`WorkersLauncher` of one replica; it holds the bundles of its last crew."""
 
     def __init__(
         self, ray: Any, config: EngineConfig, nodes: NodesConfig, replica: int, front: Coordinator,
@@ -127,77 +127,77 @@ class RayLauncher:
         self._address, self._key, self._num_cpus = address, key, nodes.cpus_per_worker
         num_ranks = config.tensor_parallel_size
         self._bundle = {"CPU": num_ranks * nodes.cpus_per_worker}
-        places = {
+        bundles = {
             stage: tuple(range(stage * num_ranks, (stage + 1) * num_ranks))
             for stage in range(config.num_stages)
         }
-        self._num_places = len(places)
-        self._crew = HostsLauncher(config, places, replica, front, self._make_group)
-        self._places: Any = None  # a placement group
+        self._num_bundles = len(bundles)
+        self._crew = HostsLauncher(config, bundles, replica, front, self._make_group)
+        self._bundles: Any = None  # a placement group
         self._actors: list[Any] = []
 
     def __repr__(self) -> str:
-        return f"<RayLauncher of {self._num_places} x {self._bundle}>"
+        return f"<RayLauncher of {self._num_bundles} x {self._bundle}>"
 
     async def __call__(self) -> Sequence[Peer]:
         await self.release()
         try:
-            await self._find_places()
+            await self._find_bundles()
             return await self._crew()
         except BaseException:
             await self.release()  # noqa: ASYNC102  # shielded inside
             raise
 
     async def release(self) -> None:
-        """Give the places back, and end what runs there.  Idempotent."""
-        actors, places = self._actors, self._places
-        self._actors, self._places = [], None
+        """Give the bundles back, and end what runs there.  Idempotent."""
+        actors, bundles = self._actors, self._bundles
+        self._actors, self._bundles = [], None
 
         def give_back() -> None:
             lost = contextlib.suppress(self._ray.exceptions.RayError)  # with all that was there
             for actor in actors:
                 with lost:
                     self._ray.kill(actor)
-            if places is not None:
+            if bundles is not None:
                 with lost:
-                    self._ray.util.remove_placement_group(places)
+                    self._ray.util.remove_placement_group(bundles)
 
         with anyio.CancelScope(shield=True):  # bounded: neither call waits
             await anyio.to_thread.run_sync(give_back)
 
-    async def _find_places(self) -> None:
-        """Ask Ray for places, and start an actor at each.
+    async def _find_bundles(self) -> None:
+        """Ask Ray for bundles, and start an actor at each.
 
         Raises:
             DeviceStartError: it has no room, or is gone.
         """
         try:
-            await anyio.to_thread.run_sync(self._ask_for_places)
+            await anyio.to_thread.run_sync(self._ask_for_bundles)
             is_there = False
             with anyio.move_on_after(PLACE_S):
                 while not is_there:
-                    is_there = await anyio.to_thread.run_sync(self._places.wait, LOOK_S)
+                    is_there = await anyio.to_thread.run_sync(self._bundles.wait, LOOK_S)
             if is_there:
                 await anyio.to_thread.run_sync(self._start_actors)
                 return
             free = await anyio.to_thread.run_sync(self._ray.available_resources)
         except self._ray.exceptions.RayError as error:
-            raise DeviceStartError(f"Ray finds no places: {type(error).__name__}") from None
-        wanted = f"{self._num_places} x {{CPU: {self._bundle['CPU']}}}"
+            raise DeviceStartError(f"Ray finds no bundles: {type(error).__name__}") from None
+        wanted = f"{self._num_bundles} x {{CPU: {self._bundle['CPU']}}}"
         raise DeviceStartError(
             f"Ray has no room: the workers want {wanted}, {free.get('CPU', 0):g} is free"
         )
 
-    def _ask_for_places(self) -> None:
-        bundles = [self._bundle] * self._num_places
-        self._places = self._ray.util.placement_group(bundles, strategy="PACK")
+    def _ask_for_bundles(self) -> None:
+        bundles = [self._bundle] * self._num_bundles
+        self._bundles = self._ray.util.placement_group(bundles, strategy="PACK")
 
     def _start_actors(self) -> None:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        for index in range(self._num_places):
+        for index in range(self._num_bundles):
             actor_class = self._ray.remote(RayHost).options(
                 num_cpus=self._bundle["CPU"],
-                scheduling_strategy=strategy(self._places, placement_group_bundle_index=index),
+                scheduling_strategy=strategy(self._bundles, placement_group_bundle_index=index),
             )
             self._actors.append(actor_class.remote(self._address, self._key, self._num_cpus))
 
@@ -232,7 +232,7 @@ async def open_ray(
         async with listening(front):
             yield launcher_of
     finally:
-        with anyio.CancelScope(shield=True):  # bounded: Ray's own calls do not wait for places
+        with anyio.CancelScope(shield=True):  # bounded: Ray's own calls do not wait for bundles
             for crew in crews:
                 await crew.release()
             if not was_there:

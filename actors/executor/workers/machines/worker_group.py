@@ -22,7 +22,7 @@ class WorkerGroup:
     Args:
         front: address and port of the front.
         address: of this place, as the others reach it.
-        place: a `MachineFacts` in JSON, for its workers.
+        machine: a `MachineFacts` in JSON, for its workers.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class WorkerGroup:
         front: tuple[str, int],
         address: str,
         key: bytes,
-        place: bytes = b"",
+        machine: bytes = b"",
         module: str = MODULE,
     ) -> None:
         self._front, self._key = front, key
-        self._place, self._module = place, module
+        self._machine, self._module = machine, module
         self._address = address
         self._listener: socket.socket | None = None
         self._controls: list[socket.socket] = []
@@ -111,7 +111,7 @@ class WorkerGroup:
             for rank, control, files in zip(self._ranks, self._controls, self._files, strict=True):
                 name = f"worker {self._first_number + rank}"
                 self.processes[rank] = WorkerProcess(
-                    control, name, self._module, files=files, place=self._place
+                    control, name, self._module, files=files, machine=self._machine
                 )
         finally:
             self.close()
