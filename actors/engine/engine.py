@@ -267,8 +267,21 @@ class Engine:
         if self.lifecycle.refuses is not None:
             raise RetryableRequestError(self.lifecycle.refuses)
 
+    @property
+    def num_tokens(self) -> int:
+        """Count the prompt tokens computed and the tokens sampled so far.
+
+        Admission reads this for every request, so it takes O(1), unlike `statistics`.
+        """
+        return self._parts.scheduler.num_tokens
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Count the tokens of open prompts without a first token, by an estimate until they are rendered.  It takes O(1)."""
+        return self.requests.num_prefill_tokens
+
     def statistics(self) -> EngineStatistics:
-        """Take one look at every table of the engine."""
+        """Read every table of the engine, for metrics, health checks and tests.."""
         parts = self._parts
         return EngineStatistics(
             num_open_requests=len(self.requests),

@@ -78,39 +78,56 @@ class AdapterStats(msgspec.Struct, frozen=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of the scheduler in numbers; the counters only grow."""
+    """A snapshot of the scheduler in numbers.  Counts of events only grow.  What a pooling engine does not have stays 0."""
 
+    # Sequences now.
     num_running: int
-    num_waiting: int  # for a request slot, for blocks, or for a result in flight
-    num_deferred: int  # siblings that wait for their leader's prompt
+    # Queued for a request slot, for KV blocks, or for a result in flight.
+    num_waiting: int
+    # Siblings that wait until the prompt of their leader is computed.
+    num_deferred: int = 0
     num_steps_in_flight: int
-    num_blocks_free: int
-    num_blocks_total: int  # the null block not counted
-    kv_cache_usage: float  # 0 … 1
-    num_steps: int  # made so far
-    num_preemptions: int
-    num_prompt_tokens: int  # prompt positions computed
-    num_generation_tokens: int  # tokens sampled
-    prefix_cache_queries: int  # tokens; each sequence counts once
-    prefix_cache_hits: int
-    recompute_cache_queries: int  # the same after preemptions
-    recompute_cache_hits: int
-    num_drafts: int = 0  # of speculation: runs of tokens that a step verified
+    num_blocks_free: int = 0
+    # Without the null block.
+    num_blocks_total: int = 0
+    # A share: 0 … 1.
+    kv_cache_usage: float = 0.0
+
+    # Counts of events.
+    num_steps: int
+    num_preemptions: int = 0
+    # Prompt positions computed, and tokens sampled.
+    num_prompt_tokens: int
+    num_generation_tokens: int = 0
+    # Tokens looked up in the prefix cache and found there, once for each sequence.
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    # The same for lookups after a preemption.
+    recompute_cache_queries: int = 0
+    recompute_cache_hits: int = 0
+    # Speculation: runs of drafted tokens that a step verified, their tokens, and the accepted tokens.
+    num_drafts: int = 0
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # drafted tokens that were right
-    adapters: AdapterStats | None = None  # None: the engine takes none
-    is_device_lost: bool = False  # it is being started again, or has failed
-    is_device_failed: bool = False  # it is not started again
-    # It takes new requests: the device is there, and no search for a culprit goes first.
-    is_available: bool = True
-    num_lost_tokens: int = 0  # computed, and lost with the device's memory: they are computed again
-    step_prompt_budget_s: float = 0.0  # of the last step with prompts; 0: none is set
-    num_overdue_tokens: int = (
-        0  # of prompts that would be finished by now if all were computed at once
-    )
-    num_turns_passed: int = 0  # starts before one whose turn it was, and that found no room
-    num_first_turn_tokens: int = 0  # prompt tokens of the first in the order of a step
+    num_accepted_tokens: int = 0
+    # Computed, lost with the memory of the device, and computed again.
+    num_lost_tokens: int = 0
+    # Sequences that started before the first in the order, which found no room.
+    num_turns_passed: int = 0
+    # Prompt tokens of the first prompt in the order of each step, and of all others.
+    num_first_turn_tokens: int = 0
     num_other_turn_tokens: int = 0
+
+    # Seconds of prompt work in the last step with prompts.  0 without a budget.
+    step_prompt_budget_s: float = 0.0
+    # Prompt tokens that would be computed by now if all prompts were computed at the same time.
+    num_overdue_tokens: int = 0
+    # None if the engine takes no adapters.
+    adapters: AdapterStats | None = None
+    # A lost device is being started again, or has failed.  A failed one is not started again.
+    is_device_lost: bool = False
+    is_device_failed: bool = False
+    # Whether it takes new requests: the device is loaded, and no search for a culprit goes first.
+    is_available: bool = True
 
 
 def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:

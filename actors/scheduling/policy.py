@@ -1,29 +1,33 @@
-"""Scheduling of generation: which sequences compute how many tokens next.  Pure: no waits, clock or channels.
+"""Decide which sequences compute how many tokens in the next step of an engine that generates.
 
-Events go in (`admit`, `abort`, `stop`, `apply`, `fail_step`), plans (`plan`) and outputs (`take_outputs`)
-come out.  An event may come at any time, whatever is in flight.
+The policy is a pure state machine without waits, clock or channels, so tests and the simulation can play any order of events.
+Events enter (`admit`, `abort`, `stop`, `apply`, `fail_step`); plans (`plan`) and outputs (`take_outputs`) come out.
+An event may come at any time, whatever is in flight.
 
 Laws:
-1. *In order.*  Plans run on the device in the order in which they were made, so a request slot or a block
-   freed now may be given away by the next plan: the writes of the steps in flight come first.
-2. *Only computed KV is shared.*  A block is offered as a prefix, and a prompt forked, when the step
-   that computed it has been answered.  So a failed step has nothing to take back but itself.
-3. A result is matched with the preemption epoch of its sequence: one that ended since drops it, one that
-   was preempted since still appends it, and does not start again before it has come.
-4. Each sequence has exactly one finishing output, but for those the Detokenizer itself stopped.
-5. *Progress.*  The best running sequence is never a victim while another runs (the best is one that has
-   been evicted most often allowed, else the first in order), and alone it fits: `limit` caps a sequence
-   at what all blocks together hold.  So each plan advances the best running one, or it waits for a sample
-   in flight; sequences are finite, hence it ends, and the next best is the best.
-   No sequence behind the head of the queue overtakes it, but a bounded number of them while its adapter must wait
-   (`start_waiting`): so it starts at the latest when all that were running have ended then.  In turns (`prompt_turns.py`) the head
-   is the first in the fluid order, whose times are finite, and a bounded number passes it also while it finds no room.
-6. `plan()` is None only when paused, while the device is lost, when enough steps are in flight or, in turns, a long one, or when nothing is
-   runnable; an answer from the device or a new event then calls it again.
+1. *In order.*  The device runs plans in the order in which they were made, so the next plan may reuse a request slot or a KV block
+   that is freed now: the steps in flight write to it first.
+2. *Only computed KV is shared.*  A block is offered as a prefix, and a prompt is forked, only after the device has answered the step
+   that computed it.  So a failed step takes nothing back but itself.
+3. *Preemption epochs.*  A result belongs to the preemption epoch in which it was planned.  A sequence that ended meanwhile drops it.
+   A sequence that was preempted meanwhile appends it, and does not start again before it has come.
+4. *One end.*  Each sequence has exactly one finishing output, except those that the detokenizer has stopped itself.
+5. *Progress.*  The best running sequence is never preempted while another one runs.  (The best is a sequence that was preempted the
+   allowed number of times, else the first in the order.)  It always fits when it runs without others, because `limit` is at most what
+   all blocks hold together.  So each plan advances the best running sequence or waits for its sample in flight.  Sequences are
+   finite: it ends, and the next one becomes the best.
+   No sequence overtakes the head of the queue, except a bounded number of them while its adapter has no slot (`start_waiting`).
+   So it starts at the latest when all sequences that were running at that time have ended.  With step times (`prompt_turns.py`) the
+   head is the first in the fluid order, whose times are finite, and a bounded number passes it also while it finds no room.
+6. *No idling.*  `plan()` returns None only while paused, while the device is lost, while enough steps (or one long step) are in flight,
+   or if nothing is runnable.  An answer from the device or a new event calls it again.
 """
 
+import collections.abc
+from typing import Any
+
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.outputs import Expected, SchedulerStats, StepTokens
+from trouper.actors.messages.outputs import Expected, StepTokens
 from trouper.actors.messages.requests import (
     Admit,
     AdmitPooling,
@@ -36,22 +40,20 @@ from trouper.actors.messages.sinks import Promise
 from trouper.actors.messages.steps import DeviceLost, EntryFailure, PoolDone, StepDone, StepPlan
 from trouper.actors.scheduling.culprit_search import FaultBisection, Quarantine
 from trouper.actors.scheduling.first_token import expect, foretell
+from trouper.actors.scheduling.policy_base import PolicyBase
 from trouper.actors.scheduling.prompt_turns import PromptTurns
 from trouper.actors.scheduling.routing import Demand
-from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
 from trouper.actors.scheduling.state.grammar_ledger import MAX_DEATHS
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import Request, Sequence, State
-from trouper.actors.scheduling.state.sequence_table import SequenceTable, Shared, start_waiting
+from trouper.actors.scheduling.state.sequence_table import SequenceTable, Shared
 from trouper.actors.scheduling.state.step_builder import (
     InFlightStep,
     InFlightSteps,
-    Lookahead,
     StepBuilder,
-    take_turns,
+    find_in_question,
 )
-from trouper.actors.scheduling.step_budget import LONG_S, TokenBudget
-from trouper.actors.stages import max_chunk
+from trouper.actors.scheduling.step_planner import StepPlanner
 from trouper.config.resolve import SchedulerConfig
 
 FAILURES: dict[EntryFailure, str] = {
@@ -61,36 +63,29 @@ FAILURES: dict[EntryFailure, str] = {
 }
 
 
-class Policy:
+class Policy(PolicyBase[InFlightStep, Request]):
     """The scheduling policy of an engine that generates.
 
-    `blocks`, `table` and `in_flight` are the whole state; tests read them, and only the policy writes.
+    `blocks`, `table` and `in_flight` are the whole state.  Tests read them; only the policy writes them.
     """
+
+    in_flight: InFlightSteps
 
     def __init__(
         self, config: SchedulerConfig, blocks: KVBlocks, shared: Shared | None = None
     ) -> None:
-        self.config = config
+        super().__init__(config, InFlightSteps())
         self.blocks = blocks
         self.table = SequenceTable(config, blocks, shared)
-        self.in_flight = InFlightSteps()
-        self.pause = Pause.NONE
-        # With one step in flight, only one stage of a pipeline works at a time.
-        self._num_stages = min(config.num_stages, config.max_steps_in_flight)
-        self._max_num_running = min(config.max_num_seqs, config.max_num_active_seqs)
-        self._bisection = FaultBisection()
-        self._quarantine = Quarantine(config.num_speculative_tokens)
-        self._token_budget = TokenBudget(config.max_num_scheduled_tokens)
-        self._step = 0
-        self._epoch = 0
-        self._num_prompt_tokens = 0
-        self._lookahead = Lookahead(config.num_speculative_tokens)
-        # Without turns prompts are computed in the order of arrival, in steps up to the token budget.
+        # Without turns, prompts are computed in the order of arrival, in steps up to the token budget.
         self.turns: PromptTurns | None = None
         if config.max_step_ms != 0:
-            self.turns = PromptTurns(config, self.table, self._max_num_running)
-        self.is_device_lost = False  # it is being started again, or has failed
-        self.has_device_failed = False  # it is not started again
+            max_num_running = min(config.max_num_seqs, config.max_num_active_seqs)
+            self.turns = PromptTurns(config, self.table, max_num_running)
+        self.timing = self.turns
+        self._planner = StepPlanner(config, self.table, self.turns, self._num_stages)
+        self._bisection = FaultBisection()
+        self._quarantine = Quarantine(config.num_speculative_tokens)
 
     def __repr__(self) -> str:
         return (
@@ -99,23 +94,13 @@ class Policy:
         )
 
     @property
-    def num_steps_in_flight(self) -> int:
-        """Plans that the device has not answered."""
-        return len(self.in_flight)
-
-    @property
     def num_started(self) -> int:
-        """Unfinished sequences that `Pause.NO_NEW_REQUESTS` lets run on."""
+        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`."""
         return self.table.num_started
 
     @property
-    def is_available(self) -> bool:
-        """Whether a new request would be planned: the device is there, and no search for a culprit goes first."""
-        return not (self.is_device_lost or self._quarantine)
-
-    @property
     def holds_blocks(self) -> bool:
-        """Whether a block of KV memory is held."""
+        """Whether a sequence holds a block of KV memory."""
         return self.blocks.num_free < self.blocks.num_usable
 
     def state(self, id: SequenceId) -> State:
@@ -125,66 +110,33 @@ class Policy:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens computed and tokens sampled, so far."""
+        """Count the prompt tokens computed and the tokens sampled so far."""
         return self._num_prompt_tokens + self.table.num_generation_tokens
 
-    def statistics(self) -> SchedulerStats:
-        """Describe the state in numbers."""
-        table, running, blocks = self.table, self.table.running, self.blocks
-        return SchedulerStats(
-            num_running=len(running),
-            num_waiting=table.num_waiting,
-            num_deferred=table.num_deferred,
-            num_steps_in_flight=len(self.in_flight),
-            num_blocks_free=blocks.num_free,
-            num_blocks_total=blocks.num_usable,
-            kv_cache_usage=blocks.usage,
-            num_steps=self._step,
-            num_preemptions=running.num_preemptions,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generation_tokens=table.num_generation_tokens,
-            prefix_cache_queries=running.num_queries,
-            prefix_cache_hits=running.num_hits,
-            recompute_cache_queries=running.num_recompute_queries,
-            recompute_cache_hits=running.num_recompute_hits,
-            num_drafts=self._lookahead.num_drafts,
-            num_draft_tokens=self._lookahead.num_draft_tokens,
-            num_accepted_tokens=self._lookahead.num_accepted_tokens,
-            num_lost_tokens=running.num_lost_tokens,
-            **({} if self.turns is None else self.turns.statistics()),
-            is_device_lost=self.is_device_lost,
-            is_device_failed=self.has_device_failed,
-            is_available=self.is_available,
-            adapters=None if self.config.max_loras is None else table.adapter_stats(),
-        )
+    def _counts(self) -> dict[str, Any]:
+        return self.table.statistics() | self._planner.lookahead.statistics()
 
     @property
     def is_searching(self) -> bool:
-        """Whether a culprit is looked for: of a step that raised, or of a device that was lost."""
+        """Whether a search for a culprit is on: the cause of a step that raised, or of a lost device."""
         return bool(self._bisection or self._quarantine)
 
-    def snapshot(self) -> PolicySnapshot:
-        """Describe where each unfinished sequence is: O(n log n), for tests and debugging."""
-        running, waiting, other = self.table.ids_by_place()
-        return PolicySnapshot(
-            running=running,
-            waiting=waiting,
-            other=other,
-            in_flight=self.in_flight.ids(),
-            suspects=(*self._bisection.suspect_ids, *self._quarantine.suspect_ids),
-            pause=self.pause,
-            is_device_lost=self.is_device_lost,
-        )
+    @property
+    def _has_suspects(self) -> bool:
+        return bool(self._quarantine)
+
+    @property
+    def _requests_in_question(self) -> frozenset[RequestId]:
+        return self._quarantine.requests
+
+    @property
+    def _suspect_ids(self) -> tuple[SequenceId, ...]:
+        return (*self._bisection.suspect_ids, *self._quarantine.suspect_ids)
+
+    def _ids_by_state(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return self.table.ids_by_state()
 
     # Events
-
-    def admit(self, admit: Admit | AdmitPooling) -> None:
-        """Take a request in, all its n sequences together.
-
-        One that could never run ends at once: `length` without a token when the prompt fills the context,
-        `error` (`kv_cache_exhausted`) when prompt and one token do not fit into all blocks together.
-        """
-        self.enter(self.open_request(admit))
 
     def open_request(self, admit: Admit | AdmitPooling) -> Request:
         """Make a request that any replica may take in."""
@@ -238,13 +190,6 @@ class Policy:
         turns.settle()
         return expect(turns, leader, num_cached, self._flights_s(), elapsed_s)
 
-    def _flights_s(self) -> list[float]:
-        return [step.estimate_s for step in self.in_flight if not step.is_cancelled]
-
-    def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of estimated to measured time of the steps since the last call."""
-        return () if self.turns is None else self.turns.take_ratios()
-
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored.
 
@@ -264,7 +209,7 @@ class Policy:
         step, table = self.in_flight.complete(done.step), self.table
         if self.turns is not None:
             self.turns.note_step(step, done.seconds)
-        self._token_budget.passed()
+        self._planner.token_budget.passed()
         if self._bisection.is_testing:
             self._bisection.passed()
         prompt_logprobs = dict(done.prompt_logprobs) if done.prompt_logprobs else {}
@@ -289,7 +234,7 @@ class Policy:
                     num_more = len(token_ids[i]) - 1
                     sequence.num_computed += num_more
                     sequence.num_computed_on_device += num_more
-        self._lookahead.note(done)
+        self._planner.lookahead.note(done)
 
     def _land(self, sequence: Sequence, start: int, end: int) -> None:
         """Note that positions start … end - 1 are computed, moved on by drafts that were right since the plan was made."""
@@ -303,24 +248,21 @@ class Policy:
         if sequence.request.deferred and end >= sequence.num_prompt:
             self.table.release_siblings(sequence.request)
 
-    def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
-        """Take the failure of the eldest plan: the device raised, or refused it because an earlier one raised.
+    def _note_refused(self, plan: InFlightStep) -> None:
+        """Do nothing: `_blame` has taken the sequences of a cancelled plan back."""
 
-        At the first such answer this step and all later ones are undone: their sequences go back to what
-        is computed.  Out of memory, steps become smaller; no sequence is preempted for it, as a KV block
-        that is free gives the device nothing back.  Otherwise, or if they cannot be smaller, a bisection
-        looks for the culprit; when found alone it ends with `message`.
+    def _blame(self, failed: InFlightStep, message: str, *, is_out_of_memory: bool) -> None:
+        """Take this step and all later ones back, so that their sequences continue at the last computed position.
+
+        When the device is out of memory, later steps become smaller.  Preempting a sequence would not help: a free KV block
+        gives the device no memory back.  In all other cases, and if steps cannot become smaller, a bisection looks for the
+        culprit.  The culprit ends with `message` when it fails in a step without other sequences.
         """
-        failed = self.in_flight.complete(step)
-        if failed.is_cancelled:
-            return
-        self._epoch += 1
         suspects = self._undo(failed)
         for later in self.in_flight:
             self._undo(later)
-            later.is_cancelled = True
         num_tokens = sum(end - start for _, _, start, end, _ in failed.entries)
-        if is_out_of_memory and self._token_budget.shrink(num_tokens):
+        if is_out_of_memory and self._planner.token_budget.shrink(num_tokens):
             return
         if not self._bisection.is_testing:
             self._bisection.suspect(suspects)
@@ -329,29 +271,23 @@ class Policy:
         if culprit is not None and culprit.state is not State.FINISHED:
             self.table.fail(culprit, f"execution_error: {message}")
 
-    def lose_device(self, loss: DeviceLost) -> int:
-        """Take the end of the device, with its KV cache and all plans in flight.
+    def _lose_plans(
+        self, plans: collections.abc.Sequence[InFlightStep], loss: DeviceLost, *, has_suspects: bool
+    ) -> int:
+        """Recompute each running sequence as after a preemption, and search for the culprit in the eldest plan.
 
-        Each running sequence is computed again as after a preemption: what has been sampled and answered stays, so no
-        token is put out twice.  Among those of the eldest plan that the device had, a quarantine looks for the culprit.
-
-        Returns:
-            How many losses the culprit has cost, if it is found now; it has ended.
+        Sampled tokens whose step was answered stay, so no token is put out twice.
         """
-        has_suspects = loss.step is not None and not loss.is_from_outside
-        suspects = self.in_flight.in_question(self._num_stages) if has_suspects else {}
-        for step in self.in_flight:
-            if not step.is_cancelled:
-                self._undo(step)
-        self.in_flight.clear()
-        self._epoch += 1
-        self.is_device_lost = True
+        suspects = find_in_question(plans, self._num_stages) if has_suspects else {}
+        for plan in plans:
+            if not plan.is_cancelled:
+                self._undo(plan)
         self._bisection.suspect(())
         self.table.running.lose_all()
         self.blocks.reset_cache()
         num_explained = 0
         if key := self.table.grammars.forget(is_their_doing=not loss.is_from_outside):
-            self._fail_grammar(key, f"poisoned_request: {loss.message}")
+            self.table.fail_grammar(key, f"poisoned_request: {loss.message}")
             num_explained = MAX_DEATHS
         if self.pause is Pause.NONE:  # else nothing may run that has ended
             for sequence, _ in suspects.values():
@@ -363,20 +299,9 @@ class Policy:
         self.table.fail_request(culprit, f"poisoned_request: {loss.message}")
         return num_losses
 
-    def fail_device(self, message: str) -> None:
-        """The device, lost before, is not started again: requests in question end, so that they kill no other."""
-        self.has_device_failed = True
-        for id in self._quarantine.requests:
-            if (request := self.table.requests.get(id)) is not None:
-                self.table.fail_request(request, f"device_failed: {message}")
-
-    def return_device(self) -> None:
-        """The device takes plans again."""
-        self.is_device_lost = False
-
-    def set_pause(self, pause: Pause) -> None:
-        """Set what may be planned from now on."""
-        self.pause = pause
+    def _fail_request(self, id: RequestId, error: str) -> None:
+        if (request := self.table.requests.get(id)) is not None:
+            self.table.fail_request(request, error)
 
     def preempt_all(self) -> None:
         """Free all KV blocks; running sequences are recomputed later, and results in flight count."""
@@ -397,14 +322,7 @@ class Policy:
         if self.is_device_lost:
             return None
         is_silent = not self.in_flight
-        if not self._quarantine:
-            return self.table.grammars.next_order(is_silent=is_silent)
-        admits = [
-            self.table.requests[id].admit
-            for id in self._quarantine.requests
-            if id in self.table.requests
-        ]
-        keys = {admit.grammar.key for admit in admits if admit.grammar is not None}
+        keys = self.table.grammar_keys(self._quarantine.requests) if self._quarantine else None
         return self.table.grammars.next_order(keys, is_silent=is_silent)
 
     def note_grammar(self, ready: GrammarReady) -> None:
@@ -412,13 +330,7 @@ class Policy:
         if self.table.grammars.note(ready):
             self.table.waiting.unpark(ready.key)
         else:
-            self._fail_grammar(ready.key, f"execution_error: the grammar: {ready.error}")
-
-    def _fail_grammar(self, key: bytes, error: str) -> None:
-        for request in list(self.table.requests.values()):
-            grammar = request.admit.grammar
-            if grammar is not None and grammar.key == key:
-                self.table.fail_request(request, error)
+            self.table.fail_grammar(ready.key, f"execution_error: the grammar: {ready.error}")
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:
         """Take the outputs since the last call, at most one entry for each sequence, with `answers`."""
@@ -427,31 +339,27 @@ class Policy:
     # One scheduling pass
 
     def plan(self) -> StepPlan | None:
-        """Make the next plan, which is in flight from now on.  Returns None under law 6."""
+        """Make the next plan, which is in flight from now on.  Returns None in the cases of law 6."""
         self.table.end_ghosts(self._quarantine.suspect_ids)
         if self._must_wait():
             return None
         if self.turns is not None and self.turns.has_prompts:
             self.turns.settle()
-        running = self.table.running
-        num_competing = len(running) + len(self.table.waiting)
-        builder = StepBuilder(self.config, num_competing, self._token_budget.num_tokens)
-        builder.unknown = self.in_flight.unknown_tokens()
-        if num_competing == 1:
-            builder.max_count = min(builder.max_count, self._longest_lone_chunk())
+        only_returning = self.pause is Pause.NO_NEW_REQUESTS
+        builder = self._planner.begin(self.in_flight)
         if self._bisection and (group := self._bisection.group()):
             if self.in_flight:
                 return None
-            running.schedule(builder, group)
+            self.table.running.schedule(builder, group)
             self._bisection.begin(builder.sequences)
             if not builder.sequences:  # the group lost its blocks: it starts again with the others
                 self._bisection.suspect(())
                 return self.plan()
         elif self._quarantine:
-            if not self._test_suspects(builder):
+            if not self._planner.fill_with_suspects(builder, self._quarantine, self.in_flight):
                 return None if self.in_flight or self._quarantine else self.plan()
         else:
-            self._schedule(builder)
+            self._planner.fill(builder, self._step + 1, only_returning=only_returning)
             if not builder.sequences:
                 return None
         return self._commit(builder)
@@ -466,115 +374,8 @@ class Policy:
         return plan
 
     def _must_wait(self) -> bool:
-        """Whether no plan may be made, whatever there is to plan."""
-        return (
-            self.is_device_lost
-            or self.pause is Pause.ALL
-            or len(self.in_flight) >= self.config.max_steps_in_flight
-            or self._waits_for_answer()
-            or (not self._quarantine and self.table.grammars.needs_silence)
-        )
-
-    def _waits_for_answer(self) -> bool:
-        """Whether a long plan is in flight.  The next one is made after its answer, with the requests that arrive until then."""
-        if self.turns is None or self._num_stages > 1:
-            return False
-        for step in self.in_flight:  # noqa: SIM110  # in each turn: a generator takes a microsecond
-            if step.estimate_s >= LONG_S:
-                return True
-        return False
-
-    def _schedule(self, builder: StepBuilder) -> None:
-        """Plan for running sequences, then for waiting ones."""
-        running, step, num_stages = self.table.running, self._step + 1, self._num_stages
-        if self.turns is not None and self.turns.has_prompts:
-            self._schedule_in_turns(builder, self.turns)
-            return
-        if num_stages == 1:
-            builder.max_lookahead = self._lookahead.per_sequence(
-                len(running), self._token_budget.num_tokens
-            )
-            running.schedule(builder, running.snapshot())
-            if not builder.has_preempted:
-                self._start_waiting(builder)
-            return
-        running.schedule(builder, take_turns(running.snapshot(), step, num_stages))
-        if not builder.has_preempted:
-            self._start_waiting(builder)
-        num_before = len(running) + 1
-        while not builder.sequences and len(running) < num_before:  # again if one made room
-            num_before = len(running)
-            running.schedule(
-                builder, take_turns(running.snapshot(), step, num_stages, is_early=True)
-            )
-
-    def _schedule_in_turns(self, builder: StepBuilder, turns: PromptTurns) -> None:
-        """Plan for decoding rows, then for running and waiting prompts."""
-        running, step, num_stages = self.table.running, self._step + 1, self._num_stages
-        rows = turns.rows()
-        if num_stages == 1:
-            builder.max_lookahead = self._lookahead.per_sequence(
-                len(running), self._token_budget.num_tokens
-            )
-            turns.limit_drafts(builder, len(rows))
-        else:
-            rows = take_turns(rows, step, num_stages)
-        only_returning = self.pause is Pause.NO_NEW_REQUESTS
-        running.schedule(builder, rows)
-        turns.fill(builder, only_returning=only_returning)
-        num_before = len(running) + 1
-        while num_stages > 1 and not builder.sequences and len(running) < num_before:
-            num_before = len(running)  # again if one made room
-            early = take_turns(turns.rows(), step, num_stages, is_early=True)
-            running.schedule(builder, early)
-
-    def _longest_lone_chunk(self) -> int:
-        """Return the tokens that a prompt without company may take of a step: few enough to keep all stages busy."""
-        budget, table = self._token_budget.num_tokens, self.table
-        if self._num_stages == 1 or not self.config.enable_chunked_prefill:
-            return budget
-        alone = [
-            *table.running.snapshot(),
-            *filter(None, (table.waiting.head(only_returning=False),)),
-        ]
-        if len(alone) != 1:
-            return budget
-        return max_chunk(alone[0].num_tokens, self._num_stages, budget)
-
-    def _test_suspects(self, builder: StepBuilder) -> bool:
-        """Plan for the suspects under test alone; False if there is nothing to plan for them now."""
-        running = self.table.running
-        in_flight = self.in_flight.sequence_ids()
-        while self._quarantine:
-            group = self._quarantine.group(in_flight)
-            due = [suspect.sequence for suspect in group if suspect.is_due]
-            running.schedule(builder, [sequence for sequence in due if sequence.request_slot >= 0])
-            for sequence in due:
-                # Preempted with a sample in flight it does not wait yet: law 3.
-                is_waiting = sequence.request_slot < 0 and sequence.num_in_flight == 0
-                is_ready = self.table.grammars.is_ready(sequence.request.admit)
-                may_start = is_waiting and is_ready and not builder.has_preempted
-                if may_start and builder.budget > 0 and len(running) < self._max_num_running:
-                    if not running.start(sequence, builder):
-                        break
-                    self.table.waiting.take(sequence)
-                    if not sequence.is_ghost:
-                        self.table.outputs.add_start(sequence.id)
-            if builder.sequences:
-                return True
-            if self.in_flight or not all(
-                self.table.grammars.is_ready(s.sequence.request.admit) for s in group
-            ):
-                return False
-            self.preempt_all()  # those that have passed make room
-            builder.has_preempted = False
-            if not group:
-                self._quarantine.advance()
-        return False
-
-    def _start_waiting(self, builder: StepBuilder) -> None:
-        only_returning = self.pause is Pause.NO_NEW_REQUESTS
-        start_waiting(self.table, builder, self._max_num_running, only_returning=only_returning)
+        """Whether no plan may be made, whatever is queued: also while a grammar is tried on a silent device."""
+        return super()._must_wait() or (not self._quarantine and self.table.grammars.needs_silence)
 
     # Bookkeeping
 

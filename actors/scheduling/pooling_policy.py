@@ -20,12 +20,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain, count, islice
-from typing import NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.outputs import Expected, Pooled, PooledRequest, SchedulerStats
+from trouper.actors.messages.outputs import Expected, Pooled, PooledRequest
 from trouper.actors.messages.requests import (
     Admit,
     AdmitPooling,
@@ -36,10 +34,10 @@ from trouper.actors.messages.requests import (
 )
 from trouper.actors.messages.sinks import Promise
 from trouper.actors.messages.steps import DeviceLost, PoolDone, PoolEntry, PoolPlan, StepDone
+from trouper.actors.scheduling.policy_base import PolicyBase
 from trouper.actors.scheduling.routing import Demand
-from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
 from trouper.actors.scheduling.state.fluid import GRAIN, Fluid
-from trouper.actors.scheduling.state.step_builder import InFlight
+from trouper.actors.scheduling.state.step_builder import InFlight, InFlightPlan
 from trouper.actors.scheduling.step_budget import PoolingTime
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.config.resolve import SchedulerConfig
@@ -66,129 +64,90 @@ class SharedPooling:
         self.numbers: Iterator[int] = count(1)
 
 
-class InFlightPoolStep(msgspec.Struct):
-    """A plan that the device has not answered, and its requests in the order of its entries."""
+class InFlightPoolStep(InFlightPlan, eq=False, kw_only=True):
+    """A plan of an engine that pools: its requests in the order of the entries."""
 
-    step: int
-    epoch: int
     group: list[AdmitPooling]
     work: StepWork
-    estimate_s: float = 0.0  # 0 while step times are unknown
+
+    @property
+    def ids(self) -> tuple[RequestId, ...]:
+        """List its requests in the order of the entries."""
+        return tuple(admit.id for admit in self.group)
 
 
-class PoolingPolicy:
+class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
     """The scheduling policy of an engine that pools.
 
-    The public attributes are the whole state; tests read them, and only the policy writes.
+    The public attributes are the whole state.  Tests read them; only the policy writes them.
     """
 
     def __init__(self, config: SchedulerConfig, shared: SharedPooling | None = None) -> None:
-        self.config = config
+        super().__init__(config, InFlight())
         self._is_fcfs = config.policy == "fcfs"
-        self._pause = Pause.NONE
-        self.unfinished: dict[RequestId, QueuedText] = {}  # waiting or in flight
-        self._num_open_tokens = 0  # of these
-        self.waiting: list[QueuedText] = []  # a heap, as the next
-        self.returning: list[QueuedText] = []  # begun elsewhere
-        # The order of the waiting ones.  Without it they are served in the order of their arrival.
+        # Waiting or in flight, and the number of their tokens.
+        self.unfinished: dict[RequestId, QueuedText] = {}
+        self._num_open_tokens = 0
+        # Two heaps: new requests, and requests that another replica has begun.
+        self.waiting: list[QueuedText] = []
+        self.returning: list[QueuedText] = []
+        # The order of the waiting texts.  Without it they are served in the order of their arrival.
         self.fluid = None if config.max_step_ms == 0 or self._is_fcfs else Fluid()
         # Without it a step may take any time.
-        self.time: PoolingTime | None = None
-        if config.max_step_ms != 0:
-            num_stages = min(config.num_stages, config.max_steps_in_flight)
-            self.time = PoolingTime(config.max_step_ms, has_one_stage=num_stages == 1)
-        self.retries: deque[list[AdmitPooling]] = deque()  # each is one plan
-        self.in_flight: InFlight[InFlightPoolStep] = InFlight()
+        self.time = None if config.max_step_ms == 0 else PoolingTime(config.max_step_ms)
+        self.timing = self.time
+        # Each group is one plan.
+        self.retries: deque[list[AdmitPooling]] = deque()
         self._shared = shared or SharedPooling()
         self.outputs = self._shared.outputs
-        self._step = 0
-        self._epoch = 0
-        self._num_prompt_tokens = 0
-        self.is_device_lost = False  # it is being started again, or has failed
-        self.has_device_failed = False  # it is not started again
-        self._suspects: dict[RequestId, int] = {}  # losses that it was in the step of; unfinished
+        # Unfinished requests that were in the step of a loss, and the number of these losses.
+        self._suspects: dict[RequestId, int] = {}
 
     def __repr__(self) -> str:
         return f"<PoolingPolicy {len(self.unfinished)} open, {len(self.in_flight)} plans in flight>"
 
     @property
-    def num_steps_in_flight(self) -> int:
-        """Plans that the device has not answered."""
-        return len(self.in_flight)
-
-    @property
     def num_started(self) -> int:
-        """Unfinished requests that `Pause.NO_NEW_REQUESTS` lets run on: in flight, to be retried, or begun elsewhere."""
+        """Count the unfinished requests that may go on under `Pause.NO_NEW_REQUESTS`: in flight, to be retried, or begun elsewhere."""
         num_returning = sum(request.admit.id in self.unfinished for request in self.returning)
         num_in_flight = sum(len(flight.group) for flight in self.in_flight)
         return num_in_flight + sum(map(len, self.retries)) + num_returning
 
     @property
-    def is_available(self) -> bool:
-        """Whether a new request is welcome: the device is there, and no search for a culprit goes on."""
-        return not (self.is_device_lost or self._suspects)
-
-    @property
     def holds_blocks(self) -> bool:
-        """False: no memory is kept between plans."""
+        """Return False: pooling keeps no memory between plans."""
         return False
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt tokens computed so far."""
-        return self._num_prompt_tokens
+    def _has_suspects(self) -> bool:
+        return bool(self._suspects)
 
-    def statistics(self) -> SchedulerStats:
-        """Describe the state in numbers."""
+    @property
+    def _requests_in_question(self) -> tuple[RequestId, ...]:
+        return tuple(self._suspects)
+
+    @property
+    def _suspect_ids(self) -> tuple[RequestId, ...]:
+        return tuple(self._suspects)
+
+    def _counts(self) -> dict[str, Any]:
         num_running = sum(a.id in self.unfinished for f in self.in_flight for a in f.group)
-        return SchedulerStats(
-            num_running=num_running,
-            num_waiting=len(self.unfinished) - num_running,
-            num_deferred=0,
-            num_steps_in_flight=len(self.in_flight),
-            num_blocks_free=0,
-            num_blocks_total=0,
-            kv_cache_usage=0.0,
-            num_steps=self._step,
-            num_preemptions=0,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generation_tokens=0,
-            prefix_cache_queries=0,
-            prefix_cache_hits=0,
-            recompute_cache_queries=0,
-            recompute_cache_hits=0,
-            step_prompt_budget_s=0.0 if self.time is None else self.time.budget.last_s,
-            num_overdue_tokens=0 if self.fluid is None else self.fluid.num_overdue_tokens,
-            is_device_lost=self.is_device_lost,
-            is_device_failed=self.has_device_failed,
-            is_available=self.is_available,
-        )
+        return {
+            "num_running": num_running,
+            "num_waiting": len(self.unfinished) - num_running,
+            "num_overdue_tokens": 0 if self.fluid is None else self.fluid.num_overdue_tokens,
+        }
 
-    def snapshot(self) -> PolicySnapshot:
-        """Describe where each unfinished request is; those to be tried again wait in front of the others."""
-        unfinished = self.unfinished
-        groups = [[admit.id for admit in flight.group] for flight in self.in_flight]
-        retries = [admit.id for group in self.retries for admit in group]
-        in_line = chain(sorted(self.returning), sorted(self.waiting))
-        waiting = [*retries, *(request.admit.id for request in in_line)]
-        return PolicySnapshot(
-            running=tuple(id for group in groups for id in group if id in unfinished),
-            waiting=tuple(id for id in waiting if id in unfinished),
-            other=(),
-            in_flight=tuple(
-                (flight.step, tuple(group))
-                for flight, group in zip(self.in_flight, groups, strict=True)
-            ),
-            suspects=tuple(self._suspects),
-            pause=self._pause,
-            is_device_lost=self.is_device_lost,
-        )
+    def _ids_by_state(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the requests in flight, then the waiting ones: requests to be retried are in front of all others."""
+        running = (id for flight in self.in_flight for id in flight.ids)
+        retries = (admit.id for group in self.retries for admit in group)
+        queued = chain(sorted(self.returning), sorted(self.waiting))
+        waiting = chain(retries, (request.admit.id for request in queued))
+        is_open = self.unfinished.__contains__
+        return tuple(filter(is_open, running)), tuple(filter(is_open, waiting)), ()
 
     # Events
-
-    def admit(self, admit: Admit | AdmitPooling) -> None:
-        """Queue a new request."""
-        self.enter(self.open_request(admit))
 
     def open_request(self, admit: Admit | AdmitPooling) -> QueuedText:
         """Make a request that any replica may take in."""
@@ -242,18 +201,13 @@ class PoolingPolicy:
     def expect(self, request: QueuedText, num_cached: int, elapsed_s: float) -> float | None:
         """Estimate the seconds until the result of a text that entered now.  Returns None before the first fit, and when nothing is planned now."""
         fluid, time = self.fluid, self.time
-        is_open = self.is_available and self._pause is Pause.NONE
+        is_open = self.is_available and self.pause is Pause.NONE
         if fluid is None or time is None or not is_open or len(fluid.open) > WINDOW:
             return None
         length, admit = _length(request.admit), request.admit
         ahead = fluid.ahead_of(admit.key, (*request.order, 0), max(length, GRAIN))
         lengths = [length, *(job.num_tokens for job in ahead)]
-        flights_s = [flight.estimate_s for flight in self.in_flight]
-        return time.expect(lengths, flights_s, elapsed_s)
-
-    def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of estimated to measured time of the steps since the last call."""
-        return () if self.time is None else self.time.take_ratios()
+        return time.expect(lengths, self._flights_s(), elapsed_s)
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""
@@ -275,43 +229,37 @@ class PoolingPolicy:
                 self._num_prompt_tokens += len(admit.prompt_token_ids)
                 self.outputs.append(PooledRequest(admit, array))
 
-    def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
-        """Take the failure of the eldest plan: the device raised, or refused it because an earlier one raised.
+    def _note_refused(self, plan: InFlightPoolStep) -> None:
+        """Run a cancelled plan again as it was."""
+        self.retries.append(self._open_of(plan))
 
-        Out of memory is no other case: halves are smaller steps.
+    def _blame(self, failed: InFlightPoolStep, message: str, *, is_out_of_memory: bool) -> None:
+        """Run the requests of a step that raised again in halves.  One that raised without others ends.
+
+        It is the same when the device was out of memory: halves need less of it.
         """
-        flight = self.in_flight.complete(step)
-        group = [admit for admit in flight.group if admit.id in self.unfinished]
-        if flight.epoch < self._epoch:
-            self.retries.append(group)
-            return
-        self._epoch += 1
-        if len(flight.group) > 1:  # one whose company is gone is not therefore the cause
+        group = self._open_of(failed)
+        # A request whose company has ended meanwhile is not therefore the cause.
+        if len(failed.group) > 1:
             half = len(group) // 2
             self.retries.extend((group[:half], group[half:]))
         elif group:
             self._end(group[0].id, f"execution_error: {message}")
 
-    def lose_device(self, loss: DeviceLost) -> int:
-        """Take the end of the device, with all plans in flight.
+    def _lose_plans(
+        self, plans: Sequence[InFlightPoolStep], loss: DeviceLost, *, has_suspects: bool
+    ) -> int:
+        """Run all plans again, the eldest in halves, because its requests are suspects.
 
-        The eldest plan is what it ran: that one is run again in halves. A request ends if it was alone in it and had
-        been in such a plan before.
+        A request ends if it was the only one in the eldest plan and was in the eldest plan of an earlier loss, too.
         """
-        self.is_device_lost = True
-        self._epoch += 1
-        groups = [
-            [admit for admit in flight.group if admit.id in self.unfinished]
-            for flight in self.in_flight
-        ]
-        was_alone = bool(self.in_flight) and len(self.in_flight[0].group) == 1
-        if loss.is_from_outside or loss.step is None:
-            self.in_flight.clear()
+        groups = [self._open_of(plan) for plan in plans]
+        if not has_suspects:
             self.retries.extend(groups)
             return 0
         suspects = groups[0] if groups else []
-        self.in_flight.clear()
         self.retries.extend(groups[1:])
+        was_alone = bool(plans) and len(plans[0].group) == 1
         if was_alone and suspects and suspects[0].id in self._suspects:
             num_losses = self._suspects[suspects[0].id] + 1
             self._end(suspects[0].id, f"poisoned_request: {loss.message}")
@@ -322,19 +270,8 @@ class PoolingPolicy:
         self.retries.extend((suspects[:half], suspects[half:]))
         return 0
 
-    def fail_device(self, message: str) -> None:
-        """The device, lost before, is not started again: requests in question end, so that they kill no other."""
-        self.has_device_failed = True
-        for id in tuple(self._suspects):
-            self._end(id, f"device_failed: {message}")
-
-    def return_device(self) -> None:
-        """The device takes plans again."""
-        self.is_device_lost = False
-
-    def set_pause(self, pause: Pause) -> None:
-        """Set what may be planned from now on."""
-        self._pause = pause
+    def _fail_request(self, id: RequestId, error: str) -> None:
+        self._end(id, error)
 
     def preempt_all(self) -> None:
         """Do nothing: no memory is kept between plans."""
@@ -365,17 +302,12 @@ class PoolingPolicy:
         # Most often: this is called after each answer.
         if not (self.waiting or self.retries or self.returning):
             return None
-        if (
-            self.is_device_lost
-            or self._pause is Pause.ALL
-            or len(self.in_flight) >= self.config.max_steps_in_flight
-            or self._waits_for_answer()
-        ):
+        if self._must_wait():
             return None
         group = self._retry() if self.retries else []
         if not group and self.returning:
             group = self._next(self.returning)
-        if not group and self._pause is not Pause.NO_NEW_REQUESTS:
+        if not group and self.pause is not Pause.NO_NEW_REQUESTS:
             group = self._next(self.waiting) if self.fluid is None else self._in_turns(self.fluid)
         if not group:
             return None
@@ -390,12 +322,14 @@ class PoolingPolicy:
         lengths = [_length(admit) for admit in group]
         work = StepWork.of_texts(lengths)
         estimate_s = 0.0 if self.time is None else self.time.estimate_s(work)
-        self.in_flight.append(InFlightPoolStep(plan.step, plan.epoch, group, work, estimate_s))
+        self.in_flight.append(
+            InFlightPoolStep(step=plan.step, estimate_s=estimate_s, group=group, work=work)
+        )
         return plan
 
-    def _waits_for_answer(self) -> bool:
-        time = self.time
-        return time is not None and any(time.is_long(each.estimate_s) for each in self.in_flight)
+    def _open_of(self, plan: InFlightPoolStep) -> list[AdmitPooling]:
+        """Return the requests of a plan that have not ended meanwhile."""
+        return [admit for admit in plan.group if admit.id in self.unfinished]
 
     def _retry(self) -> list[AdmitPooling]:
         while self.retries:

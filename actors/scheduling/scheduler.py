@@ -100,6 +100,11 @@ class Scheduler(Generic[OutputsT]):
         # By replica: when the eldest plan in flight became the eldest.
         self._eldest_s = [0.0] * len(self._executors)
 
+    @property
+    def num_tokens(self) -> int:
+        """Count the prompt tokens computed and the tokens sampled so far, by all replicas.  It reads one counter of each."""
+        return sum(policy.num_tokens for policy in self._policies)
+
     def statistics(self) -> SchedulerStats:
         """Describe the state in numbers, of all replicas together."""
         return self.policy.statistics()

@@ -12,6 +12,7 @@ least one.  So a new text waits for one short step or for one text, not for a st
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from trouper.actors.scheduling.step_time import ROUNDING, StepTimes, StepWork
 
@@ -121,14 +122,12 @@ class PoolingTime:
 
     Args:
         max_step_ms: limit of a step in milliseconds; None means that the budget is learnt.
-        has_one_stage: whether a step is computed by one worker, and not by the stages of a pipeline.
     """
 
-    def __init__(self, max_step_ms: int | None, *, has_one_stage: bool) -> None:
+    def __init__(self, max_step_ms: int | None) -> None:
         self.times = StepTimes()
         self.budget = StepBudget(self.times, max_step_ms)
         self._is_learnt = max_step_ms is None
-        self._has_one_stage = has_one_stage
         self.num_full = 0  # steps that left texts waiting
         self._ratios: list[float] = []
 
@@ -165,10 +164,6 @@ class PoolingTime:
         until_s = self.budget.seconds_until(work_s, NO_ROWS, has_streams=False)
         return remaining_s(flights_s, elapsed_s) + until_s
 
-    def is_long(self, estimate_s: float) -> bool:
-        """Whether the step behind a step of this estimate is planned only after its answer, with the texts that have come until then."""
-        return self._has_one_stage and estimate_s >= LONG_S
-
     def note_step(self, work: StepWork, estimate_s: float, seconds: float) -> None:
         """Learn from a step.  A device that measures no time gives 0 seconds."""
         if seconds <= 0:
@@ -177,6 +172,10 @@ class PoolingTime:
         self.times.note(work, seconds)
         if estimate_s:
             self._ratios.append(estimate_s / seconds)
+
+    def statistics(self) -> dict[str, Any]:
+        """Describe the state in the fields of `SchedulerStats`."""
+        return {"step_prompt_budget_s": self.budget.last_s}
 
     def take_ratios(self) -> tuple[float, ...]:
         """Take the ratios of estimated to measured time of the steps since the last call."""

@@ -55,6 +55,17 @@ async def test_a_bare_loop_streams_to_the_end(autojump_clock):
         await assert_idle(engine, idle)
 
 
+async def test_counters_agree_with_the_statistics(autojump_clock):
+    async with simulated_engine() as engine:
+        await finish(engine, "a")
+        stats = engine.statistics()
+        tokens = stats.scheduler.num_prompt_tokens + stats.scheduler.num_generation_tokens
+        assert engine.num_tokens == tokens == len(PROMPT) + 8
+        async with engine.generate(PROMPT, greedy(), "b"):
+            waiting = engine.num_prefill_tokens
+            assert waiting == engine.statistics().num_prefill_tokens == len(PROMPT)
+
+
 async def test_deltas_add_up_to_the_whole(autojump_clock):
     async with simulated_engine() as engine:
         params = greedy(output_kind=DELTA)

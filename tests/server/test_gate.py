@@ -6,11 +6,14 @@ import math
 import anyio
 import pytest
 
+from tests.support.engines import simulated_engine
+from trouper.actors.engine.engine import Engine
 from trouper.frontends.cli.arguments.server_options import settings_from
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, LOOK_S, AdmissionGate
 from trouper.frontends.server.admission.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
 from trouper.frontends.server.admission.throughput import QueueDelay, Throughput
 from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError, describe
 from trouper.frontends.server.shared.settings import ServerSettings
@@ -39,6 +42,17 @@ def gate():
     gate.min_waiting_tokens = 10_000
     gate.rejections = rejections
     return gate
+
+
+async def test_admission_reads_no_statistics(autojump_clock, monkeypatch):
+    async with simulated_engine() as engine:
+        service = Service(ServerSettings())
+        service.open(engine)
+        service.gate.max_prefill_tokens = 10
+        monkeypatch.setattr(Engine, "statistics", None)
+        scope = {"path": PATH, "method": "POST", "headers": []}
+        with service.enter(RequestContext(scope, None, None)):
+            assert service.gate.admission.num_sequences == 1
 
 
 async def test_the_time_to_come_back_is_the_work_over_the_pace(gate):

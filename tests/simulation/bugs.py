@@ -17,7 +17,6 @@ import trouper.actors.scheduling.state.sequence as sequences_module
 import trouper.actors.scheduling.state.sequence_table as table_module
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.request_table import RequestTable
-from trouper.actors.messages.controls import Pause
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.output_stats import OutputStatsCollector
 from trouper.actors.rendering.renderer import Renderer
@@ -31,6 +30,7 @@ from trouper.actors.scheduling.state.running import Running
 from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.actors.scheduling.state.sequence_table import SequenceTable
 from trouper.actors.scheduling.state.step_builder import InFlightSteps, StepBuilder
+from trouper.actors.scheduling.step_planner import StepPlanner
 from trouper.actors.scheduling.step_time import StepTimes
 from trouper.errors import EngineDeadError
 
@@ -217,7 +217,7 @@ def budget_is_not_spent(right):
     return faulty
 
 
-@bug(Policy, "__init__")
+@bug(StepPlanner, "__init__")
 def one_slot_too_many(right):
     def faulty(self, *args):
         right(self, *args)
@@ -226,14 +226,14 @@ def one_slot_too_many(right):
     return faulty
 
 
-@bug(Policy, "_start_waiting")
+@bug(StepPlanner, "_start_waiting")
 def head_of_the_queue_is_overtaken(right):
-    def faulty(self, builder):
-        right(self, builder)
-        table = self.table
+    def faulty(self, builder, *, only_returning):
+        right(self, builder, only_returning=only_returning)
+        table = self._table
         for sequence in table.waiting.fresh.live()[1:]:
             is_free = builder.budget > 0 and len(table.running) < self._max_num_running
-            is_free = is_free and self.pause is Pause.NONE and not builder.has_preempted
+            is_free = is_free and not only_returning and not builder.has_preempted
             if is_free and table.running.start(sequence, builder):
                 table.waiting.discard(sequence)
 

@@ -15,6 +15,7 @@ from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.steps import StepDone, StepPlan
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.step_planner import StepPlanner
 from trouper.config.parallel import max_steps_in_flight
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
@@ -74,11 +75,19 @@ def spend(policy: Policy, pipeline: Pipeline) -> float:
         policy.take_outputs()
 
 
-class UncutPolicy(Policy):
-    """A policy that gives a lone prompt whole steps, as large as they may be."""
+class UncutPlanner(StepPlanner):
+    """Give a lone prompt whole steps, as large as they may be."""
 
     def _longest_lone_chunk(self) -> int:
-        return self.config.max_num_scheduled_tokens
+        return self._config.max_num_scheduled_tokens
+
+
+class UncutPolicy(Policy):
+    """A policy whose planner never cuts a lone prompt for the stages."""
+
+    def __init__(self, config: SchedulerConfig, blocks: KVBlocks) -> None:
+        super().__init__(config, blocks)
+        self._planner = UncutPlanner(config, self.table, self.turns, self._num_stages)
 
 
 def make_policy(num_stages: int, kind: type[Policy] = Policy, **config: int) -> Policy:

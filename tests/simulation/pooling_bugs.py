@@ -55,9 +55,9 @@ def pooled_steps_take_any_time(right):
     return lambda self, lengths: len(lengths)
 
 
-@pooling_bug(PoolingTime, "is_long")
+@pooling_bug(PoolingPolicy, "_waits_for_answer")
 def a_second_plan_behind_a_long_pooled_one(right):
-    return lambda self, estimate_s: False
+    return lambda self: False
 
 
 @pooling_bug(PoolingPolicy, "statistics")

@@ -11,6 +11,7 @@ MAX_PASSES of them do, then none starts before it.  So it starts at the latest w
 
 from collections.abc import Collection, Set
 from itertools import count
+from typing import Any
 
 from trouper.actors.messages.outputs import AdapterStats, SequenceTokens
 from trouper.actors.messages.requests import Admit, RequestId, SequenceId
@@ -65,12 +66,32 @@ class SequenceTable:
         """Unfinished sequences that ran before; a leader that did counts for its deferred siblings."""
         return len(self.sequences) - self.waiting.num_fresh - self.num_deferred
 
-    def ids_by_place(self) -> tuple[tuple[SequenceId, ...], ...]:
-        """List the sequences that run, those that wait, and those that can do neither now; for tests and debugging."""
+    def ids_by_state(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """List the running sequences, the queued ones, and those that can be neither now, for tests and debugging."""
         running, waiting = self.running.ids, self.waiting.ids
         return running, waiting, tuple(self.sequences.keys() - {*running, *waiting})
 
-    def adapter_stats(self) -> AdapterStats:
+    def statistics(self) -> dict[str, Any]:
+        """Describe the sequences and the KV blocks in the fields of `SchedulerStats`."""
+        running, blocks = self.running, self._blocks
+        return {
+            "num_running": len(running),
+            "num_waiting": self.num_waiting,
+            "num_deferred": self.num_deferred,
+            "num_blocks_free": blocks.num_free,
+            "num_blocks_total": blocks.num_usable,
+            "kv_cache_usage": blocks.usage,
+            "num_preemptions": running.num_preemptions,
+            "num_generation_tokens": self.num_generation_tokens,
+            "prefix_cache_queries": running.num_queries,
+            "prefix_cache_hits": running.num_hits,
+            "recompute_cache_queries": running.num_recompute_queries,
+            "recompute_cache_hits": running.num_recompute_hits,
+            "num_lost_tokens": running.num_lost_tokens,
+            "adapters": None if self._config.max_loras is None else self._adapter_stats(),
+        }
+
+    def _adapter_stats(self) -> AdapterStats:
         """List the adapters of the running and of the other sequences."""
         names: dict[bool, set[str]] = {True: set(), False: set()}
         for sequence in self.sequences.values():
@@ -79,6 +100,18 @@ class SequenceTable:
                 names[sequence.id in self.running].add(adapter.name)
         running, waiting = (tuple(sorted(names[is_running])) for is_running in (True, False))
         return AdapterStats(running, waiting, self._config.max_loras or 0)
+
+    def grammar_keys(self, requests: Set[RequestId]) -> Set[bytes]:
+        """Return the keys of the grammars that these requests use."""
+        admits = (self.requests[id].admit for id in requests if id in self.requests)
+        return {admit.grammar.key for admit in admits if admit.grammar is not None}
+
+    def fail_grammar(self, key: bytes, error: str) -> None:
+        """End all requests that use this grammar with an error."""
+        for request in list(self.requests.values()):
+            grammar = request.admit.grammar
+            if grammar is not None and grammar.key == key:
+                self.fail_request(request, error)
 
     @property
     def _capacity(self) -> int:

@@ -16,12 +16,13 @@ sequences that decode, those first that have sampled longest ago, and one with a
 will have come by the time that the plan is run.  Prompts are not held back: no token of theirs is waited for.
 """
 
+import collections.abc
 from collections import deque
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.requests import RequestId, SequenceId
 from trouper.actors.messages.steps import NewSequence, StepDone, StepPlan
 from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.actors.scheduling.step_time import StepWork
@@ -35,20 +36,33 @@ Where drafts are in flight before it, the positions are those if none of them is
 """
 
 
-class Numbered(Protocol):
-    """A plan in flight."""
+class InFlightPlan(msgspec.Struct, eq=False, kw_only=True):
+    """A plan that the device has not answered."""
 
     step: int
+    # Seconds that the device should take for it.  0 before the first fit of the step times.
+    estimate_s: float = 0.0
+    # An earlier plan has failed, so the device refuses this one.
+    is_cancelled: bool = False
+
+    @property
+    def ids(self) -> tuple[SequenceId | RequestId, ...]:
+        """List its sequences, or its requests in an engine that pools, in the order of the entries."""
+        raise NotImplementedError
 
 
-StepT = TypeVar("StepT", bound=Numbered)
+PlanT = TypeVar("PlanT", bound=InFlightPlan)
 
 
-class InFlight(deque[StepT]):
-    """The plans in flight of any policy."""
+class InFlight(deque[PlanT]):
+    """The plans in flight of any policy, the eldest first."""
 
-    def complete(self, step: int) -> StepT:
-        """Remove the eldest plan, which must be this one."""
+    def complete(self, step: int) -> PlanT:
+        """Remove the eldest plan, which must have this number.
+
+        Raises:
+            RuntimeError: the device has answered another plan.
+        """
         if not self or self[0].step != step:
             raise RuntimeError(
                 f"an answer to step {step}, in flight are {[each.step for each in self]}"
@@ -56,24 +70,23 @@ class InFlight(deque[StepT]):
         return self.popleft()
 
 
-class InFlightStep(msgspec.Struct, eq=False):
-    """A plan that the device has not answered."""
+class InFlightStep(InFlightPlan, eq=False, kw_only=True):
+    """A plan of an engine that generates."""
 
-    step: int
     entries: list[StepEntry]
-    # Drafts of each entry, of which the answer says how far they took it; empty: none.
+    # Drafts of each entry, as planned; the answer contains how many were accepted.  Empty if the step verifies no drafts.
     lookaheads: list[int]
-    is_cancelled: bool = False  # an earlier step raised: this one never runs
-    work: StepWork | None = None  # None without learnt step times
-    estimate_s: float = 0.0  # 0 before the first fit
+    # None without learnt step times.
+    work: StepWork | None = None
+
+    @property
+    def ids(self) -> tuple[SequenceId, ...]:
+        """List its sequences in the order of the entries."""
+        return tuple(entry[0].id for entry in self.entries)
 
 
 class InFlightSteps(InFlight[InFlightStep]):
     """The plans in flight of an engine that generates."""
-
-    def ids(self) -> tuple[tuple[int, tuple[SequenceId, ...]], ...]:
-        """List the number of each step, and its sequences."""
-        return tuple((each.step, tuple(entry[0].id for entry in each.entries)) for each in self)
 
     def sequence_ids(self) -> set[SequenceId]:
         """Return the sequences that steps in flight compute."""
@@ -90,17 +103,22 @@ class InFlightSteps(InFlight[InFlightStep]):
                     found[sequence.id] = found.get(sequence.id, 0) + lookahead
         return found
 
-    def in_question(self, num_stages: int) -> dict[SequenceId, tuple[Sequence, int]]:
-        """Find the sequences that may have killed the device: stages may have been in any plan, one process in the eldest.
 
-        Returns:
-            Each with the position where its tokens end.
-        """
-        return {
-            sequence.id: (sequence, max(end, sequence.num_computed_on_device + end - start))
-            for plan in list(self)[: 1 if num_stages == 1 else None]
-            for sequence, _, start, end, _ in plan.entries
-        }
+def find_in_question(
+    plans: collections.abc.Sequence[InFlightStep], num_stages: int
+) -> dict[SequenceId, tuple[Sequence, int]]:
+    """Find the sequences that may have killed the device, among the plans in flight.
+
+    A single process was in the eldest plan.  The stages of a pipeline may have been in any of them.
+
+    Returns:
+        Each sequence with the position where its planned tokens end.
+    """
+    return {
+        sequence.id: (sequence, max(end, sequence.num_computed_on_device + end - start))
+        for plan in plans[: 1 if num_stages == 1 else None]
+        for sequence, _, start, end, _ in plan.entries
+    }
 
 
 class StepBuilder:
@@ -192,7 +210,7 @@ class StepBuilder:
             num_lookahead_tokens=tuple(lookaheads),
             num_unknown_tokens=unknowns,
         )
-        return plan, InFlightStep(step, entries, lookaheads)
+        return plan, InFlightStep(step=step, entries=entries, lookaheads=lookaheads)
 
 
 def _max_count(config: SchedulerConfig, num_competing: int) -> int:
@@ -242,6 +260,14 @@ class Lookahead:
 
     def __repr__(self) -> str:
         return f"<Lookahead of {self._most}, {self.num_accepted_tokens} of {self.num_draft_tokens} right>"
+
+    def statistics(self) -> dict[str, Any]:
+        """Describe the drafts in the fields of `SchedulerStats`."""
+        return {
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+        }
 
     def per_sequence(self, num_running: int, num_tokens: int) -> int:
         """Share what a step of `num_tokens` can verify among the running sequences, all of which find room in it."""

@@ -107,7 +107,7 @@ class Service:
         self.gate.min_waiting_tokens = self.settings.max_waiting_tokens or room
         self.gate.is_adaptive = self.settings.max_waiting_tokens is None
         self.gate.max_prefill_tokens = config.max_num_queued_tokens
-        self.gate.num_prefill_tokens = lambda: engine.statistics().num_prefill_tokens
+        self.gate.num_prefill_tokens = lambda: engine.num_prefill_tokens
         self.gate.delay = QueueDelay(self.settings.max_queue_delay_s)
         self.metrics.prefix = config.metrics_prefix
         self.answers = self._answer_format(engine)
@@ -178,7 +178,7 @@ class Service:
         """Reserve a place for a request whose body has come.  Raises HTTPError when all places are taken."""
         num_bytes = self.counted_bytes(context.num_body_bytes, 1)
         ticket = self.gate.enter(context.tenant, num_bytes)
-        self._note_throughput()  # for admitted requests only: it reads all counters
+        self._note_throughput()
         return ticket
 
     def counted_bytes(self, num_bytes: int, num_prompts: int) -> int:
@@ -396,11 +396,9 @@ class Service:
             engine.metrics.note_rejection(reason)
 
     def _note_throughput(self) -> None:
-        stats = self.engine.statistics().scheduler
-        num_tokens = stats.num_prompt_tokens + stats.num_generation_tokens
         is_asleep = self.engine.lifecycle.is_sleeping  # a pause is not slowness
         is_busy = self.gate.admission.num_started > 0 and not is_asleep
-        self.gate.throughput.note(num_tokens, anyio.current_time(), is_busy=is_busy)
+        self.gate.throughput.note(self.engine.num_tokens, anyio.current_time(), is_busy=is_busy)
 
 
 def _unmeetable(expected: ExpectedToken, left_s: float) -> HTTPError:

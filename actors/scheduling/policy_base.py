@@ -1,0 +1,235 @@
+"""The half of a scheduling policy that generation and pooling share.
+
+Both policies own a queue, send numbered plans to one device, and take the answers in the order of the plans.
+So a failed step, a lost device, a pause and the counters follow the same rules for both, which are written here once.
+A subclass decides what a plan contains, and which request is to blame for a failure.
+
+Rules.
+1. When a step fails, all later plans in flight are cancelled: the device refuses them, and nothing of them counts.
+2. When the device is lost, all plans in flight are lost with it.  Nothing is planned until `return_device`.
+3. Every failure begins a new epoch.  The device refuses plans of an earlier one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.outputs import SchedulerStats
+from trouper.actors.messages.requests import Admit, AdmitPooling, RequestId, SequenceId
+from trouper.actors.messages.steps import DeviceLost
+from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
+from trouper.actors.scheduling.state.step_builder import InFlight, InFlightPlan
+from trouper.actors.scheduling.step_budget import LONG_S, StepBudget
+from trouper.config.resolve import SchedulerConfig
+
+PlanT = TypeVar("PlanT", bound=InFlightPlan)
+RequestT = TypeVar("RequestT")
+
+
+class StepTiming(Protocol):
+    """The learnt step times of a policy: `PromptTurns` or `PoolingTime`."""
+
+    budget: StepBudget
+
+    def statistics(self) -> dict[str, Any]:
+        """Describe the state in the fields of `SchedulerStats`."""
+        ...
+
+    def take_ratios(self) -> tuple[float, ...]:
+        """Take the ratios of estimated to measured time of the steps since the last call."""
+        ...
+
+
+class PolicyBase(ABC, Generic[PlanT, RequestT]):
+    """Own the plans in flight, the pause and the state of the device of one replica.
+
+    Tests read the public attributes; only the policy itself writes them.
+    """
+
+    def __init__(self, config: SchedulerConfig, in_flight: InFlight[PlanT]) -> None:
+        self.config = config
+        self.in_flight = in_flight
+        self.pause = Pause.NONE
+        # A lost device is being started again.  A failed one is lost for good.
+        self.is_device_lost = False
+        self.has_device_failed = False
+        # Without learnt step times a step may take any time.
+        self.timing: StepTiming | None = None
+        # With one step in flight, only one stage of a pipeline works at a time.
+        self._num_stages = min(config.num_stages, config.max_steps_in_flight)
+        self._step = 0
+        self._epoch = 0
+        self._num_prompt_tokens = 0
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Count the plans without an answer from the device."""
+        return len(self.in_flight)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the prompt tokens computed and the tokens sampled so far."""
+        return self._num_prompt_tokens
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a new request would be planned: the device is loaded, and no search for a culprit goes first."""
+        return not (self.is_device_lost or self._has_suspects)
+
+    def statistics(self) -> SchedulerStats:
+        """Describe the state in numbers.  It reads every counter, so no request may need it."""
+        timing = {} if self.timing is None else self.timing.statistics()
+        return SchedulerStats(
+            num_steps_in_flight=len(self.in_flight),
+            num_steps=self._step,
+            num_prompt_tokens=self._num_prompt_tokens,
+            is_device_lost=self.is_device_lost,
+            is_device_failed=self.has_device_failed,
+            is_available=self.is_available,
+            **self._counts(),
+            **timing,
+        )
+
+    def snapshot(self) -> PolicySnapshot:
+        """Describe where each unfinished sequence is, for tests and debugging.  Takes O(n log n)."""
+        running, waiting, other = self._ids_by_state()
+        return PolicySnapshot(
+            running=running,
+            waiting=waiting,
+            other=other,
+            in_flight=tuple((plan.step, plan.ids) for plan in self.in_flight),
+            suspects=self._suspect_ids,
+            pause=self.pause,
+            is_device_lost=self.is_device_lost,
+        )
+
+    # Events
+
+    def admit(self, admit: Admit | AdmitPooling) -> None:
+        """Queue a new request.
+
+        One that could never run ends at once: with `length` and no token if the prompt fills the context, with the error
+        `kv_cache_exhausted` if the prompt and one token need more KV blocks than there are.
+        """
+        self.enter(self.open_request(admit))
+
+    def take_ratios(self) -> tuple[float, ...]:
+        """Take the ratios of estimated to measured time of the steps with a prompt since the last call."""
+        return () if self.timing is None else self.timing.take_ratios()
+
+    def set_pause(self, pause: Pause) -> None:
+        """Set what may be planned from now on."""
+        self.pause = pause
+
+    def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
+        """Take the failure of the eldest plan: the device raised, or refused it because an earlier plan raised.
+
+        Args:
+            is_out_of_memory: whether a smaller step may succeed.
+        """
+        failed = self.in_flight.complete(step)
+        if failed.is_cancelled:
+            self._note_refused(failed)
+            return
+        self._epoch += 1
+        self._blame(failed, message, is_out_of_memory=is_out_of_memory)
+        for later in self.in_flight:
+            later.is_cancelled = True
+
+    def lose_device(self, loss: DeviceLost) -> int:
+        """Take the end of the device, with its memory and all plans in flight.  Nothing is planned until `return_device`.
+
+        Returns:
+            The number of losses that one request has caused, this one included, if this loss shows which request it is.
+            That request has ended.  Otherwise 0.
+        """
+        plans = list(self.in_flight)
+        self.in_flight.clear()
+        self._epoch += 1
+        self.is_device_lost = True
+        has_suspects = loss.step is not None and not loss.is_from_outside
+        return self._lose_plans(plans, loss, has_suspects=has_suspects)
+
+    def return_device(self) -> None:
+        """Plan again: the device has been loaded anew."""
+        self.is_device_lost = False
+
+    def fail_device(self, message: str) -> None:
+        """End the suspects of a lost device that is not started again, so that they kill no other device."""
+        self.has_device_failed = True
+        for id in tuple(self._requests_in_question):
+            self._fail_request(id, f"device_failed: {message}")
+
+    # Planning
+
+    def _must_wait(self) -> bool:
+        """Whether no plan may be made, whatever is queued."""
+        return (
+            self.is_device_lost
+            or self.pause is Pause.ALL
+            or len(self.in_flight) >= self.config.max_steps_in_flight
+            or self._waits_for_answer()
+        )
+
+    def _waits_for_answer(self) -> bool:
+        """Whether a long plan is in flight.  The next one is made after its answer, with the requests that arrive until then."""
+        if self.timing is None or self._num_stages > 1:
+            return False
+        for plan in self.in_flight:  # noqa: SIM110  # called for every step: a generator takes a microsecond
+            if plan.estimate_s >= LONG_S:
+                return True
+        return False
+
+    def _flights_s(self) -> list[float]:
+        """List the estimated seconds of the plans in flight that the device still runs, the eldest first."""
+        return [plan.estimate_s for plan in self.in_flight if not plan.is_cancelled]
+
+    # What a subclass decides
+
+    @abstractmethod
+    def open_request(self, admit: Admit | AdmitPooling) -> RequestT:
+        """Make a request that any replica may take in."""
+
+    @abstractmethod
+    def enter(self, request: RequestT, replica: int = 0, num_expected: int = 0) -> None:
+        """Queue a request, which another replica may have begun."""
+
+    @property
+    @abstractmethod
+    def _has_suspects(self) -> bool:
+        """Whether a request is suspected of having killed the device."""
+
+    @property
+    @abstractmethod
+    def _requests_in_question(self) -> Iterable[RequestId]:
+        """The requests that may have killed the device."""
+
+    @property
+    @abstractmethod
+    def _suspect_ids(self) -> tuple[SequenceId | RequestId, ...]:
+        """The ids of all suspects, of failed steps and of lost devices."""
+
+    @abstractmethod
+    def _counts(self) -> dict[str, Any]:
+        """Return the fields of `SchedulerStats` that only this kind of policy counts."""
+
+    @abstractmethod
+    def _ids_by_state(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the ids of running and waiting sequences in the order of service, and of all others."""
+
+    @abstractmethod
+    def _note_refused(self, plan: PlanT) -> None:
+        """Take the device's refusal of a cancelled plan."""
+
+    @abstractmethod
+    def _blame(self, failed: PlanT, message: str, *, is_out_of_memory: bool) -> None:
+        """Take back a step that raised, and go on with the search for the request that causes it."""
+
+    @abstractmethod
+    def _lose_plans(self, plans: Sequence[PlanT], loss: DeviceLost, *, has_suspects: bool) -> int:
+        """Take back all plans of a lost device; look for the culprit in the eldest if a request may have caused the loss."""
+
+    @abstractmethod
+    def _fail_request(self, id: RequestId, error: str) -> None:
+        """End a request with an error.  A finished one is ignored."""

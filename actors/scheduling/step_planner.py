@@ -1,0 +1,156 @@
+"""Choose the sequences of the next step, and how many tokens each of them computes.
+
+Decoding sequences go first, because each of them costs one token and its reader waits for it.  Prompts fill the rest of the step:
+in the fluid order while step times are learnt, else in the order of arrival.  A search for the request that killed the device
+replaces this order: then a step contains only suspects.
+
+The planner owns what limits a step: the token budget, which shrinks when the device is out of memory, and the number of drafts.
+"""
+
+from trouper.actors.scheduling.culprit_search import Quarantine
+from trouper.actors.scheduling.prompt_turns import PromptTurns
+from trouper.actors.scheduling.state.sequence_table import SequenceTable, start_waiting
+from trouper.actors.scheduling.state.step_builder import (
+    InFlightSteps,
+    Lookahead,
+    StepBuilder,
+    take_turns,
+)
+from trouper.actors.scheduling.step_budget import TokenBudget
+from trouper.actors.stages import max_chunk
+from trouper.config.resolve import SchedulerConfig
+
+
+class StepPlanner:
+    """Fill the steps of one policy.
+
+    Args:
+        turns: the order and the seconds of prompts.  None computes prompts in the order of arrival.
+        num_stages: pipeline stages that can work at the same time.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        table: SequenceTable,
+        turns: PromptTurns | None,
+        num_stages: int,
+    ) -> None:
+        self.token_budget = TokenBudget(config.max_num_scheduled_tokens)
+        self.lookahead = Lookahead(config.num_speculative_tokens)
+        self._config = config
+        self._table = table
+        self._turns = turns
+        self._num_stages = num_stages
+        self._max_num_running = min(config.max_num_seqs, config.max_num_active_seqs)
+
+    def begin(self, in_flight: InFlightSteps) -> StepBuilder:
+        """Open an empty step behind the steps in flight."""
+        table = self._table
+        num_competing = len(table.running) + len(table.waiting)
+        builder = StepBuilder(self._config, num_competing, self.token_budget.num_tokens)
+        builder.unknown = in_flight.unknown_tokens()
+        if num_competing == 1:
+            builder.max_count = min(builder.max_count, self._longest_lone_chunk())
+        return builder
+
+    def _longest_lone_chunk(self) -> int:
+        """Return the chunk size of a prompt that has no company: small enough to keep all stages busy."""
+        budget, table = self.token_budget.num_tokens, self._table
+        if self._num_stages == 1 or not self._config.enable_chunked_prefill:
+            return budget
+        alone = [
+            *table.running.snapshot(),
+            *filter(None, (table.waiting.head(only_returning=False),)),
+        ]
+        if len(alone) != 1:
+            return budget
+        return max_chunk(alone[0].num_tokens, self._num_stages, budget)
+
+    def fill(self, builder: StepBuilder, step: int, *, only_returning: bool) -> None:
+        """Plan for running sequences, then for waiting ones.
+
+        Args:
+            step: the number of the step.
+            only_returning: start no sequence that has never run.
+        """
+        if self._turns is not None and self._turns.has_prompts:
+            self._fill_in_turns(builder, self._turns, step, only_returning=only_returning)
+            return
+        running, num_stages = self._table.running, self._num_stages
+        if num_stages == 1:
+            builder.max_lookahead = self.lookahead.per_sequence(
+                len(running), self.token_budget.num_tokens
+            )
+            running.schedule(builder, running.snapshot())
+            if not builder.has_preempted:
+                self._start_waiting(builder, only_returning=only_returning)
+            return
+        running.schedule(builder, take_turns(running.snapshot(), step, num_stages))
+        if not builder.has_preempted:
+            self._start_waiting(builder, only_returning=only_returning)
+        # A preemption may have made room, so the others are tried again.
+        num_before = len(running) + 1
+        while not builder.sequences and len(running) < num_before:
+            num_before = len(running)
+            running.schedule(
+                builder, take_turns(running.snapshot(), step, num_stages, is_early=True)
+            )
+
+    def _fill_in_turns(
+        self, builder: StepBuilder, turns: PromptTurns, step: int, *, only_returning: bool
+    ) -> None:
+        """Plan for decoding sequences, then for running and waiting prompts in the fluid order."""
+        running, num_stages = self._table.running, self._num_stages
+        rows = turns.rows()
+        if num_stages == 1:
+            builder.max_lookahead = self.lookahead.per_sequence(
+                len(running), self.token_budget.num_tokens
+            )
+            turns.limit_drafts(builder, len(rows))
+        else:
+            rows = take_turns(rows, step, num_stages)
+        running.schedule(builder, rows)
+        turns.fill(builder, only_returning=only_returning)
+        # A preemption may have made room, so the others are tried again.
+        num_before = len(running) + 1
+        while num_stages > 1 and not builder.sequences and len(running) < num_before:
+            num_before = len(running)
+            early = take_turns(turns.rows(), step, num_stages, is_early=True)
+            running.schedule(builder, early)
+
+    def _start_waiting(self, builder: StepBuilder, *, only_returning: bool) -> None:
+        start_waiting(self._table, builder, self._max_num_running, only_returning=only_returning)
+
+    def fill_with_suspects(
+        self, builder: StepBuilder, quarantine: Quarantine, in_flight: InFlightSteps
+    ) -> bool:
+        """Plan only for the suspects under test.  Returns False if there is nothing to plan for them now."""
+        table, ids_in_flight = self._table, in_flight.sequence_ids()
+        while quarantine:
+            group = quarantine.group(ids_in_flight)
+            due = [suspect.sequence for suspect in group if suspect.is_due]
+            table.running.schedule(builder, [s for s in due if s.request_slot >= 0])
+            for sequence in due:
+                # A sequence that was preempted with a sample in flight does not wait yet (law 3 of the policy).
+                is_waiting = sequence.request_slot < 0 and sequence.num_in_flight == 0
+                is_ready = table.grammars.is_ready(sequence.request.admit)
+                may_start = is_waiting and is_ready and not builder.has_preempted
+                if may_start and builder.budget > 0 and len(table.running) < self._max_num_running:
+                    if not table.running.start(sequence, builder):
+                        break
+                    table.waiting.take(sequence)
+                    if not sequence.is_ghost:
+                        table.outputs.add_start(sequence.id)
+            if builder.sequences:
+                return True
+            if in_flight or not all(
+                table.grammars.is_ready(s.sequence.request.admit) for s in group
+            ):
+                return False
+            # Suspects that have passed the test make room for the others.
+            table.running.preempt_all()
+            builder.has_preempted = False
+            if not group:
+                quarantine.advance()
+        return False
