@@ -1,7 +1,7 @@
-"""One streaming request to an OpenAI-compatible server, timed.
+"""Send one streaming request to an OpenAI-compatible server and time it.
 
-The client shares the machine with the server, so it does little: bytes are cut at empty lines, and of
-each event only the fields below are decoded (about 1 µs).
+The client shares the machine with the server, so it must be cheap: it splits the bytes at line ends and decodes only
+the fields below, which takes about 1 µs per event.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,8 @@ from typing import Any
 import httpx2
 import msgspec
 
-ERROR_CHARS = 200  # of an answer that is quoted
+# An error quotes at most this many characters of an answer.
+ERROR_CHARS = 200
 
 
 class _Delta(msgspec.Struct):
@@ -40,18 +41,27 @@ class _Event(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """The outcome of one request; moments are seconds on the client's clock."""
+    """The outcome of one request; times are in seconds on the client's clock.
 
-    due: float  # when it was to be sent
+    Attributes:
+        due: when the request should be sent; `sent` is later if the concurrency is limited.
+        first, last: arrival of the first and the last text.
+        gaps: seconds between consecutive events with text.
+        num_prompt_tokens, num_output_tokens: the server's counts.
+        is_finished: whether the server sent a finish reason.
+        is_done: whether the server sent `[DONE]`.
+    """
+
+    due: float
     sent: float = 0.0
-    first: float | None = None  # text
-    last: float = 0.0  # text
+    first: float | None = None
+    last: float = 0.0
     ended: float = 0.0
-    gaps: list[float] = []  # between two events with text
+    gaps: list[float] = []
     num_prompt_tokens: int = 0
-    num_output_tokens: int = 0  # as the server counts them
-    is_finished: bool = False  # a reason was given
-    is_done: bool = False  # `[DONE]` came
+    num_output_tokens: int = 0
+    is_finished: bool = False
+    is_done: bool = False
     error: str | None = None
 
     def note_text(self, now: float) -> None:
@@ -62,7 +72,7 @@ class Outcome(msgspec.Struct):
         self.last = now
 
     def figures(self) -> dict[str, float]:
-        """ms; `tpot` only with more than one token."""
+        """Return the latencies in ms; `tpot` exists only with more than one token."""
         found = {"e2el": self.ended - self.sent, "client_queue_time": self.sent - self.due}
         if self.first is not None:
             found["ttft"] = self.first - self.sent
@@ -72,9 +82,9 @@ class Outcome(msgspec.Struct):
 
 
 class EventCutter:
-    """Bytes in, payloads of `data:` lines out; an event may come in pieces.
+    """Extracts the payloads of `data:` lines from chunks of bytes; an event may span several chunks.
 
-    Lines end with \\n or \\r\\n.  Comments and other fields are passed over.
+    Lines end with \\n or \\r\\n. Comments and other fields are ignored.
     """
 
     def __init__(self) -> None:
@@ -91,7 +101,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 async def ask(client: httpx2.AsyncClient, path: str, body: bytes, outcome: Outcome) -> None:
-    """Send it, and write what happens into `outcome`; every failure is in its `error`, none is raised."""
+    """Send a request and record its times in `outcome`; a failure is stored in `outcome.error`, not raised."""
     outcome.sent = perf_counter()
     try:
         async with client.stream("POST", path, content=body) as response:
@@ -106,7 +116,7 @@ async def ask(client: httpx2.AsyncClient, path: str, body: bytes, outcome: Outco
 
 
 async def _read(response: httpx2.Response, outcome: Outcome) -> None:
-    """To its end, so that the connection can be used again."""
+    """Read a stream to its end, so that the connection can be reused."""
     cutter = EventCutter()
     async for chunk in response.aiter_raw():
         now = perf_counter()
@@ -118,7 +128,7 @@ async def _read(response: httpx2.Response, outcome: Outcome) -> None:
 
 
 def _take(payload: bytes, now: float, outcome: Outcome) -> str | None:
-    """Check one event of the stream and return what is wrong with it, or None."""
+    """Record one event of the stream; return an error if it is invalid, else None."""
     if payload == b"[DONE]":
         outcome.is_done = True
         return None if outcome.is_finished else "no finish_reason"

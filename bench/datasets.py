@@ -1,6 +1,7 @@
-"""The requests of a benchmark: equal seeds give equal requests.
+"""Create the requests of a benchmark, reproducibly from a seed.
 
-Names and filters are those of vLLM's datasets.
+Names and filters are those of vLLM's datasets, so results can be compared. `edit` and `schema` are additions, for
+speculation and structured outputs.
 """
 
 import argparse
@@ -18,10 +19,10 @@ import msgspec
 
 from trouper.errors import TrouperValidationError
 
-# ShareGPT, as vLLM prunes it: neither tiny nor longer than small models take.
+# vLLM's filter for ShareGPT: no tiny conversations, and none too long for small models.
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOKENS = 4, 1024, 2048
 
-# A record of eight fields, and what they are made of.
+# A schema with eight fields, and the words for random notes about such a record.
 FIELDS: dict[str, dict[str, Any]] = {
     "name": {"type": "string", "maxLength": 40},
     "age": {"type": "integer", "minimum": 0, "maximum": 120},
@@ -84,13 +85,13 @@ Encode = Callable[[str], Sequence[int]]
 
 
 class SampleRequest(msgspec.Struct, frozen=True):
-    """One request: token ids, and text if it began as text."""
+    """One request: token ids, its text if it was made from one, and a schema that the output must match."""
 
     prompt_token_ids: tuple[int, ...]
     output_len: int
     text: str | None = None
     temperature: float = 1.0
-    schema: dict[str, Any] | None = None  # that the output matches, and where it ends
+    schema: dict[str, Any] | None = None
 
 
 class _Turn(msgspec.Struct):
@@ -111,9 +112,9 @@ def random_requests(
     range_ratio: float = 0.0,
     prefix_len: int = 0,
 ) -> list[SampleRequest]:
-    """Random ids: a prefix that all share, then `input_len` of their own.
+    """Return prompts of random ids: a shared prefix of `prefix_len` ids, then about `input_len` different ones.
 
-    Both lengths are drawn from [(1 - r) len, (1 + r) len].
+    Both lengths are drawn uniformly from [(1 - range_ratio) len, (1 + range_ratio) len].
     """
     if not 0 <= range_ratio < 1:
         raise TrouperValidationError(
@@ -140,7 +141,7 @@ def prefix_repetition_requests(
     vocabulary: Sequence[int],
     rng: random.Random,
 ) -> list[SampleRequest]:
-    """Each of a few long prefixes begins equally many prompts; in random order."""
+    """Return prompts in random order, of which equally many begin with each of a few long prefixes."""
     if num < num_prefixes:
         raise TrouperValidationError(
             f"{num} prompts cannot share {num_prefixes} prefixes",
@@ -158,10 +159,10 @@ def prefix_repetition_requests(
 def edit_requests(
     num: int, encode: Encode, rng: random.Random, *, input_len: int, output_len: int
 ) -> list[SampleRequest]:
-    """Make prompts that ask for a function of the standard library again, with a name changed; decoded greedily.
+    """Return prompts that request a function of the standard library with its name changed, for greedy decoding.
 
     Args:
-        input_len: the most tokens of a function's source.
+        input_len: maximum number of tokens of a function's source.
     """
     sources = [source for source in _functions() if len(encode(source)) <= input_len]
     rng.shuffle(sources)
@@ -179,10 +180,10 @@ def edit_requests(
 def schema_requests(
     num: int, encode: Encode, rng: random.Random, *, output_len: int
 ) -> list[SampleRequest]:
-    """Make prompts that ask for a note's facts as a record, by a schema of eight fields; decoded greedily.
+    """Return prompts that request the facts of a note as JSON with a schema of eight fields, for greedy decoding.
 
     Args:
-        output_len: the most tokens; a record may end before.
+        output_len: maximum number of output tokens; a record may end earlier.
     """
     found: list[SampleRequest] = []
     for _ in range(num):
@@ -198,7 +199,7 @@ def schema_requests(
 
 
 def _functions() -> list[str]:
-    """Return the sources of functions of middling length, in an order that does not change."""
+    """Return the sources of longer functions of the standard library, in a fixed order."""
     modules = argparse, csv, difflib, inspect, textwrap, tokenize
     functions = [
         textwrap.dedent(inspect.getsource(function))
@@ -218,14 +219,14 @@ def sharegpt_requests(
     output_len: int | None = None,
     oversample: bool = True,
 ) -> list[SampleRequest]:
-    """First question and first answer of each conversation of a ShareGPT file.
+    """Return the first question of each conversation in a ShareGPT file, with the length of its answer.
 
     Args:
-        output_len: None takes the length of the answer.
-        oversample: repeat requests when the file has too few.
+        output_len: replaces the length of the answer.
+        oversample: repeat requests if the file has too few.
 
     Raises:
-        TrouperValidationError: no such file, no JSON of that shape, or nothing usable in it.
+        TrouperValidationError: the file cannot be read, is not in ShareGPT's format, or has no usable conversation.
     """
     found: list[SampleRequest] = []
     conversations = [c.conversations for c in _read(path) if len(c.conversations) >= 2]
@@ -240,7 +241,7 @@ def sharegpt_requests(
             found.append(SampleRequest(ids, length, question.value))
     if not found:
         raise TrouperValidationError(
-            "holds no conversation of usable length", parameter="dataset_path", value=path
+            "has no conversation of usable length", parameter="dataset_path", value=path
         )
     if oversample and len(found) < num:
         found += rng.choices(found, k=num - len(found))
@@ -248,7 +249,7 @@ def sharegpt_requests(
 
 
 def check_fit(requests: Sequence[SampleRequest], max_model_len: int) -> None:
-    """Raises TrouperValidationError for a request that the model cannot hold."""
+    """Raise TrouperValidationError if a request exceeds the model's context."""
     for number, request in enumerate(requests, 1):
         num_in, num_out = len(request.prompt_token_ids), request.output_len
         if num_in + num_out > max_model_len:

@@ -1,4 +1,4 @@
-"""How long one batch takes, again and again."""
+"""Measure the duration of one batch of equal prompts, like `vllm bench latency`."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -26,9 +26,11 @@ def measure(
     breakdown: bool = False,
     step: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """One record for each batch size; latencies are in seconds, and `step` is called after each batch.
+    """Time batches and return one record for each batch size; latencies are in seconds.
 
-    With `breakdown` each has a `step`: see `bench/steps.py`.
+    Args:
+        breakdown: add the parts of a decode step to each record, see `bench/steps.py`.
+        step: called after each batch, for a progress bar.
     """
     params = SamplingParams(
         n=n,
@@ -64,7 +66,7 @@ def profile(
     input_len: int,
     output_len: int,
 ) -> None:
-    """Trace one batch after another one that warms up."""
+    """Trace one batch with torch's profiler, after a warm-up batch."""
     rng = random.Random(engine_args.seed)
     requests = random_requests(batch_size, input_len, output_len, vocabulary, rng)
     prompts = [list(request.prompt_token_ids) for request in requests]
@@ -88,6 +90,7 @@ def _record(batch_size: int, num_made: int, latencies: list[float]) -> dict[str,
 
 
 def points(records: Sequence[dict[str, Any]]) -> list[Point]:
+    """Return the points of the plot, one for each batch size."""
     return [
         Point(
             record["batch_size"],

@@ -1,7 +1,8 @@
-"""trouper beside its peers: the same prompts, each engine alone on the machine, in turn.
+"""Compare trouper with vLLM, llama.cpp and transformers on the same prompts.
 
-Every engine lives in a process of its own for the whole benchmark.  An engine that is not being measured is
-stopped (SIGSTOP), so that it cannot take a core; then the next one runs the same workload.
+The speed of a shared machine drifts, so the engines alternate: every engine runs in its own process for the whole
+benchmark and computes each workload once per round. While one engine is measured the others are stopped by SIGSTOP, so
+that they cannot use a core.
 """
 
 import json
@@ -35,14 +36,17 @@ PACKAGES = {
     "transformers-cb": "transformers",
 }
 ERROR = re.compile(r"\w+(Error|Exception): ")
-GRACE_S = 20.0  # until a process that was told to end is killed
+# A process that has not exited after this time is killed.
+GRACE_S = 20.0
 
 
 class PeerError(TrouperError):
-    """An engine ended, or said what is no answer."""
+    """An engine exited or returned an invalid answer."""
 
 
 class Workload(NamedTuple):
+    """A number of equal requests, with their numbers of prompt and output tokens."""
+
     num: int
     input_len: int
     output_len: int
@@ -56,34 +60,43 @@ WARM_UP = Workload(1, 32, 8)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engines, on which files.
+    """The engines to compare, and their files and options.
 
-    `quantization` is trouper's alone: llama.cpp's is that of its file, the others stay plain.
-    `pythons` and `llama_batched_bench` are paths that the user gave; an engine without one runs in
-    this environment if it is installed here.
+    Attributes:
+        quantization: of trouper only; llama.cpp has the quantization of its file.
+        peers: names of engines; None means all that are installed.
+        pythons: the interpreter of an engine's environment, by engine; the default is this environment.
+        llama_batched_bench: path of llama.cpp's own benchmark program.
+        adapters: folders; the prompts of vLLM and trouper use them alternately.
+        rank: the largest rank of the adapters.
+        speculation: `speculative_config` of vLLM and trouper, or the arguments of llama.cpp's prompt lookup.
     """
 
     model: str
     dtype: str
     quantization: str | None = None
     gguf: str | None = None
-    peers: tuple[str, ...] | None = None  # None: all that are installed
+    peers: tuple[str, ...] | None = None
     pythons: dict[str, str] = {}
     llama_batched_bench: str | None = None
     threads: int = 1
     load_format: str = "auto"
-    adapters: tuple[str, ...] = ()  # folders, which the prompts of vLLM and trouper take in turn
-    rank: int = 16  # of the largest of them
-    # vLLM's and trouper's option; of llama.cpp the arguments of its prompt lookup
+    adapters: tuple[str, ...] = ()
+    rank: int = 16
     speculation: dict[str, Any] | None = None
 
     def engines(self) -> list[str]:
-        """Raises TrouperValidationError or UnsupportedFeatureError for one that was asked for and cannot run."""
+        """Return the engines that can run.
+
+        Raises:
+            TrouperValidationError: an unknown name.
+            UnsupportedFeatureError: a requested engine cannot run; the message gives the reason.
+        """
         asked = NAMES if self.peers is None else ("trouper", *self.peers)
         unknown = [name for name in asked if name not in NAMES_IF_ASKED]
         if unknown:
             raise TrouperValidationError(
-                f"must be of {', '.join(NAMES_IF_ASKED)}", parameter="peers", value=unknown[0]
+                f"must be one of {', '.join(NAMES_IF_ASKED)}", parameter="peers", value=unknown[0]
             )
         missing = {name: self._what_is_missing(name) for name in dict.fromkeys(asked)}
         named = {*self.pythons, *(self.peers or ())}
@@ -98,7 +111,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if name == "trouper":
             return None
         if name == "llama.cpp" and self.gguf is None:
-            return "--gguf names no file"
+            return "--gguf is missing"
         if name == "llama.cpp" and self.gguf and not Path(self.gguf).is_file():
             return f"no file {self.gguf}"
         program = self.pythons.get(name)
@@ -111,30 +124,32 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(NamedTuple):
+    """The time of a workload, and the number of tokens that the engine generated."""
+
     seconds: float
     num_output_tokens: int
 
 
 class PeerEngine(Protocol):
-    """An engine that is ready."""
+    """An engine with its model loaded."""
 
     ready_s: float
     version: str
 
     def measure(self, prompts: list[list[int]], output_len: int | list[int]) -> Answer:
-        """A list of lengths, one for each prompt, is understood by transformers-cb alone."""
+        """Run prompts and return their time; only transformers-cb supports one length for each prompt."""
         ...
 
 
 class ProcessPeer:
-    """`runner.py` in the engine's own environment; stopped while it has nothing to do."""
+    """`runner.py` in the engine's own environment; the process is stopped while it is not measured."""
 
     def __init__(self, name: str, process: "subprocess.Popen[str]", log: Any) -> None:
         self._name, self._process, self._log = name, process, log
         self.ready_s, self.version = 0.0, ""
 
     def load(self, options: dict[str, Any]) -> None:
-        """`ready_s` counts from here, so the imports are in it."""
+        """Load the model; `ready_s` includes the imports."""
         started = perf_counter()
         self.version = self._ask(options)["version"]
         self.ready_s = perf_counter() - started
@@ -147,7 +162,7 @@ class ProcessPeer:
         return Answer(answer["seconds"], int(answer["num_output_tokens"]))
 
     def close(self) -> None:
-        """The end of its stdin ends it, with all its children; a kill, if that takes too long."""
+        """Close the process's stdin, which ends it and its children; kill it if that takes too long."""
         self._signal(signal.SIGCONT)
         try:
             self._process.communicate(timeout=GRACE_S)
@@ -192,7 +207,8 @@ class LlamaBinary:
     def measure(self, prompts: list[list[int]], output_len: int | list[int]) -> Answer:
         assert isinstance(output_len, int)
         num, length = len(prompts), len(prompts[0])
-        num_steps = max(1, output_len - 1)  # the prompt's own logits give the first token
+        # The logits of the prompt give the first token.
+        num_steps = max(1, output_len - 1)
         values = {
             "-m": self._options["model"], "-c": num * (length + num_steps + 32), "-b": runner.LLAMA_BATCH,
             "-ub": runner.LLAMA_MICRO_BATCH, "-npp": length, "-ntg": num_steps, "-npl": num,
@@ -212,7 +228,7 @@ class LlamaBinary:
 def started(
     name: str, settings: Settings, workloads: Sequence[Workload] = ()
 ) -> Iterator[PeerEngine]:
-    """A peer that has loaded its model; it and its children are gone when the block ends."""
+    """Start an engine and load its model; the end of the block ends the process and its children."""
     works = [WARM_UP, *workloads]
     options = {
         "model": settings.gguf if name == "llama.cpp" else settings.model,
@@ -232,7 +248,7 @@ def started(
     if name == "trouper":
         command = [sys.executable, "-m", "trouper.bench.runner", name]
     else:
-        # -I: or the folder of the script, with its `datasets.py`, would be on the path of imports.
+        # Without -I the folder of the script would be on the import path, and its `datasets.py` found first.
         python = settings.pythons.get(name, sys.executable)
         command = [python, "-I", runner.__file__, name]
     with tempfile.TemporaryFile("w+") as log:
@@ -259,9 +275,9 @@ def compare(
     vocabulary: Sequence[int],
     *,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run every workload on every engine, `num_repeats` times in turn.
+    """Run every workload on every engine in `num_repeats` rounds; `report` receives lines of progress.
 
     Returns:
         {"engines": {engine: version}, "ready_s": {engine: s}, "results": [{engine, requests,
@@ -269,7 +285,7 @@ def compare(
         `trouper_is` is how many times as fast trouper is as this engine.
 
     Raises:
-        PeerError: an engine failed, or made fewer tokens than it was asked for.
+        PeerError: an engine failed, or generated fewer tokens than requested.
     """
     rng = random.Random(seed)
     asked = [[rng.choices(vocabulary, k=work.input_len) for _ in range(work.num)] for work in workloads]  # fmt: skip
@@ -277,7 +293,7 @@ def compare(
     with ExitStack() as stack:
         peers: dict[str, PeerEngine] = {}
         for name in settings.engines():
-            tell(f"{name}: loading")
+            report(f"{name}: loading")
             peer = stack.enter_context(started(name, settings, workloads))
             _seconds(name, peer, WARM_UP, warm_up)
             peers[name] = peer
@@ -287,7 +303,7 @@ def compare(
                 for name, peer in peers.items():
                     taken = _seconds(name, peer, work, prompts)
                     seconds.setdefault((name, work), []).append(taken)
-                    tell(f"{repeat + 1}/{num_repeats}  {work}  {name}: {taken:.3f} s")
+                    report(f"{repeat + 1}/{num_repeats}  {work}  {name}: {taken:.3f} s")
         return {
             "engines": {name: peer.version for name, peer in peers.items()},
             "ready_s": {name: round(peer.ready_s, 3) for name, peer in peers.items()},
@@ -298,7 +314,7 @@ def compare(
 def _seconds(name: str, peer: PeerEngine, work: Workload, prompts: list[list[int]]) -> float:
     answer = peer.measure(prompts, work.output_len)
     if answer.num_output_tokens != work.num * work.output_len:
-        raise PeerError(f"{name} made {answer.num_output_tokens} tokens of {work}")
+        raise PeerError(f"{name} generated only {answer.num_output_tokens} tokens of {work}")
     return answer.seconds
 
 
@@ -325,16 +341,14 @@ def _results(
 
 
 def failed(name: str, code: int, log: str) -> str:
-    """With the first error that its log names: what comes after it are consequences."""
+    """Return the message about a failed engine, with the first error in its log, which causes later ones."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     named = (line[found.start() :] for line in lines if (found := ERROR.search(line)))
-    return (
-        f"{name} ended with code {code}: {next(named, lines[-1] if lines else 'it said nothing')}"
-    )
+    return f"{name} exited with code {code}: {next(named, lines[-1] if lines else 'no message')}"
 
 
 def parse_workload(text: str) -> Workload:
-    """`16x128x64`: 16 requests of 128 tokens in and 64 out."""
+    """Parse a workload such as `16x128x64`: 16 requests with 128 prompt tokens and 64 output tokens each."""
     try:
         work = Workload(*(int(part) for part in text.split("x")))
     except (TypeError, ValueError):

@@ -1,8 +1,6 @@
-"""Collect what every report says about the machine and the command; nothing that names a host or a user.
+"""Describe the machine and command of a report, summarize repeated measurements, and plot them.
 
-Sum up many measurements in a few figures.  Pure.
-
-A picture of throughput and latencies over concurrency.
+Reports are published, so they must name no host or user and contain no keys.
 """
 
 import json
@@ -26,7 +24,7 @@ SECRETS = ("--api-key", "--hf-token")
 
 
 def about(arguments: Sequence[str]) -> dict[str, Any]:
-    """Versions, processor and the command line as it was typed, without keys."""
+    """Return versions, processor, GPUs and the command line without keys, for the head of a report."""
     versions = {"trouper": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -53,7 +51,7 @@ def cpu_name() -> str:
 
 
 def gpus() -> list[str]:
-    """Name, driver and memory of each, as the driver tells them."""
+    """Return the name, driver and memory of each NVIDIA GPU, as reported by nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     if shutil.which(query[0]) is None:
         return []
@@ -81,7 +79,7 @@ def write(path: str, report: dict[str, Any]) -> None:
 
 
 def check_writable(parameter: str, path: str | None) -> None:
-    """Before the measurement, so that none is lost.  Raises TrouperValidationError."""
+    """Raise TrouperValidationError if a file cannot be written, before a measurement whose result would be lost."""
     try:
         if path is not None:
             Path(path).open("a").close()
@@ -99,7 +97,10 @@ PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """Linear between the two nearest ranks; q in [0, 100].  Raises ValueError without values."""
+    """Return a percentile (q in [0, 100]), interpolated between the two nearest ranks.
+
+    Raises ValueError without values.
+    """
     if not values or not 0 <= q <= 100:
         raise ValueError("a percentile needs values, and q in [0, 100]")
     ordered = sorted(values)
@@ -110,14 +111,14 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """(largest - smallest) / median: what five repeats leave uncertain."""
+    """Return (largest - smallest) / median, a measure of the uncertainty of a few repeats."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
 def summary(
     values: Sequence[float], percentiles: Sequence[float] = PERCENTILES
 ) -> dict[str, float]:
-    """mean, median, std, max and p<q>; empty without values."""
+    """Return mean, median, std, max and the percentiles as `p<q>`; empty without values."""
     if not values:
         return {}
     figures = {
@@ -130,7 +131,7 @@ def summary(
 
 
 def repeats(seconds: Sequence[float]) -> dict[str, object]:
-    """Repeats of one measurement: median, spread and every value, in seconds."""
+    """Return the median, the spread and all values of a repeated measurement, in seconds."""
     return {
         "median_s": round(statistics.median(seconds), 6),
         "spread": round(spread(seconds), 4),
@@ -139,7 +140,7 @@ def repeats(seconds: Sequence[float]) -> dict[str, object]:
 
 
 def num_good(requests: Sequence[Mapping[str, float]], objectives: Mapping[str, float]) -> int:
-    """How many requests keep every objective; a figure that a request does not have is kept."""
+    """Count the requests that meet all objectives; a missing figure counts as met."""
     return sum(
         all(request.get(name, 0.0) <= limit for name, limit in objectives.items())
         for request in requests
@@ -147,14 +148,14 @@ def num_good(requests: Sequence[Mapping[str, float]], objectives: Mapping[str, f
 
 
 class Latency(NamedTuple):
-    """The middle and the tail of one latency."""
+    """The median and the 99th percentile of one latency."""
 
     median_ms: float
     p99_ms: float
 
 
 class Point(NamedTuple):
-    """One measurement at one concurrency; its latencies go by the names that the picture gives them."""
+    """One measurement at one concurrency; the names of its latencies are the labels in the plot."""
 
     concurrency: float
     tokens_per_s: float
@@ -162,15 +163,16 @@ class Point(NamedTuple):
 
 
 def check_available() -> None:
-    """Before the measurement.  Raises UnsupportedFeatureError without matplotlib."""
+    """Raise UnsupportedFeatureError if matplotlib is missing; call it before the measurement."""
     if find_spec("matplotlib") is None:
         raise UnsupportedFeatureError(f"--plot needs matplotlib: {install_hint('bench')}")
 
 
 def plot(path: str, points: Sequence[Point], *, title: str, concurrency: str) -> None:
-    """Write a PNG with a title: throughput on top, below it each latency, all over `concurrency`."""
+    """Write a PNG with the throughput and each latency over the concurrency; `concurrency` labels that axis."""
     check_available()
-    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    # pyplot is avoided, because it needs a display and keeps global state.
+    from matplotlib.figure import Figure
 
     points = sorted(points, key=lambda point: point.concurrency)
     names = list(dict.fromkeys(name for point in points for name in point.latencies))

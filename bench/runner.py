@@ -1,4 +1,4 @@
-"""One engine in a process of its own: workloads on stdin, figures on stdout, both in lines of JSON.
+"""Run one engine in its own process: read workloads from stdin and write figures to stdout, as lines of JSON.
 
     python runner.py trouper|vllm|llama.cpp|transformers|transformers-cb    then, on stdin:
     {"model": …, "dtype": …, "max_model_len": …, "max_num_seqs": …, "threads": …, "load_format": …, "adapters": [folder, …], "rank": …,
@@ -6,10 +6,11 @@
                                                                            -> {"version": …}
     {"prompts": [[1, 2, …], …], "output_len": …}     any number of times  -> {"seconds": …, "num_output_tokens": …}
 
-Stands alone, on the standard library: peers run it by its path, in environments without trouper.
-All of them decode greedily, past the end token, and caches no prefix.  For transformers-cb, its continuous
-batching, `output_len` may be a list, one for each prompt.  Prompts of vLLM and trouper take the adapters in turn, if there are any.
-`speculation` is their `speculative_config`, or the arguments of llama.cpp's prompt lookup, with which it takes one prompt at a time.
+The script uses only the standard library, because peers run it by its path in environments without trouper. All
+engines decode greedily, ignore the end token, and cache no prefixes. For transformers-cb (continuous batching)
+`output_len` may be a list with one length for each prompt. Prompts of vLLM and trouper use the adapters alternately.
+`speculation` is their `speculative_config`, or the arguments of llama.cpp's prompt lookup, which then runs one prompt
+at a time.
 """
 
 import json
@@ -19,13 +20,16 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any
 
-KV_CACHE_GIB = 4  # vLLM would take 92 % of the memory
-CB_PAGE_TOKENS = 256  # in a block of transformers
-LLAMA_BATCH, LLAMA_MICRO_BATCH = 2048, 512  # llama.cpp's defaults
+# vLLM would otherwise use 92 % of the memory.
+KV_CACHE_GIB = 4
+# Block size of transformers' continuous batching.
+CB_PAGE_TOKENS = 256
+# llama.cpp's defaults.
+LLAMA_BATCH, LLAMA_MICRO_BATCH = 2048, 512
 
 
 class Offline:
-    """`LLM` of vLLM, and of trouper, which has the same names."""
+    """`LLM` of vLLM or trouper, which have the same interface."""
 
     def __init__(self, options: dict[str, Any], api: str) -> None:
         os.environ.setdefault(f"{api.upper()}_CPU_KVCACHE_SPACE", str(KV_CACHE_GIB))
@@ -45,7 +49,7 @@ class Offline:
         )
 
     def _with_adapters(self, api: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Name the adapters, and return the engine's options for them."""
+        """Create the adapters, and return the engine's options for them."""
         folders = options.get("adapters") or []
         self._adapters: list[Any] = []
         if not folders:
@@ -67,7 +71,7 @@ class Offline:
 
 
 class Transformers:
-    """`generate` of transformers; shorter prompts are padded on the left."""
+    """`generate` of transformers, with left padding for shorter prompts."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._torch = import_module("torch")
@@ -91,13 +95,14 @@ class Transformers:
 
 
 class ContinuousBatching:
-    """transformers' own continuous batching; its manager runs from the first request to the end."""
+    """Continuous batching of transformers; its manager runs from the first request until the end."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         module = import_module("transformers")
         self.version, model = _transformers_model(options)
         config = module.ContinuousBatchingConfig(allow_block_sharing=False)
-        if model.device.type == "cpu":  # or it takes nearly all memory
+        # By default it uses nearly all memory.
+        if model.device.type == "cpu":
             num_tokens = options["max_num_seqs"] * options["max_model_len"]
             config.num_blocks = -(-num_tokens // CB_PAGE_TOKENS) + options["max_num_seqs"]
         self._manager = model.init_continuous_batching(
@@ -141,7 +146,7 @@ def _transformers_model(options: dict[str, Any]) -> tuple[str, Any]:
 
 
 class LlamaCpp:
-    """llama.cpp through the C interface of llama-cpp-python; one unified KV cache a workload."""
+    """llama.cpp through the C interface of llama-cpp-python, with a unified KV cache for each workload."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._api, self._numpy = import_module("llama_cpp"), import_module("numpy")
@@ -192,7 +197,7 @@ class LlamaCpp:
         return len(newest) * output_len
 
     def _look_up(self, context: Any, prompt: list[int], output_len: int) -> int:
-        """Verify in each step what its own prompt lookup drafts; what was wrong leaves the cache."""
+        """Decode with llama.cpp's prompt lookup: verify the drafts in each step, and remove wrong ones from the cache."""
         text, end = list(prompt), len(prompt) + output_len
         rows = [(token, i, 0, i == len(prompt) - 1) for i, token in enumerate(prompt)]
         found: list[tuple[int, int]] = []
@@ -218,7 +223,7 @@ class LlamaCpp:
     def _decode(
         self, context: Any, rows: list[tuple[int, int, int, bool]]
     ) -> list[tuple[int, int]]:
-        """Return the sequence and the likeliest next token of each row that wants it."""
+        """Return the sequence and the most probable next token of each row with logits."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wants) in enumerate(rows):
@@ -246,7 +251,8 @@ ENGINES = {
 
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever the engine prints is no answer
+    # Text that the engine prints must not mix with the answers.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def answer(**values: Any) -> None:
         print(json.dumps(values), file=answers, flush=True)

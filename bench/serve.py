@@ -1,9 +1,8 @@
-"""Load on any OpenAI-compatible server, and what its clients saw.
+"""Put load on an OpenAI-compatible server and measure what its clients observe.
 
-When requests arrive.  Pure.
-
-Source: the serving benchmark of vLLM: gamma-distributed gaps (burstiness 1: a Poisson process), rescaled
-so that the last request arrives after exactly num / rate seconds.
+Arrival times follow vLLM's serving benchmark: gamma-distributed gaps (a Poisson process for burstiness 1), scaled so
+that the last request arrives after exactly num / rate seconds. A request is sent at its time even if earlier ones are
+slow, because real clients do not wait for each other either.
 """
 
 import math
@@ -30,11 +29,11 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 class ServerError(TrouperError):
-    """There is no server that could be measured."""
+    """No server answered, or none of its answers was complete."""
 
 
 class RequestLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Load on a server: where requests are sent, and how."""
+    """The load on a server: where and how to send requests; `timeout_s` is the maximum time without a byte."""
 
     url: str = "http://127.0.0.1:8000/v1"
     endpoint: Literal["completions", "chat"] = "completions"
@@ -44,13 +43,13 @@ class RequestLoad(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrency: int | None = None
     seed: int = 0
     api_key: str | None = None
-    timeout_s: float = 600.0  # without a byte
+    timeout_s: float = 600.0
     percentiles: tuple[float, ...] = (50.0, 90.0, 99.0)
     goodput: dict[str, float] = {}
     extra_body: dict[str, Any] = {}
 
     def check(self) -> None:
-        """Raises TrouperValidationError."""
+        """Raise TrouperValidationError for an invalid value."""
         if not self.url.startswith(("http://", "https://")):
             raise TrouperValidationError(
                 "must begin with http:// or https://", parameter="url", value=self.url
@@ -65,7 +64,7 @@ class RequestLoad(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def body(self, request: SampleRequest) -> bytes:
-        """Greedy only if `extra_body` says so: the server's own sampling otherwise."""
+        """Return the body of a request; the server's own sampling applies unless `extra_body` changes it."""
         if self.endpoint == "chat":
             prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.text}]}
         else:
@@ -102,7 +101,10 @@ def open_client(load: RequestLoad) -> httpx2.AsyncClient:
 
 
 async def first_model(client: httpx2.AsyncClient, wanted: str = "") -> str:
-    """`wanted`, or the first of `/v1/models`; asked in any case, so that there is a server.  Raises ServerError."""
+    """Return `wanted`, or else the first model of `/v1/models`.
+
+    The list is requested in both cases, to check that a server answers.  Raises ServerError if not.
+    """
     try:
         answer = await client.get("models")
         answer.raise_for_status()
@@ -111,7 +113,7 @@ async def first_model(client: httpx2.AsyncClient, wanted: str = "") -> str:
         problem = str(error).partition("\n")[0] or type(error).__name__
         raise ServerError(f"no answer from {client.base_url}models: {problem}") from None
     except (ValueError, LookupError, TypeError):
-        raise ServerError(f"{client.base_url}models names no model") from None
+        raise ServerError(f"{client.base_url}models lists no models") from None
 
 
 async def send_all(
@@ -120,7 +122,7 @@ async def send_all(
     requests: Sequence[SampleRequest],
     step: Callable[[], object] = lambda: None,
 ) -> list[Outcome]:
-    """Each request at its time, whatever became of the others; in the order of the requests."""
+    """Send each request at its arrival time, and return the outcomes in the order of the requests."""
     rng = random.Random(load.seed)
     times = arrival_times(len(requests), load.request_rate, rng, burstiness=load.burstiness)
     places = anyio.CapacityLimiter(load.max_concurrency or math.inf)
@@ -148,17 +150,18 @@ async def measure(
     requests: Sequence[SampleRequest],
     step: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Send all, and say what came of them."""
+    """Send all requests and return the record of the run under vLLM's keys."""
     cpu, started = process_time(), perf_counter()
     outcomes = await send_all(client, load, requests, step)
     duration = perf_counter() - started
     record = evaluate(outcomes, duration, load)
-    record["client_cpu_share"] = (process_time() - cpu) / duration  # of one core
+    # As a share of one core: near 1, the client itself was the bottleneck.
+    record["client_cpu_share"] = (process_time() - cpu) / duration
     return record
 
 
 def evaluate(outcomes: Sequence[Outcome], duration: float, load: RequestLoad) -> dict[str, Any]:
-    """vLLM's keys; latencies are in ms and of completed requests.  Failures are counted by their kind."""
+    """Summarize the outcomes under vLLM's keys; latencies are in ms and include only completed requests."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
     figures = [outcome.figures() for outcome in done]
@@ -216,7 +219,7 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
 
 
 def points(records: Sequence[dict[str, Any]]) -> list[Point]:
-    """Over the concurrency that was allowed, or else seen; records without a completed request have none."""
+    """Return the points of the plot, at the allowed or else the observed concurrency; failed runs have none."""
     return [
         Point(
             record["max_concurrency"] or record["max_concurrent_requests"],
@@ -235,11 +238,11 @@ def points(records: Sequence[dict[str, Any]]) -> list[Point]:
 def arrival_times(
     num: int, rate: float, rng: random.Random, *, burstiness: float = 1.0
 ) -> list[float]:
-    """Seconds from the start, ascending.
+    """Return the arrival time of each request, in seconds from the start.
 
     Args:
-        rate: requests per second; infinity: all at once.
-        burstiness: shape of the gamma distribution; below 1 in bursts, above 1 more even.
+        rate: requests per second; with infinity all arrive at the start.
+        burstiness: shape of the gamma distribution; below 1 requests arrive in bursts, above 1 more evenly.
     """
     if math.isinf(rate):
         return [0.0] * num

@@ -1,7 +1,7 @@
-"""How long a user waits: import, `--help`, `trouper generate` up to its first text, `trouper serve` until it is ready.
+"""Measure how long a user waits for `import`, `--help`, the first text of `generate`, and a ready server.
 
-Every measurement is a process of its own.  Cold is the very first start: no bytecode and no compiled
-kernels on disk.  (The files of the model may be in the page cache either way.)
+Every measurement runs in a new process. A cold start has no bytecode and no compiled kernels on disk, like the first
+start after the installation; the model's files may be in the page cache in both cases.
 """
 
 import http.client
@@ -19,17 +19,19 @@ from typing import Any
 from trouper.bench.report import repeats
 from trouper.errors import TrouperError
 
-POLL_S = 0.01  # asking all the time would slow it down
+# Polling more often would slow the server down.
+POLL_S = 0.01
 PROMPT = "def quicksort(items):"
-# Where Python, Numba, Triton and other libraries keep what they can make again.
+# Folders of caches that Python, Numba, Triton and other libraries can rebuild.
 CACHES = ("PYTHONPYCACHEPREFIX", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 
 
 class StartError(TrouperError):
-    """A command that was to be timed failed."""
+    """A timed command failed."""
 
 
 def commands(model: str | None, max_tokens: int) -> dict[str, list[str]]:
+    """Return the commands to time, by their names in the report."""
     trouper = [sys.executable, "-m", "trouper"]
     generate = [*trouper, "generate", PROMPT, "--max-tokens", str(max_tokens), "--no-echo"]
     return {
@@ -48,9 +50,12 @@ def measure(
     num_iters_warmup: int,
     num_iters_warm: int,
     max_tokens: int = 32,
-    tell: Callable[[str, dict[str, Any]], None] = lambda *_: None,
+    report: Callable[[str, dict[str, Any]], None] = lambda *_: None,
 ) -> dict[str, dict[str, Any]]:
-    """{command: {"cold": repeats, "warm": repeats}}; `tell` hears of each command when it is done."""
+    """Time all commands and return {command: {"cold": repeats, "warm": repeats}}.
+
+    `report` is called after each command with its name and results.
+    """
     results: dict[str, dict[str, Any]] = {}
     for name, command in commands(model, max_tokens).items():
         results[name] = {}
@@ -60,7 +65,7 @@ def measure(
             for _ in range(num_iters_warmup):
                 timed(command)
             results[name]["warm"] = repeats([timed(command) for _ in range(num_iters_warm)])
-        tell(name, results[name])
+        report(name, results[name])
     return results
 
 
@@ -71,7 +76,7 @@ def _cold(command: Sequence[str]) -> float:
 
 @contextmanager
 def empty_caches() -> Iterator[dict[str, str]]:
-    """An environment in which every cache but the hub's downloads is empty."""
+    """Yield an environment with empty caches, except for the hub's downloads."""
     cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     hub = os.environ.get("HF_HOME", str(Path(cache) / "huggingface"))
     with tempfile.TemporaryDirectory() as folder:
@@ -80,15 +85,15 @@ def empty_caches() -> Iterator[dict[str, str]]:
 
 
 def timed(command: Sequence[str], environment: Mapping[str, str] | None = None) -> float:
-    """Raises StartError."""
+    """Return the seconds until a server is ready or another command prints its first byte.  Raises StartError."""
     return (until_ready if "serve" in command else until_output)(command, environment)
 
 
 def until_ready(command: Sequence[str], environment: Mapping[str, str] | None = None) -> float:
-    """Seconds from the start of a server to the first 200 of its `/health/ready`; then it is ended.
+    """Return the seconds from the start of a server to the first 200 of `/health/ready`, and stop it.
 
     Raises:
-        StartError: it ended by itself.
+        StartError: the server exited.
     """
     started = perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
@@ -100,8 +105,9 @@ def until_ready(command: Sequence[str], environment: Mapping[str, str] | None = 
                     while _status(found.group(1), int(found.group(2))) != 200:
                         sleep(POLL_S)
                     return perf_counter() - started
-            raise StartError(line.strip() or "it said nothing")
-        except OSError:  # the port is closed again
+            raise StartError(line.strip() or "no message on stderr")
+        except OSError:
+            # The server has closed its port again.
             raise StartError((server.stderr.read().strip().splitlines() or [line])[-1]) from None
         finally:
             server.terminate()
@@ -117,10 +123,10 @@ def _status(host: str, port: int) -> int:
 
 
 def until_output(command: Sequence[str], environment: Mapping[str, str] | None = None) -> float:
-    """Seconds from the start of the process to its first byte, or to its end if it prints nothing.
+    """Return the seconds from the start of a process to its first byte, or to its end if it prints nothing.
 
     Raises:
-        StartError: it failed.
+        StartError: the process failed.
     """
     started = perf_counter()
     with (
@@ -135,5 +141,5 @@ def until_output(command: Sequence[str], environment: Mapping[str, str] | None =
         process.stdout.read()
         if process.wait():
             log.seek(0)
-            raise StartError((log.read().strip().splitlines() or ["it said nothing"])[-1])
+            raise StartError((log.read().strip().splitlines() or ["no message on stderr"])[-1])
     return seconds

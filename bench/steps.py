@@ -1,9 +1,8 @@
-"""Find where the time of a decode step goes: planning, launching, computing, copying back, and nothing at all.
+"""Divide the time of a decode step into planning, launching, computing, copying back, and idling.
 
-Some runs of one batch are watched from outside: when the device's thread began and ended each step, and how
-long the policy took.  The median one is told.  Another is traced by torch's profiler; what the GPU did in it counts,
-and when it did nothing, but not how long it all took, as tracing takes time itself.  Without a GPU the
-trace says nothing, and the thread is the device.
+Several runs of one batch are timed from outside: the start and end of each step on the device's thread, and the calls of
+the policy; the median run is reported. One more run is traced by torch's profiler, for what the GPU did and when it was
+idle; its total time is not used, because tracing itself takes time. Without a GPU the device's thread computes the step.
 """
 
 import json
@@ -22,26 +21,31 @@ from trouper.actors.messages.steps import StepPlan
 from trouper.actors.scheduling.policy import Policy
 
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
-LEAST_IDLE_US = 5.0  # between two kernels of a graph lie one or two
-POLICY = ("plan", "apply", "take_outputs")  # what it does for a step
+# Shorter gaps occur between any two kernels of a graph.
+LEAST_IDLE_US = 5.0
+# The methods that the scheduler calls for a step.
+POLICY = ("plan", "apply", "take_outputs")
 NUM_REPEATS = 3
-EDGE = 0.1  # of a trace at either end: not steady yet, or no longer
+# This share of a trace is ignored at both ends, where the steps are not steady.
+EDGE = 0.1
 
 
 class TimedStep(NamedTuple):
-    """On the device's thread: launched, on a GPU, or computed."""
+    """The start and end of a step on the device's thread; `batch_size` is 0 unless it is a pure decode step."""
 
-    batch_size: int  # 0 unless all columns have one token and ran before
+    batch_size: int
     begin_s: float
     end_s: float
 
 
 class Watch(msgspec.Struct):
+    """The steps of a run, and the seconds of each call of the policy."""
+
     steps: list[TimedStep] = msgspec.field(default_factory=list)
-    plan_s: list[float] = msgspec.field(default_factory=list)  # one entry a call of the policy
+    plan_s: list[float] = msgspec.field(default_factory=list)
 
     def figures(self, batch_size: int) -> dict[str, Any]:
-        """Times of the longest unbroken row of decode steps, in µs; empty without two of them."""
+        """Return the times of the longest sequence of decode steps, in µs; empty without two consecutive steps."""
         steps = longest_row(self.steps, batch_size)
         if len(steps) < 2:
             return {}
@@ -58,14 +62,14 @@ class Watch(msgspec.Struct):
 
 
 def longest_row(steps: Sequence[TimedStep], batch_size: int) -> list[TimedStep]:
-    """Consecutive steps in which exactly so many sequences decode."""
+    """Return the longest sequence of consecutive steps in which exactly `batch_size` sequences decode."""
     rows = groupby(steps, key=lambda step: step.batch_size == batch_size)
     return max((list(row) for is_wanted, row in rows if is_wanted), key=len, default=[])
 
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Every engine of this process, until the block ends."""
+    """Time the steps of all engines in this process during the block, by wrapping the methods of their classes."""
     watch = Watch()
     plain_step, plain = ModelHost.execute, {name: getattr(Policy, name) for name in POLICY}
 
@@ -107,11 +111,12 @@ def _batch_size(plan: Any) -> int:
 def breakdown(
     llm: Any, generate: Callable[[], object], batch_size: int, folder: str
 ) -> dict[str, Any]:
-    """Measure `generate` of a batch that decodes.  `llm` was made to write its profiles into `folder`.
+    """Measure the decode steps of `generate`.  `llm` must write its profiles to `folder`.
 
     Returns:
-        Nothing where no two full steps follow each other; else num_steps, and of one step step_us (all of it), plan_us (beside the others, on the event loop),
-        launch_us (on the device's thread) and idle_share; on a GPU also device_us, copy_back_us and num_kernels.
+        num_steps, and for one step its whole time step_us, plan_us (on the event loop, in parallel), launch_us (on the
+        device's thread) and idle_share; on a GPU also device_us, copy_back_us and num_kernels. Empty if no two
+        complete steps are consecutive.
     """
     runs: list[dict[str, Any]] = []
     for _ in range(NUM_REPEATS):
@@ -132,14 +137,14 @@ def breakdown(
         per_step = gpu["window_us"] / in_trace["step_us"]
         for name in ("device_us", "copy_back_us", "num_kernels"):
             figures[name] = gpu[name] / per_step
-        # Of two bounds the nearer: tracing makes the gaps longer, and the rest has those within a graph.
+        # Both are upper bounds of the idle time: tracing lengthens gaps, and the difference includes gaps in a graph.
         rest = max(0.0, 1 - figures["device_us"] / figures["step_us"])
         figures["idle_share"] = min(gpu["idle_share"], rest)
     return {name: round(value, 4) for name, value in figures.items()}
 
 
 def gpu_figures(events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Sums over the middle of a Chrome trace; empty if no GPU did anything in it."""
+    """Sum the GPU's events in the middle of a Chrome trace; empty without such events."""
     events = sorted(
         (event for event in events if event.get("cat") in GPU_EVENTS), key=lambda event: event["ts"]
     )
@@ -170,7 +175,7 @@ def gpu_figures(events: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 @contextmanager
 def profile_folder(engine_args: Any) -> Iterator[str]:
-    """Make the folder into which the engine writes its profiles; it is removed afterwards."""
+    """Yield a folder for the engine's profiles, and remove it after the block."""
     with TemporaryDirectory() as folder:
         engine_args.profiler_config = {"torch_profiler_dir": folder}
         yield folder

@@ -34,8 +34,8 @@ OURS = ("trouper", "trouper-chat")
 PACKAGES = {"vllm": "vllm", "vllm-chat": "vllm", "hf": "transformers", "hf-cb": "transformers"}
 
 
-class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """How the requests are run."""
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a run of requests, apart from the engine's own."""
 
     backend: Backend = "trouper"
     n: int = 1
@@ -51,11 +51,11 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
         return self.backend.endswith("-chat")
 
     def check(self, engine_args: EngineArgs, dataset_name: str) -> None:
-        """Before anything is loaded.
+        """Check the options before anything is loaded; two of the texts are vLLM's.
 
         Raises:
-            TrouperValidationError: options that contradict each other; two texts are vLLM's own.
-            UnsupportedFeatureError: the backend lacks it, or is not installed.
+            TrouperValidationError: options contradict each other.
+            UnsupportedFeatureError: the backend does not support an option, or is not installed.
         """
         if self.prequeue_requests and self.backend not in OURS:
             raise TrouperValidationError(
@@ -87,14 +87,19 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run of all requests; tokens are counted from the outputs."""
+    """One run of all requests; tokens are counted from the outputs.
+
+    Attributes:
+        front_s: processor time of all Python threads except the device's.
+        num_steps: steps of trouper's scheduler.
+    """
 
     seconds: float
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
-    front_s: float | None = None  # processor time of all Python threads but the device's
-    num_steps: int | None = None  # what the scheduler made of them
+    front_s: float | None = None
+    num_steps: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -102,10 +107,10 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class MeasuredEngine(Protocol):
-    """A context manager that runs requests again and again."""
+    """An engine with its model loaded, which can run the requests repeatedly; a context manager."""
 
     def num_steps(self) -> int | None:
-        """The scheduler's, so far; None for others' engines."""
+        """Return the number of steps since the start; None for other engines than trouper."""
 
     def generate_all(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run: ...
 
@@ -114,16 +119,16 @@ class MeasuredEngine(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
-def open_engine(wishes: Wishes, engine_args: EngineArgs) -> MeasuredEngine:
+def open_engine(wishes: RunOptions, engine_args: EngineArgs) -> MeasuredEngine:
     if wishes.backend in ("hf", "hf-cb"):
         return TransformersEngine(wishes, engine_args)
     return (AsyncEngine if wishes.async_engine else OfflineEngine)(wishes, engine_args)
 
 
 class OfflineEngine:
-    """`LLM` of trouper or of vLLM."""
+    """`LLM` of trouper or vLLM."""
 
-    def __init__(self, wishes: Wishes, engine_args: EngineArgs) -> None:
+    def __init__(self, wishes: RunOptions, engine_args: EngineArgs) -> None:
         self._wishes = wishes
         self._api = import_module("trouper" if wishes.backend in OURS else "vllm")
         options = given_options(engine_args) | {"model": model_path(engine_args)}
@@ -142,10 +147,10 @@ class OfflineEngine:
         return self._llm.llm_engine.statistics().scheduler.num_steps
 
     def generate_all(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
-        """No prefix is cached when it begins.
+        """Run all requests, starting with an empty prefix cache.
 
-        With `prequeue` all requests are queued while nothing is scheduled, so that the batches do not
-        depend on how fast they come in; queueing is part of the measured time.
+        With `prequeue` all requests are queued before the scheduler starts, so the batches do not depend on the speed
+        of queueing; the measured time includes queueing.
         """
         wishes, llm = self._wishes, self._llm
         prompts = prompts_of(requests, is_chat=wishes.is_chat)
@@ -174,9 +179,9 @@ class OfflineEngine:
 
 
 class AsyncEngine:
-    """`AsyncLLMEngine`: every request is a task of its own."""
+    """`AsyncLLMEngine`, with a task for each request."""
 
-    def __init__(self, wishes: Wishes, engine_args: EngineArgs) -> None:
+    def __init__(self, wishes: RunOptions, engine_args: EngineArgs) -> None:
         import trouper
 
         self._api, self._wishes = trouper, wishes
@@ -227,9 +232,9 @@ class AsyncEngine:
 
 
 class TransformersEngine:
-    """transformers in a process of its own: its continuous batching, or `generate` on padded batches."""
+    """transformers in its own process, with continuous batching or with `generate` on padded batches."""
 
-    def __init__(self, wishes: Wishes, engine_args: EngineArgs) -> None:
+    def __init__(self, wishes: RunOptions, engine_args: EngineArgs) -> None:
         self._batch_size = wishes.hf_max_batch_size
         config = resolve(engine_args, offline=True)
         largest = Workload(config.scheduler.max_num_seqs, config.max_model_len, 0)
@@ -254,7 +259,7 @@ class TransformersEngine:
         return None
 
     def generate_all(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
-        """A padded batch runs to its longest output; only what a request asked for is counted."""
+        """Run all requests; a padded batch runs to its longest output, but only requested tokens are counted."""
         assert not prequeue
         size = self._batch_size or len(requests)
         seconds = 0.0
@@ -275,7 +280,7 @@ class TransformersEngine:
 def run_observed(
     engine: MeasuredEngine, requests: Sequence[SampleRequest], *, prequeue: bool
 ) -> Run:
-    """Ours with its steps, and the processor time of what is not the device: loop, renderers, the caller."""
+    """Run all requests; for trouper also count steps and the processor time of everything except the device."""
     num_before, before = engine.num_steps(), _thread_times()
     run = engine.generate_all(requests, prequeue=prequeue)
     num_after = engine.num_steps()
@@ -288,7 +293,7 @@ def run_observed(
 
 
 def _thread_times() -> dict[threading.Thread, float]:
-    """Empty where the system has no such clocks."""
+    """Return the processor time of each Python thread except the device's; empty if the system has no such clocks."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return {}
     threads = [t for t in threading.enumerate() if t.name != DEVICE_THREAD]
@@ -297,7 +302,7 @@ def _thread_times() -> dict[threading.Thread, float]:
 
 @contextmanager
 def model_folder(config: EngineConfig) -> Iterator[str]:
-    """Find the folder where other engines read the model's config.json; a geometry is written into a folder."""
+    """Yield a folder with the model's config.json for other engines; that of a preset is written to a new folder."""
     if Path(config.model.path).is_dir():
         yield config.model.path
         return
@@ -307,7 +312,7 @@ def model_folder(config: EngineConfig) -> Iterator[str]:
 
 
 def given_options(engine_args: EngineArgs) -> dict[str, Any]:
-    """List the arguments that differ from the defaults, by vLLM's names."""
+    """Return the arguments that differ from their defaults, under vLLM's names."""
     return {
         field.name: getattr(engine_args, field.name)
         for field in fields(engine_args)
@@ -320,14 +325,14 @@ def model_path(engine_args: EngineArgs) -> str:
 
 
 def prompts_of(requests: Sequence[SampleRequest], *, is_chat: bool) -> list[Any]:
-    """Token ids, or one conversation of one message each."""
+    """Return the requests as prompts of token ids, or as conversations with one message."""
     if is_chat:
         return [[{"role": "user", "content": request.text}] for request in requests]
     return [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
 
 
-def sampling(api: Any, request: SampleRequest, wishes: Wishes) -> Any:
-    """Make the sampling parameters of vLLM's benchmark: exactly `output_len` tokens, or fewer by a schema."""
+def sampling(api: Any, request: SampleRequest, wishes: RunOptions) -> Any:
+    """Return the sampling parameters of vLLM's benchmark: exactly `output_len` tokens, or fewer with a schema."""
     more: dict[str, Any] = {}
     if request.schema is not None:
         is_ours = wishes.backend in OURS

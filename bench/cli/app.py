@@ -1,7 +1,4 @@
-"""`trouper bench startup`: the time until the first text and until a server is ready.
-
-The group of commands under `trouper bench`.
-"""
+"""The table of commands of `trouper bench`, and the shortest of them, `startup`."""
 
 from typing import Annotated, Any
 
@@ -34,21 +31,20 @@ def startup(
     *,
     report: ReportOptions,
 ) -> None:
-    """Measure the time to import, --help, the first text and a ready server, each in new processes."""
+    """Measure the time until import, --help, the first text and a ready server, each in new processes."""
     from trouper.bench import startup as core
     from trouper.config.args import EngineArgs
 
     report.check()
-    resolve(
-        EngineArgs(model=model)
-    )  # here, because it finds mistakes before the first process does
+    # Reports mistakes before any process starts.
+    resolve(EngineArgs(model=model))
     results = core.measure(
         model,
         num_iters_cold=num_iters_cold,
         num_iters_warmup=num_iters_warmup,
         num_iters_warm=num_iters_warm,
         max_tokens=max_tokens,
-        tell=lambda name, _: note(f"{name}: done"),
+        report=lambda name, _: note(f"{name}: done"),
     )
     report.finish(ctx, {"results": results}, (_line(*item) for item in results.items()))
 

@@ -1,4 +1,4 @@
-"""`trouper bench kernels`: each operation beside the measured peaks of memory and arithmetic."""
+"""`trouper bench kernels`: measure each operation against the machine's memory and arithmetic limits."""
 
 import os
 from typing import Annotated, Any, Literal
@@ -17,20 +17,21 @@ from trouper.frontends.cli.arguments.values import integers
 def kernels(
     ctx: typer.Context,
     op: Annotated[
-        list[str] | None, typer.Option(help="Time only this operation; repeatable.", metavar="NAME")
+        list[str] | None,
+        typer.Option(help="Measure only this operation; repeatable.", metavar="NAME"),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
             "-m",
-            help="Folder or preset whose shapes are timed; Qwen3-0.6B's by default.",
+            help="Folder or preset with the shapes to measure; Qwen3-0.6B by default.",
         ),
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda", "interpreter"],
         typer.Option(
-            help="Device to time; interpreter only tries the CUDA kernels, without meaningful times."
+            help="Device to measure; interpreter only tests the CUDA kernels, its times mean nothing."
         ),
     ] = "cpu",
     num_tokens: Annotated[
@@ -40,7 +41,8 @@ def kernels(
         int, typer.Option(min=1, help="Cached tokens of each decoding sequence.")
     ] = 1024,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a KV block; 128 by default, on a GPU 16.")
+        int | None,
+        typer.Option(min=1, help="Tokens in a KV block; by default 128, or 16 on a GPU."),
     ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"], typer.Option(help="Type of weights and activations.")
@@ -49,20 +51,20 @@ def kernels(
         int | None,
         typer.Option(
             min=1,
-            help="MiB of the array that measures memory bandwidth: 512 read, or on a GPU 4096 copied.",
+            help="Size of the array for the memory bandwidth: by default 512 MiB to read, or 4096 to copy on a GPU.",
         ),
     ] = None,
     roof_gemm: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Side of the square matrices that measure FLOP/s; 2048, on a GPU 8192."
+            min=1, help="Side of the square matrices for FLOP/s; by default 2048, or 8192 on a GPU."
         ),
     ] = None,
     cold_mib: Annotated[
         int,
         typer.Option(
             min=0,
-            help="MiB over which copies of weights and KV are spread, so that no cache holds them.",
+            help="MiB to fill with copies of weights and KV, so that they do not fit into a cache.",
         ),
     ] = 256,
     sample_ms: Annotated[
@@ -71,13 +73,14 @@ def kernels(
     *,
     report: ReportOptions,
 ) -> None:
-    """Measure time, GB/s, GFLOP/s and share of the measured peak of every operation."""
+    """Measure the time, GB/s, GFLOP/s and share of the machine's limit of every operation."""
     report.check()
     if min(num_tokens) < 1:
         raise TrouperValidationError(
             "must be at least 1", parameter="num_tokens", value=min(num_tokens)
         )
-    if device == "interpreter":  # before anything imports Triton
+    if device == "interpreter":
+        # Triton reads the variable when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"
     config: dict[str, Any] | None = None
     if model is not None:
@@ -86,10 +89,11 @@ def kernels(
 
         config = ModelConfig.load(EngineArgs(model=model, load_format="dummy")).hf_config
 
-    from trouper.bench.kernels import cpu as core
+    from trouper.bench.kernels import measure as core
+    from trouper.bench.kernels.cpu import OPS
     from trouper.bench.kernels.roofs import clock_and_roofs
 
-    table = core.OPS if device == "cpu" else _cuda_ops(device)
+    table = OPS if device == "cpu" else _cuda_ops(device)
     unknown = [name for name in op or () if name not in table]
     if unknown:
         names = "; ".join(table)
@@ -120,7 +124,7 @@ def kernels(
 
 
 def _cuda_ops(device: str) -> Any:
-    """Return the CUDA operations.  Raises UnsupportedFeatureError without Triton or such a device."""
+    """Return the CUDA operations.  Raises UnsupportedFeatureError without Triton or without the device."""
     try:
         from trouper.bench.kernels.cuda import OPS
         from trouper.kernels.cuda.launch import INTERPRETED  # pyright: ignore[reportUnknownVariableType]
@@ -131,7 +135,7 @@ def _cuda_ops(device: str) -> Any:
     if device == "cuda":
         problem = "TRITON_INTERPRET is set" if INTERPRETED else cuda_problem()
     else:
-        problem = None if INTERPRETED else "Triton was imported without it"
+        problem = None if INTERPRETED else "Triton was already imported without its interpreter"
     if problem:
         raise UnsupportedFeatureError(f"--device {device}: {problem}")
     return OPS

@@ -1,4 +1,4 @@
-"""`trouper bench latency`: one batch, again and again."""
+"""`trouper bench latency`: measure the duration of one batch."""
 
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ def latency(
     num_iters_warmup: Annotated[
         int, typer.Option(min=0, help="Untimed batches before the timed ones.")
     ] = 10,
-    num_iters: Annotated[int, typer.Option(min=1, help="Batches that are timed.")] = 30,
+    num_iters: Annotated[int, typer.Option(min=1, help="Number of timed batches.")] = 30,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal prompts.")] = 0,
     disable_detokenize: Annotated[
         bool, typer.Option("--disable-detokenize", help="Generate token ids without text.")

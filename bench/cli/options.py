@@ -1,4 +1,4 @@
-"""Options and reports that several benchmarks share."""
+"""Options and reports shared by the commands of `trouper bench` and the studies."""
 
 import dataclasses
 import json
@@ -33,13 +33,13 @@ def reporting(text: str, *names: str, **more: Any) -> Any:
 
 @dataclasses.dataclass
 class DatasetOptions:
-    """The requests that a benchmark sends; options have vLLM's names."""
+    """Options for the requests of a benchmark, with vLLM's names."""
 
     dataset_name: Annotated[
         Literal["sharegpt", "random", "prefix_repetition", "edit", "schema"],
         dataset(
-            "Source of the requests; sharegpt without --dataset-path is random, edit asks for functions with a changed "
-            "name, schema for records in JSON."
+            "Source of the requests; sharegpt without --dataset-path means random, edit requests functions with a "
+            "changed name, schema requests records in JSON."
         ),
     ] = "sharegpt"
     dataset_path: Annotated[
@@ -56,9 +56,11 @@ class DatasetOptions:
         int | None,
         dataset("Tokens of each random output; --output-len or 128 by default.", **POSITIVE),
     ] = None
-    random_range_ratio: Annotated[float, dataset("Share by which random lengths vary.")] = 0.0
+    random_range_ratio: Annotated[
+        float, dataset("Share by which random lengths vary around the given ones.")
+    ] = 0.0
     random_prefix_len: Annotated[
-        int, dataset("Tokens of a prefix that all random prompts share.", min=0)
+        int, dataset("Tokens of a prefix shared by all random prompts.", min=0)
     ] = 0
     prefix_repetition_prefix_len: Annotated[
         int, dataset("Tokens of each repeated prefix.", min=0)
@@ -72,22 +74,25 @@ class DatasetOptions:
     prefix_repetition_output_len: Annotated[
         int, dataset("Tokens of each output after a repeated prefix.", **POSITIVE)
     ] = 128
-    oversample: Annotated[bool, dataset("Repeat requests of a file that has too few.")] = True
+    oversample: Annotated[bool, dataset("Repeat requests if a file has too few.")] = True
 
     def requests(
         self, tokenizer: "Tokenizer | None", vocabulary: Sequence[int], seed: int, *, texts: bool
     ) -> "list[SampleRequest]":
-        """Make the requests; equal seeds give equal ones.
+        """Create the requests, reproducibly from the seed.
 
         Args:
-            tokenizer: needed for ShareGPT and for texts.
-            texts: give each request its text, as chats need it.
+            tokenizer: required for all datasets of texts, and for `texts`.
+            vocabulary: ids for random prompts.
+            texts: whether each request needs a text, as chats do.
         """
         requests = self._sampled(tokenizer, vocabulary, random.Random(seed))
         if not texts:
             return requests
         if tokenizer is None:
-            raise TrouperValidationError("a text of exact length needs one", parameter="tokenizer")
+            raise TrouperValidationError(
+                "is required for texts of exact length", parameter="tokenizer"
+            )
         return [
             msgspec.structs.replace(
                 r, text=r.text or tokenizer.decode(list(r.prompt_token_ids), False)
@@ -112,7 +117,7 @@ class DatasetOptions:
             )
         if self.dataset_name == "sharegpt" and self.dataset_path is not None:
             if tokenizer is None:
-                raise TrouperValidationError("ShareGPT needs a tokenizer", parameter="tokenizer")
+                raise TrouperValidationError("is required for ShareGPT", parameter="tokenizer")
             return datasets.sharegpt_requests(
                 self.dataset_path,
                 self.num_prompts,
@@ -123,7 +128,9 @@ class DatasetOptions:
             )
         if self.dataset_name == "edit":
             if tokenizer is None:
-                raise TrouperValidationError("texts to edit need one", parameter="tokenizer")
+                raise TrouperValidationError(
+                    "is required for --dataset-name edit", parameter="tokenizer"
+                )
             return datasets.edit_requests(
                 self.num_prompts,
                 tokenizer.encode,
@@ -133,7 +140,9 @@ class DatasetOptions:
             )
         if self.dataset_name == "schema":
             if tokenizer is None:
-                raise TrouperValidationError("notes need one", parameter="tokenizer")
+                raise TrouperValidationError(
+                    "is required for --dataset-name schema", parameter="tokenizer"
+                )
             return datasets.schema_requests(
                 self.num_prompts, tokenizer.encode, rng, output_len=self.output_len or 256
             )
@@ -150,19 +159,19 @@ class DatasetOptions:
 
 @dataclasses.dataclass
 class GeometryOptions:
-    """The model of a benchmark to which weights matter by their sizes alone."""
+    """Options for the model of a benchmark that depends only on the sizes of weights, not on their values."""
 
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="Folder, hub id, or a geometry with random weights."),
+        typer.Option("--model", "-m", help="Folder, hub id, or a preset with random weights."),
     ] = "qwen3-0.6b"
     load_format: Annotated[
-        str, typer.Option(help="auto for a folder; dummy for random weights of a geometry.")
+        str, typer.Option(help="auto for a folder; dummy for random weights of a preset.")
     ] = "dummy"
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16"
 
     def args(self) -> EngineArgs:
-        """Return the arguments of an engine without a tokenizer."""
+        """Return arguments for an engine with this model and without a tokenizer."""
         return EngineArgs(
             model=self.model,
             load_format=self.load_format,
@@ -173,19 +182,19 @@ class GeometryOptions:
 
 @dataclasses.dataclass
 class ReportOptions:
-    """The destination and form of the results."""
+    """Options for the destination and format of the results."""
 
-    output_json: Annotated[str | None, reporting("Write a report in JSON.", metavar="FILE")] = None
+    output_json: Annotated[str | None, reporting("Write a JSON report.", metavar="FILE")] = None
     as_json: Annotated[bool, reporting("Print the report instead of the table.", "--json")] = False
 
     def check(self) -> None:
-        """Check the options before any measurement.  Raises TrouperValidationError."""
+        """Raise TrouperValidationError if the report cannot be written; call it before the measurement."""
         from trouper.bench.report import check_writable
 
         check_writable("output_json", self.output_json)
 
     def finish(self, ctx: typer.Context, record: dict[str, Any], lines: Iterable[str]) -> None:
-        """Print the results, and write the report with the command, versions and machine if a file is named."""
+        """Print the results, and write them with the command, versions and machine to `--output-json`."""
         from trouper.bench import report
 
         full = {"about": report.about(ctx.obj["arguments"]), **record}
@@ -199,29 +208,32 @@ class ReportOptions:
 
 
 def tokenizer_of(folder: str | None) -> "tuple[Tokenizer, list[int]]":
-    """Return the tokenizer of a folder, and the ids that a random prompt may hold.
+    """Return the tokenizer of a folder, and the ids for random prompts (all except added tokens).
 
     Raises:
-        TrouperValidationError: there is none.
+        TrouperValidationError: `skip_tokenizer_init` is set, so there is no folder.
     """
     from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 
     if folder is None:
-        raise TrouperValidationError("a benchmark needs one", parameter="skip_tokenizer_init")
+        raise TrouperValidationError(
+            "cannot be set, because the benchmark needs a tokenizer",
+            parameter="skip_tokenizer_init",
+        )
     tokenizer = Tokenizer.load(folder)
     added = tokenizer.added_tokens
     return tokenizer, [i for i in range(tokenizer.vocab_size) if i not in added]
 
 
 def note(text: str) -> None:
-    """Print a line of progress on stderr."""
+    """Print a line of progress on stderr, if it is a terminal."""
     if output.is_terminal(sys.stderr):
         print(text, file=sys.stderr)
 
 
 @contextmanager
 def terminable() -> Generator[None]:
-    """Let SIGTERM leave the block as Ctrl-C does, so that its child processes end, too."""
+    """Let SIGTERM raise an exception in the block, like Ctrl-C, so that child processes end as well."""
 
     def end(number: int, _: object) -> None:
         raise output.Interrupted(number)

@@ -1,4 +1,4 @@
-"""`trouper bench peers`: trouper beside vLLM, llama.cpp and transformers."""
+"""`trouper bench peers`: compare trouper with vLLM, llama.cpp and transformers."""
 
 from typing import Annotated, Any
 
@@ -20,15 +20,15 @@ def peers(
         typer.Option("--model", "-m", help="Folder of the model; the demo model by default."),
     ] = None,
     gguf: Annotated[
-        str | None, typer.Option(help="File of the same model for llama.cpp.", metavar="FILE")
+        str | None, typer.Option(help="GGUF file of the same model, for llama.cpp.", metavar="FILE")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Type of the weights in all engines but llama.cpp.")
+        str, typer.Option(help="Type of the weights in all engines except llama.cpp.")
     ] = "bfloat16",
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="Quantization of trouper, int8 or int4, beside a GGUF file of that kind."
+            help="Quantization of trouper (int8 or int4), to compare with a GGUF file of that kind."
         ),
     ] = None,
     workload: Annotated[
@@ -44,13 +44,13 @@ def peers(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="Engine to compare with: vllm, llama.cpp, transformers or transformers-cb; repeatable; all that are found by default.",
+            help="Engine to compare with: vllm, llama.cpp, transformers or transformers-cb; repeatable; by default all that are installed.",
             metavar="NAME",
             rich_help_panel="Peers",
         ),
     ] = None,
     alone: Annotated[
-        bool, typer.Option("--alone", help="Run trouper without any other engine.")
+        bool, typer.Option("--alone", help="Measure trouper without any other engine.")
     ] = False,
     vllm_python: Annotated[
         str | None, typer.Option(help="Python interpreter of an environment with vLLM.", **PYTHON)
@@ -62,7 +62,7 @@ def peers(
     llama_batched_bench: Annotated[
         str | None,
         typer.Option(
-            help="llama.cpp's own benchmark program, in place of llama-cpp-python.", **PYTHON
+            help="llama.cpp's own benchmark program, to use instead of llama-cpp-python.", **PYTHON
         ),
     ] = None,
     hf_python: Annotated[
@@ -74,7 +74,7 @@ def peers(
     *,
     report: ReportOptions,
 ) -> None:
-    """Run several engines on the same prompts, in turn; show medians, spread and ratios."""
+    """Compare engines on the same prompts in alternating rounds; show medians, spread and ratios."""
     from trouper.actors.runtime.startup import num_physical_cores
     from trouper.bench import peers as core
 
@@ -97,11 +97,12 @@ def peers(
         llama_batched_bench=llama_batched_bench,
         threads=num_physical_cores(),
     )
-    settings.engines()  # here, because it finds mistakes before any engine loads
+    # Reports mistakes before any engine loads its model.
+    settings.engines()
     report.check()
     _, vocabulary = tokenizer_of(config.tokenizer)
     with terminable():
-        record = core.compare(settings, works, repeat, vocabulary, seed=seed, tell=note)
+        record = core.compare(settings, works, repeat, vocabulary, seed=seed, report=note)
     report.finish(ctx, record, _lines(record))
 
 

@@ -1,4 +1,4 @@
-"""`trouper bench serve`: load on any OpenAI-compatible server."""
+"""`trouper bench serve`: put load on any OpenAI-compatible server."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trouper.bench.datasets import SampleRequest
     from trouper.bench.serve import RequestLoad
 
-# Ids that nearly every vocabulary has as ordinary text; --tokenizer knows better.
+# In nearly every vocabulary these ids are ordinary text; --tokenizer determines them exactly.
 COMMON_IDS = range(300, 1000)
 
 
@@ -44,7 +44,7 @@ def serve(
     burstiness: Annotated[
         float,
         typer.Option(
-            help="Shape of the arrivals: 1 is Poisson, less comes in bursts, more is even."
+            help="Shape of the arrivals: 1 is a Poisson process, less is burstier, more is evener."
         ),
     ] = 1.0,
     max_concurrency: Annotated[
@@ -52,15 +52,15 @@ def serve(
         typer.Option(
             parser=integers,
             metavar="N,N,…",
-            help="Limits on open requests; each makes a run of its own.",
+            help="Maximum numbers of open requests; each has its own run.",
         ),
     ] = None,
     num_warmups: Annotated[
-        int, typer.Option(min=0, help="Uncounted requests before the measurement.")
+        int, typer.Option(min=0, help="Requests to send before the measurement.")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds of silence after which a request fails.")
+        float, typer.Option(min=0.001, help="Seconds without data after which a request fails.")
     ] = 600.0,
     extra_body: Annotated[
         Any,
@@ -74,7 +74,7 @@ def serve(
     goodput: Annotated[
         list[str] | None,
         reporting(
-            "Limit on ttft, tpot or e2el for requests that count as goodput; repeatable.",
+            "Maximum ttft, tpot or e2el of requests that count as goodput; repeatable.",
             metavar="NAME:MS",
         ),
     ] = None,
@@ -88,7 +88,7 @@ def serve(
     dataset: DatasetOptions,
     report: ReportOptions,
 ) -> None:
-    """Measure latencies, throughput and goodput as clients of a server see them."""
+    """Measure latencies, throughput and goodput from the clients of a server."""
     from trouper.bench import serve as core
     from trouper.bench.report import check_available, check_writable
 
@@ -113,7 +113,7 @@ def serve(
     if plot is not None:
         check_available()
         check_writable("plot", plot)
-    # Other prompts in each run: the server may remember those that it has seen.
+    # Each run has new prompts, because the server may cache prefixes.
     runs = [
         (
             msgspec.structs.replace(load, max_concurrency=limit),
@@ -131,13 +131,13 @@ def serve(
     lines = [line for record in records for line in _lines(record, load)]
     report.finish(ctx, {"results": records}, lines)
     if not any(record["completed"] for record in records):
-        raise core.ServerError("no request was completed")
+        raise core.ServerError("no request completed")
 
 
 def _requests(
     dataset: DatasetOptions, folder: str | None, endpoint: str, seed: int
 ) -> "list[SampleRequest]":
-    """Make requests; without a tokenizer completions get token ids, and chats a text of as many words."""
+    """Return the requests; without a tokenizer, chats get a text with one word per prompt token."""
     if folder is not None:
         tokenizer, vocabulary = tokenizer_of(folder)
         return dataset.requests(tokenizer, vocabulary, seed, texts=endpoint == "chat")

@@ -1,4 +1,4 @@
-"""`trouper bench throughput`: many requests offline."""
+"""`trouper bench throughput`: measure offline throughput."""
 
 import sys
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def throughput(
     ctx: typer.Context,
     backend: Annotated[
         Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf", "hf-cb"],
-        typer.Option(help="Engine that generates; others than trouper must be installed."),
+        typer.Option(help="Engine to measure; engines other than trouper must be installed."),
     ] = "trouper",
     n: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
     num_warmups: Annotated[
@@ -32,7 +32,7 @@ def throughput(
     ] = 0,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal requests.")] = 0,
     repeat: Annotated[
-        int, typer.Option(min=1, help="Number of runs, whose medians and spread are shown.")
+        int, typer.Option(min=1, help="Number of runs; the report has their median and spread.")
     ] = 1,
     prequeue_requests: Annotated[
         bool,
@@ -41,11 +41,11 @@ def throughput(
     compare_prequeue: Annotated[
         bool,
         typer.Option(
-            "--compare-prequeue", help="Run each repeat with and without prequeueing, in turn."
+            "--compare-prequeue", help="Alternate runs with and without --prequeue-requests."
         ),
     ] = False,
     async_engine: Annotated[
-        bool, typer.Option("--async-engine", help="Run AsyncLLMEngine in place of LLM.")
+        bool, typer.Option("--async-engine", help="Use AsyncLLMEngine instead of LLM.")
     ] = False,
     disable_detokenize: Annotated[
         bool, typer.Option("--disable-detokenize", help="Generate token ids without text.")
@@ -65,7 +65,7 @@ def throughput(
     from trouper.bench import throughput as core
     from trouper.bench.datasets import check_fit
 
-    wishes = core.Wishes(
+    wishes = core.RunOptions(
         backend=backend,
         n=n,
         prequeue_requests=prequeue_requests or compare_prequeue,
@@ -80,7 +80,7 @@ def throughput(
     engine_args.seed = seed
     config = resolve(engine_args, offline=True)
     if dataset.dataset_name == "sharegpt" and dataset.dataset_path is None:
-        note("no --dataset-path: random prompts")
+        note("using random prompts, because there is no --dataset-path")
     tokenizer, vocabulary = tokenizer_of(config.tokenizer)
     requests = dataset.requests(tokenizer, vocabulary, seed, texts=wishes.is_chat)
     warm_ups = dataset.requests(tokenizer, vocabulary, seed + 1, texts=wishes.is_chat)[:num_warmups]
@@ -102,7 +102,7 @@ def throughput(
 
 
 def _record(runs: "Sequence[Run]") -> dict[str, Any]:
-    """Return the results under vLLM's keys; the elapsed time is the median of the runs."""
+    """Return the record of all runs under vLLM's keys; the elapsed time is the median."""
     from trouper.bench.report import repeats
 
     seconds, tokens = median(run.seconds for run in runs), runs[0].num_tokens
@@ -145,6 +145,6 @@ def _lines(way: str, runs: "Sequence[Run]") -> list[str]:
 
 
 def _front_share(runs: "Sequence[Run]") -> float | None:
-    """Return the share of the elapsed time in which everything but the device used a processor."""
+    """Return the processor time of everything except the device, divided by the elapsed time."""
     shares = [run.front_s / run.seconds for run in runs if run.front_s is not None]
     return median(shares) if shares else None

@@ -1,20 +1,17 @@
-"""Every operation of the CPU in `kernels/` at a model's shapes, beside the measured roofs.
+"""The CPU operations of `kernels/`, for `trouper bench kernels`.
 
-A new kernel is a function that yields `Case`s, and a line in `OPS`.  A case whose result is not that of
-its reference is not timed.
+To add a kernel, write a function that yields its `Case`s and add a line to `OPS`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.bench.kernels.roofs import Roofs, seconds_of
-from trouper.errors import TrouperError
+from trouper.bench.kernels.measure import EPS, NUM_CHECKED_OUTPUTS, Case, Operation, Shapes
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention.varlen import (
     Group,
@@ -27,7 +24,7 @@ from trouper.kernels.cpu.encoder_ops import LayerNorm, layer_norm_reference
 from trouper.kernels.cpu.sampling.row_layout import ROW
 from trouper.kernels.cpu.sampling.sample import sample, sample_reference
 from trouper.kernels.linear import LinearConfig
-from trouper.kernels.ops import CpuOps, HostTokens, OpsConfig
+from trouper.kernels.ops import HostTokens
 from trouper.kernels.reference.activation import silu_and_mul_reference
 from trouper.kernels.reference.linear import linear_reference
 from trouper.kernels.reference.noise import gumbel, gumbel_reference
@@ -41,90 +38,12 @@ from trouper.kernels.reference.rope import (
     rope_table,
     rotation_of,
 )
-from trouper.kernels.select import make_linear, make_ops
+from trouper.kernels.select import make_linear
 
-EPS = 1e-6
-TOLERANCE = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 3e-2,
-    torch.float16: 3e-3,
-}  # relative to the largest
-NUM_CHECKED_TOKENS = 8  # of the noise, whose reference is slow
-NUM_CHECKED_ROWS = 8  # of a draw, whose reference sorts
-NUM_CHECKED_OUTPUTS = 1024  # of a product: a vocabulary in float64 is a gigabyte
-
-
-class WrongResultError(TrouperError):
-    """A kernel does not compute what its reference does."""
-
-
-class Shapes(NamedTuple):
-    """A model's, and a step's.  The defaults are those of Qwen3-0.6B."""
-
-    dtype: torch.dtype = torch.bfloat16
-    hidden: int = 1024
-    mlp: int = 3072
-    num_q: int = 16
-    num_kv: int = 8
-    width: int = 128
-    vocab: int = 151_936
-    block_size: int = 128
-    context: int = 1024  # tokens of each sequence that decodes
-    num_tokens: int = 1
-    cold_bytes: int = 2**28  # weights and caches are copied to so much, and read in turn
-    device: str = "cpu"
-
-    def copies(self, num_bytes: int) -> int:
-        """In a step every layer's weights come from memory; so they do here."""
-        return max(1, self.cold_bytes // num_bytes)
-
-    @property
-    def item(self) -> int:
-        return self.dtype.itemsize
-
-    def ops(self) -> CpuOps:
-        """Make the operations that a model of these shapes gets."""
-        return make_ops(
-            OpsConfig(
-                dtype=self.dtype,
-                num_q_heads=self.num_q,
-                num_kv_heads=self.num_kv,
-                head_dim=self.width,
-                hidden_size=self.hidden,
-                intermediate_size=self.mlp,
-                block_size=self.block_size,
-                norm_eps=EPS,
-                residual_scale=1.0,
-                activation="silu",
-                scale=self.width**-0.5,
-                softcap=None,
-            )
-        )
-
-    @classmethod
-    def of(cls, config: dict[str, Any], **more: Any) -> "Shapes":
-        """From a config.json."""
-        num_q = int(config["num_attention_heads"])
-        return cls(
-            hidden=int(config["hidden_size"]),
-            mlp=int(config["intermediate_size"]),
-            num_q=num_q,
-            num_kv=int(config.get("num_key_value_heads") or num_q),
-            width=int(config.get("head_dim") or int(config["hidden_size"]) // num_q),
-            vocab=int(config["vocab_size"]),
-            **more,
-        )
-
-
-class Case(NamedTuple):
-    """One call.  `run` may write in place, and `reference` is called before it, once."""
-
-    shape: str
-    run: Callable[[], Tensor]
-    reference: Callable[[], Tensor]
-    num_bytes: float
-    num_flops: float
-    num_repeats: int = 1  # of the operation, in one call of `run`
+# The reference of the noise is slow, so only this many tokens are checked.
+NUM_CHECKED_TOKENS = 8
+# The reference of sampling sorts the vocabulary, so only this many rows are checked.
+NUM_CHECKED_ROWS = 8
 
 
 def act_and_mul(s: Shapes) -> Iterator[Case]:
@@ -154,7 +73,7 @@ def kv_write(s: Shapes) -> Iterator[Case]:
 
 
 def gemm(s: Shapes, *, is_compressed: bool = True) -> Iterator[Case]:
-    """The four products of a layer, and the logits of one token."""
+    """Yield the four matrix products of a layer, and the logits of one token."""
     heads = s.num_q * s.width
     qkv = heads + 2 * s.num_kv * s.width
     for num, inputs, outputs in (
@@ -199,7 +118,7 @@ def noise(s: Shapes) -> Iterator[Case]:
 
 
 def draws(s: Shapes) -> Iterator[Case]:
-    """A token for each row: of the whole vocabulary, of 50, and of nine tenths of the mass."""
+    """Yield the sampling of one token per row from the whole vocabulary, with top-k 50, and with top-p 0.9."""
     logits, positions = 3 * torch.randn(s.num_tokens, s.vocab), np.arange(s.num_tokens)
     few, nothing = positions[:NUM_CHECKED_ROWS], np.zeros((s.num_tokens, 1), dtype=np.int64)
     no_masks = np.zeros(s.num_tokens, dtype=np.int64)
@@ -221,7 +140,7 @@ def draws(s: Shapes) -> Iterator[Case]:
 
 
 def decode_attention(s: Shapes) -> Iterator[Case]:
-    """Every token is the newest of a sequence of its own."""
+    """Yield attention in which every token is the newest of its own sequence."""
     starts, counts = [s.context - 1] * s.num_tokens, [1] * s.num_tokens
     num_bytes = 2 * s.item * s.num_kv * s.context * s.num_tokens * s.width
     num_flops = 4 * s.num_q * s.context * s.num_tokens * s.width
@@ -230,7 +149,7 @@ def decode_attention(s: Shapes) -> Iterator[Case]:
 
 
 def prefill_attention(s: Shapes) -> Iterator[Case]:
-    """All tokens are one prompt."""
+    """Yield attention in which all tokens are one prompt."""
     num = s.num_tokens
     num_bytes = 2 * s.item * num * s.width * (s.num_q + s.num_kv)
     num_flops = 2 * s.num_q * num * (num + 1) * s.width
@@ -241,7 +160,7 @@ def prefill_attention(s: Shapes) -> Iterator[Case]:
 def _attention(
     s: Shapes, starts: list[int], counts: list[int]
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """The call and its reference, over shuffled blocks whose tokens are all written."""
+    """Return paged attention and its reference, over a cache with shuffled blocks."""
     sizes = [-(-(start + count) // s.block_size) for start, count in zip(starts, counts, strict=True)]  # fmt: skip
     blocks = np.random.default_rng(0).permutation(sum(sizes))
     tables = np.split(blocks, np.cumsum(sizes)[:-1])
@@ -265,7 +184,7 @@ def _attention(
 
 
 def qk_norm_rope_kv_write(s: Shapes) -> Iterator[Case]:
-    """Norm and rotation of q and k, and the write; checked by what is left of q."""
+    """Yield the norm and rotation of q and k with the write to the cache; only q is checked."""
     num_heads = s.num_q + 2 * s.num_kv
     qkv = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
     weight = torch.ones(s.num_q + s.num_kv, s.width, dtype=s.dtype)
@@ -318,7 +237,8 @@ def norm(s: Shapes) -> Iterator[Case]:
 def head_norm(s: Shapes) -> Iterator[Case]:
     num_heads = s.num_q + s.num_kv
     x = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
-    weight = torch.ones(num_heads, s.width).to(s.dtype)  # so that again and again stays in range
+    # The operation works in place, so repeating it must not let the values grow.
+    weight = torch.ones(num_heads, s.width).to(s.dtype)
 
     def launch() -> Tensor:
         rms_norm_heads_(x, weight, EPS)
@@ -356,7 +276,7 @@ def rope(s: Shapes) -> Iterator[Case]:
 
 
 def whole_attention(s: Shapes) -> Iterator[Case]:
-    """An encoder's, of sequences of at most 128 tokens."""
+    """Yield an encoder's attention, for sequences of at most 128 tokens."""
     length = min(s.num_tokens, 128)
     groups = [Group(0, s.num_tokens // length, length)]
     num_tokens = groups[0].num_sequences * length
@@ -385,7 +305,7 @@ def layer_norm(s: Shapes) -> Iterator[Case]:
 
 
 def sum_of_ranks(s: Shapes) -> Iterator[Case]:
-    """Two ranks' sum with residual and norm, one of a recorded step's; there is none by torch."""
+    """Yield the sum of two ranks in shared memory with residual and norm, as in a recorded step."""
     if not _has_shared_sum(s):
         return
     from trouper.bench.kernels import shared_sum as core
@@ -404,7 +324,7 @@ def sum_of_ranks(s: Shapes) -> Iterator[Case]:
 
 
 def sum_by_gloo(s: Shapes) -> Iterator[Case]:
-    """The sum alone, by gloo."""
+    """Yield the sum of two ranks by gloo, without residual and norm."""
     if not _has_shared_sum(s):
         return
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -427,7 +347,7 @@ def _has_shared_sum(s: Shapes) -> bool:
     return units.row_kind(s.dtype, s.hidden) is not None
 
 
-OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
+OPS: dict[str, Operation] = {
     "linear": gemm,
     "linear, not compressed": partial(gemm, is_compressed=False),
     "paged_attention, decode": decode_attention,
@@ -446,57 +366,3 @@ OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "noise": noise,
     "sample": draws,
 }
-
-
-def shapes(
-    config: dict[str, Any] | None, num_tokens: Sequence[int], *, dtype: str, **more: Any
-) -> list[Shapes]:
-    """One for each number of tokens; without a config.json the defaults."""
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), **more}
-    make = Shapes if config is None else partial(Shapes.of, config)
-    return [make(num_tokens=num, **options) for num in num_tokens]
-
-
-def measure(
-    shapes: Sequence[Shapes],
-    roofs: Roofs,
-    ops: Sequence[str],
-    *,
-    table: Mapping[str, Callable[[Shapes], Iterable[Case]]] = OPS,
-    clock: Callable[[Callable[[], object]], float] = seconds_of,
-) -> Iterator[dict[str, Any]]:
-    """One record for each case, as it is done; `clock` gives the seconds of a call.  `error` is relative.
-
-    Raises:
-        WrongResultError: a result is not its reference's.
-    """
-    for name in ops:
-        for step in shapes:
-            torch.manual_seed(0)
-            for case in table[name](step):
-                error = _error(name, case, step.dtype)
-                seconds = clock(case.run) / case.num_repeats
-                yield {
-                    "op": name,
-                    "shape": case.shape,
-                    "error": float(f"{error:.2g}"),
-                    "us": round(1e6 * seconds, 2),
-                    "gb_s": round(case.num_bytes / seconds / 1e9, 2),
-                    "gflop_s": round(case.num_flops / seconds / 1e9, 2),
-                    "share_of_roof": round(roofs.share(case.num_bytes, case.num_flops, seconds), 3),
-                }
-
-
-def _error(name: str, case: Case, dtype: torch.dtype) -> float:
-    """The largest, as a share of the largest value; of integers, which must be equal, 0.
-
-    The reference may be of the first rows and columns only.
-    """
-    expected = case.reference()
-    found = case.run()[tuple(map(slice, expected.shape))]
-    largest = max(expected.double().abs().max().item(), torch.finfo(dtype).tiny)
-    error = (found.double() - expected.double()).abs().max().item() / largest
-    limit = TOLERANCE[dtype] if expected.is_floating_point() else 0
-    if not error <= limit:
-        raise WrongResultError(f"{name} {case.shape}: off by {error:.2g}, of {limit:g} allowed")
-    return error

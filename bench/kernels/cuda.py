@@ -1,8 +1,6 @@
-"""The operations of `kernels/cuda/` whose rows are grouped, by adapter: cases of `cuda_kernels.py`.
+"""The CUDA operations of `kernels/cuda/` and cuBLAS products, for `trouper bench kernels`.
 
-The operations of `kernels/cuda/` and the model's products, for `measure` of `bench/kernels/cpu.py`.
-
-On a CUDA device, or interpreted: then what is tried is the way to the figures, and they mean nothing.
+They run on a CUDA device, or in Triton's interpreter on the CPU, which only tests the cases: its times mean nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.bench.kernels.cpu import EPS, NUM_CHECKED_OUTPUTS, Case, Shapes
+from trouper.bench.kernels.measure import EPS, NUM_CHECKED_OUTPUTS, Case, Shapes
 from trouper.kernels.cuda.act_and_mul import act_and_mul
 from trouper.kernels.cuda.decode_attention import decode_attention
 from trouper.kernels.cuda.embed import embed

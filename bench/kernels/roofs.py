@@ -1,6 +1,7 @@
-"""Measure what this machine can do at most: reading memory, and multiplying matrices.
+"""Measure the limits ("roofs") of a processor or GPU, the rates of reading memory and of multiplying matrices, and time calls.
 
-The roofs of a CUDA device, and its clock: events on the stream, with nothing left in the L2 cache.
+Rates in data sheets are not reached on shared machines, so operations are compared with rates measured in the same
+process. A CUDA device is timed by events on the stream, with an empty L2 cache.
 """
 
 from collections.abc import Callable
@@ -13,27 +14,28 @@ import torch
 
 from trouper.kernels.select import make_linear
 
-SAMPLE_S = 0.02  # a sample repeats the call for at least so long
+# A sample repeats the call for at least this many seconds.
+SAMPLE_S = 0.02
 NUM_SAMPLES = 7
 
 
 class Roofs(NamedTuple):
-    """In bytes and operations per second."""
+    """The limits of a machine, in bytes and floating-point operations per second."""
 
     bytes_s: float
     flops_s: float
 
     def share(self, num_bytes: float, num_flops: float, seconds: float) -> float:
-        """The least time that either roof allows, as a share of the time taken."""
+        """Return the least time that either limit allows, divided by the measured time."""
         return max(num_bytes / self.bytes_s, num_flops / self.flops_s) / seconds
 
 
 def measure_roofs(dtype: torch.dtype, *, read_bytes: int = 2**29, gemm: int = 2048) -> Roofs:
-    """The best of several tries.
+    """Measure the limits of the CPU, as the best of several samples.
 
     Args:
-        read_bytes: size of the array that is summed; larger than every cache.
-        gemm: side of the square matrices, multiplied as `kernels/linear` does.
+        read_bytes: size of an array to sum; it must exceed all caches.
+        gemm: side of square matrices, multiplied by the same kernels as in a model.
     """
     array = torch.ones(read_bytes // 4, dtype=torch.float32)
     read_s = min(samples(lambda: array.sum()))
@@ -44,17 +46,19 @@ def measure_roofs(dtype: torch.dtype, *, read_bytes: int = 2**29, gemm: int = 20
 
 
 def seconds_of(call: Callable[[], object], sample_s: float = SAMPLE_S) -> float:
-    """Median time of one call."""
+    """Return the median time of one call in seconds."""
     return median(samples(call, sample_s))
 
 
 def once(call: Callable[[], object]) -> float:
+    """Return the time of a single call in seconds, for calls too slow to repeat."""
     started = perf_counter()
     call()
     return perf_counter() - started
 
 
 def samples(call: Callable[[], object], sample_s: float = SAMPLE_S) -> list[float]:
+    """Return `NUM_SAMPLES` times of one call, each the mean over at least `sample_s` seconds."""
     call()
     started = perf_counter()
     call()
@@ -69,13 +73,14 @@ def samples(call: Callable[[], object], sample_s: float = SAMPLE_S) -> list[floa
 
 
 NUM_CUDA_SAMPLES = 30
-NUM_WARM_UPS = 3  # the first call may compile
-# Several times the L2; and while it is written, the launches that follow are queued.
+# The first call may compile.
+NUM_WARM_UPS = 3
+# Several times the L2 cache.  While it is written, the following launches are queued, so launching costs no time.
 FLUSH_BYTES = 2**29
 
 
 class DeviceClock:
-    """Callable: median seconds of one call, on the device."""
+    """Returns the median seconds of one call on the CUDA device."""
 
     def __init__(self) -> None:
         self._flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -102,7 +107,7 @@ class DeviceClock:
 def measure_cuda_roofs(
     clock: DeviceClock, dtype: torch.dtype, *, copy_bytes: int, gemm: int
 ) -> Roofs:
-    """The best of several copies, of bytes read and written, and products of square random matrices."""
+    """Measure the limits of a CUDA device: copies (bytes read plus written) and products of random square matrices."""
     source = torch.empty(copy_bytes, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     copy_s = min(clock.samples(lambda: target.copy_(source)))
@@ -114,7 +119,10 @@ def measure_cuda_roofs(
 def clock_and_roofs(
     device: str, dtype: str, *, roof_mib: int | None, roof_gemm: int | None, sample_s: float
 ) -> tuple[Callable[[Callable[[], object]], float], Roofs]:
-    """Make the clock that times an operation on the device, "cpu", "cuda" or "interpreter" (once, on the CPU)."""
+    """Return a clock for the device ("cpu", "cuda" or "interpreter") and the device's limits.
+
+    The interpreter runs each call only once, on the CPU.
+    """
     number: torch.dtype = getattr(torch, dtype)
     if device == "cuda":
         clock = DeviceClock()

@@ -180,8 +180,8 @@ async def test_requests_say_what_they_want():
     ("answer", "message"),
     [
         (httpx2.Response(401), "401"),
-        (httpx2.Response(200, json={"data": []}), "names no model"),
-        (httpx2.Response(200, text="hello"), "names no model"),
+        (httpx2.Response(200, json={"data": []}), "lists no models"),
+        (httpx2.Response(200, text="hello"), "lists no models"),
     ],
 )
 async def test_a_server_without_a_model_is_told_in_one_line(answer, message):

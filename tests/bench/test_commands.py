@@ -11,7 +11,8 @@ import torch
 from trouper.bench import report, startup
 from trouper.bench import throughput as core
 from trouper.bench.kernels import roofs
-from trouper.bench.kernels.cpu import OPS, TOLERANCE, Case, Shapes, WrongResultError, measure
+from trouper.bench.kernels.cpu import OPS
+from trouper.bench.kernels.measure import TOLERANCE, Case, Shapes, WrongResultError, measure
 from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.presets import GEOMETRIES
 from trouper.config.model import DEMO_MODEL
@@ -144,7 +145,7 @@ def test_prequeued_requests_wait_until_all_are_there():
             return call
 
     engine = object.__new__(core.OfflineEngine)
-    engine._wishes = core.Wishes(prequeue_requests=True, profile=True)
+    engine._wishes = core.RunOptions(prequeue_requests=True, profile=True)
     engine._api, engine._llm = Fake(), Fake()
     engine.generate_all([], prequeue=True)
     assert calls == [
@@ -237,7 +238,7 @@ def test_integers_must_be_those_of_the_reference():
     def wrong(_):
         yield Case("", lambda: torch.tensor([101]), lambda: torch.tensor([100]), 1, 1)
 
-    with pytest.raises(WrongResultError, match=r"off by 0\.01, of 0 allowed"):
+    with pytest.raises(WrongResultError, match=r"wrong by 0\.01, 0 is allowed"):
         next(measure([Shapes()], roofs.Roofs(1.0, 1.0), ["wrong"], table={"wrong": wrong}))
 
 
@@ -255,7 +256,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setitem(OPS, "wrong", wrong)
     step = Shapes(hidden=64, cold_bytes=0)
     with pytest.raises(WrongResultError, match="wrong"):
-        next(measure([step], roofs.Roofs(1.0, 1.0), ["wrong"]))
+        next(measure([step], roofs.Roofs(1.0, 1.0), ["wrong"], table=OPS))
 
 
 def test_the_share_of_the_roof_is_that_of_the_nearer_one():
@@ -343,10 +344,10 @@ MISTAKES = [
     ("kernels --op sort", "must be one of: linear"),
     ("kernels --num-tokens 0", "num_tokens"),
     ("startup -m /no/such/folder", "no such model folder"),
-    ("peers --peer sglang", "must be of trouper, vllm"),
+    ("peers --peer sglang", "must be one of trouper, vllm"),
     ("peers --peer vllm", "vllm cannot run: vllm is not installed here"),
     ("peers --vllm-python /no/such/python", "vllm cannot run: no program /no/such/python"),
-    ("peers --peer llama.cpp", "llama.cpp cannot run: --gguf names no file"),
+    ("peers --peer llama.cpp", "llama.cpp cannot run: --gguf is missing"),
     ("peers --gguf /no/such.gguf", "llama.cpp cannot run: no file /no/such.gguf"),
     ("peers --workload 1x2", "requests x input x output"),
     ("peers --workload 1x2x0", "requests x input x output"),
@@ -381,7 +382,7 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(bench, line, message):
 )
 def test_wishes_that_contradict_each_other_are_value_errors(wishes):
     with pytest.raises(ValueError, match="--"):
-        core.Wishes(**wishes).check(EngineArgs(), "random")
+        core.RunOptions(**wishes).check(EngineArgs(), "random")
 
 
 def test_options_of_the_engine_are_given_to_every_backend():

@@ -111,9 +111,9 @@ def test_sigterm_leaves_no_stopped_process_behind(settings):
 @pytest.mark.parametrize(
     ("misbehave", "message"),
     [
-        ("raise SystemExit('ValueError: too large')", "ended with code 1: ValueError: too large"),
-        ("work['output_len'] = 0", r"vllm made 0 tokens of 1 × \(32 in, 8 out\)"),
-        ("sys.exit(3)", "vllm ended with code 3: noise"),
+        ("raise SystemExit('ValueError: too large')", "exited with code 1: ValueError: too large"),
+        ("work['output_len'] = 0", r"vllm generated only 0 tokens of 1 × \(32 in, 8 out\)"),
+        ("sys.exit(3)", "vllm exited with code 3: noise"),
         ("print('nonsense', flush=True)", "vllm answered 'nonsense"),
     ],
 )

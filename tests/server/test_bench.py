@@ -105,7 +105,7 @@ def test_a_server_that_does_nothing_right_is_an_error(bench, monkeypatch):
         code, printed = bench(port)
     assert code == 1
     assert "failed: 6 × HTTP 500" in printed.out
-    assert printed.err == "trouper: ServerError: no request was completed (--debug shows where)\n"
+    assert printed.err == "trouper: ServerError: no request completed (--debug shows where)\n"
 
 
 def test_no_server_is_one_line(bench):
