@@ -67,7 +67,7 @@ BUDGETS = {
     "actors": Budget(22.0, 66, 14),
     "bench": Budget(24.0, 74, 12),
     "frontends": Budget(17.0, 54, 15),
-    "kernels": Budget(2.5, 38, 16),
+    "kernels": Budget(2.5, 18, 16),
     "scripts": Budget(1.0, 36, 16),
     "trouper": Budget(27.0, 56, 16),
     "docs": Budget(7.5),

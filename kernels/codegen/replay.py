@@ -33,8 +33,10 @@ from trouper.kernels.codegen.builder import KernelBuilder
 COMMAND = 3
 LINE = 8  # int64 in a cache line
 PAUSES = 300
-FUTEX = {"x86_64": 202}.get(platform.machine(), 98)  # Linux's number of the system call
-WAIT, WAKE, ALL_THREADS = 128, 129, 2**30  # among the threads of this process
+# Linux's number of the system call.
+FUTEX = {"x86_64": 202}.get(platform.machine(), 98)
+# The operations of a futex, for the threads of this process.
+WAIT, WAKE, ALL_THREADS = 128, 129, 2**30
 
 
 def num_counters(num_commands: int) -> int:

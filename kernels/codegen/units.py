@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 # The number of float32 in the register that the kernel builder assumes: one zmm, two ymm or four NEON registers.
 LANES = 16
-Kind = Literal["bf16", "f32", "i64", "i32", "i16", "i8"]  # element types in memory
+# The element types in memory.
+Kind = Literal["bf16", "f32", "i64", "i32", "i16", "i8"]
 
 # Instructions that multiply:
 #   dots    AVX512-BF16, or two FMAs of float32 instead

@@ -169,7 +169,8 @@ class VectorBuilder(CoreBuilder):
         """
         part = LANES
         rows = [Value(self, row.ir) for row in rows]
-        while len(rows) > 1:  # each holds LANES / part rows of `part` partial sums
+        # Each row holds LANES / part rows of `part` partial sums.
+        while len(rows) > 1:
             half = part // 2
             firsts = [j for j in range(LANES) if j % part < half]
             low = firsts + [LANES + j for j in firsts]

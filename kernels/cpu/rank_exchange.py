@@ -57,7 +57,8 @@ class RankExchange:
         self._bytes = np.frombuffer(memory, dtype=np.uint8)
         assert len(self._bytes) >= sizes.num_bytes, "a mapping of all that the group shares"
         self._state = np.zeros(STATE + 8, dtype=np.int64)
-        first = -(self._state.ctypes.data // 8) % 8  # start of a cache line
+        # The state begins at a cache line.
+        first = -(self._state.ctypes.data // 8) % 8
         self._state = self._state[first:]
         address = self._bytes.ctypes.data
         self._own = address, rank, self._state.ctypes.data, address_in_torch("syscall")

@@ -25,13 +25,13 @@ from torch import Tensor
 from trouper.kernels.cuda.attention import attend, head_bytes
 from trouper.kernels.cuda.launch import MERGE, Table, config_of, dot_type
 
-MAX_SPLITS = (
-    64  # parts of a sequence: one sequence of 16 k keys with 8 KV heads fills 132 processors
-)
+# Parts of a sequence: one sequence of 16 k keys with 8 KV heads fills 132 processors.
+MAX_SPLITS = 64
 # Beyond this number a program processes several parts.  This many programs fill every processor ten times over, while a
 # captured step, whose grid is for the longest possible sequence, launches few programs without work.
 MAX_PROGRAMS = 4096
-SPLIT = 512  # keys of a part; fixed, because another value changes bits
+# Keys of a part.  The number is fixed, because another value changes bits.
+SPLIT = 512
 
 # By `head_bytes`.
 CONFIGS: Table = {
@@ -105,7 +105,8 @@ def _decode_kernel(
             tl.full([M], float("-inf"), tl.float32),
             tl.zeros([M], tl.float32),
             tl.load(q_at, mask=mask, other=0.0).to(DOT),
-            tl.full([M], length, tl.int32),  # the range of the keys is the only mask
+            # The range of the keys is the only mask.
+            tl.full([M], length, tl.int32),
             first,
             tl.minimum(first + size, length),
             k_ptr + head.to(tl.int64) * cache_stride_h,

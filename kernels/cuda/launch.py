@@ -18,10 +18,13 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 # Triton's default changes in 3.10, which would change numerics.
 OPTIONS = {"enable_fp_fusion": True}
-MERGE = {"num_warps": 1, **OPTIONS}  # for kernels that merge a few numbers in a program
+# For kernels that merge a few numbers in a program.
+MERGE = {"num_warps": 1, **OPTIONS}
 
-Config = Mapping[str, int]  # constants of a kernel, `num_warps` and `num_stages`
-Table = Mapping[str, Sequence[tuple[int, Config]]]  # device -> (largest size, config), rising
+# The constants of a kernel, `num_warps` and `num_stages`.
+Config = Mapping[str, int]
+# For each device, configurations by their largest size, in rising order.
+Table = Mapping[str, Sequence[tuple[int, Config]]]
 
 
 def config_of(table: Table, device: torch.device, size: int) -> Config:
@@ -45,7 +48,8 @@ def dot_type(dtype: torch.dtype) -> tl.dtype:
 
 
 def _architecture(device: torch.device) -> str:
-    if device.type != "cuda":  # interpreted, or compiled only
+    # The kernel is interpreted, or only compiled.
+    if device.type != "cuda":
         return "sm_90"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"

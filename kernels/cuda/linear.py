@@ -19,7 +19,8 @@ from trouper.kernels.cuda.attention import PRECISION
 from trouper.kernels.cuda.launch import Table, config_of, dot_type
 from trouper.kernels.linear import LinearMethod
 
-GROUP = 8  # tiles of rows that share a tile of W in the second cache
+# Tiles of rows that share a tile of W in the second cache.
+GROUP = 8
 
 # By bytes of a number.  Another tile changes bits, so one tile serves every T.
 CONFIGS: Table = {

@@ -35,7 +35,8 @@ from trouper.kernels.cuda.attention import PRECISION
 from trouper.kernels.cuda.launch import Table, config_of, dot_type
 from trouper.kernels.lora import LoRAWeights, LowRank, rounded_rank
 
-BLOCK_ROWS = 16  # smallest number of rows that the matrix units multiply
+# The smallest number of rows that the matrix units multiply.
+BLOCK_ROWS = 16
 SPLIT = 1024  # inputs
 
 # By ranks.
@@ -261,7 +262,8 @@ class DeviceRows(NamedTuple):
 
     order: Tensor  # [T] int32
     blocks: Tensor  # [1 + B, 3] int32
-    max_loras: int  # largest number of adapters in a step
+    # The largest number of adapters in a step.
+    max_loras: int
 
 
 def max_blocks(num_rows: int, max_loras: int) -> int:

@@ -27,7 +27,8 @@ class DeviceTokens(NamedTuple):
     token_ids: Tensor  # [slots, …]: ids of each sequence by position
     block_ids: Tensor  # [slots, …]: blocks of each sequence
     num_tokens: int  # T
-    is_decode: bool  # every entry has at most one token
+    # Whether every entry has at most one token.
+    is_decode: bool
 
 
 class DevicePlan(NamedTuple):

@@ -67,11 +67,13 @@ def _prefill_kernel(
     column = column_of(bounds_ptr, num_columns, index, BLOCK_Q)
     token = tl.load(bounds_ptr + column)
     count = tl.load(bounds_ptr + column + 1) - token
-    offset = (index - token // BLOCK_Q - column) * BLOCK_Q  # offset of the block in its column
+    # The offset of the block in its column.
+    offset = (index - token // BLOCK_Q - column) * BLOCK_Q
     if (offset >= count) | (count < min_count):
         return
-    start = tl.load(starts_ptr + column) + offset  # position of the block's first query
-    end = start + tl.minimum(BLOCK_Q, count - offset)  # no query sees this key or later ones
+    # The position of the block's first query, and the first key that no query sees.
+    start = tl.load(starts_ptr + column) + offset
+    end = start + tl.minimum(BLOCK_Q, count - offset)
     member = tl.arange(0, BLOCK_M)
     width = tl.arange(0, W)
     query = member // G

@@ -91,7 +91,8 @@ def _runs(
         if is_masked:
             assert window is not None
             num_queries = min(count, position + length + window - 1 - start)
-            oldest = np.arange(start, start + num_queries) - window  # the last invisible position
+            # The last position that each query does not see.
+            oldest = np.arange(start, start + num_queries) - window
             if oldest[-1] >= position:
                 mask = np.arange(position, position + length) > oldest[:, None]
         yield SlotRun(slot, length, num_queries, mask)

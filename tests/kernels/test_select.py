@@ -49,7 +49,7 @@ def test_the_method_depends_on_dtype_machine_and_config(machine, dtype, config, 
     assert choose_linear(WeightSpec(64, 64, dtype), machine, config) is method
 
 
-def test_integers_of_a_checkpoint_stay_integers_where_they_can():
+def test_checkpoint_integers_stay_integers_if_possible():
     spec = WeightSpec(64, 64, BF16, fmt="int4")
     for machine in (AVX512, AVX2, OLD):
         assert choose_linear(spec, machine, LinearConfig()) is Int4Linear
@@ -62,7 +62,7 @@ def test_integers_of_a_checkpoint_stay_integers_where_they_can():
     ("num_out", "num_in", "dtype"),
     [(63, 64, BF16), (64, 48, BF16), (64, 40, FP32), (8, 64, FP32)],
 )
-def test_shapes_that_are_not_whole_panels_go_to_onednn(num_out, num_in, dtype):
+def test_incomplete_panels_use_onednn(num_out, num_in, dtype):
     assert choose_linear(WeightSpec(num_out, num_in, dtype), AMX, LinearConfig()) is OneDNNLinear
 
 

@@ -39,15 +39,20 @@ from trouper.kernels.codegen.core import Operand, Pointer, Value, Var
 from trouper.kernels.codegen.features import has_bf16_dot
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 
-SPAN = 1024  # positions: 512 KiB of K and V at D = 128, enough to amortise a work item
-KEYS = 128  # number of keys with scores in memory
+# Positions of a span: 512 KiB of K and V at D = 128, enough to amortise a work item.
+SPAN = 1024
+# The number of keys with scores in memory.
+KEYS = 128
 LOG2_E = math.log2(math.e)
-HIDDEN = -1e30  # below every score, and finite, so that its difference to itself is 0
-LINE = 2 * LANES  # bfloat16 in a cache line
+# Below every score, and finite, so that its difference to itself is 0.
+HIDDEN = -1e30
+# The number of bfloat16 in a cache line.
+LINE = 2 * LANES
 # The largest number of tokens with several spans in one launch, at least that of a recorded step.  Their partial results take
 # 68 MiB at N = 32, D = 128 and 8,192 keys.
 ROUND = 512
-MOST_TOKENS = 4  # in a span: scratch memory is 48 KiB for eight heads with D = 128
+# Tokens of a span.  Scratch memory is 48 KiB for eight heads with D = 128.
+MOST_TOKENS = 4
 
 
 def unit_of(kind: Kind, width: int) -> Unit:
@@ -203,7 +208,8 @@ class _Span:
             )
             for q, heads in self._heads(code.i64(0), num_heads, (2, 1)):
                 self._write_scores(q, heads, key, count, value)
-            seen = code.minimum(count, end - position)  # keys that the first token sees
+            # The keys that the first token sees.
+            seen = code.minimum(count, end - position)
             for t in code.loop(0, num_tokens):
                 own = code.minimum(count, end + t * growth - position)
                 with code.when(own > 0):

@@ -130,7 +130,8 @@ def can_prefill(group: int, width: int) -> bool:
     return group <= SIDE and width <= WIDEST
 
 
-WHOLE_SIDE = 64  # keys, and queries, of a tile
+# Keys, and queries, of a tile.
+WHOLE_SIDE = 64
 
 
 def whole_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:

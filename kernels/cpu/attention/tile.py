@@ -23,7 +23,8 @@ from trouper.kernels.cpu.linear.products import TILE
 
 # Cells between two staged keys: a constant, and not a multiple of a power of two, so that keys use all sets of the cache.
 PITCH = 272
-WIDEST = 256  # head width whose keys fit the pitch
+# The widest head with keys that fit the pitch.
+WIDEST = 256
 # Accumulators of a product: cells that are broadcast to all lanes, by registers of rows.
 CELLS, HALVES = (8, 2) if num_registers() > 8 else (4, 1)
 # A weight is at most 2^8: a maximum may grow by this much before the sums are rescaled, which is rare.
@@ -51,7 +52,8 @@ class Tile:
     Tiles of queries that see the same keys share everything except their queries and sums; see `part`.
     """
 
-    num_lanes = HALVES * LANES  # rows that are multiplied at once
+    # The number of rows in one block of accumulators.
+    num_lanes = HALVES * LANES
 
     def __init__(
         self, code: KernelBuilder, kind: Kind, base: Value, group: Operand, width: Value, side: int

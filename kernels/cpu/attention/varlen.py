@@ -26,8 +26,9 @@ from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
 
-ROWS = 64  # queries of a tile: `WHOLE_SIDE` of prefill.py
-QUERY_TILE = 256  # queries of a tile in torch
+# Queries of a tile: `WHOLE_SIDE` of prefill.py, and those of a tile in torch.
+ROWS = 64
+QUERY_TILE = 256
 UNLIMITED = 2**62
 
 
@@ -35,7 +36,8 @@ class Group(NamedTuple):
     first: int
     num_sequences: int
     length: int
-    num_keys: int = UNLIMITED  # at most the length; each token's window must contain one of them
+    # At most the length.  Each token's window must contain one of these keys.
+    num_keys: int = UNLIMITED
 
     @property
     def end(self) -> int:

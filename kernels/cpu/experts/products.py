@@ -115,7 +115,8 @@ class IntegerExpertProducts:
             x, num_sums = [x_RI.data_ptr(), x_RI.stride(0) // 2], 0
             if first.minima is not None:
                 num_sums = num_groups
-            sizes = (1, routed.num_tokens)  # fewest and most rows of an expert
+            # Scratch memory must suffice for the fewest and for the most rows of an expert.
+            sizes = (1, routed.num_tokens)
             each = max(scratch_bytes(n, num_in, "dots", first.fmt, num_sums) for n in sizes)
             scratch = [launch.scratch(num_threads * each), each]
         self._matmul(

@@ -50,7 +50,8 @@ def combine(code: KernelBuilder, kind: Kind) -> None:
             y.store(d, total)
 
 
-PANELS = 12  # panels in a work item: a multiple of the panels of every block
+# Panels in a work item: a multiple of the panels of every block.
+PANELS = 12
 ADDRESSES = 5
 
 
@@ -104,7 +105,8 @@ def expert_items(
 
 
 LOG2_E = math.log2(math.e)
-MAX_EXPERTS = 1024  # 16 KiB for the arrays on the stack
+# The limit keeps the arrays on the stack at 16 KiB.
+MAX_EXPERTS = 1024
 LOWEST = -3.0e38
 NONE = 2**30
 SPAN = 3

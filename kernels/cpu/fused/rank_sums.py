@@ -50,9 +50,12 @@ LABEL_BITS = 24  # bits for the number of rows
 # arrives: with four busy loops on two cores, steps of 8 rows took twice as long with 200 yields as with 20.
 PAUSES, YIELDS = 500, 20
 FUTEX, SCHED_YIELD = {"x86_64": (202, 24)}.get(
-    platform.machine(), (98, 124)
-)  # numbers of Linux's system calls
-WAIT, WAKE, ALL_THREADS = 0, 1, 2**30  # among the threads of all processes
+    platform.machine(),
+    (98, 124),
+    # The numbers of Linux's system calls.
+)
+# The operations of a futex, for the threads of all processes.
+WAIT, WAKE, ALL_THREADS = 0, 1, 2**30
 
 
 class Exchange(NamedTuple):
@@ -192,7 +195,8 @@ def shared_heads_norm(code: KernelBuilder, kind: Kind, num_ranks: int, num_copie
     *group, parts, part_bytes, xs, x_stride, q_width, k_width, q_size, k_size, q_weights, k_weights, length, eps = code.arguments(16)  # fmt: skip
     group = Exchange(*group)
     eps = code.f32_argument(eps)
-    sides = (  # start in a row, width here, width of all, weights, column of the sums, ranks to add
+    # For q and k: start in a row, width here, width on all ranks, weights, column of the sums, ranks to add.
+    sides = (
         (code.i64(0), q_width, q_size, q_weights, 0, range(num_ranks)),
         (q_width, k_width, k_size, k_weights, 1, range(0, num_ranks, num_copies)),
     )

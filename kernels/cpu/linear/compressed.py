@@ -47,14 +47,17 @@ from trouper.kernels.cpu.linear.products import (
 )
 from trouper.kernels.linear import LinearMethod
 
-VECTORS = 4  # vectors of a group: the number of codes in a halfword
+# The vectors of a group: a halfword holds this many codes.
+VECTORS = 4
 PLACES = VECTORS * I16_LANES  # weights of a group
 GROUP_WORDS = LANES + PLACES // 4
 CODES = 16
 EXPONENT = 0x7F80
 END = 2**62
-AHEAD = 16  # groups to prefetch into the second cache, which is 1.13 times as fast as none
-BEYOND = TILE // VECTORS  # groups that are decoded behind the last one
+# Prefetching this many groups into the second cache is 1.13 times as fast as not prefetching.
+AHEAD = 16
+# Groups to decode behind the last one.
+BEYOND = TILE // VECTORS
 # For one row eight panels are 1.1 to 1.2 times as fast as four, because a work item starts slowly.
 _DOTS = BLOCKINGS["dots"]
 COMPRESSED_BLOCKINGS = {

@@ -145,7 +145,8 @@ def matmul(code: KernelBuilder, unit: Unit, act: Act) -> None:
                     product.block(at_panel, row, rows, product.plain(weights, ahead))
 
 
-WIDE = 256  # words of a row to widen at once: with those of a panel, 26 KiB in the first cache
+# Words of a row to widen at once.  Together with those of a panel they take 26 KiB of the first cache.
+WIDE = 256
 # Up to this many rows blocks of four are 1.1 times as fast as blocks of five, because they leave no partial block.
 SOME = 16
 
@@ -171,8 +172,10 @@ class _Widened:
         code = product.code
         self._product, self._words, self._block = product, words, block
         self._x = code.array(
-            "f32", block.rows * 2 * WIDE
-        )  # of each row the low, then the high numbers
+            "f32",
+            block.rows * 2 * WIDE,
+            # Each row has its low numbers first, then its high ones.
+        )
         self._sums = code.array("f32", block.panels * block.rows * LANES)
 
     def block(self, first_panel: Value, first_row: Value) -> None:

@@ -178,7 +178,8 @@ class ByteProduct:
                         sums[r].set(code.word_dot(sums[r], pairs, x))
             return [Value(code, total.ir) for total in sums]
         starts = [self._correction(record, zero) for record in records]
-        is_narrow = self._fmt == "int4" and not has_byte_dots()  # a group's sums fit in 16 bits
+        # For AVX2 the sums of a group of int4 fit in 16 bits.
+        is_narrow = self._fmt == "int4" and not has_byte_dots()
         if is_narrow:
             sums = [code.var(code.i16x32(0)) for _ in xs]
         else:

@@ -205,7 +205,8 @@ class IntegerDots(_Work):
         super().__init__(*arguments)
         x, self._stride, _, y = self.addresses
         self._x, self._y = self.code.pointer(x, "i32"), self.code.pointer(y, "bf16")
-        self._sums_of_x: list[Pointer] = []  # few rows only: the sums of each group
+        # The sums of each group, for few rows only.
+        self._sums_of_x: list[Pointer] = []
         self.rows: Rows = AllRows(self.code, self.num_rows)
 
     def _rows_from(self, first: Value, rows: int) -> list[Value]:
@@ -228,7 +229,8 @@ class IntegerDots(_Work):
                 for row, total in zip(xs, sums, strict=True):
                     self._add_x(total, row[i])
             for own, total in zip(self._sums_of_x, sums, strict=True):
-                own[g] = code.reduce_max(total)  # all lanes are equal
+                # All lanes are equal, so the maximum reads one of them.
+                own[g] = code.reduce_max(total)
 
     def _add_x(self, total: Var, pair: Value) -> None:
         total.set(self.code.dot(self.code.i32x16(ONES), self.code.i32x16(pair), total))

@@ -29,7 +29,8 @@ from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.formats import LIMITS, Format, integers_per_word
 
-PAIRS = 16  # pairs of inputs to round at once: one register
+# Pairs of inputs to round at once: one register.
+PAIRS = 16
 RECORD = 4  # words
 SCALE, LOW_SUM, MINUS_EIGHT_SUMS, SCALED_SUM = range(RECORD)
 INFINITY = 0x7F800000  # bits

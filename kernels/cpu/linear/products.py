@@ -32,7 +32,8 @@ from trouper.kernels.codegen.units import LANES, Kind, Unit
 Act = Literal["none", "gelu"]
 Steps = Iterator[
     tuple[Value, list[Pointer]]
-]  # index of the first pair of inputs, its address in each panel
+    # Yields the index of the first pair of inputs, and its address in each panel.
+]
 
 
 class Block(NamedTuple):
@@ -44,7 +45,8 @@ class Block(NamedTuple):
 
 
 class Blocking(NamedTuple):
-    few: tuple[Block, ...]  # the first one with enough rows is used
+    # The blocks for few rows; the first one with enough rows is used.
+    few: tuple[Block, ...]
     many: Block
     most_rows: int = 192  # in a work item of many
     # The bytes of x that a work item reads; the second cache holds them and the panels.
@@ -126,7 +128,8 @@ class AllRows:
 class Product(ABC):
     """Computes blocks of panels and rows.  Subclasses implement a unit."""
 
-    step: ClassVar[int]  # words of inputs that are multiplied at once
+    # The number of input words that one step multiplies.
+    step: ClassVar[int]
     kind: ClassVar[Kind] = "bf16"
 
     def __init__(

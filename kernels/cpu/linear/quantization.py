@@ -29,7 +29,8 @@ from trouper.kernels.formats import Format
 GROUP = 32
 PANELS = 4  # interleaved in memory
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
-STEP = 4  # pairs of inputs of a panel before the next panel: a word of int4
+# Pairs of inputs of a panel before the next panel: a word of int4.
+STEP = 4
 
 
 class IntegerWeight(NamedTuple):
@@ -114,7 +115,8 @@ def packed(integers: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None, Tens
         return pairs.view(torch.int8).unflatten(-1, (LANES, 2)), scales, None, minima
     # The low half of a word contains the even inputs, the high half the odd ones.
     four = _nibbles(integers.fmt, q_OI.contiguous()).view(torch.int32)
-    four |= four >> 12  # inputs 0 and 2 in the first byte, 1 and 3 in the second
+    # Inputs 0 and 2 go to the first byte, 1 and 3 to the second.
+    four |= four >> 12
     four = ((four & 0xFF) | (four & 0xFF00) << 8).unflatten(1, (-1, 2))
     return _panels(four[..., 0] | four[..., 1] << 8), scales, zeros_OG, minima
 
@@ -125,7 +127,8 @@ def _nibbles(fmt: Format, q_OI: Tensor) -> Tensor:
     size = q_OI.abs()
     steps = (
         (size > 4).char() + (size > 6).char() + 3 * (size > 8).char()
-    )  # skips codes between whole numbers
+        # The numbers of e2m1 are not consecutive, so this skips the codes between them.
+    )
     return size - steps + 8 * (q_OI < 0).char()
 
 

@@ -52,9 +52,11 @@ from trouper.kernels.cpu.linear.products import (
 from trouper.kernels.linear import LinearMethod
 
 PARTS = 3
-STEP = 2 * TILE  # inputs that are multiplied at once
+# The number of inputs that one step multiplies.
+STEP = 2 * TILE
 TILE_WORDS = TILE * LANES
-SIZE = PARTS * TILE_WORDS  # words of a step of a panel, or of a tile of rows
+# Words of a step of a panel, or of a tile of rows.
+SIZE = PARTS * TILE_WORDS
 FEW, MANY = Block(4, TILE, 512), Block(2, 2 * TILE, 1024)
 BLOCKING = Blocking(few=(FEW,), many=MANY, most_rows=512, most_bytes=5 * 2**18)
 # Parts of x and of W, the largest product last.  Neighbours share a part, and the products of one part of W are adjacent.
@@ -213,7 +215,8 @@ class _Product(Tiles):
         super().__init__(code, act, x, stride, *others)
         self._parts, self._weight = code.pointer(parts, "i32"), code.pointer(weight, "f32")
         self._tiles = code.array("f32", 4 * TILE_WORDS)
-        self._num_in = self.pairs  # a word is one input
+        # A word is one input.
+        self._num_in = self.pairs
         self._last = self._num_in // STEP - 1
         self.words_of_tile = self._num_in * (PARTS * LANES // 2)
 

@@ -27,8 +27,10 @@ from trouper.kernels.cpu.sampling.row_layout import (
 from trouper.kernels.cpu.sampling.top_k_top_p import LOG2_E, Kept, Row, top_k_top_p
 from trouper.kernels.reference.noise import MULTIPLIERS
 
-ROUNDING = 2.0**-6  # in logarithms to base 2, far more than the real error
-UNROLLED = 4  # a comparison or addition takes four cycles
+# The tolerance in logarithms to base 2, far more than the real error.
+ROUNDING = 2.0**-6
+# A comparison or addition takes four cycles, so four run at once.
+UNROLLED = 4
 
 
 def sample_rows(code: KernelBuilder) -> None:
@@ -70,7 +72,8 @@ def _is_finite(code: KernelBuilder, values: Pointer, length: Value) -> Value:
         for i, zero in enumerate(zeros):
             x = values.load(
                 code.minimum(start + i * LANES, length - LANES)
-            )  # may overlap the vector before
+                # The last vector may overlap the one before it.
+            )
             zero.set(code.fma(x, code.f32x16(0.0), zero))
     total: Value = zeros[0]
     for zero in zeros[1:]:
@@ -142,7 +145,8 @@ def _largest(code: KernelBuilder, values: Pointer, length: Value) -> Value:
     best = [code.var(code.f32x16(-math.inf)) for _ in range(UNROLLED)]
     for start in code.loop(0, length, UNROLLED * LANES):
         for i, lanes in enumerate(best):
-            first = code.minimum(start + i * LANES, length - LANES)  # may overlap the vector before
+            # The last vector may overlap the one before it.
+            first = code.minimum(start + i * LANES, length - LANES)
             lanes.set(code.maximum(values.load(first), lanes))
     largest: Value = best[0]
     for lanes in best[1:]:

@@ -146,7 +146,8 @@ def _narrow(
     before = code.var(0.0)
     for _ in code.while_(low, high):
         middle = low + (high - low) * 0.5
-        middle = code.select(middle < high, middle, low)  # rounded up, or infinite
+        # The middle may have been rounded up, or be infinite.
+        middle = code.select(middle < high, middle, low)
         weight = code.var(code.f32x16(0.0))
         for x in copy.values():
             weight.set(weight + code.select(x > middle, weigh(x), 0.0))

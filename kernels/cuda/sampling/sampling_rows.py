@@ -15,7 +15,8 @@ from torch import Tensor
 
 from trouper.kernels.cuda.launch import Table
 
-NEVER = 2**31 - 1  # end position of an edit that always applies
+# The end position of an edit that always applies.
+NEVER = 2**31 - 1
 
 # Tokens of the vocabulary in a program, by V.
 BLOCKS: Table = {"sm_90": ((1 << 30, {"BLOCK": 4096, "num_warps": 8}),)}
@@ -88,9 +89,8 @@ def make_sampling_rows(
 @triton.jit
 def load_scaled(logits_ptr, edited_ptr, at, mask, is_edited, temperature):
     """Load logits / temperature, from the edited logits if the row has any.  Returns -inf outside of the mask."""
-    has_edits = (
-        is_edited + at * 0
-    ) != 0  # has the shape of the mask, because some interpreters do not broadcast
+    # The condition has the shape of the mask, because some interpreters do not broadcast.
+    has_edits = (is_edited + at * 0) != 0
     raw = tl.load(logits_ptr + at, mask=mask & ~has_edits, other=float("-inf"))
     edited = tl.load(edited_ptr + at, mask=mask & has_edits, other=float("-inf"))
     x = tl.where(is_edited != 0, edited, raw.to(tl.float32))

@@ -25,7 +25,8 @@ from trouper.kernels.cuda.launch import Table, config_of
 from trouper.kernels.cuda.sampling.sampling_rows import SamplingRows, load_scaled
 
 REACH = tl.constexpr(19.5)  # 16.64 + 2.82, rounded up
-LEAST_ORDER = tl.constexpr(-2139095040)  # order of the smallest finite float
+# The order of the smallest finite float.
+LEAST_ORDER = tl.constexpr(-2139095040)
 
 # By V.
 CONFIGS: Table = {"sm_90": ((1 << 30, {"BLOCK": 2048, "num_warps": 16}),)}
@@ -141,7 +142,8 @@ def _top_k_top_p_kernel(
     highest = _highest(logits_ptr, edited_ptr, base, V, is_edited, temperature, BLOCK)
     if highest == float("-inf"):
         return
-    least = log_min_p + highest  # the threshold of min-p
+    # The threshold of min-p.
+    least = log_min_p + highest
     tl.store(threshold_ptr + i, least)
     if (has_top_k == 0) & (top_p >= 1):
         return

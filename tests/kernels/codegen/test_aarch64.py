@@ -87,7 +87,7 @@ def run(objects):
 
 
 @pytest.mark.parametrize(("fmt", "num_rows"), [("int4", 1), ("int4", 6), ("int8", 1), ("int8", 6)])
-def test_integers_give_the_bits_of_the_formula_on_aarch64(run, fmt, num_rows):
+def test_integers_on_aarch64_equal_the_formula(run, fmt, num_rows):
     torch.manual_seed(0)
     num_out, num_in, group, high = 80, 192, 32, 8 if fmt == "int4" else 128
     groups = (num_out, num_in // group)
@@ -111,7 +111,7 @@ def test_integers_give_the_bits_of_the_formula_on_aarch64(run, fmt, num_rows):
     assert torch.equal(y, integer_linear_reference(x, weight))
 
 
-def test_an_activation_is_that_of_the_reference_on_aarch64(run):
+def test_activations_on_aarch64_equal_the_reference(run):
     torch.manual_seed(0)
     gate_up, y = torch.randn(3, 2 * 48), torch.full((3, 48), torch.nan)
     run("act_and_mul", 3, gate_up, y, 48, 48)

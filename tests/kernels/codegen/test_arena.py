@@ -17,7 +17,7 @@ def grown(arena, num_rows):
     return x
 
 
-def test_the_next_block_is_lent_the_memory_of_the_last():
+def test_a_block_reuses_the_last_ones_memory():
     arena = Arena()
     first = grown(arena, 100)
     assert first.unique().tolist() == [10.0]
@@ -30,7 +30,7 @@ def test_the_next_block_is_lent_the_memory_of_the_last():
     assert repr(arena) == f"<Arena of {(2048 + 4096) * num_blocks} bytes>"
 
 
-def test_outside_of_a_block_and_in_an_empty_tensor_there_is_nothing_to_lend():
+def test_nothing_is_lent_outside_of_a_block():
     arena = Arena()
     torch.empty(100)
     assert repr(arena) == "<Arena of 0 bytes>"

@@ -119,7 +119,7 @@ def test_halfwords_are_looked_up_swapped_and_narrowed():
     assert y[96:].tolist() == [1, 0]
 
 
-def test_bfloat16_is_rounded_to_nearest_even_and_keeps_what_is_no_number():
+def test_bfloat16_rounds_to_even_and_keeps_nan():
     def kernel(code):
         x, y = code.arguments(2)
         for i in code.work_items():

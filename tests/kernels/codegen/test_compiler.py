@@ -60,12 +60,12 @@ def changed_by(file, *kernels):
         ("__init__", ["mine"]),  # the package that `helper` is imported from
     ],
 )
-def test_a_kernel_depends_on_what_its_module_imports_in_turn(package, name, changed):
+def test_a_kernel_depends_on_indirect_imports(package, name, changed):
     kernels = package / "mine.py", package / "other.py"
     assert changed_by(package / f"{name}.py", *kernels) == changed
 
 
-def test_a_digest_does_not_depend_on_where_the_package_lies(package, tmp_path, monkeypatch):
+def test_a_digest_does_not_depend_on_the_location(package, tmp_path, monkeypatch):
     before = compiler.digest_of(package / "mine.py")
     moved = package.rename(tmp_path / "elsewhere")
     (tmp_path / "new").mkdir()
@@ -136,9 +136,7 @@ def test_the_second_start_compiles_nothing(folder, compilations):
     assert re.fullmatch(r"answer-[0-9a-f]{16}\.o", file.name)
 
 
-def test_a_change_of_one_source_compiles_its_kernel_anew_and_no_other(
-    folder, compilations, tmp_path_factory, monkeypatch
-):
+def test_an_edit_recompiles_only_its_kernel(folder, compilations, tmp_path_factory, monkeypatch):
     sources_folder = tmp_path_factory.mktemp("sources")
     text = "def write(code):\n    (at,) = code.arguments(1)\n    code.pointer(at, 'i64')[0] = {}\n"
 
@@ -186,7 +184,7 @@ def test_a_damaged_file_is_compiled_anew_and_replaced(folder, compilations, dama
     assert file.read_bytes() == whole
 
 
-def test_a_folder_that_takes_no_file_costs_time_alone(folder, compilations, monkeypatch):
+def test_a_read_only_folder_only_costs_time(folder, compilations, monkeypatch):
     monkeypatch.setattr(machine_code, "cache_folder", lambda: folder / "missing")
     assert answers() == [1, 2, 5, 10]
     monkeypatch.setattr(machine_code, "cache_folder", lambda: None)
@@ -194,7 +192,7 @@ def test_a_folder_that_takes_no_file_costs_time_alone(folder, compilations, monk
     assert compilations == ["answer"] * 2
 
 
-def test_the_folder_is_of_this_user_and_of_this_compiler(tmp_path, monkeypatch):
+def test_the_folder_belongs_to_user_and_compiler(tmp_path, monkeypatch):
     find = machine_code.cache_folder.__wrapped__
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = find()
@@ -210,7 +208,7 @@ def test_the_folder_is_of_this_user_and_of_this_compiler(tmp_path, monkeypatch):
     assert find() is None
 
 
-def test_scratch_grows_is_aligned_and_is_each_threads_own():
+def test_scratch_is_aligned_and_private_to_a_thread():
     small = launch.scratch(10)
     assert small % 64 == 0
     assert launch.scratch(5) == small

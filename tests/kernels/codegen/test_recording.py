@@ -41,7 +41,7 @@ def words():
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_each_launch_sees_all_that_was_written_before_it(kernel, words, num_threads):
+def test_a_launch_sees_all_earlier_writes(kernel, words, num_threads):
     """Some are for one thread alone, some so slow that the others fall asleep."""
 
     def function():
@@ -71,7 +71,7 @@ def test_each_launch_sees_all_that_was_written_before_it(kernel, words, num_thre
         assert recording.result.tolist() == expected.tolist()
 
 
-def test_nobody_waits_for_a_thread_that_comes_when_all_is_done(kernel, words):
+def test_a_late_thread_delays_nothing(kernel, words):
     replay = importlib.import_module("trouper.kernels.codegen.replay")
 
     def function():
@@ -111,9 +111,7 @@ def counted(code):
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_who_comes_later_is_asked_for_as_many_items_as_there_are_now(
-    monkeypatch, words, num_threads
-):
+def test_a_late_thread_reads_the_new_item_count(monkeypatch, words, num_threads):
     monkeypatch.setattr(machine_code, "cache_folder", lambda: None)
     kernel = launch.compiled.__wrapped__(counted)
     count, taken = torch.tensor([1]), torch.zeros(LENGTH, dtype=torch.int64)
@@ -132,7 +130,7 @@ def test_who_comes_later_is_asked_for_as_many_items_as_there_are_now(
         assert list(arguments) == [0, 0, num]
 
 
-def test_nothing_runs_while_recording_and_kernels_run_after_it(kernel, words):
+def test_recording_runs_no_kernels(kernel, words):
     y = torch.zeros_like(words)
     kernel_call = (LENGTH, words.data_ptr(), y.data_ptr(), 0)
     Recording(Arena(), (words,), lambda: kernel(*kernel_call) or words)
@@ -146,7 +144,7 @@ def test_nothing_runs_while_recording_and_kernels_run_after_it(kernel, words):
     assert y.all()
 
 
-def test_memory_is_used_again_within_a_recording_and_by_the_next(words):
+def test_recordings_reuse_memory(words):
     arena = Arena()
 
     def function(num_bytes):
@@ -177,9 +175,7 @@ def test_memory_is_used_again_within_a_recording_and_by_the_next(words):
     ],
 )
 @pytest.mark.parametrize("is_inference", [False, True])
-def test_torch_does_not_compute_from_inputs_nor_from_what_is_made_of_them(
-    words, function, is_inference
-):
+def test_torch_may_not_compute_from_inputs(words, function, is_inference):
     with torch.inference_mode(is_inference), pytest.raises(NotRecordableError):
         Recording(Arena(), (words,), lambda: function(words))
 
@@ -207,7 +203,7 @@ def test_scratch_memory_stays_where_a_recording_saw_it():
     assert any(kept is mine for kept in recording._kept)
 
 
-def test_threads_that_ask_for_a_kernel_at_once_get_the_same():
+def test_concurrent_threads_get_the_same_kernel():
     """Recordings know addresses alone: of two kernels the cache would drop one, and its code."""
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(launch.compiled.__wrapped__, mirror) for _ in range(2)]

@@ -54,7 +54,7 @@ def decoded(layer):
 
 @pytest.mark.parametrize("shape", [(16, 32), (48, 96), (208, 704), (80, 1024)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_equal_those_of_plain_weights_for_any_number_of_rows(shape, has_bias):
+def test_products_equal_plain_weights_for_any_rows(shape, has_bias):
     weight = weights(*shape)
     bias = weights(1, shape[0]).flatten() if has_bias else None
     layer, plain = CompressedLinear.pack(weight, bias), DenseLinear.pack(weight, bias)
@@ -123,7 +123,7 @@ def test_panels_choose_their_exponents_alone():
 
 
 @pytest.mark.parametrize(("num_in", "room"), [(32, 7), (256, 15), (1024, 39)])
-def test_a_panel_without_room_for_its_exceptions_leaves_the_matrix_as_it_is(num_in, room):
+def test_too_many_exceptions_leave_the_matrix_dense(num_in, room):
     weight = torch.ones(32, num_in, dtype=torch.bfloat16)
     weight[:4, :16] = 2.0 ** torch.arange(16)  # sixteen exponents, each more often than any other
     for count, kind in ((room, CompressedLinear), (room + 1, DenseLinear)):

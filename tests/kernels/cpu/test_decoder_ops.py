@@ -153,7 +153,7 @@ def test_attention_over_blocks_of_any_size(block_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_row_does_not_depend_on_its_neighbours_nor_on_the_threads(dtype):
+def test_a_row_does_not_depend_on_rows_or_threads(dtype):
     step = Step(shape_of(dtype=dtype), [*COLUMNS["mixed"], *COLUMNS["long"]])
     ops, before = NativeOps(step.shape), torch.get_num_threads()
     together = step.attend(ops)
@@ -170,7 +170,7 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_the_threads(dtype):
         first += count
 
 
-def test_partial_results_of_many_tokens_are_held_some_at_a_time(monkeypatch):
+def test_partial_results_are_merged_in_rounds(monkeypatch):
     """As of long outputs that are computed again; those of a recorded step are all in one plan."""
     assert decode.ROUND >= MAX_ROWS
     step = Step(shape_of(), [(1000, 50)])
@@ -194,7 +194,7 @@ def test_partial_results_of_many_tokens_are_held_some_at_a_time(monkeypatch):
 @pytest.mark.parametrize("block_size", [8, 128])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_prompt_has_the_same_bits_however_it_is_cut(cuts, block_size, dtype, window):
+def test_a_prompts_bits_do_not_depend_on_chunks(cuts, block_size, dtype, window):
     step = Step(shape_of(dtype=dtype, block_size=block_size), [(0, 300)])
     ops, whole = NativeOps(step.shape), step.attend(NativeOps(step.shape), window)
     for begin, end in pairwise((0, *cuts, 300)):
@@ -206,7 +206,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(cuts, block_size, dtype, w
 @pytest.mark.parametrize("width", [16, 64, 128])
 @pytest.mark.parametrize("window", [None, 1030])
 @pytest.mark.parametrize("num_kv", [1, 16])
-def test_tokens_of_one_sequence_that_share_its_keys_are_as_each_alone(width, window, num_kv):
+def test_tokens_sharing_keys_equal_separate_ones(width, window, num_kv):
     shape = shape_of(num_q_heads=3 * num_kv, num_kv_heads=num_kv, head_dim=width)
     shape = msgspec.structs.replace(shape, dtype=torch.bfloat16)
     # over the end of a block, over that of a span, beyond it, and from the beginning
@@ -230,7 +230,7 @@ def test_tokens_of_one_sequence_that_share_its_keys_are_as_each_alone(width, win
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_row_does_not_depend_on_how_many_tiles_share_their_keys(dtype, window, monkeypatch):
+def test_a_row_does_not_depend_on_shared_tiles(dtype, window, monkeypatch):
     step = Step(shape_of(dtype=dtype), [(0, 600), (100, 150)])
     step.check(window)
     found = []
@@ -241,7 +241,7 @@ def test_a_row_does_not_depend_on_how_many_tiles_share_their_keys(dtype, window,
     assert not found[0].isnan().any()
 
 
-def test_scores_far_apart_and_not_a_number_stay_in_their_row():
+def test_extreme_scores_stay_in_their_row():
     step = Step(shape_of(scale=100.0), [(30, 1), (0, 40), (30, 1)])
     step.check(atol=3e-4)  # scores of ± 1500, of which float32 keeps four decimals
     clean = step.attend(NativeOps(step.shape))

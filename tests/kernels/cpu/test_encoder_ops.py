@@ -44,7 +44,7 @@ def test_embedding_by_torch_for_odd_widths():
     assert torch.equal(embedding(zeros, zeros, zeros), torch.ones(3, 20))
 
 
-def test_tables_that_the_kernel_would_misread_are_a_defect():
+def test_mismatched_tables_are_refused():
     words = torch.randn(50, 32)
     for wrong in (words[:, :16], torch.randn(32, 50).T, words.bfloat16()):
         with pytest.raises(AssertionError):
@@ -82,7 +82,7 @@ def test_layer_norm_by_torch_for_odd_widths():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("kind", ["MEAN", "CLS", "LAST"])
-def test_a_text_alone_is_pooled_to_the_bits_it_has_among_others(kind, dtype, native):
+def test_a_pooled_text_does_not_depend_on_its_batch(kind, dtype, native):
     if native and units.kind_of(dtype) is None:
         pytest.skip("this machine's kernels do not compute with it")
     rng = torch.Generator().manual_seed(1)
@@ -101,7 +101,7 @@ def test_a_text_alone_is_pooled_to_the_bits_it_has_among_others(kind, dtype, nat
 
 @pytest.mark.parametrize("width", [4, 16], ids=["torch", "native"])
 @pytest.mark.parametrize("kind", ["MEAN", "CLS", "LAST"])
-def test_what_is_pooled_stays_when_the_next_pass_writes(kind, width):
+def test_pooled_rows_survive_the_next_pass(kind, width):
     hidden = torch.ones((3, width))
     pooled = RowPooling(kind, torch.float32, width)(hidden, [Group(0, 1, 3)])
     hidden.zero_()

@@ -60,7 +60,7 @@ def test_kernels_give_what_torch_gives(dtype, shape, is_normalised, shared):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_token_alone_has_the_bits_it_has_among_others(dtype):
+def test_a_token_does_not_depend_on_its_batch(dtype):
     shape = SHAPES["few"]
     native, _ = both(shape, dtype)
     x, logits, _ = inputs(100, shape, dtype)
@@ -81,7 +81,7 @@ def test_of_equal_logits_the_first_experts_are_taken():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_no_numbers_spoil_their_own_token_alone(bad):
+def test_nan_logits_spoil_only_their_own_token(bad):
     shape = SHAPES["few"]
     native, _ = both(shape, torch.float32)
     x, logits, _ = inputs(3, shape, torch.float32)
@@ -141,7 +141,7 @@ def both_of_integers(shape, form, *, has_bias=False):
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_integer_experts_give_the_bits_of_their_own_layers(unit, form, monkeypatch):
+def test_integer_experts_equal_their_own_layers(unit, form, monkeypatch):
     if not UNITS[unit]:
         pytest.skip("no such instructions here")
     monkeypatch.setattr(units, "integer_unit", lambda: unit)
@@ -155,7 +155,7 @@ def test_integer_experts_give_the_bits_of_their_own_layers(unit, form, monkeypat
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_token_of_several_integer_experts_has_its_own_bits_among_others(unit, monkeypatch):
+def test_integer_experts_do_not_depend_on_the_batch(unit, monkeypatch):
     if not UNITS[unit]:
         pytest.skip("no such instructions here")
     monkeypatch.setattr(units, "integer_unit", lambda: unit)
@@ -171,13 +171,13 @@ def test_a_token_of_several_integer_experts_has_its_own_bits_among_others(unit, 
         assert torch.equal(alone[0], together[i])
 
 
-def test_integer_experts_of_several_forms_take_the_way_of_any_linear_layer():
+def test_mixed_integer_experts_are_plain_experts():
     forms = ["int4 with minima", "int4"]
     linears = [make_linear(integers(64, 64, FORMS[form])) for form in forms * 2]
     assert type(make_experts(linears, linears, Routing(4, 2, False))) is PlainExperts
 
 
-def test_one_product_may_have_other_integers_than_the_next():
+def test_products_may_differ_in_their_integers():
     first, second = (
         [make_linear(integers(*shape, FORMS[form])) for _ in range(4)]
         for shape, form in (((128, 64), "int4"), ((64, 64), "int8 in groups of 16"))

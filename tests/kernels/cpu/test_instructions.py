@@ -39,7 +39,7 @@ def weight_of(fmt, group, has_zeros, has_minima):
 @needs_native
 @pytest.mark.slow
 @pytest.mark.parametrize("named", ["avx2", "portable"])
-def test_integers_give_the_bits_of_the_formula_with_any_instructions(tmp_path, named):
+def test_integers_equal_the_formula_with_any_instructions(tmp_path, named):
     if named == "avx2" and not units.can_multiply():
         pytest.skip("needs AVX2")
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def test_a_choice_leaves_out_what_is_beyond_it(monkeypatch, named, has):
     assert features.has_bf16_dot() == (named == "all")
 
 
-def test_a_word_that_is_none_of_the_choices_is_refused_by_name(monkeypatch):
+def test_an_unknown_choice_is_refused(monkeypatch):
     monkeypatch.setenv("TROUPER_KERNELS", "sse9")
     with pytest.raises(TrouperValidationError, match=r"TROUPER_KERNELS: .*portable") as refused:
         choice.chosen.__wrapped__()

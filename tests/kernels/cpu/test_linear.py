@@ -26,7 +26,7 @@ KINDS = [
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1), (3, 63, 17), (16, 64, 128), (7, 1000, 33), (5, 96, 48)]
 )
-def test_packed_weights_give_the_product_of_the_plain_ones(dtype, has_bias, shape):
+def test_packed_weights_equal_plain_weights(dtype, has_bias, shape):
     num_tokens, num_in, num_out = shape
     torch.manual_seed(0)
     x = torch.randn(num_tokens, num_in).to(dtype)
@@ -47,7 +47,7 @@ def test_packed_weights_give_the_product_of_the_plain_ones(dtype, has_bias, shap
 @needs_native
 @pytest.mark.parametrize("num_out", [16, 80, 208])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=str)
-def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(num_out, kind, dtype, unit):
+def test_a_row_does_not_depend_on_rows_or_threads(num_out, kind, dtype, unit):
     if kind is SplitLinear and unit != "tiles":
         pytest.skip("is tiles")
     torch.manual_seed(0)

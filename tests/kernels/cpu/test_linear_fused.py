@@ -74,7 +74,7 @@ def test_every_activation_has_torchs_formula():
         activate(x, "swoosh")
 
 
-def test_gelu_of_bfloat16_is_exact_to_half_a_unit():
+def test_bfloat16_gelu_is_exact_to_half_a_unit():
     weight = torch.eye(64).bfloat16()
     if not units.can_multiply():
         pytest.skip("this machine does not multiply bfloat16")

@@ -65,7 +65,7 @@ def test_the_sum_is_that_of_torch(dtype, slots):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_among_others_as_alone(dtype):
+def test_a_row_does_not_depend_on_its_batch(dtype):
     weights, slots = loaded(dtype), [2, 1, 0, 3, 3, 4, 1, 5, 3, 3, 3, 2]
     crowd = added(weights, slots, dtype)
     for row in range(len(slots)):
@@ -74,7 +74,7 @@ def test_a_row_has_the_same_bits_among_others_as_alone(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_among_many_as_among_few(dtype):
+def test_a_row_does_not_depend_on_the_row_count(dtype):
     weights, slots = loaded(dtype), [1, 3, 4] * 30
     many = added(weights, slots, dtype)
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def test_an_empty_slot_leaves_the_product_alone():
     assert added(weights, [1, 5, 0], torch.float32).equal(before)
 
 
-def test_a_slot_is_loaded_again_with_a_smaller_rank():
+def test_a_slot_accepts_a_smaller_rank():
     weights, small = loaded(torch.float32), adapter(2, 9, torch.float32)
     weights.load(3, small)
     reference = PlainLoRA(PARTS)
@@ -101,14 +101,14 @@ def test_a_slot_is_loaded_again_with_a_smaller_rank():
     )
 
 
-def test_blocks_hold_up_to_four_rows_of_one_adapter():
+def test_blocks_have_up_to_four_rows():
     table = rows_of([2, 0, 1, 2, 2, 2, 2, 1])
     assert table.blocks[0, 0] == 3
     assert table.blocks[1:4].tolist() == [[1, 0, 2], [2, 2, 4], [2, 6, 1]]
     assert table.order[:7].tolist() == [2, 7, 0, 3, 4, 5, 6]
 
 
-def test_the_rows_that_are_read_have_a_table_of_their_own():
+def test_read_rows_have_their_own_table():
     rows = AdapterRows(8)
     rows.begin_step(np.array([1, 1, 2]), np.array([1, 2]))
     assert rows.of(3).slots[:3].tolist() == [1, 1, 2]

@@ -98,7 +98,7 @@ def test_ranks_together_compute_what_one_device_does():
 
 
 @pytest.mark.skipif(not units.can_multiply(), reason="needs compiled kernels")
-def test_more_rows_of_logits_than_the_sheet_has_come_in_turns():
+def test_logits_beyond_the_sheet_come_in_batches():
     torch.manual_seed(0)
     product = torch.randn(11, 40)  # the sheet has four rows
 
@@ -142,9 +142,7 @@ def norm(x, weight):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("num_rows", [1, 5, 33])
 @pytest.mark.parametrize("has_post_norm", [False, True])
-def test_a_sum_with_residual_and_norms_equals_float64_with_equal_bits_on_all_ranks(
-    dtype, num_ranks, num_rows, has_post_norm
-):
+def test_a_sum_with_norms_equals_float64_on_all_ranks(dtype, num_ranks, num_rows, has_post_norm):
     torch.manual_seed(0)
     width = 48
     parts = torch.randn(num_ranks, num_rows, width).to(dtype)
@@ -172,7 +170,7 @@ def test_a_sum_with_residual_and_norms_equals_float64_with_equal_bits_on_all_ran
         assert torch.equal(other[1], found[0][1])
 
 
-def test_a_thousand_sums_in_a_row_never_read_a_part_that_was_overwritten():
+def test_sums_never_read_overwritten_parts():
     def rank(group):
         sums = []
         for i in range(1000):
@@ -203,7 +201,7 @@ def test_a_sum_is_part_of_a_recording():
 
 
 @pytest.mark.parametrize("num_copies", [1, 2])
-def test_a_norm_over_the_heads_of_all_ranks_counts_each_key_head_once(num_copies):
+def test_a_shared_norm_counts_each_key_head_once(num_copies):
     torch.manual_seed(0)
     num_ranks, num_rows, q_width, k_width = 2, 3, 32, 16
     q = torch.randn(num_rows, num_ranks * q_width)
@@ -234,7 +232,7 @@ def test_a_norm_over_the_heads_of_all_ranks_counts_each_key_head_once(num_copies
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_logits_of_all_ranks_lie_side_by_side_until_the_next_call(dtype):
+def test_gathered_logits_last_until_the_next_call(dtype):
     torch.manual_seed(0)
     widths, num_rows = (32, 21), 6
     product = torch.randn(2, num_rows, sum(widths)).to(dtype)
@@ -262,7 +260,7 @@ def test_all_agree_only_if_every_rank_does(votes, verdict):
 
 
 @pytest.mark.parametrize("what", ["step", "rows"])
-def test_ranks_that_do_different_things_find_out_and_say_both_numbers(what):
+def test_ranks_detect_different_calls(what):
     def rank(group):
         group.begin_step(7 + group.rank if what == "step" else 7)
         rows = 1 + group.rank if what == "rows" else 1
@@ -278,7 +276,7 @@ def test_ranks_that_do_different_things_find_out_and_say_both_numbers(what):
     assert f"rank 1 was in {theirs}, rank 0 in {ours}" in second
 
 
-def test_a_peer_that_is_two_exchanges_ahead_proves_disagreement():
+def test_a_peer_two_exchanges_ahead_disagrees():
     sizes = ExchangeSizes(2, 4096)
     memory = mmap.mmap(-1, sizes.num_bytes)
     group = RankExchange(0, sizes, memory)
@@ -293,9 +291,7 @@ def test_a_peer_that_is_two_exchanges_ahead_proves_disagreement():
 
 
 @pytest.mark.parametrize("num_done", [5, 2**31, 2**32 - 1, 2**40 + 2**31])
-def test_a_rank_sleeps_for_what_the_system_compares_however_many_exchanges_there_were(
-    monkeypatch, num_done
-):
+def test_a_rank_sleeps_after_many_exchanges(monkeypatch, num_done):
     """The system compares the low half of the peer's counter with what it is given, and else returns at once."""
     sizes = ExchangeSizes(2, 4096)
     memory = mmap.mmap(-1, sizes.num_bytes)

@@ -132,7 +132,7 @@ def test_a_large_vocabulary(scale, dtype):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 31, 32, 100, 4099, 70_000])
-def test_a_mixture_of_rows_gives_the_tokens_of_the_formulas(vocab_size):
+def test_mixed_rows_draw_the_formulas_tokens(vocab_size):
     logits, rows, positions = mixed(40, vocab_size)
     found = drawn(logits, rows, positions)
     for i, token in enumerate(found):
@@ -141,7 +141,7 @@ def test_a_mixture_of_rows_gives_the_tokens_of_the_formulas(vocab_size):
 
 
 @pytest.mark.parametrize("vocab_size", [50, 20_000])
-def test_a_row_is_drawn_alike_among_any_others_and_on_any_threads(vocab_size):
+def test_a_draw_does_not_depend_on_rows_or_threads(vocab_size):
     logits, rows, positions = mixed(12, vocab_size)
     found = drawn(logits, rows, positions)
     before = torch.get_num_threads()
@@ -158,7 +158,7 @@ def test_a_row_is_drawn_alike_among_any_others_and_on_any_threads(vocab_size):
 
 
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}])
-def test_excluded_tokens_and_those_that_are_not_numbers_are_never_drawn(truncation):
+def test_excluded_and_nan_tokens_are_never_drawn(truncation):
     rows, positions = rows_of(64, **truncation), np.arange(64)
     logits = torch.full((64, 40), -torch.inf)
     assert (drawn(logits, rows, positions) == NOTHING_LEFT).all()
@@ -172,7 +172,7 @@ def test_excluded_tokens_and_those_that_are_not_numbers_are_never_drawn(truncati
     drawn(logits, rows, positions)
 
 
-def test_of_equal_tokens_those_with_the_least_ids_are_kept():
+def test_the_least_ids_of_equal_logits_are_kept():
     logits = torch.zeros(500, 100)
     logits[:, 3] = -9.0
     for truncation in ({"top_k": 5}, {"top_p": 4.5 / 99}):
@@ -253,7 +253,7 @@ def test_each_token_that_has_occurred_counts_once(num_rows, vocab_size, length):
     assert torch.equal(alike, logits)
 
 
-def test_on_any_number_of_threads_and_with_gaps_between_rows():
+def test_rows_may_have_gaps_on_any_threads():
     logits, *others = batch(300, 60, 400)
     wide = torch.zeros(300, 77)[:, :60].copy_(logits)
     before = torch.get_num_threads()
@@ -289,7 +289,7 @@ def test_what_is_not_finite_stays_in_its_row(poison):
     assert torch.equal(poisoned[kept], logits[kept])
 
 
-def test_rows_draw_from_those_of_the_logits_that_are_picked():
+def test_rows_draw_from_their_picked_logits():
     logits, rows, positions = mixed(9, 100)
     picked = np.array([7, 2, 3])
     nothing = np.zeros((9, 1), dtype=np.int64)
@@ -301,9 +301,7 @@ def test_rows_draw_from_those_of_the_logits_that_are_picked():
 
 @pytest.mark.parametrize("vocab_size", [16, 45, 1000])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_masked_row_draws_from_the_tokens_of_its_mask_and_no_other_row_notices(
-    vocab_size, temperature
-):
+def test_a_masked_row_draws_from_its_mask(vocab_size, temperature):
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.standard_normal((6, vocab_size), dtype=np.float32))
     words = rng.integers(-(2**31), 2**31, (6, -(-vocab_size // 32)), dtype=np.int32)
@@ -325,7 +323,7 @@ def test_a_masked_row_draws_from_the_tokens_of_its_mask_and_no_other_row_notices
     assert found[5] == NOTHING_LEFT
 
 
-def test_a_masked_row_that_is_not_finite_is_found():
+def test_a_masked_row_must_be_finite():
     logits = torch.zeros(1, 50)
     logits[0, 7] = torch.nan
     words = np.full(2, -1, dtype=np.int32)

@@ -29,7 +29,7 @@ def positive(*shape):
 
 @pytest.mark.parametrize("numbers", [torch.randn, positive, spread, nearly_round])
 @pytest.mark.parametrize("num_in", [32, 64, 384, 1536])
-def test_the_error_is_not_larger_than_that_of_float32s_own_products(num_in, numbers):
+def test_the_error_is_at_most_that_of_float32(num_in, numbers):
     torch.manual_seed(0)
     weight = numbers(48, num_in)
     layers = [kind.pack(weight) for kind in (SplitLinear, DenseLinear)]

@@ -49,7 +49,7 @@ def test_it_equals_the_reference(case, window, has_bias, dtype, tolerance, nativ
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize(("window", "has_bias"), [(None, False), (150, False), (None, True)])
-def test_tokens_behind_the_keys_see_and_are_not_seen(window, has_bias, native):
+def test_tokens_behind_the_keys_are_invisible(window, has_bias, native):
     if native and not is_native(torch.float32, 32):
         pytest.skip("this machine's kernels do not compute with it")
     torch.manual_seed(0)

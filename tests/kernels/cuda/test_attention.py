@@ -120,7 +120,7 @@ def test_blocks_of_any_size(device, block_size):
 
 
 @pytest.mark.usefixtures("ordered_dots")
-def test_a_prompts_rows_do_not_depend_on_its_chunks(device):
+def test_prompt_rows_do_not_depend_on_chunks(device):
     whole = Case([(0, 90)], (4, 2, 16), device=device)
     expected = whole.run(decodes=False, min_count=1)[:90]
     q, cache, _, rows, _, blocks = whole.arguments
@@ -137,7 +137,7 @@ def test_a_prompts_rows_do_not_depend_on_its_chunks(device):
 
 
 @pytest.mark.parametrize("columns", [[(200, 1)], [(20, 40)]], ids=["decode", "prefill"])
-def test_a_sequence_gets_the_same_bits_alone_and_in_a_crowd(device, columns):
+def test_a_sequence_does_not_depend_on_its_batch(device, columns):
     """Whose neighbours are longer, shorter, and on either side."""
     crowd = [(3, 1), (0, 9), *columns, (299, 1), (31, 17)]
     together = Case(crowd, (4, 2, 16), device=device)
@@ -170,7 +170,7 @@ def test_one_program_may_take_all_parts(device, monkeypatch):
     assert torch.equal(found.out[:3], expected.out[:3])
 
 
-def test_what_is_longer_than_all_parts_is_split_into_longer_ones(device, monkeypatch):
+def test_very_long_sequences_have_longer_parts(device, monkeypatch):
     monkeypatch.setattr("trouper.kernels.cuda.decode_attention.MAX_SPLITS", 3)
     Case([(130, 1), (47, 1), (48, 1)], (4, 2, 16), device=device).check()
 

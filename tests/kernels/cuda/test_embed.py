@@ -47,7 +47,7 @@ def test_it_equals_the_reference_with_and_without_padding(device, columns, dtype
             )
 
 
-def test_the_reference_is_the_batch_of_the_cpu_path():
+def test_the_reference_equals_the_cpu_path():
     columns = [column for column in COLUMNS["mixed"] if column[2]]
     bounds, row_ids, starts, tokens, blocks, embedding = arguments(columns, 8, torch.float32)
     rows = RequestSlots(5, 16, 4)

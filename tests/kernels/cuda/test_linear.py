@@ -43,7 +43,7 @@ def test_it_is_the_product(num_tokens, num_in, num_out, dtype, device):
 @pytest.mark.usefixtures("ordered_dots")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("num_in", [96, pytest.param(4096, marks=pytest.mark.gpu)])
-def test_a_row_has_the_same_bits_alone_and_in_a_crowd(num_in, dtype, device):
+def test_a_row_does_not_depend_on_other_rows(num_in, dtype, device):
     x, weight, bias = tensors(150, num_in, 70, dtype, device)
     layer = InvariantLinear.pack(weight, bias)
     crowd = layer.apply(x)
@@ -51,7 +51,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_crowd(num_in, dtype, device):
         assert torch.equal(layer.apply(x[first:last]), crowd[first:last])
 
 
-def test_more_tiles_of_rows_than_share_a_tile_of_the_weight(device):
+def test_more_row_tiles_than_a_group_shares(device):
     x, weight, bias = tensors(64 * 9 + 1, 16, 130, torch.float32, device)
     expected = linear_reference(x, weight, bias)
     torch.testing.assert_close(matmul(x, weight, bias), expected, atol=1e-5, rtol=1e-5)

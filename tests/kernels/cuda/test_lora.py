@@ -95,7 +95,7 @@ def test_the_sum_is_that_of_torch(num_in, mixture, dtype, device):
 
 @pytest.mark.usefixtures("ordered_dots")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(dtype, device):
+def test_a_row_does_not_depend_on_other_adapters(dtype, device):
     slots = [3, 1, 0, 2, 3, 4, 1, 3] + [3] * 14
     weights, _ = weights_of(72, dtype, device)
     x, y = tensors(len(slots), 72, dtype, device)
@@ -107,7 +107,7 @@ def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(dtype, device):
         assert torch.equal(alone, y[row : row + 1])
 
 
-def test_a_slot_can_be_emptied_and_taken_by_a_smaller_adapter(device):
+def test_an_emptied_slot_accepts_a_smaller_adapter(device):
     weights, _ = weights_of(40, torch.float32, device)
     x, y = tensors(2, 40, torch.float32, device)
     before, rows = y.clone(), device_rows([3, 3], device)

@@ -36,9 +36,7 @@ def make(num_tokens, num_q, num_kv, width, rotated, dtype):
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("more", [{}, {"is_norm_last": True}, {"query_scale": 0.5}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES + [pytest.param(s, marks=pytest.mark.gpu) for s in REAL])
-def test_it_equals_the_reference_and_padding_tokens_change_nothing(
-    device, dtype, has_norm, shape, more
-):
+def test_it_equals_the_reference_with_padding(device, dtype, has_norm, shape, more):
     qkv, cache, positions, slots, norm, table = make(*shape, dtype)
     slots[1::3] = -1
     options = {"norm_ND": norm if has_norm else None, "table_P2R": table, "eps": 1e-6}
@@ -60,7 +58,7 @@ def test_it_equals_the_reference_and_padding_tokens_change_nothing(
     assert torch.equal(found[~is_real], qkv[~is_real])
 
 
-def test_the_cache_may_lie_by_slot_or_by_head(device):
+def test_the_cache_may_be_ordered_by_slot_or_head(device):
     qkv, cache, positions, slots, norm, table = (
         x.to(device) for x in make(4, 2, 2, 8, 8, torch.float32)
     )
@@ -72,7 +70,7 @@ def test_the_cache_may_lie_by_slot_or_by_head(device):
     torch.testing.assert_close(cache, by_slot, atol=0, rtol=0, equal_nan=True)
 
 
-def test_the_reference_is_the_separate_operations_of_the_cpu_path():
+def test_the_reference_equals_the_cpus_separate_operations():
     qkv, cache, positions, slots, norm, table = make(7, 4, 2, 16, 8, torch.float32)
     q, written = qk_norm_rope_kv_write_reference(
         qkv, cache, positions, slots, norm_ND=norm, table_P2R=table, eps=1e-6

@@ -43,7 +43,7 @@ def log_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 + 12345, 2**64 - 1])
-def test_keys_are_those_of_the_cpu_path_and_noise_is_within_rounding(device, seed):
+def test_noise_equals_the_cpu_path_within_rounding(device, seed):
     positions = np.array([0, 1, 4095, 2**31 - 1])
     seeds = np.full(4, seed, dtype=np.uint64)
     num = 5000
@@ -63,7 +63,7 @@ def test_keys_are_those_of_the_cpu_path_and_noise_is_within_rounding(device, see
     torch.testing.assert_close(out.cpu(), noise, atol=1e-6, rtol=5e-7)
 
 
-def test_the_logarithm_keeps_its_digits_near_one_and_at_both_ends(device):
+def test_the_logarithm_is_exact_near_one(device):
     """The arguments that noise uses: (k + ½) / 2²³, and -log of those."""
     k = torch.arange(0.5, 2048)
     u = torch.cat((k, 2**23 - k, torch.linspace(0.5, 2**23 - 0.5, 4096).round() + 0.5))[:8191]
@@ -190,7 +190,7 @@ def place(rows, row, s, prompt, outputs):
 
 
 @pytest.mark.parametrize("vocab_size", [V, pytest.param(151_936, marks=pytest.mark.gpu)])
-def test_the_device_draws_the_tokens_of_the_cpu_path(device, vocab_size):
+def test_the_device_draws_the_cpu_paths_tokens(device, vocab_size):
     batch = Batch(list(FEATURES.values()), device=device, vocab_size=vocab_size)
     found = batch.draw()
     expected = batch.drawn_on_cpu().token_ids
@@ -224,7 +224,7 @@ def test_the_references_together_are_the_cpu_path():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [V, pytest.param(151_936, marks=pytest.mark.gpu)])
-def test_edited_logits_equal_the_reference_and_other_rows_are_left_alone(device, dtype, vocab_size):
+def test_edited_logits_equal_the_reference(device, dtype, vocab_size):
     batch = Batch(list(FEATURES.values()), device=device, vocab_size=vocab_size, dtype=dtype)
     batch.edit()
     edited = batch.edited.cpu()
@@ -256,7 +256,7 @@ def test_edited_logits_equal_the_reference_and_other_rows_are_left_alone(device,
     ],
     ids=str,
 )
-def test_what_is_kept_is_exactly_what_a_stable_sort_keeps(device, dtype, vocab_size, scale):
+def test_kept_tokens_equal_a_stable_sort(device, dtype, vocab_size, scale):
     """In bfloat16, and with a scale of zero, most values are equal."""
     samplings = [
         Sampling(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
@@ -279,7 +279,7 @@ def test_what_is_kept_is_exactly_what_a_stable_sort_keeps(device, dtype, vocab_s
 
 
 @pytest.mark.parametrize("top_k", [0, 3000])
-def test_what_can_never_be_drawn_still_counts_in_the_mass(device, top_k):
+def test_tokens_out_of_reach_still_count_as_mass(device, top_k):
     """The best has 0.99999 of the mass, because 4000 tokens beyond the noise's reach have the rest."""
     batch = Batch([Sampling(top_k=top_k, top_p=0.999995)], device=device)
     batch.raw[1] = -torch.inf
@@ -318,7 +318,7 @@ def test_a_row_that_is_not_finite_fails_alone(device, bad, where):
     assert (batch.tokens[failed, 10] == -5).all()
 
 
-def test_what_another_device_has_drawn_goes_to_its_rows_and_nothing_else_changes(device):
+def test_another_devices_tokens_go_to_their_rows(device):
     tokens = torch.arange(24, dtype=torch.int32, device=device).view(3, 8)
     sampled, rows, ends = (
         torch.tensor(x, dtype=torch.int32, device=device)
@@ -378,7 +378,7 @@ def test_frequencies_are_those_of_the_softmax(device, num_draws):
         pytest.param(151_936, 20, marks=pytest.mark.gpu),
     ],
 )
-def test_logprobs_equal_the_reference_and_equal_ones_rise_by_id(device, dtype, vocab_size, num_top):
+def test_logprobs_equal_the_reference(device, dtype, vocab_size, num_top):
     torch.manual_seed(0)
     logits = (3 * torch.randn(4, vocab_size)).to(dtype)
     sampled = torch.tensor([0, -1, vocab_size - 1, vocab_size // 2], dtype=torch.int32)

@@ -34,7 +34,7 @@ def assert_good(kernels):
         assert kernel["instructions"] == kernel["expected"], kernel
 
 
-def test_attention_uses_the_matrix_units_and_does_not_spill():
+def test_attention_uses_matrix_units_without_spills():
     found = compiled("--kernel", "attention", "--case", "32/8 × 128 bfloat16, blocks of 16")
     assert_good(found)
     assert [(kernel["kernel"], kernel["instructions"]) for kernel in found] == [
@@ -63,7 +63,7 @@ def test_every_row_of_every_table_has_a_case():
     assert len(rows) > 15
 
 
-def test_the_table_of_the_docs_has_every_case_with_its_configuration():
+def test_the_docs_table_has_every_case():
     text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
     _, table = text.split("| kernel | case | configuration |")
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]

@@ -19,7 +19,7 @@ def test_it_equals_the_reference_in_pythons_integers(seed, position):
     )
 
 
-def test_a_number_depends_on_its_own_seed_position_and_token_alone():
+def test_noise_depends_on_seed_position_and_token():
     seeds, positions = np.array([3, 3, 9], np.uint64), np.array([5, 6, 5])
     together = gumbel(seeds, positions, np.arange(100))
     for i in range(3):
@@ -56,6 +56,6 @@ def test_noise_is_finite_and_has_gumbels_moments():
     assert abs(float(values.var()) - np.pi**2 / 6) < 0.02
 
 
-def test_the_hash_is_a_bijection_for_a_pair_of_keys():
+def test_the_hash_is_a_bijection():
     hashed = hash32(np.arange(1 << 16, dtype=np.uint32), np.uint32(0xDEADBEEF), np.uint32(42))
     assert len(np.unique(hashed)) == 1 << 16

@@ -24,7 +24,7 @@ def test_strided_heads_are_normalised_each_by_itself():
     torch.testing.assert_close(rms_norm(heads, weight, 1e-5), expected)
 
 
-def test_a_float32_weight_is_not_rounded_to_the_models_dtype():
+def test_a_float32_weight_is_not_rounded():
     x = torch.randn(4, 64).to(torch.bfloat16)
     weight = 1 + 2.0**-12 * torch.arange(64)
     found = rms_norm(x, weight, 1e-6)
@@ -32,7 +32,7 @@ def test_a_float32_weight_is_not_rounded_to_the_models_dtype():
     torch.testing.assert_close(found, rms_norm_reference(x, weight, 1e-6), atol=0, rtol=2**-7)
 
 
-def test_a_row_that_is_nan_does_not_touch_its_neighbours():
+def test_a_nan_row_does_not_touch_its_neighbours():
     x = torch.randn(3, 32)
     clean = rms_norm(x, torch.ones(32), 1e-6)
     x[1] = torch.nan
@@ -41,7 +41,7 @@ def test_a_row_that_is_nan_does_not_touch_its_neighbours():
     assert found[1].isnan().all()
 
 
-def test_heads_with_weights_of_their_own_are_normalised_in_place():
+def test_heads_are_normalised_with_their_own_weights():
     qkv = torch.randn(5, 6, 16)
     heads, rest = qkv.narrow(1, 0, 4), qkv.narrow(1, 4, 2).clone()
     weights = torch.randn(4, 16)

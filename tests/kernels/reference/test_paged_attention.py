@@ -114,7 +114,7 @@ def test_consecutive_blocks_are_one_run_whatever_their_order():
 
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_a_lone_query_has_the_same_bits_whichever_blocks_are_neighbours(dtype, window):
+def test_a_single_query_does_not_depend_on_adjacent_blocks(dtype, window):
     torch.manual_seed(0)
     num_kv, width, size, start = 2, 16, 128, 300
     k, v = torch.randn(2, num_kv, start + 1, width).to(dtype)
@@ -133,13 +133,13 @@ def test_a_lone_query_has_the_same_bits_whichever_blocks_are_neighbours(dtype, w
     assert torch.equal(found[0], found[2])
 
 
-def test_a_window_trims_the_runs_of_a_lone_query():
+def test_a_window_trims_a_single_querys_runs():
     (tile,) = plan_attention([np.arange(10)], [79], [1], block_size=8, window=5)
     ((slot, length, num_queries, mask),) = tile.runs
     assert (slot, length, num_queries, mask) == (75, 5, 1, None)
 
 
-def test_a_window_that_is_not_exceeded_costs_no_mask():
+def test_a_short_sequence_needs_no_window_mask():
     tiles = plan_attention([np.array([3, 1, 2])], [8], [8], block_size=8, window=16)
     assert [run.mask for tile in tiles for run in tile.runs] == [None]
     tiles = plan_attention([np.array([3, 1, 2])], [8], [8], block_size=8, window=15)

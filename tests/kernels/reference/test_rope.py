@@ -52,7 +52,7 @@ def test_the_reference_keeps_what_attention_depends_on():
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "width"), [(0, 2, 4), (1, 1, 1), (5, 3, 16), (33, 8, 24)]
 )
-def test_each_token_lands_in_its_slot_and_nothing_else_changes(dtype, num_tokens, num_heads, width):
+def test_each_token_is_written_to_its_slot(dtype, num_tokens, num_heads, width):
     torch.manual_seed(0)
     cache = torch.full((2, num_heads, 64, width), torch.nan, dtype=dtype)
     qkv = torch.randn(num_tokens, 2 + 2 * num_heads, width).to(dtype)
