@@ -27,6 +27,7 @@ from trouper.frontends.cli.batch.run_batch import run_batch
 from trouper.frontends.cli.chat.commands import chat, complete
 from trouper.frontends.cli.collect_env import collect_env
 from trouper.frontends.cli.launch import launch
+from trouper.frontends.cli.library import ps, pull, rm, show
 from trouper.frontends.cli.models import models
 from trouper.frontends.cli.serve import serve
 
@@ -48,6 +49,11 @@ app.command(cls=PanelCommand)(serve)
 app.command(cls=PanelCommand)(launch)
 app.command(cls=PanelCommand)(run_batch)
 app.command(cls=PanelCommand)(models)
+app.command("list", cls=PanelCommand, help="List the models on this machine, as `models` does.")(models)
+app.command(cls=PanelCommand)(pull)
+app.command(cls=PanelCommand)(show)
+app.command(cls=PanelCommand)(rm)
+app.command(cls=PanelCommand)(ps)
 app.command(cls=PanelCommand)(collect_env)
 
 

@@ -16,6 +16,7 @@ from trouper.config.gguf.files import gguf_models, gguf_names
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.arguments.options import expand_options
 
+SHOWN = ("model", "path", "size_bytes", "type", "task", "served_by", "reason")
 HEADINGS = ("model", "size", "type", "task", "served by")
 
 
@@ -44,11 +45,30 @@ def models(
     Nothing is downloaded and no weights are read. A model served through transformers is checked again when it is
     loaded.
     """
-    found = [*_of_the_hub(download_dir), *(e for f in folders or () for e in _of_folder(f))]
+    found = find_models(folders or (), download_dir)
     if as_json:
-        print(json.dumps(found, indent=2))
+        shown = [{name: e[name] for name in SHOWN} for e in found]
+        print(json.dumps(shown, indent=2))
         return
-    print("\n".join(_table(found)) if found else _nothing_found(download_dir, folders or ()))
+    rows = [
+        (e["model"], size_text(e["size_bytes"]), e["type"] or "-", e["task"] or "-", e["served_by"] or f"no: {e['reason']}")
+        for e in found
+    ]  # fmt: skip
+    nothing = _nothing_found(download_dir, folders or ())
+    print("\n".join(table([HEADINGS, *rows])) if found else nothing)
+
+
+def find_models(
+    folders: Sequence[Path], download_dir: Path | None = None, *, hub: bool = True
+) -> list[dict[str, Any]]:
+    """Find the models of the hub's cache and of some folders.
+
+    Returns:
+        for each the fields of `trouper models --json`, and `repository` and `files`: its id on the hub, or None, and the files
+        of a model that shares its repository with others.
+    """
+    found = list(_of_the_hub(download_dir)) if hub else []
+    return [*found, *(entry for folder in folders for entry in _of_folder(folder))]
 
 
 def _nothing_found(download_dir: Path | None, folders: Sequence[Path]) -> str:
@@ -70,7 +90,8 @@ def _of_the_hub(download_dir: Path | None) -> Iterator[dict[str, Any]]:
         if repo.repo_type != "model" or not repo.revisions:
             continue
         newest = max(repo.revisions, key=lambda revision: revision.last_modified)
-        yield from _of_folder(newest.snapshot_path, repo.repo_id)
+        for entry in _of_folder(newest.snapshot_path, repo.repo_id):
+            yield entry | {"repository": repo.repo_id}
 
 
 def _of_folder(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
@@ -115,6 +136,7 @@ def _entry(path: Path, name: str, files: list[Path] | None = None) -> dict[str, 
     from trouper.actors.executor.workers.compatibility import judge
 
     verdict = judge(path)
+    own = None if files is None else [str(file) for file in files]
     if files is None:
         files = [file for file in path.rglob("*") if file.is_file()]
     return {
@@ -125,20 +147,18 @@ def _entry(path: Path, name: str, files: list[Path] | None = None) -> dict[str, 
         "task": verdict.task,
         "served_by": verdict.code,
         "reason": verdict.reason,
+        "repository": None,
+        "files": own,
     }
 
 
-def _table(entries: list[dict[str, Any]]) -> Iterator[str]:
-    rows = [HEADINGS]
-    rows += [
-        (e["model"], _size(e["size_bytes"]), e["type"] or "-", e["task"] or "-", e["served_by"] or f"no: {e['reason']}")
-        for e in entries
-    ]  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS) - 1)]
+def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Align the columns of rows, the last one excepted; the first row is the headings."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         yield "  ".join([*cells, row[-1]])
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

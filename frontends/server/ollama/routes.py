@@ -9,12 +9,12 @@ from typing import Any
 import anyio.to_thread
 
 from trouper import __version__
+from trouper.config.model_files import ModelFiles
 from trouper.errors import TrouperClientError, invalid
 from trouper.frontends.server.generation.driver import client_names, drive
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.ollama import cards
-from trouper.frontends.server.ollama.cards import ModelFiles
 from trouper.frontends.server.ollama.replies import OllamaAdapter, OllamaTurn, reply_head
 from trouper.frontends.server.ollama.requests import (
     OllamaChatRequest,
