@@ -49,7 +49,9 @@ app.command(cls=PanelCommand)(serve)
 app.command(cls=PanelCommand)(launch)
 app.command(cls=PanelCommand)(run_batch)
 app.command(cls=PanelCommand)(models)
-app.command("list", cls=PanelCommand, help="List the models on this machine, as `models` does.")(models)
+app.command("list", cls=PanelCommand, help="List the models on this machine, as `models` does.")(
+    models
+)
 app.command(cls=PanelCommand)(pull)
 app.command(cls=PanelCommand)(show)
 app.command(cls=PanelCommand)(rm)

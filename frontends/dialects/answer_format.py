@@ -9,6 +9,7 @@ from trouper.errors import invalid
 from trouper.frontends.dialects.calls import MAX_HELD, Schemas
 from trouper.frontends.dialects.core import AnswerParser
 from trouper.frontends.dialects.table import (
+    AUTO,
     BY_NAME,
     DIALECTS,
     Dialect,
@@ -18,7 +19,7 @@ from trouper.frontends.dialects.table import (
     detect,
 )
 
-AUTO, NONE = "auto", "none"
+NONE = "none"
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):

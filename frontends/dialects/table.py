@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+AUTO = "auto"  # a dialect is found by the model's chat template
+
 Span = tuple[str, str]  # the marks around something
 Body = Literal["object", "array", "named", "tagged", "python", "literals", "channels"]
 # any id; nine letters and digits; `functions.name:0`, numbered through the conversation

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.dialects.answer_format import AUTO, check_parser_names
-from trouper.frontends.dialects.table import Dialect
+from trouper.frontends.dialects.table import AUTO, Dialect
 from trouper.lora import LoRARequest
 
 KIB, MIB = 2**10, 2**20
@@ -282,6 +281,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in msgspec.structs.asdict(self).items():
             if isinstance(value, float) and math.isnan(value):
                 raise invalid(name.removesuffix("_s"), "must be a number")
+        # Imported here: the parsers need numpy, and the command line, which reads the options above, starts without it.
+        from trouper.frontends.dialects.answer_format import check_parser_names
+
         check_parser_names(self.tool_call_parser, self.reasoning_parser, self.dialects)
         for name, keys in (("api_key", self.api_keys), ("admin_key", (self.admin_key,))):
             if any(key is not None and not key.strip() for key in keys):
