@@ -1,6 +1,6 @@
 """`trouper serve --node-rank N` with N ≥ 1: run workers for a server on another machine.
 
-A module of its own, because importing it loads the code of the workers, which `trouper serve` alone does not need.
+This is a separate module, because importing it loads the code of the workers, which an ordinary server does not need.
 """
 
 import signal
@@ -17,7 +17,7 @@ async def run_host(config: EngineConfig, nodes: NodesConfig) -> None:
     """Run workers for one front after another, until a signal comes.
 
     Raises:
-        TrouperValidationError: the front refuses this machine; the message says why.
+        TrouperValidationError: the front refuses this machine; the message has the reason.
     """
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_cancel_at_signal, tasks.cancel_scope)

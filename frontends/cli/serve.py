@@ -1,4 +1,8 @@
-"""`trouper serve`: the OpenAI-compatible server."""
+"""`trouper serve`: start the OpenAI-compatible server.
+
+Mistakes are reported before torch is imported and the model is loaded, which takes seconds. The worker process starts
+loading at the same time as the server, if there is only one.
+"""
 
 import importlib.util
 import os
@@ -36,13 +40,13 @@ def serve(
         typer.Argument(
             metavar="[MODEL]",
             show_default=False,
-            help="Folder, GGUF file or hub id; the demo when left out.",
+            help="Folder, GGUF file or hub id; the demo model by default.",
         ),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            help="Options in a TOML or YAML file; the command line wins.",
+            help="TOML or YAML file with options; the command line overrides it.",
             metavar="FILE",
             rich_help_panel="Server",
             is_eager=True,
@@ -66,7 +70,7 @@ def serve(
     _check_dev_mode(settings)
     if not settings.api_keys and not _is_local(settings):
         output.complain(
-            f"warning: everyone who reaches {settings.host} may use this server; "
+            f"warning: everyone who can reach {settings.host} can use this server; "
             "set --api-key or TROUPER_API_KEY to require a key"
         )
     if settings.max_header_bytes > LARGEST_HEAD:
@@ -75,15 +79,16 @@ def serve(
             f"warning: --h11-max-incomplete-event-size is limited to {LARGEST_HEAD} bytes"
         )
     engine_args.seed = settings.seed
-    # here, because it finds mistakes before torch is loaded
+    # Reports mistakes before torch is loaded.
     resolved = resolve(engine_args, frontend="server")
     if engine_args.node_rank > 0 and resolved.nodes is not None:
         _run_host(resolved, resolved.nodes, settings)
         return
-    # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
+    # torch reads it when it is loaded.  Threads that wait actively would starve the event loop.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     is_process = resolved.device_worker == "process"
-    # several inherit files, and processors are bound before torch is imported: the engine says to what
+    # Several workers inherit files from the engine, and their processors must be bound before torch is imported, so
+    # only a single unbound worker can start before the engine.
     is_alone = is_process and resolved.num_workers == 1 and resolved.nodes is None
     if is_alone and resolved.cpu_bind is None:
         from trouper.actors.executor.workers.launching import LaunchedAhead
@@ -110,7 +115,8 @@ def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | No
 
     with ExitStack() as stack:
         stack.enter_context(log_lines("trouper", settings.log_level))
-        if settings.loop == "asyncio":  # failures of an application that it did not answer itself
+        if settings.loop == "asyncio":
+            # Errors that the application did not turn into a response.
             stack.enter_context(log_lines("uvicorn.error", "error"))
         if settings.logs_access:
             stack.enter_context(log_lines("trouper.access", "info"))
@@ -119,14 +125,15 @@ def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | No
         else:
             sock = stack.enter_context(bind_tcp(settings.host, settings.port))
         public = Listener(sock, settings.ssl_certfile, settings.ssl_keyfile)
-        public.tls_context()  # here, because a bad file must not cost the time of loading a model
+        # Reports an invalid file before the model is loaded.
+        public.tls_context()
         admin: list[Listener] = []
         if settings.admin_uds is not None:
             admin.append(Listener(stack.enter_context(bind_unix(settings.admin_uds))))
         if settings.admin_port is not None:
             admin.append(Listener(stack.enter_context(bind_tcp(LOOPBACK, settings.admin_port))))
 
-        # Inline, the bar of the weights has the terminal; of a worker, whose stderr is a pipe, there is none.
+        # With workers the server shows the progress of loading, because a worker's stderr is a pipe.
         has_workers = config.device_worker == "process"
         terminal = sys.stderr if has_workers and sys.stderr.isatty() else None
 
@@ -153,21 +160,21 @@ def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | No
 
 
 def _check_keys(settings: ServeSettings) -> None:
-    """Refuse an empty variable: it asks for a key, and the parser takes it for no variable at all."""
+    """Raise TrouperValidationError for a variable with an empty key, which the parser treats as if it were not set."""
     for name, given in (("api_key", settings.api_keys), ("admin_key", settings.admin_key)):
         if not given and any(variable in os.environ for variable in variables_of(name)):
             raise invalid(name, "a key must not be empty")
 
 
 def _is_local(settings: ServeSettings) -> bool:
-    """Tell whether only programs on this machine can reach the public listener."""
+    """Return whether only programs on this machine can reach the public listener."""
     is_local = settings.uds is not None or settings.host in ("localhost", "::1")
     return is_local or settings.host.startswith("127.")
 
 
 def _check_dev_mode(settings: ServeSettings) -> None:
-    """Refuse control routes without a key where other machines can reach them."""
+    """Raise TrouperValidationError if other machines could use control routes without a key."""
     if settings.is_dev_mode and settings.admin_key is None and not _is_local(settings):
         raise invalid(
-            "dev_mode", f"needs a loopback host or an admin key, and host is {settings.host}"
+            "dev_mode", f"needs a loopback host or an admin key, but the host is {settings.host}"
         )

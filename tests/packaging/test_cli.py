@@ -113,8 +113,8 @@ def test_command_line_overrides_server_options_of_file(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot = 1", "names no options: prot"),
-        ("config = 'x'", "names no options: config"),
+        ("prot = 1", "has unknown options: prot"),
+        ("config = 'x'", "has unknown options: config"),
         ("port: 1", "config.toml"),
         ("port = 'many'", "Invalid value for '--port'"),
         (None, "No such file"),

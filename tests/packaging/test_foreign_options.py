@@ -220,7 +220,7 @@ def test_a_file_may_be_yaml(served, tmp_path, name):
         ("a.yaml", "just words", "must have lines such as `max-num-seqs: 8`"),
         ("a.yaml", "- port", "must have lines such as"),
         ("a.yaml", "1: 2", "must have lines such as"),
-        ("a.yaml", "prot: 1", "names no options: prot"),
+        ("a.yaml", "prot: 1", "has unknown options: prot"),
         ("a.yaml", "kv-cache-dtype: fp8", "kv_cache_dtype='fp8' is not supported yet"),
         ("a.yaml", "api-server-count: 4", "is not supported: one process serves"),
         (

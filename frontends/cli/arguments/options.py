@@ -1,7 +1,7 @@
-"""Options that several commands share.
+"""Turn dataclasses into command-line options, and read options from files and environment variables.
 
-`expand_options` turns each dataclass among a command's parameters into one option a field, so
-`EngineArgs` is a command line without being written twice.
+Commands share dozens of options. `expand_options` replaces each dataclass among a command's parameters by one option
+for each field, so the fields of `EngineArgs` are not declared a second time.
 """
 
 import dataclasses
@@ -40,41 +40,40 @@ SHORT = {
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
 }
-# Panels of `--help`: every field of EngineArgs but `seed`, which is the sampling's.  Each switch has its
-# `--no-…`.
+# The panels of `--help`, with every field of EngineArgs except `seed`, a sampling option.  Switches also get `--no-…`.
 ENGINE_HELP: dict[str, dict[str, str]] = {
     "Model": {
-        "model": "Folder, GGUF file or hub id (ORG/NAME, or ORG/NAME:Q4_K_M); the bundled demo model when left out.",
-        "tokenizer": "Folder or hub id of the tokenizer; the model's own when left out.",
+        "model": "Folder, GGUF file or hub id (ORG/NAME, or ORG/NAME:Q4_K_M); by default the bundled demo model.",
+        "tokenizer": "Folder or hub id of the tokenizer; by default the model's own.",
         "skip_tokenizer_init": "Load no tokenizer: prompts and outputs are token ids.",
-        "trust_remote_code": "Run a model's own Python code where nothing else knows it: of a local folder, or of --code-revision.",
+        "trust_remote_code": "Run a model's own Python code, from a local folder or --code-revision, if no other code implements it.",
         "revision": "Branch, tag or commit of the model on the hub.",
-        "code_revision": "Full commit on the hub whose Python code may be run.",
+        "code_revision": "Full commit on the hub with the Python code to run.",
         "tokenizer_revision": "Branch, tag or commit of the tokenizer on the hub.",
         "hf_token": "Access token for the model hub.",
-        "download_dir": "Folder in which downloads are kept.",
+        "download_dir": "Folder for downloads.",
         "load_format": "auto, safetensors, gguf, or dummy for random weights of a folder or of a preset such as qwen3-0.6b.",
-        "model_impl": "Code that computes the model: trouper's own, transformers, or auto (own where there is any).",
-        "hf_overrides": "Fields that win over those of the model's config.json, as JSON.",
+        "model_impl": "Implementation of the model: trouper, transformers, or auto (trouper if it has one).",
+        "hf_overrides": "Fields that override the model's config.json, as JSON.",
         "device": "Device to run on: auto (a usable GPU, else the CPU), cpu or cuda.",
-        "device_worker": "Where the model runs: inline (a thread of this process), process (its own, which may "
-        "die and is started again), or auto (process in serve of a model that generates on the CPU, else inline).",
-        "tensor_parallel_size": "Number of processes that share out each layer: its heads and the width of its MLP; on GPUs each has one.",
-        "pipeline_parallel_size": "Number of processes that share out the layers, as stages of a pipeline.",
-        "data_parallel_size": "Number of replicas of the model, among which requests are shared out.",
+        "device_worker": "Where the model runs: inline (a thread of this process), process (a worker process, restarted "
+        "if it dies), or auto (process when serving a model that generates on the CPU, else inline).",
+        "tensor_parallel_size": "Number of processes that divide each layer by heads and MLP width; on GPUs one for each GPU.",
+        "pipeline_parallel_size": "Number of processes that divide the layers, as stages of a pipeline.",
+        "data_parallel_size": "Number of replicas of the model, which divide the requests.",
         "distributed_executor_backend": "Launcher of the workers: mp (this machine, or those of --nnodes) or ray.",
-        "nnodes": "Number of machines that share out the workers; all have the same TROUPER_CLUSTER_KEY.",
+        "nnodes": "Number of machines with workers; all need the same TROUPER_CLUSTER_KEY.",
         "node_rank": "Number of this machine: 0 serves, the others only run workers.",
-        "master_addr": "Address of machine 0, at which it listens for the others.",
-        "master_port": "Port of machine 0 at which it listens for the others.",
+        "master_addr": "Address of machine 0 for the other machines.",
+        "master_port": "Port of machine 0 for the other machines.",
         "dtype": "Type of the weights: auto (as stored), float32, bfloat16 or float16.",
-        "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
-        "compress_weights": "Keep bfloat16 weights in 12 bits, exactly; by default with --max-num-seqs below 8.",
-        "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; by default (auto) the model's own, or what fits the KV cache.",
-        "generation_config": "Source of sampling defaults: auto (the model's), vllm (temperature 1 and nothing else), or a folder.",
-        "override_generation_config": "Sampling defaults that win over the model's.",
-        "enable_prompt_embeds": "Accept prompts that are embeddings.",
-        "chat_template": "Chat template, or a file with one, in place of the model's.",
+        "quantization": "Round the weights while loading: int8, or int4 in groups of 32.",
+        "compress_weights": "Store bfloat16 weights losslessly in 12 bits; by default with --max-num-seqs below 8.",
+        "max_model_len": "Maximum length of prompt plus output, e.g. 4096 or 8k; by default (auto) the model's own, or what fits the KV cache.",
+        "generation_config": "Source of sampling defaults: auto (the model's), vllm (only temperature 1), or a folder.",
+        "override_generation_config": "Sampling defaults that override the model's.",
+        "enable_prompt_embeds": "Accept embeddings as prompts.",
+        "chat_template": "Chat template, or a file with one, instead of the model's.",
         "structured_outputs_config": "Defaults of structured outputs as JSON: backend, disable_any_whitespace, "
         "disable_additional_properties, enable_in_reasoning.",
         "reasoning_config": "Marks around the model's reasoning as JSON: reasoning_start_str, reasoning_end_str.",
@@ -87,50 +86,50 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     },
     "KV cache": {
         "block_size": "Tokens in a block of the KV cache.",
-        "num_gpu_blocks_override": "Number of KV blocks, in place of as many as fit the memory.",
-        "kv_cache_memory_bytes": "Memory for the KV cache in bytes, e.g. 8G; by default half of what the weights leave.",
+        "num_gpu_blocks_override": "Number of KV blocks, instead of as many as fit into memory.",
+        "kv_cache_memory_bytes": "Memory for the KV cache in bytes, e.g. 8G; by default half of the memory left by the weights.",
         "gpu_memory_utilization": "Share of the device's memory to use.",
         "enable_prefix_caching": "Reuse the blocks of equal prefixes; on by default.",
-        "prefix_caching_hash_algo": "Hash of prefixes: sha256; others of vLLM are not supported yet.",
+        "prefix_caching_hash_algo": "Hash of prefixes: only sha256 is supported.",
     },
     "Scheduler": {
-        "max_num_seqs": "Sequences that run at once.",
-        "max_num_batched_tokens": "Largest number of tokens in one step.",
+        "max_num_seqs": "Maximum number of running sequences.",
+        "max_num_batched_tokens": "Maximum number of tokens in one step.",
         "max_num_scheduled_tokens": "Token budget of a step; max-num-batched-tokens by default.",
-        "max_num_active_seqs": "Limit on running sequences that does not change the size of buffers.",
-        "max_num_queued_reqs": "Refuse new requests once this many are open.",
-        "max_num_queued_tokens": "Refuse new requests once this many prompt tokens are waiting.",
+        "max_num_active_seqs": "Maximum number of running sequences, without changing the size of buffers.",
+        "max_num_queued_reqs": "Refuse new requests while this many are open.",
+        "max_num_queued_tokens": "Refuse new requests while this many prompt tokens are waiting.",
         "enable_chunked_prefill": "Split long prompts over several steps; on by default.",
-        "long_prefill_token_threshold": "Largest number of tokens of one long prompt in a step; 0 is off.",
-        "long_prefill_token_threshold_adaptive": "Apply the threshold under load only.",
+        "long_prefill_token_threshold": "Maximum tokens of one long prompt in a step; 0 means no maximum.",
+        "long_prefill_token_threshold_adaptive": "Apply the threshold only under load.",
         "scheduling_policy": "Order of waiting requests: priority or fcfs.",
-        "max_step_ms": "Milliseconds that a step may take, so streams pause no longer; learnt by a server; 0 is no limit.",
+        "max_step_ms": "Maximum duration of a step in milliseconds, so that streams do not pause longer; a server learns it; 0 means no limit.",
         "async_scheduling": "Plan a step while the previous one runs; on by default.",
         "speculative_config": 'Verify drafted tokens, e.g. {"method": "ngram", "num_speculative_tokens": 5}; the text stays the same.',
-        "scheduler_reserve_full_isl": "Admit a prompt only when all its blocks fit; on by default.",
-        "watermark": "Share of blocks that admission leaves free.",
-        "stream_interval": "Tokens between two outputs of a stream.",
+        "scheduler_reserve_full_isl": "Admit a prompt only if all its blocks fit; on by default.",
+        "watermark": "Share of blocks to keep free when admitting requests.",
+        "stream_interval": "Number of tokens between two outputs of a stream.",
     },
     "Adapters": {
         "enable_lora": "Serve requests with LoRA adapters.",
-        "max_loras": "Number of different adapters among the running requests.",
-        "max_lora_rank": "Largest rank of an adapter.",
-        "max_cpu_loras": "Number of adapters that are loaded at once; 32 by default, 8 on a GPU.",
-        "lora_dtype": "Type of the adapters' matrices: auto, which is the model's own.",
-        "lora_target_modules": "Module that adapters may change, such as q_proj; repeatable; all by default.",
+        "max_loras": "Maximum number of different adapters among the running requests.",
+        "max_lora_rank": "Maximum rank of an adapter.",
+        "max_cpu_loras": "Maximum number of loaded adapters; by default 32, or 8 on a GPU.",
+        "lora_dtype": "Type of the adapters' matrices; auto means the model's.",
+        "lora_target_modules": "Module that adapters may change, such as q_proj; repeatable; by default all.",
     },
     "Engine": {
-        "renderer_num_workers": "Number of tasks that tokenise prompts.",
-        "max_logprobs": "Most logprobs that a request may ask for; -1 is the vocabulary.",
+        "renderer_num_workers": "Number of tasks that tokenize prompts.",
+        "max_logprobs": "Maximum logprobs of a request; -1 means the whole vocabulary.",
         "enforce_eager": "Run without CUDA graphs, and on the CPU without recorded decode steps.",
         "cudagraph_capture_sizes": "Batch sizes to capture, e.g. 1,2,4,8.",
-        "batch_invariant": "Generate the same tokens, bit for bit, alone and in any batch; slower on a GPU.",
+        "batch_invariant": "Generate bit-identical tokens in any batch; slower on a GPU.",
         "enable_sleep_mode": "Accepted for compatibility; sleeping always works.",
-        "max_worker_restarts": "Unexplained losses of the worker process that the engine survives in the window.",
-        "worker_restart_window": "Seconds in which losses of the worker process are counted.",
-        "step_timeout": "Seconds after which a step counts as hung; learnt from the steps before by default.",
-        "shutdown_timeout": "Seconds in which open requests may finish at shutdown.",
-        "disable_log_stats": "Collect and log no statistics.",
+        "max_worker_restarts": "Number of unexplained worker deaths within the window that the engine survives.",
+        "worker_restart_window": "Seconds in which worker deaths are counted.",
+        "step_timeout": "Seconds after which a step counts as hung; by default learned from earlier steps.",
+        "shutdown_timeout": "Seconds that open requests have to finish at shutdown.",
+        "disable_log_stats": "Neither collect nor log statistics.",
         "otlp_traces_endpoint": "Address to send spans to; needs OpenTelemetry.",
         "profiler_config": "Settings of the profiler as JSON.",
     },
@@ -233,10 +232,10 @@ def _schema_text(given: str) -> str:
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Make the values of a TOML or YAML file the defaults of this command's options.
+    """Use the values of a TOML or YAML file as the defaults of this command's options.
 
     Raises:
-        typer.BadParameter: it is neither, or names no option.
+        typer.BadParameter: the file has neither format, or a name in it is not an option.
     """
     if path is None:
         return None
@@ -248,7 +247,7 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
         if name not in foreign:
             take(foreign, name, value, name)
     if unknown := given.keys() - options.keys() | given.keys() & {"config"}:
-        raise typer.BadParameter(f"{path} names no options: {', '.join(sorted(unknown))}")
+        raise typer.BadParameter(f"{path} has unknown options: {', '.join(sorted(unknown))}")
     ctx.default_map = {
         name: value if options[name].multiple else _as_typed(value) for name, value in given.items()
     }
@@ -256,18 +255,20 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    """Read the options of a file; its name says whether it is YAML.
+    """Read options from a file: YAML, as in vLLM, if its name ends in .yaml or .yml, else TOML.
 
-    vLLM's files are YAML.  An option without a value is left out, as there.
+    Options without a value are ignored, as in vLLM.
     """
     try:
         text = path.read_text("utf-8")
         if path.suffix not in (".yaml", ".yml"):
             return _toml(text)
-        table: Any = import_module("yaml").safe_load(text)  # huggingface_hub needs the package
+        # The package is installed, because huggingface_hub needs it.
+        table: Any = import_module("yaml").safe_load(text)
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}") from None
-    except Exception as error:  # the YAML package's own error is no ValueError
+    except Exception as error:
+        # The YAML package's own errors have no common base class with TOML's.
         raise typer.BadParameter(f"{path}: {' '.join(str(error).split())}") from None
     if table is None:
         return {}
@@ -288,7 +289,7 @@ def _toml(text: str) -> dict[str, Any]:
 
 
 def _as_typed(value: Any) -> Any:
-    """Return lists and tables as they would stand in a command line."""
+    """Convert lists and tables to the text that a command line would have."""
     if isinstance(value, list):
         return ",".join(map(str, cast("list[Any]", value)))
     return json.dumps(value) if isinstance(value, dict) else value
@@ -300,10 +301,11 @@ def expand_options(
     reads_variables: bool = False,
     engine_defaults: Mapping[str, Any] | None = None,
 ) -> Callable[..., None]:
-    """Let typer see an option for each field of the command's dataclass parameters and settings, and `--debug`.
+    """Give a command one option for each field of its dataclass parameters and server settings, and `--debug`.
 
-    With `reads_variables` an option that is not given takes the value of `TROUPER_…`, if there is one.  `engine_defaults`
-    are this command's own defaults of options of the engine.
+    Args:
+        reads_variables: use environment variables `TROUPER_…` as defaults.
+        engine_defaults: the command's own defaults for options of the engine.
     """
     own = inspect.signature(command).parameters
     groups: dict[str, Any] = {
@@ -339,7 +341,7 @@ def expand_options(
         try:
             command(**values)
         except BrokenPipeError:
-            # The reader of stdout has ended, as in `trouper generate … | head -1`; that is no error.
+            # The reader of stdout has exited, for example in `trouper generate … | head -1`.
             output.silence_stdout()
             raise typer.Exit(output.EXIT_BROKEN_PIPE) from None
 
@@ -354,7 +356,7 @@ def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 
 def _read_from_variable(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Let an option of engine or server take its value from `TROUPER_…` where the command line gives none."""
+    """Make an environment variable `TROUPER_…` the default of an option."""
     (option,) = parameter.annotation.__metadata__
     own = f"TROUPER_{parameter.name.upper()}"
     others = [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
@@ -368,7 +370,7 @@ def _options_of(group: type[Any]) -> list[inspect.Parameter]:
 
 
 def _engine_options(defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
-    """Return one option for each field of the engine's arguments but the seed."""
+    """Return one option for each field of the engine's arguments, except the seed."""
     fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     parameters: list[inspect.Parameter] = []
     for panel, texts in ENGINE_HELP.items():
@@ -380,14 +382,15 @@ def _engine_options(defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
 
 
 def _engine_option(name: str, wished: Any, panel: str, text: str) -> Any:
-    """Return a field as an option of a type that typer knows: bool, int, float, str or list[str]."""
+    """Return the option for a field, with a type supported by typer: bool, int, float, str or list[str]."""
     kinds = set(get_args(wished)) - {NoneType} if get_args(wished) else {wished}
     flag = f"--{name.replace('_', '-')}"
     settings: dict[str, Any] = {"help": text, "rich_help_panel": panel}
     shown: Any = str
     if kinds == {bool}:
         shown, flag = bool, f"{flag}/{flag.replace('--', '--no-', 1)}"
-        settings["show_default"] = False  # the texts say which are on
+        # The help texts name the switches that are on by default.
+        settings["show_default"] = False
     elif list[str] in kinds:
         shown, settings["metavar"] = list[str], "TEXT"
     elif list[int] in kinds:

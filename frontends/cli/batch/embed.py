@@ -226,7 +226,7 @@ class _Scoring:
             await self._score(engine, group, bar)
 
     async def _score(self, engine: "AsyncLLMEngine", group: list[Prompt], bar: "tqdm[Any]") -> None:
-        """Score documents together; after an error score each of them alone, to find the invalid ones."""
+        """Score documents together; after an error score them one by one, to find the invalid ones."""
         if all(prompt.text is not None for prompt in group):
             try:
                 results = await self._scorer(engine, len(group)).score(

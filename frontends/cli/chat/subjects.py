@@ -59,7 +59,7 @@ class _ShownAnswer(NamedTuple):
 
 
 class CompletionSubject:
-    """Independent prompts, each of which the model continues."""
+    """Independent prompts for the model to continue."""
 
     commands = COMMON_COMMANDS
 

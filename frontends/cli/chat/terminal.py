@@ -47,7 +47,7 @@ def backend(quick: str | None) -> str:
 def quick_message(quick: str | None) -> str | None:
     """Return the message of `--quick`, followed by the text on stdin if that is a file or a pipe.
 
-    `-` stands for stdin only. Returns None without `--quick`.
+    With `-` the message is only the text on stdin. Returns None without `--quick`.
 
     Raises:
         typer.BadParameter: the message is empty.
