@@ -17,7 +17,12 @@ class TrouperClientError(TrouperError):
 
 
 class TrouperValidationError(TrouperClientError, ValueError):
-    """An invalid argument, prompt or parameter; `str()` names it."""
+    """An invalid argument, prompt or parameter; `str()` names it.
+
+    `code` and `parameter` travel with the error to the body of an HTTP response.  No program reads the message.
+    """
+
+    code = "invalid_value"
 
     def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
         super().__init__(message)
@@ -33,6 +38,28 @@ class TrouperValidationError(TrouperClientError, ValueError):
             text = repr(self.value)
             facts.append(f"value={text if len(text) <= 200 else text[:200] + '…'}")
         return f"{self.message} ({', '.join(facts)})" if facts else self.message
+
+
+class ContextLengthError(TrouperValidationError):
+    """More tokens than the model's context holds; `limit` and `length` are its size and the given number, if known.
+
+    Clients recognise the code and shorten the conversation.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        parameter: str,
+        value: Any = None,
+        limit: int | None = None,
+        length: int | None = None,
+    ) -> None:
+        super().__init__(message, parameter=parameter, value=value)
+        self.limit = limit
+        self.length = length
 
 
 class OutsideRootError(TrouperValidationError):
@@ -70,7 +97,9 @@ class GrammarError(TrouperValidationError):
 
 
 class TemplateBudgetError(TrouperValidationError):
-    """A chat template takes more time, memory or text than it may."""
+    """A chat template takes more time, memory or text than its limits allow."""
+
+    code = "template_budget_exceeded"
 
 
 class TrouperNotFoundError(TrouperClientError):
@@ -178,7 +207,13 @@ class GenerationError(TrouperServerError):
 
 
 class RetryableRequestError(GenerationError):
-    """A transient refusal or failure; the same request may be sent again."""
+    """A transient refusal or failure; the same request may be sent again.
+
+    `code` says what the client waits for: `engine_paused`, `draining`, `device_restarting` or `adapters_in_use`.
+    """
+
+    def __init__(self, message: str = "", code: str = "engine_paused") -> None:
+        super().__init__(message, code)
 
 
 class AdaptersInUseError(RetryableRequestError):

@@ -47,11 +47,17 @@ LogprobsOnePosition = dict[int, Logprob]
 
 
 class RequestError(msgspec.Struct, frozen=True):
-    """A per-request failure as data; `code` is one of a fixed set."""
+    """Why one request failed, as data that actors hand on.
+
+    `code` is one of a fixed set and decides the HTTP status.  `message` is only for people, so any sentence will do.
+    """
 
     code: str
     message: str
     retryable: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
 
     def to_exception(self, request_id: str = "") -> TrouperError:
         if self.code == "validation_error":
@@ -59,7 +65,7 @@ class RequestError(msgspec.Struct, frozen=True):
         if self.code == "execution_error":
             return ExecutionError(self.message, [request_id])
         if self.retryable:
-            return RetryableRequestError(self.message)
+            return RetryableRequestError(self.message, self.code)
         return GenerationError(self.message, self.code)
 
 

@@ -263,8 +263,9 @@ class Adapters:
                 del self._loaded[loaded.request.lora_int_id]
                 return loaded.adapter.slot, loaded
         raise AdaptersInUseError(
-            f"adapters_in_use: all {len(self._slots)} adapters that may be loaded at once (max_cpu_loras) are "
-            "in use or pinned; try again when a request has ended, or unload one"
+            f"all {len(self._slots)} adapters that may be loaded at once (max_cpu_loras) are "
+            "in use or pinned; try again when a request has ended, or unload one",
+            "adapters_in_use",
         )
 
     def _take_in(self, loaded: _SlotUse, known: _SlotUse | None) -> None:

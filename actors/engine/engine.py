@@ -47,11 +47,11 @@ from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.config.adapters import AdapterFiles, read_adapter
 from trouper.config.generation import Marks
 from trouper.config.resolve import EngineConfig
-from trouper.errors import EngineDeadError, RetryableRequestError, TrouperValidationError
+from trouper.errors import EngineDeadError, TrouperValidationError
 from trouper.inputs import PoolingPrompt, PromptType
 from trouper.lora import LoRARequest
 from trouper.metrics import Metric
-from trouper.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from trouper.outputs import PoolingOutput, PoolingRequestOutput, RequestError, RequestOutput
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
 
@@ -265,7 +265,7 @@ class Engine:
         """
         self._client.check_alive()
         if self.lifecycle.refuses is not None:
-            raise RetryableRequestError(self.lifecycle.refuses)
+            raise self.lifecycle.refuses.to_exception()
 
     @property
     def num_tokens(self) -> int:
@@ -350,7 +350,9 @@ class Engine:
         if self.dead_error is not None:
             return
         self.lifecycle.move(Event.STOP)
-        self.lifecycle.refuses = "draining: the engine is shutting down"
+        self.lifecycle.refuses = RequestError(
+            "draining", "the engine is shutting down", retryable=True
+        )
         if timeout_s > 0 and not self.lifecycle.is_sleeping:
             with anyio.move_on_after(timeout_s):
                 await self._wait_over(self.requests.slots)

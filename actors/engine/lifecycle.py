@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from trouper.actors.messages.controls import Pause
 from trouper.errors import TrouperValidationError
+from trouper.outputs import RequestError
 
 Mode = Literal["abort", "wait", "keep"]
 MEMORY = frozenset({"weights", "kv_cache"})
@@ -79,13 +80,15 @@ class Lifecycle:
     def __init__(self) -> None:
         self.state = EngineState.AWAKE
         self.pause = Pause.NONE
-        self.refuses: str | None = None  # why new requests are refused; None: they are queued
+        self.refuses: RequestError | None = (
+            None  # why new requests are refused; None: they are queued
+        )
         self.level = 0
         self.resident: frozenset[str] = MEMORY
         # A call for memory has failed: some replicas may have more of it than others, which have `resident`.
         self.is_uneven = False
         self._holds: list[Hold] = []  # blocks that are inside `paused()`
-        self._found: tuple[Pause, str | None] = Pause.NONE, None  # by the first of them
+        self._found: tuple[Pause, RequestError | None] = Pause.NONE, None  # by the first of them
 
     def __repr__(self) -> str:
         return f"<Lifecycle {self.state.value} pause={self.pause.value} level={self.level}>"
@@ -114,7 +117,9 @@ class Lifecycle:
         if self.pause is not Pause.ALL:
             self.pause = wanted
         if refuses:
-            self.refuses = "engine_paused: the engine is paused, try again later"
+            self.refuses = RequestError(
+                "engine_paused", "the engine is paused, try again later", retryable=True
+            )
 
     def hold(self, mode: Mode) -> "Hold":
         """A block begins that wants to leave the engine as it found it."""

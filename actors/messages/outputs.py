@@ -11,7 +11,7 @@ import numpy as np
 from trouper.actors.messages.requests import AdmitPooling, GrammarWork, SequenceId
 from trouper.actors.messages.sinks import Promise
 from trouper.actors.messages.steps import TokenLogprobs
-from trouper.outputs import FinishReason, RequestStateStats
+from trouper.outputs import FinishReason, RequestError, RequestStateStats
 from trouper.params import SamplingParams
 
 
@@ -25,7 +25,7 @@ class SequenceTokens(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int | None = None  # with the first token: prompt tokens found in the cache
-    error: str | None = None  # with finish_reason "error"
+    error: RequestError | None = None  # with finish_reason "error"
     num_preemptions: int = 0  # so far
     replica: int = 0  # that has computed them
 
@@ -59,7 +59,7 @@ class PooledRequest(msgspec.Struct, frozen=True):
 
     admit: AdmitPooling
     array: np.ndarray | None = None
-    error: str | None = None  # `code: message`
+    error: RequestError | None = None
 
 
 class Pooled(msgspec.Struct, frozen=True):

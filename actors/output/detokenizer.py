@@ -25,7 +25,7 @@ from trouper.actors.output.output_stats import OutputStatsCollector, SequenceTim
 from trouper.actors.output.stops import TextState, VisibleStops
 from trouper.actors.runtime.reporter import Reporter
 from trouper.errors import GenerationError, TrouperError
-from trouper.outputs import FinishReason, LogprobsOnePosition, RequestError
+from trouper.outputs import FinishReason, LogprobsOnePosition
 from trouper.params import SamplingParams
 
 # Tokens and logprob candidates; the readers that they wake run in the same turn, 40 µs each over HTTP.
@@ -191,7 +191,7 @@ class Detokenizer:
         if update.prompt_logprobs and sequence.index == 0:
             self._write_prompt_logprobs(request, update)
         if update.error is not None:
-            error = _request_error(update.error)
+            error = update.error
             request.error_code = error.code
             slot.note_error(error)
         if not update.token_ids and update.finish_reason is None:
@@ -285,12 +285,6 @@ class Detokenizer:
             before = request.prompt_token_ids[max(0, end + 1 - MAX_CHARACTER_TOKENS) : end]
             positions.append(position_logprobs(position, self._tokenizer, before))
         request.slot.extend_prompt_logprobs(positions)
-
-
-def _request_error(text: str) -> RequestError:
-    """The scheduler writes `code: message`."""
-    code, _, message = text.partition(": ")
-    return RequestError(code, message)
 
 
 def _work(update: SequenceTokens) -> int:

@@ -22,7 +22,7 @@ from trouper.actors.output.postprocessing import finish
 from trouper.actors.runtime.threads import Threads
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import GenerationError, TrouperError, TrouperValidationError
-from trouper.outputs import Array, RequestError
+from trouper.outputs import Array
 from trouper.pooling import LateInteractionParams
 
 logger = logging.getLogger("trouper")
@@ -115,8 +115,7 @@ class Pooler:
         if late is not None and is_scored:
             query = self._use_query(late)
         if request.error is not None:
-            code, _, message = request.error.partition(": ")
-            slot.write(np.empty(0, np.float32), RequestError(code, message))
+            slot.write(np.empty(0, np.float32), request.error)
             return None
         if slot.is_aborted:
             slot.abort()

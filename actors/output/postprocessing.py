@@ -33,7 +33,7 @@ def finish(
         TrouperValidationError: the document has no token that counts.
     """
     if not _is_finite(array):
-        raise GenerationError("numerical_error: the result is not finite")
+        raise GenerationError("the result is not finite", "numerical_error")
     task = params.task or ""
     if task == "token_classify" and spec.tok_pooling_type == "STEP":
         array = _steps(array, params, prompt_token_ids)

@@ -55,11 +55,16 @@ from trouper.actors.scheduling.state.step_builder import (
 )
 from trouper.actors.scheduling.step_planner import StepPlanner
 from trouper.config.resolve import SchedulerConfig
+from trouper.outputs import RequestError
 
-FAILURES: dict[EntryFailure, str] = {
-    "not_finite": "numerical_error: the logits are not finite",
-    "no_valid_token": "no_valid_token: what the request allows, it also forbids",
-    "grammar_error": "grammar_error: the grammar took more steps than it may at this token",
+FAILURES: dict[EntryFailure, RequestError] = {
+    "not_finite": RequestError("numerical_error", "the logits are not finite"),
+    "no_valid_token": RequestError(
+        "no_valid_token", "no token satisfies all constraints of the request"
+    ),
+    "grammar_error": RequestError(
+        "grammar_error", "the grammar needs more steps than the limit to find the allowed tokens"
+    ),
 }
 
 
@@ -269,7 +274,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
             return
         culprit = self._bisection.failed()
         if culprit is not None and culprit.state is not State.FINISHED:
-            self.table.fail(culprit, f"execution_error: {message}")
+            self.table.fail(culprit, RequestError("execution_error", message))
 
     def _lose_plans(
         self, plans: collections.abc.Sequence[InFlightStep], loss: DeviceLost, *, has_suspects: bool
@@ -287,7 +292,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         self.blocks.reset_cache()
         num_explained = 0
         if key := self.table.grammars.forget(is_their_doing=not loss.is_from_outside):
-            self.table.fail_grammar(key, f"poisoned_request: {loss.message}")
+            self.table.fail_grammar(key, RequestError("poisoned_request", loss.message))
             num_explained = MAX_DEATHS
         if self.pause is Pause.NONE:  # else nothing may run that has ended
             for sequence, _ in suspects.values():
@@ -296,10 +301,10 @@ class Policy(PolicyBase[InFlightStep, Request]):
         if found is None:
             return num_explained
         culprit, num_losses = found
-        self.table.fail_request(culprit, f"poisoned_request: {loss.message}")
+        self.table.fail_request(culprit, RequestError("poisoned_request", loss.message))
         return num_losses
 
-    def _fail_request(self, id: RequestId, error: str) -> None:
+    def _fail_request(self, id: RequestId, error: RequestError) -> None:
         if (request := self.table.requests.get(id)) is not None:
             self.table.fail_request(request, error)
 
@@ -330,7 +335,9 @@ class Policy(PolicyBase[InFlightStep, Request]):
         if self.table.grammars.note(ready):
             self.table.waiting.unpark(ready.key)
         else:
-            self.table.fail_grammar(ready.key, f"execution_error: the grammar: {ready.error}")
+            self.table.fail_grammar(
+                ready.key, RequestError("execution_error", f"the grammar: {ready.error}")
+            )
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:
         """Take the outputs since the last call, at most one entry for each sequence, with `answers`."""

@@ -22,6 +22,7 @@ from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
 from trouper.actors.scheduling.state.step_builder import InFlight, InFlightPlan
 from trouper.actors.scheduling.step_budget import LONG_S, StepBudget
 from trouper.config.resolve import SchedulerConfig
+from trouper.outputs import RequestError
 
 PlanT = TypeVar("PlanT", bound=InFlightPlan)
 RequestT = TypeVar("RequestT")
@@ -159,7 +160,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         """End the suspects of a lost device that is not started again, so that they kill no other device."""
         self.has_device_failed = True
         for id in tuple(self._requests_in_question):
-            self._fail_request(id, f"device_failed: {message}")
+            self._fail_request(id, RequestError("device_failed", message))
 
     # Planning
 
@@ -231,5 +232,5 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         """Take back all plans of a lost device; look for the culprit in the eldest if a request may have caused the loss."""
 
     @abstractmethod
-    def _fail_request(self, id: RequestId, error: str) -> None:
+    def _fail_request(self, id: RequestId, error: RequestError) -> None:
         """End a request with an error.  A finished one is ignored."""

@@ -41,6 +41,7 @@ from trouper.actors.scheduling.state.step_builder import InFlight, InFlightPlan
 from trouper.actors.scheduling.step_budget import PoolingTime
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.config.resolve import SchedulerConfig
+from trouper.outputs import RequestError
 
 WINDOW = 256  # sorting them by length takes 0.1 ms
 PASS_TOKENS = 512  # that a device computes in one pass, so it is not worth while to part them
@@ -211,7 +212,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""
-        self._end(id, "aborted: the request was aborted")
+        self._end(id, RequestError("aborted", "the request was aborted"))
 
     def stop(self, ids: tuple[SequenceId, ...]) -> None:
         """Fail: pooling has no stop strings."""
@@ -244,7 +245,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
             half = len(group) // 2
             self.retries.extend((group[:half], group[half:]))
         elif group:
-            self._end(group[0].id, f"execution_error: {message}")
+            self._end(group[0].id, RequestError("execution_error", message))
 
     def _lose_plans(
         self, plans: Sequence[InFlightPoolStep], loss: DeviceLost, *, has_suspects: bool
@@ -262,7 +263,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         was_alone = bool(plans) and len(plans[0].group) == 1
         if was_alone and suspects and suspects[0].id in self._suspects:
             num_losses = self._suspects[suspects[0].id] + 1
-            self._end(suspects[0].id, f"poisoned_request: {loss.message}")
+            self._end(suspects[0].id, RequestError("poisoned_request", loss.message))
             return num_losses
         for admit in suspects:
             self._suspects[admit.id] = self._suspects.get(admit.id, 0) + 1
@@ -270,7 +271,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         self.retries.extend((suspects[:half], suspects[half:]))
         return 0
 
-    def _fail_request(self, id: RequestId, error: str) -> None:
+    def _fail_request(self, id: RequestId, error: RequestError) -> None:
         self._end(id, error)
 
     def preempt_all(self) -> None:
@@ -373,7 +374,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
             taken = min(taken, -(-len(self.unfinished) // self.config.max_steps_in_flight))
         return taken if self.time is None else self.time.count_fitting(lengths[:taken])
 
-    def _end(self, id: RequestId, error: str) -> None:
+    def _end(self, id: RequestId, error: RequestError) -> None:
         """End a request with an error; unknown and finished ones are ignored."""
         self._suspects.pop(id, None)
         if (request := self._take(id)) is not None:

@@ -38,7 +38,7 @@ class Device:
         if self.is_broken:
             raise invalid("lora_path", "does not fit")
         if self.is_lost:
-            raise RetryableRequestError("device_restarting")
+            raise RetryableRequestError("the device is being started again", "device_restarting")
         self.slots[slot] = files.weights
         done()
 

@@ -188,7 +188,9 @@ async def test_news_of_unknown_sequences_are_late_and_ignored(stage):
 
 async def test_an_error_in_the_engine_fails_the_request_with_its_message(stage):
     id, slot = stage.track()
-    await stage.tell(news(id, finish_reason="error", error="numerical_error: not finite"))
+    await stage.tell(
+        news(id, finish_reason="error", error=RequestError("numerical_error", "not finite"))
+    )
     output = slot.read_nowait()
     assert output.finished
     assert output.outputs[0].finish_reason == "error"

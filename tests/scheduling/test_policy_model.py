@@ -324,7 +324,7 @@ class PolicyMachine(RuleBasedStateMachine):
         admit = self.admits[id]
         if len(admit.prompt_token_ids) >= self.capacity:
             assert entry.finish_reason == "error"
-            assert "kv_cache_exhausted" in entry.error
+            assert entry.error.code == "kv_cache_exhausted"
         else:
             output, reason, stop_reason = oracle(admit, self.seeds[id], self.limit(id))
             assert self.told[id] == output[: len(self.told[id])], "tokens of the oracle"

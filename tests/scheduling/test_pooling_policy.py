@@ -38,7 +38,11 @@ def done(plan):
 
 def told(policy):
     news = policy.take_outputs()
-    return {} if news is None else {r.admit.id: r.error or r.array for r in news.requests}
+    return (
+        {}
+        if news is None
+        else {r.admit.id: str(r.error) if r.error else r.array for r in news.requests}
+    )
 
 
 def test_a_plan_holds_whole_prompts_within_the_budget_the_shortest_first():

@@ -132,7 +132,7 @@ def test_a_poisonous_newcomer_costs_two_losses_and_both_are_explained():
     ward.run(lambda owners, plan: 15 in owners)
     ward.assert_all_but(15, 16, 6)
     assert ward.num_losses == ward.num_explained == 2
-    assert [e.error for e in ward.news if e.error] == ["poisoned_request: it died"]
+    assert [str(e.error) for e in ward.news if e.error] == ["poisoned_request: it died"]
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 5, 8, 16])

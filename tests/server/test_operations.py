@@ -26,6 +26,7 @@ FIELDS = {"prompt": "x", "max_tokens": 1}
 PUBLIC = {
     "/",
     "/health",
+    "/api/version",
     "/health/live",
     "/health/ready",
     "/health/step",
@@ -73,7 +74,7 @@ async def test_readiness_is_a_round_trip_through_the_device(engine, app, client,
 
 async def test_a_proof_is_void_when_a_device_is_lost(engine, client, monkeypatch):
     async def refuse():
-        raise RetryableRequestError("device_restarting: the device is being started again")
+        raise RetryableRequestError("the device is being started again", "device_restarting")
 
     assert (await client.get("/health/ready")).status == 200
     monkeypatch.setattr(engine.engine.controls, "probe", refuse)
@@ -186,6 +187,9 @@ async def test_every_route_but_the_public_ones_needs_a_key(make_client):
             assert answer.status == 200, route.path
         else:
             assert answer.status == 401, route.path
+            if route.path.startswith("/api/"):
+                assert "API key" in answer.error
+                continue
             code = "authentication_error" if "messages" in route.path else "invalid_api_key"
             assert code in answer.error.values()
             assert answer.headers["www-authenticate"] == "Bearer"

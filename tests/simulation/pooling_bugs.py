@@ -12,6 +12,7 @@ from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.replies.reply_slots import PoolingSlot
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.step_budget import PoolingTime
+from trouper.outputs import RequestError
 
 from .bugs import BUGS, bug, planted
 from .pooling_scenario import draw_pooling
@@ -117,7 +118,9 @@ def pooled_group_is_condemned_together(right):
             for admit in group:
                 if self._take(admit.id) is not None:
                     self.outputs.append(
-                        pooler_module.PooledRequest(admit, error=f"execution_error: {message}")
+                        pooler_module.PooledRequest(
+                            admit, error=RequestError("execution_error", message)
+                        )
                     )
 
     return faulty

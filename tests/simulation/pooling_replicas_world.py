@@ -112,8 +112,8 @@ class PoolingReplicasWorld(ReplicasWorld):
         for pooled in news.requests if news else ():
             id = pooled.admit.id
             self._check_open(id)
-            self._ends[id] = "length" if pooled.error is None else pooled.error.split(":")[0]
-            self._errors[id] = pooled.error or ""
+            self._ends[id] = "length" if pooled.error is None else pooled.error.code
+            self._errors[id] = str(pooled.error or "")
             self._outputs[id] = pooled.array
 
     def check_empty(self, policy: PoolingPolicy) -> None:

@@ -358,7 +358,7 @@ class ReplicasWorld:
             self._outputs.setdefault(entry.id, []).extend(entry.token_ids)
             if entry.finish_reason is not None:
                 self._ends[entry.id] = entry.finish_reason
-                self._errors[entry.id] = entry.error or ""
+                self._errors[entry.id] = str(entry.error or "")
 
     def _check_open(self, id: int) -> None:
         if id in self._ends or id in self._stopped:

@@ -58,7 +58,7 @@ class Losable:
         if method in self.hangs:
             await trio.sleep_forever()
         if method in self.refused:
-            raise RetryableRequestError("device_restarting: it is being started again")
+            raise RetryableRequestError("the device is being started again", "device_restarting")
         return await super().call(action) if method in ("sleep", "wake", "probe") else None
 
 

@@ -207,7 +207,7 @@ async def test_all_replicas_sleep_wake_and_are_probed(autojump_clock):
 async def test_a_sleep_that_one_replica_refuses_is_taken_back_by_the_others(autojump_clock):
     async with replicated_engine() as (engine, devices):
         devices[1].refused.add("sleep")
-        with pytest.raises(RetryableRequestError, match="device_restarting"):
+        with pytest.raises(RetryableRequestError, match="the device"):
             await engine.controls.sleep(1)
         assert [device._absent for device in devices] == [set(), set()]
         assert not engine.lifecycle.is_sleeping
@@ -219,7 +219,7 @@ async def test_a_paused_engine_that_could_not_sleep_stays_paused(autojump_clock,
     async with replicated_engine(num_replicas) as (engine, devices):
         await engine.controls.pause("keep")
         devices[-1].refused.add("sleep")
-        with pytest.raises(RetryableRequestError, match="device_restarting"):
+        with pytest.raises(RetryableRequestError, match="the device"):
             await engine.controls.sleep(1)
         assert engine.lifecycle.is_sleeping
         await engine.controls.resume()
@@ -231,7 +231,7 @@ async def test_an_engine_that_could_not_sleep_goes_on_with_what_it_has_kept(auto
         device.refused.add("sleep")
         tasks.start_soon(run_all, engine)
         await anyio.sleep(0.001)
-        with pytest.raises(RetryableRequestError, match="device_restarting"):
+        with pytest.raises(RetryableRequestError, match="the device"):
             await engine.controls.sleep(1, "keep")
 
 
@@ -241,7 +241,7 @@ async def test_an_engine_sleeps_when_a_replica_does_not_wake_after_a_sleep_that_
     async with replicated_engine() as (engine, devices):
         devices[0].refused.add("wake")
         devices[1].refused.add("sleep")
-        with pytest.raises(RetryableRequestError, match="device_restarting"):
+        with pytest.raises(RetryableRequestError, match="the device"):
             await engine.controls.sleep(1)
         assert engine.lifecycle.is_sleeping
         with pytest.raises(RuntimeError, match="asleep"):  # no plan for a device without memory
@@ -258,7 +258,7 @@ async def test_a_replica_that_woke_alone_is_put_to_sleep_again(autojump_clock):
     async with replicated_engine() as (engine, devices):
         await engine.controls.sleep(1)
         devices[1].refused.add("wake")
-        with pytest.raises(RetryableRequestError, match="device_restarting"):
+        with pytest.raises(RetryableRequestError, match="the device"):
             await engine.controls.wake()
         assert await engine.controls.sleep(1)
         assert [device._absent for device in devices] == [{"weights", "kv_cache"}] * 2
@@ -272,7 +272,7 @@ async def test_a_trace_that_could_not_be_undone_is_stopped_by_the_next_stop(auto
     async with replicated_engine() as (engine, devices):
         devices[0].refused.add("stop_profile")
         devices[1].refused.add("start_profile")
-        with pytest.raises(RetryableRequestError, match="device_restarting"):
+        with pytest.raises(RetryableRequestError, match="the device"):
             await engine.controls.start_profile("/tmp", "t")
         devices[0].refused.clear()
         await engine.controls.stop_profile()
@@ -288,7 +288,7 @@ async def test_a_replica_that_is_lost_leaves_the_engine_ready(autojump_clock):
         devices[0].refused.add("probe")
         devices[0].tell(DeviceLost("killed", None, is_from_outside=True))
         await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(RetryableRequestError, match="device_restarting"):
+        with pytest.raises(RetryableRequestError, match="the device"):
             await engine.controls.probe()
         assert engine.statistics().scheduler.is_device_lost
 

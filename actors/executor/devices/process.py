@@ -207,7 +207,7 @@ class ProcessDevice:
         if isinstance(action, ExplainLosses):
             return self._budget.explain(action.num_losses)
         if self._state is not WorkerState.UP:
-            raise RetryableRequestError("device_restarting: the device is being started again")
+            raise RetryableRequestError("the device is being started again", "device_restarting")
         open_call = self._calls.open(action, anyio.current_time())
         self._waiting.deadline = self._deadline_s()
         try:
@@ -226,7 +226,7 @@ class ProcessDevice:
         # Workers that died meanwhile ignore the call.
         await send_adapter(workers, call)
         if workers is not self._workers:
-            raise RetryableRequestError("device_restarting: the device was started again")
+            raise RetryableRequestError("the device was started again", "device_restarting")
 
     async def aclose(self) -> None:
         """Ask the workers to release everything, then end them. Workers that are still loading are killed.
@@ -440,7 +440,9 @@ class ProcessDevice:
         self._lost_epoch = self._last_epoch
         num_suspects = self._plans[0].num_requests if self._plans else 0
         self._plans.clear()
-        self._calls.fail_all(RetryableRequestError(f"device_restarting: {death.describe()}"))
+        self._calls.fail_all(
+            RetryableRequestError(f"the device is lost: {death.describe()}", "device_restarting")
+        )
         self._spend(death, 0 if death.is_from_outside else num_suspects)
         return DeviceLost(death.describe(), death.step, death.is_from_outside, death.cause)
 

@@ -27,11 +27,12 @@ LIMITS = {
 }
 
 
-NO_TEXT = "no text matches it"
-
-
 class NotAGrammarError(Exception):
     """The compiler refuses a source."""
+
+
+class EmptyGrammarError(NotAGrammarError):
+    """No text matches a source."""
 
 
 class CompiledGrammar(NamedTuple):
@@ -139,7 +140,7 @@ def compiled(tokens: Any, source: str) -> Any:
     first.compute_bitmask()  # what no text matches, and what takes too many steps at once, is seen here
     for matcher in (found, first):
         if matcher.is_error():
-            raise NotAGrammarError(_reason(matcher.get_error()))
+            raise _failure(matcher.get_error())
     return found
 
 
@@ -153,8 +154,10 @@ def matches_only(tokens: Any, pattern: str, names: Sequence[str]) -> bool:
     terminal = lark.terminal(f"{head}(?:{body}){tail}", names)
     try:
         compiled(tokens, lark.source(terminal))
-    except NotAGrammarError as error:
-        return str(error) == NO_TEXT
+    except EmptyGrammarError:
+        return True
+    except NotAGrammarError:
+        pass
     return False
 
 
@@ -204,9 +207,11 @@ class ReceivedGrammars:
         return texts[token] if 0 <= token < len(texts) else ""
 
 
-def _reason(error: str) -> str:
-    """Write the compiler's error; of a grammar without any text it says only what it could not compute."""
-    return NO_TEXT if error.startswith("NoExtensionBias") else error
+def _failure(reason: str) -> NotAGrammarError:
+    """Make the error for the compiler's reason, which names only its own function if no text matches."""
+    if reason.startswith("NoExtensionBias"):
+        return EmptyGrammarError("no text matches it")
+    return NotAGrammarError(reason)
 
 
 def _tokens(vocabulary: Vocabulary) -> Any:

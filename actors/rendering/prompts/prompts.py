@@ -44,6 +44,7 @@ from trouper.config.checkpoint.files import read_text
 from trouper.config.resolve import EngineConfig
 from trouper.errors import (
     ChatTemplateResolutionError,
+    ContextLengthError,
     TrouperValidationError,
     UnsupportedFeatureError,
     invalid,
@@ -374,11 +375,9 @@ class Prompts:
         limit = self._limits.max_model_len
         if num_chars > limit * tokenizer.longest_token_chars:
             least = -(-num_chars // tokenizer.longest_token_chars)
-            raise invalid(
-                "prompt",
-                f"{TOO_LONG.format(limit=limit, length=num_chars)} characters, which are at least "
-                f"{least} input tokens (max_model_len). {SHORTER}",
-            )
+            head = TOO_LONG.format(limit=limit, length=num_chars)
+            text = f"prompt: {head} characters, which are at least {least} input tokens (max_model_len). {SHORTER}"
+            raise ContextLengthError(text, parameter="prompt", limit=limit, length=least)
 
     def _needed_tokenizer(self, parameter: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -410,7 +409,8 @@ class Prompts:
         if length > limit - self._limits.room:
             also = ", and at least one new token must fit, too" if length == limit else ""
             head = TOO_LONG.format(limit=limit, length=length)
-            raise invalid("prompt", f"{head} input tokens{also} (max_model_len). {SHORTER}")
+            text = f"prompt: {head} input tokens{also} (max_model_len). {SHORTER}"
+            raise ContextLengthError(text, parameter="prompt", limit=limit, length=length)
 
 
 def _control_tokens(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:

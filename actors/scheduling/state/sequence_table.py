@@ -25,7 +25,7 @@ from trouper.actors.scheduling.state.sequence import Request, Sequence, State, o
 from trouper.actors.scheduling.state.step_builder import StepBuilder
 from trouper.actors.scheduling.state.waiting import Queue, Waiting
 from trouper.config.resolve import SchedulerConfig
-from trouper.outputs import FinishReason
+from trouper.outputs import FinishReason, RequestError
 
 
 class Shared:
@@ -106,7 +106,7 @@ class SequenceTable:
         admits = (self.requests[id].admit for id in requests if id in self.requests)
         return {admit.grammar.key for admit in admits if admit.grammar is not None}
 
-    def fail_grammar(self, key: bytes, error: str) -> None:
+    def fail_grammar(self, key: bytes, error: RequestError) -> None:
         """End all requests that use this grammar with an error."""
         for request in list(self.requests.values()):
             grammar = request.admit.grammar
@@ -131,13 +131,16 @@ class SequenceTable:
         self.sequences.update((sequence.id, sequence) for sequence in unfinished)
         self.num_deferred += len(request.deferred)
         if num_prompt == 0:
-            self._end_request(request, "error", "validation_error: the prompt has no token")
+            self._end_request(
+                request, "error", RequestError("validation_error", "the prompt has no token")
+            )
         elif num_prompt >= self._config.max_model_len:
             self._end_request(request, "length")
         elif num_prompt >= capacity:
-            self._end_request(
-                request, "error", f"kv_cache_exhausted: {num_prompt} + 1 tokens in {capacity} slots"
+            text = (
+                f"the KV cache has {capacity} slots, the prompt and one token need {num_prompt + 1}"
             )
+            self._end_request(request, "error", RequestError("kv_cache_exhausted", text))
         else:
             self._queue(request, unfinished)
 
@@ -244,12 +247,12 @@ class SequenceTable:
         sequence.is_ghost = True
         self.ghosts[sequence.id] = sequence
 
-    def fail(self, sequence: Sequence, error: str) -> None:
+    def fail(self, sequence: Sequence, error: RequestError) -> None:
         """End a sequence whose KV is suspect."""
         self._blocks.forget(sequence.blocks)
         self._end(sequence, "error", error)
 
-    def fail_request(self, request: Request, error: str) -> None:
+    def fail_request(self, request: Request, error: RequestError) -> None:
         """End all sequences of a request."""
         self._end_request(request, "error", error)
 
@@ -288,7 +291,7 @@ class SequenceTable:
         self,
         request: Request,
         reason: FinishReason,
-        error: str | None = None,
+        error: RequestError | None = None,
         suspects: Set[SequenceId] = frozenset(),
     ) -> None:
         self.num_deferred -= len(request.deferred)
@@ -300,12 +303,16 @@ class SequenceTable:
             elif sequence.state is not State.FINISHED:
                 self._end(sequence, reason, error)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, error: RequestError | None = None
+    ) -> None:
         """End a sequence without a last token, and put its end out."""
         self._put_out_end(sequence, reason, error)
         self._finish(sequence)
 
-    def _put_out_end(self, sequence: Sequence, reason: FinishReason, error: str | None) -> None:
+    def _put_out_end(
+        self, sequence: Sequence, reason: FinishReason, error: RequestError | None
+    ) -> None:
         if sequence.is_ghost:
             return
         self.outputs.add(

@@ -15,7 +15,12 @@ import anyio.to_thread
 import typer
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.errors import GenerationError, TrouperClientError, TrouperValidationError
+from trouper.errors import (
+    ContextLengthError,
+    GenerationError,
+    TrouperClientError,
+    TrouperValidationError,
+)
 from trouper.frontends.cli import output
 from trouper.frontends.cli.batch.prompts import Prompt, PromptSource
 
@@ -79,7 +84,7 @@ class Outcomes:
         self.num_failed += 1
         self._is_engines_fault |= not isinstance(error, TrouperClientError)
         message = output.explain(error)[1]
-        if self._too_long and "(max_model_len)" in message:
+        if self._too_long and isinstance(error, ContextLengthError):
             message = f"{message} {self._too_long}"
         if self._is_single:
             output.complain(message)

@@ -12,7 +12,7 @@ import typer
 from msgspec.structs import asdict
 
 from trouper.config.args import EngineArgs
-from trouper.errors import TrouperClientError
+from trouper.errors import ContextLengthError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.misplaced import check_generates
 from trouper.frontends.cli.arguments.options import (
@@ -212,10 +212,8 @@ async def _ask_engine(
                 show(result.outputs[0].text)
                 if result.error is not None:
                     raise result.error.to_exception()
-    except TrouperClientError as error:
-        if "(max_model_len)" in str(error):
-            raise ContextFullError(output.explain(error)[1]) from error
-        raise
+    except ContextLengthError as error:
+        raise ContextFullError(output.explain(error)[1]) from error
     return AnswerEnd(usage, reason)
 
 

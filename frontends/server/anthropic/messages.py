@@ -5,7 +5,6 @@ A request becomes a `ChatRequest`, and the same rules hold.
 Errors in the form of the Messages API.
 """
 
-import re
 from functools import partial
 from typing import Any, ClassVar
 
@@ -231,15 +230,14 @@ TYPES = {
 OTHERS = "invalid_request_error"
 # Anthropic's words for it, by which clients know that the conversation must be shortened
 TOO_LONG = "prompt is too long"
-COUNTS = re.compile(r"length is (?P<limit>\d+) tokens.*?(?P<length>\d+) input tokens")
 
 
 def _render(problem: ErrorBody, request_id: str) -> dict[str, Any]:
     """Return the body of an error; its message begins with the name of the parameter."""
     message = problem.message
     if problem.code == "context_length_exceeded":
-        counts = COUNTS.search(message)
-        shown = f": {counts['length']} tokens > {counts['limit']} maximum" if counts else ""
+        has_counts = problem.length is not None and problem.limit is not None
+        shown = f": {problem.length} tokens > {problem.limit} maximum" if has_counts else ""
         message = f"{TOO_LONG}{shown}; {message}"
     if problem.param is not None and problem.param not in message:
         message = f"{clean(problem.param, MAX_PARAM)}: {message}"

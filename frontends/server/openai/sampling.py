@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trouper.errors import (
+    ContextLengthError,
     TrouperValidationError,
     UnsupportedFeatureError,
     invalid,
@@ -145,7 +146,8 @@ def check_length(request: Generating, max_tokens: int | None, max_model_len: int
         name = "max_tokens"
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             name = "max_completion_tokens"
-        raise invalid(name, f"the limit is {max_model_len} tokens (max_model_len)", max_tokens)
+        text = f"{name}: the limit is {max_model_len} tokens (max_model_len)"
+        raise ContextLengthError(text, parameter=name, value=max_tokens, limit=max_model_len)
 
 
 def _check_lengths(request: Generating) -> None:

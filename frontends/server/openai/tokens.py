@@ -9,7 +9,7 @@ from trouper.actors.messages.requests import Render, RequestId
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.replies.reply_slots import ReplySlot
-from trouper.errors import invalid
+from trouper.errors import ContextLengthError, invalid
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.requests import DetokenizeRequest, TokenizeRequest
@@ -27,8 +27,8 @@ async def tokenize(service: Service, context: RequestContext, request: TokenizeR
         adds = request.add_special_tokens is not False
         limit = service.config.max_model_len * tokenizer.longest_token_chars
         if len(request.prompt) > limit:
-            rule = f"at most {limit} characters (max_model_len)"
-            raise invalid("prompt", rule, len(request.prompt))
+            text = f"prompt: at most {limit} characters (max_model_len)"
+            raise ContextLengthError(text, parameter="prompt", value=len(request.prompt))
         ids = await anyio.to_thread.run_sync(
             tokenizer.encode, request.prompt, adds, limiter=service.threads
         )

@@ -12,7 +12,7 @@ from trouper.actors.observability.metrics import LIMITS
 from trouper.actors.rendering.prompts.prompts import template_text
 from trouper.actors.replies.slot import ExpectedToken
 from trouper.config.resolve import EngineConfig
-from trouper.errors import RetryableRequestError, TrouperNotFoundError
+from trouper.errors import TrouperNotFoundError
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.python.parsing import format_of
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate, AdmissionTicket
@@ -238,7 +238,7 @@ class Service:
             raise unavailable("draining", "the server is shutting down")
         refuses = self.engine.lifecycle.refuses
         if refuses is not None:
-            raise RetryableRequestError(refuses)
+            raise refuses.to_exception()
 
     def check_model(self, name: str | None) -> str:
         """Return the model's name for the response.  Raises TrouperNotFoundError."""

@@ -16,16 +16,15 @@ import msgspec
 
 from trouper.errors import (
     AdaptersInUseError,
+    ContextLengthError,
     EngineDeadError,
     EnginePausedError,
     ExecutionError,
     GenerationError,
     GracefulHTTPError,
-    GrammarError,
     MissingExtraError,
     QueueOverflowError,
     RetryableRequestError,
-    TemplateBudgetError,
     TrouperClientError,
     TrouperError,
     TrouperNotFoundError,
@@ -37,11 +36,6 @@ from trouper.frontends.server.shared.usage import Usage
 Headers = tuple[tuple[bytes, bytes], ...]
 logger = logging.getLogger("trouper.server")
 
-# that a text too long, or too many tokens, are said of
-LENGTHS = (
-    "prompt", "messages", "input", "max_", "n_predict",
-    "text", "query", "queries", "documents", "items", "data_",
-)  # fmt: skip
 MAX_MESSAGE = 1024
 MAX_RULE = (
     400  # of an error whose text may quote the request: our rules are under 200, the quote too
@@ -92,6 +86,8 @@ class ErrorBody(msgspec.Struct, frozen=True):
     param: str | None = None
     headers: Headers = ()
     usage: Usage | None = None  # what a request had cost when its time was over
+    limit: int | None = None  # tokens of the context, of a prompt that is longer
+    length: int | None = None  # tokens of that prompt
 
     @property
     def body(self) -> dict[str, Any]:
@@ -146,8 +142,11 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
             return _told(422, "unprocessable_media", error)
         case TrouperNotFoundError():
             return _told(404, "model_not_found", error)
+        case ContextLengthError():
+            problem = _told(400, error.code, error)
+            return msgspec.structs.replace(problem, limit=error.limit, length=error.length)
         case TrouperClientError():
-            return _told(400, _client_code(error), error)
+            return _told(400, getattr(error, "code", "invalid_value"), error)
         case MissingExtraError():
             text = (
                 error.refusal if error.parameter is None else f"{error.parameter}: {error.refusal}"
@@ -162,8 +161,12 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
             code = "overloaded" if error.status == 503 else "conflict"
             headers = _retry() if error.status in RETRIED else ()
             return ErrorBody(error.status, code, clean(str(error), MAX_RULE), headers=headers)
+        case AdaptersInUseError():  # the engine takes other requests
+            return ErrorBody(503, error.code, clean(str(error), MAX_RULE), headers=_retry())
         case RetryableRequestError() | EnginePausedError():
-            return _refused_by_engine(error)
+            code = getattr(error, "code", "engine_paused")
+            text = "the engine takes no requests now, try again"
+            return ErrorBody(503, code, text, headers=_retry())
         case EngineDeadError():
             return ErrorBody(500, "engine_failed", "the engine has failed", headers=NO_RETRY)
         case ExecutionError():  # it failed alone: the same request would fail again
@@ -221,27 +224,6 @@ def _named_value(message: str, error: Exception) -> str:
             return ""
     is_named = re.search(rf"(?<![\w.-]){re.escape(shown)}(?!\w)", message) is not None
     return "" if is_named else f", got {shown}"
-
-
-def _client_code(error: TrouperClientError) -> str:
-    if isinstance(error, TemplateBudgetError):
-        return "template_budget_exceeded"
-    if isinstance(error, GrammarError):
-        return error.code
-    is_length = str(getattr(error, "parameter", "")).startswith(LENGTHS)
-    if is_length and "(max_model_len)" in str(error):
-        return "context_length_exceeded"
-    return "invalid_value"
-
-
-def _refused_by_engine(error: Exception) -> ErrorBody:
-    """Map a refusal of the engine, which begins with its code: `engine_paused: …`, `draining: …`."""
-    code, colon, reason = str(error).partition(":")
-    if isinstance(error, AdaptersInUseError):  # the engine takes other requests
-        return ErrorBody(503, code, reason.strip(), headers=_retry())
-    is_known = bool(colon) and code in ("engine_paused", "draining", "device_restarting")
-    text = "the engine takes no requests now, try again"
-    return ErrorBody(503, code if is_known else "engine_paused", text, headers=_retry())
 
 
 def _retry(wait_s: float = 1.0) -> Headers:
