@@ -1,13 +1,17 @@
-"""Drafts of the tokens that come next, taken from where the text went on alike before or from a second model, and what became of them.
+"""Drafts of the next tokens of each sequence, and their verification.
 
-    known tokens  … 5 8 2 7 9 | 5 8 2          the last three stood before,
-    drafts                            7 9      so what followed is verified: one step samples up to three tokens
+A step of several tokens of one sequence costs little more than a step of one, because weights are read once.  So likely
+tokens are drafted and verified together.  A draft comes from text that followed the same tokens before, in this sequence
+or in recent answers, or from a second model.
+
+    known tokens  … 5 8 2 7 9 | 5 8 2          the last three occurred before,
+    drafts                            7 9      so their continuation is verified: one step samples up to three tokens
 
 Laws:
-  * A draft changes no token.  Each is sampled from the logits behind the tokens before it, with the noise of its own
-    position, as if it had been alone in its step; what a wrong draft led to is dropped.
-  * A draft is a function of the tokens in the slot, of how the drafts of the slot fared since it was given away, and of what
-    sequences of the same cache salt and adapter have answered.
+  * A draft changes no token.  Each token is sampled from the logits behind its predecessors, with the noise of its own
+    position, like in a step without drafts; everything after a wrong draft is dropped.
+  * A draft is a function of the tokens in the slot, of how earlier drafts of its sequence fared, and of recent answers
+    with the same cache salt and adapter.
 """
 
 from collections.abc import Sequence
@@ -30,18 +34,17 @@ from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.steps import StepDone, StepPlan, TokenLogprobs
 from trouper.config.speculation import SpeculativeConfig
 
-LEAST_MATCHING_OTHERS = (
-    3  # tokens that must agree with another's answer: fewer say little of this one
-)
-# Where so few tokens agree, a place near the passage that the text has followed says more than the latest one: tokens
-# before it and behind it, and for how many tokens it has.
+# Fewer tokens that match another answer predict little about this one.
+LEAST_MATCHING_OTHERS = 3
+# If only a few tokens match, a place near the passage that the text recently followed is a better source than the latest
+# place: the number of tokens before it and behind it, and the number of tokens for which it is remembered.
 FEW_MATCHING, BEFORE, BEHIND, AGE = 2, 4, 24, 16
 
 
 class SecondModel(Protocol):
-    """A model of its own that proposes drafts; `cpu/draft_model.py` is one.
+    """A second model that proposes drafts, such as `DraftModel`.
 
-    `cost`: of a drafted token, in steps of the model that verifies them.
+    `cost` is the time of a drafted token, in steps of the model that verifies it.
     """
 
     @property
@@ -58,8 +61,8 @@ class Drafter:
     """Drafts for the sequences in the slots, one step after the other.
 
     Args:
-        grammars: of the slots, which have a say in their drafts.
-        model: proposes them; None: the text does.
+        grammars: the grammars of the slots, which take part in their drafts.
+        model: the model that proposes drafts; by default they come from the text.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class Drafter:
     ) -> None:
         self._config, self._model = config, model
         self._slots = slots
-        self._paces: dict[int, Pace] = {}  # by slot; those with a grammar have none
-        self._drafts: list[list[int]] = []  # of each entry of the step that runs
+        self._paces: dict[int, Pace] = {}  # by slot; sequences with a grammar have none
+        self._drafts: list[list[int]] = []  # for each entry of the current step
         most = config.suffix_decoding_max_cached_requests if config.method == "suffix" else 0
         self._recent = RecentAnswers(most) if most else None
         self._bound = GrammarDrafts(
@@ -82,25 +85,25 @@ class Drafter:
             most_answers=most,
         )
         self._families: dict[int, str] = {}  # by slot
-        # By slot: where the next step begins, as what is before it is computed.
+        # The position where the next step of a slot begins: all tokens before it are computed.
         self._ends: dict[int, int] = {}
-        # By slot: how many tokens agreed for its last draft, where they stood, and where it begins.
+        # The number of matching tokens of a slot's last draft, the place where they matched, and the position of the draft.
         self._found: dict[int, tuple[int, int | None, int]] = {}
-        # By slot: a place, and the position that follows it.
+        # A place that a slot's text follows, and the position of its continuation.
         self._trails: dict[int, tuple[int, int]] = {}
 
     def leave(self, slot: int) -> None:
-        """Keep what the slot's sequence has answered; another is about to take the slot."""
+        """Store the answer of a slot's sequence for later drafts, before another sequence takes the slot."""
         end, num_prompt = self._ends.pop(slot, 0), int(self._slots.num_prompt[slot])
         self._bound.leave(slot, end)
         if self._recent is not None and end > num_prompt + 1:
-            # with the end of the prompt, behind which the same answer may begin
+            # The end of the prompt is included, because the same answer may follow the same end.
             first = max(0, num_prompt - self._config.suffix_decoding_max_tree_depth)
             token_ids = self._slots.token_ids[slot, first:end]
             self._recent.add(self._families[slot], token_ids)
 
     def place(self, slot: int, family: str = "", *, has_grammar: bool) -> None:
-        """Forget how the drafts of the slot fared: another sequence has taken it."""
+        """Begin with another sequence in a slot, and forget how the drafts of the previous one fared."""
         self._families[slot] = family
         for held in (self._paces, self._found, self._trails):
             held.pop(slot, None)
@@ -118,7 +121,7 @@ class Drafter:
         return Pace(most, self._model.cost, CHANCES_OF_MODEL, least=1)
 
     def settled(self, plan: StepPlan) -> StepPlan:
-        """Return a plan with the positions that were not known when it was made; it is the next to run."""
+        """Return a plan with the positions that were unknown when it was made.  It must be the next plan to run."""
         starts = plan.num_computed_tokens
         if plan.num_unknown_tokens:
             starts = tuple(
@@ -138,7 +141,7 @@ class Drafter:
         """Write drafts into the slots, behind the tokens that the plan computes.
 
         Returns:
-            How many for each entry [C]; None if there are none.
+            The number of drafted tokens for each entry [C], or None if there are none.
         """
         if self._model is not None:
             rooms = plan.num_lookahead_tokens or (0,) * len(plan.request_slots)
@@ -188,7 +191,7 @@ class Drafter:
         return draft.tolist()
 
     def _trail(self, slot: int, end: int) -> int | None:
-        """Return where the token at `end` would stand in the passage that the text has followed of late."""
+        """Return the place of the token at `end` in the passage that the text recently followed, or None."""
         place, since = self._trails.get(slot, (0, -AGE))
         return place + end - since if end - since < AGE else None
 
@@ -197,7 +200,7 @@ class Drafter:
             self._trails[slot] = place, end
 
     def _note(self, slot: int, num_drafted: int, num_right: int) -> None:
-        """Take what became of a slot's draft."""
+        """Record how many tokens of a slot's draft were right."""
         if self._model is not None:
             self._paces[slot].note(0, num_drafted, num_right)
             return
@@ -207,7 +210,7 @@ class Drafter:
             self._follow(slot, place, end)
 
     def verify(self, plan: StepPlan, sampled: Sampled, prompt_logprobs: PromptLogprobs) -> StepDone:
-        """Answer the plan with the tokens up to the first that its draft did not foresee."""
+        """Complete the plan with the sampled tokens, up to and including the first that differs from its draft."""
         tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
         token_ids: list[tuple[int, ...]] = []
         found: list[tuple[TokenLogprobs, ...]] = []
@@ -235,24 +238,25 @@ class Drafter:
 
 
 class Match(NamedTuple):
-    """A place where a text went on behind the same tokens as the one that is continued."""
+    """A place where the same tokens as at the end of the known text have a continuation."""
 
-    text: np.ndarray  # from there on
+    text: np.ndarray  # the continuation
     num_matching: int
-    place: int | None  # in the sequence's own text; None: in another's answer
+    place: int | None  # in the sequence's own text; None in another answer
 
     def num_following(self, config: SpeculativeConfig) -> int:
-        """Count the tokens that may be drafted from it."""
+        """Count the tokens that may be drafted from this place."""
         most, factor = config.num_speculative_tokens, config.suffix_decoding_max_spec_factor
         if factor is not None and config.method == "suffix":
             most = min(most, max(1, int(self.num_matching * factor)))
-        if self.place is None:  # another's answer ends
+        # Another sequence's answer ends at a separator.
+        if self.place is None:
             ends = np.flatnonzero(self.text[:most] == SEPARATOR)
             return int(ends[0]) if len(ends) else min(most, len(self.text))
         return most
 
     def draft(self, length: int) -> np.ndarray:
-        """Return the next tokens of it; what repeats itself goes on to do so: past its end it begins again."""
+        """Return the next tokens.  A continuation shorter than `length` is repeated, because repetitive text tends to go on."""
         return np.resize(self.text[:length], length)
 
 
@@ -262,11 +266,13 @@ def find(
     recent: np.ndarray | None = None,
     near: int | None = None,
 ) -> Match | None:
-    """Find where known tokens [L] went on before, or others did; None where they end in something new.
+    """Find a continuation of the known tokens [L] in the text itself or in recent answers.
+
+    Returns None if their end occurs nowhere else.
 
     Args:
-        recent: answers of others, with separators: they serve where more tokens agree than in the text itself.
-        near: a place before which the same text is likely to go on, where few tokens agree.
+        recent: answers of other sequences, with separators.  They are used if more of their tokens match than in the text.
+        near: a place near which the text is likely to continue; it is preferred if only a few tokens match.
     """
     if config.method == "ngram":
         longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
@@ -283,13 +289,13 @@ def find(
 def last_match(
     text_M: np.ndarray, token_L: np.ndarray, longest: int, near: int | None = None
 ) -> tuple[int, int]:
-    """Find the latest place in a text, and not its end, where the most of the last tokens stand, at most `longest`.
+    """Find the latest place in a text, except its end, where most of the last tokens match, at most `longest`.
 
     Args:
-        near: of few tokens, the first place about this one goes before the latest.
+        near: a place that is preferred to the latest if only a few tokens match: the first match around it is used.
 
     Returns:
-        The position behind it, and how many tokens agree; 0 if the last token does not stand there.
+        The position behind the match, and the number of matching tokens, 0 if the last token does not occur.
     """
     found = list(positions_after_match(text_M, token_L, longest))
     if not found:
@@ -303,7 +309,7 @@ def last_match(
 
 
 def num_equal(draft: Sequence[int], drawn: Sequence[int]) -> int:
-    """Count the tokens of a draft that are the ones drawn in their places, up to the first that is not."""
+    """Count the tokens of a draft that equal the drawn tokens, up to the first difference."""
     for i, (guess, token) in enumerate(zip(draft, drawn, strict=False)):
         if guess != token:
             return i

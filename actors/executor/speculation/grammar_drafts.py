@@ -1,15 +1,19 @@
-"""Drafts inside a grammar: what it forces, and between that what stood in like places before.
+"""Drafts for sequences with a grammar: the tokens that the grammar forces, and between them what followed in similar places.
 
-    outputs      {  \\n··"  name  ":  ·"  Maria  ",  \\n··"  age  ":  ·  34  ,
-    as shapes    {  \\n··"  □     ":  ·"  Maria  ",  \\n··"  □    ":  ·  34  ,
-    draft                                                                      \\n··"  email  ":  ·"
+In structured output, such as JSON by a schema, a grammar often allows one token only, which needs no model to be drafted.
 
-A run of tokens that the grammar forced is one shape, whatever they were: behind every name of a schema comes the same.
+    outputs      {  \n··"  name  ":  ·"  Maria  ",  \n··"  age  ":  ·  34  ,
+    as shapes    {  \n··"  □     ":  ·"  Maria  ",  \n··"  □    ":  ·  34  ,
+    draft                                                                      \n··"  email  ":  ·"
+
+A run of forced tokens is one shape, regardless of its tokens, so that what follows one name of a schema also predicts what
+follows another.
 
 Laws:
-  * A draft changes no token: it is verified as every other.  What the grammar forbids is not drafted, and neither is an end.
-  * The matcher that goes along a draft is a copy: what it meets there says nothing of the sequence.
-  * As many tokens are drafted as are expected to save the most time; a guess is as likely as it was right in like places.
+  * A draft changes no token: it is verified like any other.  Tokens that the grammar forbids, and ends, are not drafted.
+  * A copy of the matcher follows the draft, so the sequence's own state does not change.
+  * The length of a draft maximises the expected saving.  The chance of a guess is how often guesses were right in similar
+    places.
 """
 
 from collections.abc import Iterator
@@ -24,50 +28,57 @@ from trouper.actors.executor.speculation.matching import RecentAnswers, position
 from trouper.actors.executor.speculation.pace import Shares, best_length
 from trouper.actors.executor.steps.request_slots import RequestSlots
 
-FORCED = -2  # a run of tokens that a grammar forced; no token, and not the separator
-# Shapes of recent answers, which are copied for each sequence with a grammar: 64 KiB.  To look for places in all takes 20 µs.
+FORCED = -2  # a run of tokens that a grammar forced; neither a token nor the separator
+# Shapes of recent answers, which are copied for each sequence with a grammar: 64 KiB.  Searching all of them takes 20 µs.
 MOST_SHAPES = 2**14
-NUM_MATCHING = 2  # shapes that agree at the places whose followers are counted
-NUM_GUESSES = 3  # that the grammar is asked after, at one position
-PRIOR_WEIGHT = 4.0  # guesses, for which the share of like places counts beside how guesses fared
-# Of a token saved, in steps without a draft.  Guesses are rarer than in free text, so what is saved would seldom have been
-# saved by the next draft: over 5,500 tokens of records 0.75 takes 1 to 2 % off the cost of 0.5, and 1 no more.
+# Followers are counted at places where this many shapes match.
+NUM_MATCHING = 2
+# The grammar is asked about this many guesses at one position.
+NUM_GUESSES = 3
+# The share of similar places counts like this many guesses.
+PRIOR_WEIGHT = 4.0
+# The value of a saved token, in steps without a draft.  Guesses are rarer than in free text, so the next draft would seldom
+# have saved the same token: over 5,500 tokens of records 0.75 costs 1 to 2 % less than 0.5, and 1 no less than 0.75.
 WORTH_IN_GRAMMAR = 0.75
-LEAST_CHANCE = 0.05  # that a draft is right so far: no row costs less
-MOST_COUNTED = 4  # places, in telling kinds of guesses apart
+# Drafting stops if the chance that the draft is right so far is smaller; a row is never free.
+LEAST_CHANCE = 0.05
+# Numbers of places above this one are one kind of guess.
+MOST_COUNTED = 4
 
 
 class Guess(NamedTuple):
     """A shape that may come next."""
 
     shape: int
-    num_right: int  # of the places alike, those that it follows
+    num_right: int  # number of similar places that it follows
     num_places: int
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """Guesses of a kind are taken to be equally likely."""
+        """The kind of the guess; guesses of one kind are assumed to be equally likely."""
         return min(self.num_places, MOST_COUNTED), self.num_right == self.num_places
 
     @property
     def share(self) -> float:
-        """The chance that it is right, as the places alike have it."""
+        """The share of similar places that this shape follows."""
         return self.num_right / (self.num_places + 1)
 
 
 class Drafted(NamedTuple):
-    """A token of a draft."""
+    """A drafted token."""
 
     token: int
-    chance: float  # that it and all before it are right
-    guess: Guess | None  # None: it is forced
+    # The chance that this token and all before it are right.
+    chance: float
+    # The grammar forces a token without a guess.
+    guess: Guess | None
 
 
 class History:
-    """The shapes of a sequence, behind those of other answers.
+    """The shapes of a sequence, after those of recent answers.
 
     Args:
-        before: shapes of others, the oldest first.
+        before: shapes of recent answers, the oldest first.
     """
 
     def __init__(self, before: np.ndarray) -> None:
@@ -83,7 +94,7 @@ class History:
         return self._shapes[: self._size]
 
     def extend(self, shapes: np.ndarray) -> None:
-        """Append shapes; a run of forced ones goes on."""
+        """Append shapes.  A run of forced tokens continues the last one."""
         if (
             len(shapes)
             and shapes[0] == FORCED
@@ -98,19 +109,19 @@ class History:
         self._size = end
 
     def cut(self, size: int) -> None:
-        """Forget all shapes but the first `size`."""
+        """Remove all shapes except the first `size`."""
         self._size = size
 
 
 class MatchPositions:
-    """Remembers where the last shapes of a history stood before, and tells what followed."""
+    """The earlier places of a history's last shapes, with what followed there."""
 
     def __init__(self, shapes: np.ndarray, longest: int) -> None:
         self._shapes = shapes
         self._alike, self._best = matching_positions(shapes, longest)
 
     def guesses(self) -> Iterator[Guess]:
-        """Yield what may come next, the likeliest first: the follower of the longest match, and then the latest ones."""
+        """Yield the guesses, the most likely first: the follower of the longest match, then the latest followers."""
         followers = self._shapes[self._alike]
         if self._best < 0:
             return
@@ -124,7 +135,7 @@ class MatchPositions:
             rest = rest[~is_it]
 
     def go_past(self, shape: int) -> bool:
-        """Go on to the places behind this shape; False: there is none."""
+        """Advance to the places behind this shape.  Returns False if there are none."""
         size = len(self._shapes)
         went = self._alike[self._shapes[self._alike] == shape] + 1
         is_best = self._best >= 0 and self._shapes[self._best] == shape
@@ -136,11 +147,11 @@ class MatchPositions:
 
 
 def matching_positions(shapes: np.ndarray, longest: int) -> tuple[np.ndarray, int]:
-    """Find where the last shapes stood before.
+    """Find earlier places of the last shapes.
 
     Returns:
-        The positions behind the last `NUM_MATCHING` of them, or behind the last where those never stood; and the latest of
-        the positions behind which the most agree, -1 if there is none.
+        The positions behind the last `NUM_MATCHING` shapes, or behind the last shape if those do not occur; and the latest
+        position of the longest match, or -1.
     """
     alike = ends = np.zeros(0, dtype=np.int64)
     if len(shapes):
@@ -160,12 +171,13 @@ def look_ahead(
     trust: Shares,
     least: float = LEAST_CHANCE,
 ) -> list[Drafted]:
-    """Go on with a sequence as its grammar forces it to, and else as it went on before; the history stays as it is.
+    """Continue a sequence with the tokens that its grammar forces and with guesses between them.  The history is not changed.
 
     Args:
-        room: the most tokens.
-        longest: shapes that are compared.
-        least: the chance below which nothing is drafted.
+        room: the largest number of tokens.
+        longest: the largest number of shapes to match.
+        trust: how often guesses of each kind were right.
+        least: the smallest chance with which a token is drafted.
     """
     found: list[Drafted] = []
     size, chance = len(history.shapes), 1.0
@@ -173,7 +185,8 @@ def look_ahead(
     while len(found) < room:
         forced = ahead.forced()[: room - len(found)]
         if forced:
-            if not all(map(ahead.take, forced)):  # an end
+            # The grammar forces an end, which is not drafted.
+            if not all(map(ahead.take, forced)):
                 break
             shape = FORCED
             found += [Drafted(token, chance, None) for token in forced]
@@ -203,17 +216,17 @@ class _Drafting(msgspec.Struct):
 
     family: str
     history: History | None = None
-    end: int = 0  # the first position that the history lacks
+    end: int = 0  # first position that the history lacks
     draft: list[Drafted] = []
     trust: Shares = msgspec.field(default_factory=lambda: Shares(PRIOR_WEIGHT))
 
 
 class GrammarDrafts:
-    """Drafts for the slots whose sequences have a grammar.
+    """Drafts for the slots that have a grammar.
 
     Args:
-        longest: shapes that are compared.
-        most_answers: others' that are kept; 0 = none.
+        longest: the largest number of shapes to match.
+        most_answers: the number of recent answers to keep; 0 keeps none.
     """
 
     def __init__(
@@ -235,11 +248,11 @@ class GrammarDrafts:
         return slot in self._sequences
 
     def place(self, slot: int, family: str) -> None:
-        """Begin with the sequence that has taken the slot."""
+        """Begin with the sequence that has taken a slot."""
         self._sequences[slot] = _Drafting(family)
 
     def leave(self, slot: int, end: int) -> None:
-        """Keep what the slot's sequence has answered before `end`, if it had a grammar; another is about to take the slot."""
+        """Store the answer of a slot's sequence before `end` if it had a grammar, before another sequence takes the slot."""
         sequence = self._sequences.pop(slot, None)
         num_prompt = int(self._slots.num_prompt[slot])
         if sequence is not None and end > num_prompt + 1:
@@ -247,7 +260,7 @@ class GrammarDrafts:
             self._recent.add(sequence.family, self._shapes(slot, first, end))
 
     def draft(self, slot: int, end: int, room: int) -> list[int]:
-        """Propose tokens for position `end` and those after it, at most `room`."""
+        """Propose at most `room` tokens for position `end` and the following ones."""
         sequence = self._sequences[slot]
         sequence.draft = []
         ahead = self._masks.ahead(slot, end)
@@ -264,7 +277,7 @@ class GrammarDrafts:
         return [each.token for each in sequence.draft]
 
     def note(self, slot: int, num_right: int) -> None:
-        """Take how many tokens of the slot's draft were right."""
+        """Record how many tokens of a slot's draft were right."""
         sequence = self._sequences[slot]
         for i, each in enumerate(sequence.draft[: num_right + 1]):
             if each.guess is not None:

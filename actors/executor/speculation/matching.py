@@ -1,8 +1,9 @@
-"""Answers that other sequences have given lately, for drafts: of one cache salt and adapter, as cached prefixes are.
+"""Recent answers of other sequences, and the search for the last tokens of a text in earlier text.
 
-Law: a sequence finds nothing of another family, not even by how long its own answer takes.
+Requests of one application often get similar answers, so a recent answer predicts the next one.  Answers are shared
+within a family only, the requests with one cache salt and adapter, like cached prefixes.
 
-Finds where the last tokens of a text stood before, or stand in another.
+Law: a sequence learns nothing about another family, not even from the time its own answer takes.
 """
 
 from collections import deque
@@ -11,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Of all families together; int64, so 1 MiB, and as much for the joined ones.  To look for a match in all takes 0.1 ms.
+# The tokens of all families together: 1 MiB as int64, and the same for the joined answers.  Searching all takes 0.1 ms.
 MOST_TOKENS = 2**17
-SEPARATOR = -1  # between answers; no token
+SEPARATOR = -1  # between answers; not a token
 
 
 class _Answer(NamedTuple):
@@ -25,21 +26,21 @@ class RecentAnswers:
     """The newest answers, by family.
 
     Args:
-        most: answers that are kept; 0 = none.
-        most_tokens: of all of them.
+        most: the number of answers to keep; 0 keeps none.
+        most_tokens: the largest number of tokens of all answers.
     """
 
     def __init__(self, most: int, most_tokens: int = MOST_TOKENS) -> None:
         self._most, self._most_tokens, self._num_tokens = most, most_tokens, 0
         self._answers: deque[_Answer] = deque()  # the oldest first
-        # Of families that were looked at since they changed.
+        # Joined answers of families that have been read since they last changed.
         self._joined: dict[str, np.ndarray] = {}
 
     def __repr__(self) -> str:
         return f"<RecentAnswers, {len(self._answers)} of {self._num_tokens} tokens>"
 
     def add(self, family: str, token_ids: np.ndarray) -> None:
-        """Keep an answer; the oldest make room."""
+        """Store an answer, and drop the oldest ones beyond the limits."""
         own = np.append(token_ids[-self._most_tokens + 1 :], SEPARATOR)
         self._answers.append(_Answer(family, own))
         self._joined.pop(family, None)
@@ -63,11 +64,13 @@ class RecentAnswers:
 def positions_after_match(
     text_M: np.ndarray, token_L: np.ndarray, longest: int
 ) -> Iterator[np.ndarray]:
-    """Yield the positions in a text behind the last token, then behind the last two, … at most `longest`, while there are any.
+    """Yield the positions in a text behind matches of the last token, then of the last two tokens, and so on.
+
+    Stops at `longest` tokens, or when no match is left.
 
     Args:
-        text_M: of which the end is no such place: nothing follows it.
-        token_L: the tokens, at least one.
+        text_M: the text to search.  Its end is not a match, because nothing follows it.
+        token_L: the tokens to find, at least one.
     """
     ends, num_matching = np.flatnonzero(text_M[:-1] == token_L[-1]) + 1, 1
     while len(ends):

@@ -1,9 +1,9 @@
-"""How long a draft is worth its rows: the chance that each token is right against what a row more costs a step.
+"""The length of drafts: the chance that each token is right, compared with the cost of one more row in a step.
 
-    the last three tokens stood before     chance of the first to be right 0.73, of the second 0.73 · 0.82, …
-    three drafts                           1.84 tokens saved, of half a step each, for 0.12 of a step more
+    the last three tokens match            the chance of the first draft is 0.73, of the second 0.73 · 0.82, …
+    three drafts                           1.84 saved tokens, worth half a step each, for 0.12 of a step more
 
-Law: a length is a function of the number of tokens that agree and of how the slot's own drafts fared.
+Law: a length is a function of the number of matching tokens and of how earlier drafts of the slot fared.
 """
 
 from collections.abc import Hashable, Iterable
@@ -12,27 +12,31 @@ from operator import mul
 
 import msgspec
 
-# Of a step with so many drafts, in steps without.  Two cores, integers of four bits: four rows are bound by memory as one
-# is, and what is beyond them by the products.
+# The time of a step with this many drafts, in steps without drafts.  On two cores with integers of four bits, four rows are
+# bound by memory like one, and further rows by the products.
 STEP_COSTS = (1.0, 1.05, 1.11, 1.12, 1.3, 1.42, 1.49, 1.51)
-# Of a token saved, in steps without drafts: where drafts are right, a step makes two tokens anyway.
+# The value of a saved token, in steps without drafts: where drafts are right, a step yields two tokens anyway.
 WORTH_IN_TEXT = 0.5
-# That the next token is right where so many agree: of a small model that edits functions, over 6,500 tokens.
+# The chance that the next token is right if this many tokens match: from a small model that edits functions, over 6,500 tokens.
 CHANCES = (0.0, 0.25, 0.55, 0.73, 0.82, *[0.85] * 2, *[0.91] * 3, *[0.93] * 6, *[0.96] * 8, 0.98)
-CHANCES_OF_MODEL = (0.7,)  # that a second model is right: no tokens agree that would say more
-WEIGHT = 6.0  # drafts of a slot's own that count as much as the table does
-FADING = 0.97  # of what a draft says, with each that follows
-RUNS = 16  # after which a slot's drafts must have earned what they cost
-# Tokens without a draft where they have not; twice as many each time in a row.
+# The chance that a second model is right, for any number of matching tokens.
+CHANCES_OF_MODEL = (0.7,)
+# The table counts like this many drafts of the slot.
+WEIGHT = 6.0
+# The weight of a draft decreases by this factor with each later one.
+FADING = 0.97
+# After this many runs a slot's drafts must have saved more than they cost.
+RUNS = 16
+# The number of tokens without drafts if they have not; it doubles each time in a row.
 PAUSE, LONGEST_PAUSE = 32, 512
 
 
 class Shares:
-    """How much of each kind comes true: what was thought before, and what was seen since.
+    """How often cases of each kind came true: an assumption, corrected by observations.
 
     Args:
-        weight: of what was thought, in cases seen.
-        fading: of a case, with each of its kind that follows.
+        weight: the weight of the assumption, in observed cases.
+        fading: the factor by which each later case of its kind reduces the weight of a case.
     """
 
     def __init__(self, weight: float, fading: float = 1.0) -> None:
@@ -43,23 +47,23 @@ class Shares:
         return f"<Shares {self._seen}>"
 
     def chance(self, kind: Hashable, prior: float) -> float:
-        """Estimate how likely a case of this kind comes true, which is thought to be `prior`."""
+        """Estimate the chance of a case of this kind, with the assumption `prior`."""
         right, tried = self._seen.get(kind, (0.0, 0.0))
         return (self._weight * prior + right) / (self._weight + tried)
 
     def note(self, kind: Hashable, *, was_right: bool) -> None:
-        """Take whether a case came true."""
+        """Record whether a case came true."""
         right, tried = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = self._fading * right + was_right, self._fading * tried + 1
 
 
 def best_length(chances: Iterable[float], worth: float, draft_cost: float = 0.0) -> int:
-    """Return how many tokens of a draft are expected to save the most; 0: none saves what its row costs.
+    """Return the number of drafted tokens with the largest expected saving, or 0 if no token is worth its row.
 
     Args:
-        chances: that the draft is right up to each of its tokens.
-        worth: of a token saved, in steps without drafts.
-        draft_cost: of making a token, in the same.
+        chances: the chance that the draft is right up to each of its tokens.
+        worth: the value of a saved token, in steps without drafts.
+        draft_cost: the cost of drafting a token, in the same unit.
     """
     gains = [
         worth * saved - _cost(count, draft_cost)
@@ -73,14 +77,15 @@ def _cost(num_drafted: int, draft_cost: float) -> float:
 
 
 class Pace(msgspec.Struct):
-    """The lengths of the drafts of one slot, and what became of them."""
+    """The lengths of the drafts of one slot, and how they fared."""
 
     most: int
-    draft_cost: float = 0.0  # of making a drafted token, in steps without drafts
-    chances: tuple[float, ...] = (
-        CHANCES  # by the number of tokens that agree; the last: so many or more
-    )
-    least: int = 0  # tokens of a draft that is not worth it: what would come is known only if it is asked for
+    # The cost of drafting a token, in steps without drafts.
+    draft_cost: float = 0.0
+    # By the number of matching tokens; the last one also covers larger numbers.
+    chances: tuple[float, ...] = CHANCES
+    # The shortest draft, also if it is not worth its cost: a second model is only rated while it drafts.
+    least: int = 0
     pause: int = 0
     next_pause: int = PAUSE
     num_runs: int = 0
@@ -88,26 +93,26 @@ class Pace(msgspec.Struct):
     shares: Shares = msgspec.field(default_factory=lambda: Shares(WEIGHT, FADING))
 
     def rests(self) -> bool:
-        """Tell whether this step has no draft, and count the pause down."""
+        """Return whether this step has no draft, and count the pause down."""
         if not self.pause:
             return False
         self.pause -= 1
         return True
 
     def length(self, num_matching: int, room: int) -> int:
-        """Return how long a draft behind `num_matching` tokens that agree is worth it, at most `room`."""
+        """Return the best length of a draft behind `num_matching` matching tokens, at most `room`."""
         room = min(room, self.most)
         each = (self.chance(num_matching + i) for i in range(room))
         length = best_length(accumulate(each, mul), WORTH_IN_TEXT, self.draft_cost)
         return max(length, min(room, self.least))
 
     def chance(self, num_matching: int) -> float:
-        """Return the chance of a token behind so many that agree."""
+        """Return the chance of the next token behind this many matching tokens."""
         prior = self._prior(num_matching)
         return self.shares.chance(prior, prior)
 
     def note(self, num_matching: int, num_drafted: int, num_right: int) -> None:
-        """Take what became of a draft."""
+        """Record how many tokens of a draft were right."""
         for i in range(min(num_right + 1, num_drafted)):
             self.shares.note(self._prior(num_matching + i), was_right=i < num_right)
         self.num_runs += 1
