@@ -32,8 +32,7 @@ from trouper.actors.messages.controls import (
     SchedulerInbox,
 )
 from trouper.actors.messages.outputs import SchedulerStats
-from trouper.actors.messages.requests import Render
-from trouper.actors.messages.sinks import MakeVisible
+from trouper.actors.messages.requests import NO_OPTIONS, Render, RequestOptions
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
@@ -45,7 +44,6 @@ from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.runtime.threads import Threads
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.config.adapters import AdapterFiles, read_adapter
-from trouper.config.generation import Marks
 from trouper.config.resolve import EngineConfig
 from trouper.errors import EngineDeadError, TrouperValidationError
 from trouper.inputs import PoolingPrompt, PromptType
@@ -133,112 +131,45 @@ class Engine:
         prompt: PromptType,
         params: SamplingParams,
         request_id: str,
-        *,
-        priority: int = 0,
-        arrival_time: float | None = None,
-        truncate_prompt_tokens: int | None = None,
-        truncation_side: str | None = None,
-        add_special_tokens: bool | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        lora_request: LoRARequest | None = None,
-        loads_adapter: bool = True,
-        reasoning: Marks | None = None,
-        visible: MakeVisible | None = None,
-        data_parallel_rank: int | None = None,
-        session_id: str | None = None,
-        key: str = "",
-        cache_scope: bytes = b"",
+        options: RequestOptions = NO_OPTIONS,
     ) -> Generation[RequestOutput]:
         """Return a request as an async iterator; nothing happens before it is entered or iterated.
-
-        Args:
-            loads_adapter: False refuses a request whose adapter is not known.
-            data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
-            session_id: requests of a session go to one replica, whose cache has their prefix.
-            key: of the client, which has a share of the steps, and half of the room for grammars at most; empty: there is one client.
-            cache_scope: requests share prefixes of the cache, and drafts from recent answers, only within one scope.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not SamplingParams.
             TrouperValidationError: the model does not generate, or takes no adapters; or there is no such replica.
         """
         self._check_types(request_id, params, SamplingParams)
-        if lora_request is not None:
-            self.adapters.check(lora_request)
-        _check_order(priority, arrival_time)
-        check_place(data_parallel_rank, session_id, self.config.data_parallel_size)
-        if trace_headers and self.config.otlp_traces_endpoint is None:
+        if options.lora_request is not None:
+            self.adapters.check(options.lora_request)
+        if options.trace_headers and self.config.otlp_traces_endpoint is None:
             self._warn_of_tracing()
-
-        render = partial(
-            Render,
-            prompt=prompt,
-            priority=priority,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            truncation_side=truncation_side,
-            add_special_tokens=add_special_tokens,
-            mm_processor_kwargs=mm_processor_kwargs,
-            trace_headers=trace_headers,
-            reasoning=reasoning,
-            visible=visible,
-            data_parallel_rank=data_parallel_rank,
-            session_id=session_id,
-            key=key,
-            cache_scope=cache_scope,
-        )
-        return Generation(
-            self.requests,
-            request_id,
-            params.clone(),
-            render,
-            arrival_time,
-            lora_request,
-            loads_adapter=loads_adapter,
-        )
+        return self._generation(prompt, params.clone(), request_id, options)
 
     def encode(
         self,
         prompt: PoolingPrompt,
         params: PoolingParams,
         request_id: str,
-        *,
-        priority: int = 0,
-        arrival_time: float | None = None,
-        truncate_prompt_tokens: int | None = None,
-        truncation_side: str | None = None,
-        add_special_tokens: bool | None = None,
-        max_text_tokens: tuple[int | None, ...] = (),
-        data_parallel_rank: int | None = None,
-        key: str = "",
+        options: RequestOptions = NO_OPTIONS,
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
         """Return a pooling request as an async iterator of one output.
-
-        Args:
-            max_text_tokens: the most of the text, or of each of a pair, that is read; special tokens are not counted.
-            data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
-            key: names a client; texts of different ones have equal parts of the steps.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not PoolingParams.
             TrouperValidationError: the model does not pool, or there is no such replica.
         """
         self._check_types(request_id, params, PoolingParams)
-        _check_order(priority, arrival_time)
-        check_place(data_parallel_rank, None, self.config.data_parallel_size)
+        return self._generation(prompt, params.clone(), request_id, options)
 
-        render = partial(
-            Render,
-            prompt=prompt,
-            priority=priority,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            truncation_side=truncation_side,
-            add_special_tokens=add_special_tokens,
-            max_text_tokens=max_text_tokens,
-            data_parallel_rank=data_parallel_rank,
-            key=key,
+    def _generation(
+        self, prompt: Any, params: Any, request_id: str, options: RequestOptions
+    ) -> Generation[Any]:
+        _check_order(options.priority, options.arrival_time)
+        check_place(options.data_parallel_rank, options.session_id, self.config.data_parallel_size)
+        return Generation(
+            self.requests, request_id, params, partial(Render, prompt=prompt), options
         )
-        return Generation(self.requests, request_id, params.clone(), render, arrival_time)
 
     async def _read_adapter(self, request: LoRARequest, root: str | None) -> AdapterFiles:
         return await self._threads.run(read_adapter, request.lora_path, root)
@@ -406,7 +337,7 @@ class Engine:
     def _warn_of_tracing(self) -> None:
         if not self._has_warned_of_tracing:
             self._has_warned_of_tracing = True
-            warnings.warn("trace_headers are ignored: no otlp_traces_endpoint", stacklevel=4)
+            warnings.warn("trace_headers are ignored: no otlp_traces_endpoint", stacklevel=5)
 
     def _check_types(self, request_id: object, params: object, kind: type[Any]) -> None:
         if not isinstance(request_id, str):

@@ -13,7 +13,13 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import anyio
 import anyio.lowlevel
 
-from trouper.actors.messages.requests import LoadedAdapter, Render, RequestId
+from trouper.actors.messages.requests import (
+    NO_OPTIONS,
+    LoadedAdapter,
+    Render,
+    RequestId,
+    RequestOptions,
+)
 from trouper.actors.replies.slot import ExpectedToken, Slot
 from trouper.lora import LoRARequest
 from trouper.outputs import PoolingRequestOutput, RequestOutput
@@ -33,6 +39,7 @@ class MakeRender(Protocol):
         id: RequestId,
         params: Any,
         slot: Slot[Any],
+        options: RequestOptions,
         arrival_time: float,
         adapter: LoadedAdapter | None,
     ) -> Render: ...
@@ -46,8 +53,7 @@ class RequestDesk(Protocol):
         request_id: str,
         params: Params,
         render: MakeRender,
-        arrival_time: float | None,
-        lora_request: LoRARequest | None = None,
+        options: RequestOptions,
     ) -> tuple[RequestId, Slot[Any]]: ...
 
     async def load_adapter(
@@ -75,18 +81,13 @@ class Generation(Generic[Output]):
         request_id: str,
         params: Params,
         render: MakeRender,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        *,
-        loads_adapter: bool = True,
+        options: RequestOptions = NO_OPTIONS,
     ) -> None:
         self.request_id = request_id
         self._desk = desk
         self._params = params
         self._render = render
-        self._arrival_time = arrival_time
-        self._lora_request = lora_request
-        self._loads_adapter = loads_adapter
+        self._options = options
         self._opened: tuple[RequestId, Slot[Output]] | None = None
         self._num_tokens = (0, 0)
         self._is_finished = False
@@ -168,11 +169,12 @@ class Generation(Generic[Output]):
             AdaptersInUseError: they use all of them, and it does not wait for that, or one will not be free.
             Exception: what loading raised; the request is closed then.
         """
-        if self._lora_request is None or self._opened is not None or self._is_closed:
+        options = self._options
+        if options.lora_request is None or self._opened is not None or self._is_closed:
             return
         try:
             await self._desk.load_adapter(
-                self._lora_request, waits=waits, loads_new=self._loads_adapter
+                options.lora_request, waits=waits, loads_new=options.loads_adapter
             )
         except BaseException:
             self.close()
@@ -227,11 +229,7 @@ class Generation(Generic[Output]):
             raise RuntimeError(f"{self!r} cannot be opened again")
         if self._opened is None:
             self._opened = self._desk.open_request(
-                self.request_id,
-                self._params,
-                self._render,
-                self._arrival_time,
-                self._lora_request,
+                self.request_id, self._params, self._render, self._options
             )
         return self._opened[1]
 

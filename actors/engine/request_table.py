@@ -16,7 +16,7 @@ from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_to
 from trouper.actors.engine.generation import MakeRender
 from trouper.actors.engine.snapshot import RequestSnapshot
 from trouper.actors.messages.controls import RendererInbox, SchedulerInbox
-from trouper.actors.messages.requests import Abort, RequestId
+from trouper.actors.messages.requests import Abort, RequestId, RequestOptions
 from trouper.actors.replies.reply_slots import PoolingSlot, ReplySlot
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import EventLoop
@@ -100,8 +100,7 @@ class RequestTable:
         request_id: str,
         params: SamplingParams | PoolingParams,
         render: MakeRender,
-        arrival_time: float | None,
-        lora_request: LoRARequest | None = None,
+        options: RequestOptions,
     ) -> tuple[RequestId, Slot[Any]]:
         """Register and submit in one synchronous act, so no cancellation can fall in between.
 
@@ -116,6 +115,7 @@ class RequestTable:
         """
         self._loop.check_current()
         self.check(params.n, request_id)
+        lora_request, arrival_time = options.lora_request, options.arrival_time
         adapter = None if lora_request is None else self._adapters.enter(lora_request)
         id = RequestId(self._next_id)
         self._next_id += params.n
@@ -132,6 +132,7 @@ class RequestTable:
             id=id,
             params=params,
             slot=slot,
+            options=options,
             arrival_time=slot.stats.arrival_time,
             adapter=adapter,
         )

@@ -25,6 +25,7 @@ import msgspec
 from trouper.actors.messages.sinks import GenerationSink, MakeVisible, PoolingSink, ReplySink
 from trouper.config.generation import Marks
 from trouper.inputs import PoolingPrompt
+from trouper.lora import LoRARequest
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
 
@@ -156,7 +157,74 @@ def key_of(source: str) -> bytes:
     return hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
 
 
-class Render(msgspec.Struct, frozen=True):
+class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options that every client may set by name, in Python and in the body of any HTTP request.
+
+    The bodies of the HTTP APIs inherit these fields, so a new option that clients may set is declared here only.
+
+    Args:
+        truncate_prompt_tokens: the most prompt tokens to keep; -1 means the length of the context.
+        truncation_side: `left` cuts the beginning of the prompt, `right` its end.  None takes the tokenizer's side.
+        add_special_tokens: whether the tokenizer adds special tokens.  None means yes for text and no for a chat.
+        data_parallel_rank: the replica that runs the request while it is alive.  None leaves the choice to the router.
+    """
+
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    add_special_tokens: bool | None = None
+    data_parallel_rank: int | None = None
+
+
+class RequestOptions(ClientOptions, frozen=True, kw_only=True):
+    """Everything that a caller decides about one request besides its prompt and its parameters.
+
+    Each public signature makes one, and it is carried whole to the messages `Render` and `Admit`.  An actor reads the
+    fields it needs, so a new option passes through the frontends, the engine and the renderer without an edit there.
+
+    Args:
+        priority: a request with a larger number runs first under the policy `priority`.
+        arrival_time: seconds of the wall clock.  None means the time at which the request is opened.
+        max_text_tokens: the most tokens to read of each text to be pooled, without special tokens.
+        mm_processor_kwargs: options for the processor of multimodal items.
+        lora_request: the adapter to apply.
+        loads_adapter: False refuses a request with an unknown adapter instead of loading it.
+        trace_headers: W3C trace headers, the parent of the request's span.
+        session_id: names a conversation; its requests run on one replica, which has their prefix in its cache.
+        reasoning: the marks around the model's reasoning, unless the engine's options name them.
+        key: names the client.  Each client has an equal share of the steps and at most half of the room for grammars.
+        cache_scope: requests share cached prefixes, and drafts from recent answers, only within one scope.
+        visible: makes a function from an output's text to the part in which stop strings count.  None means all text.
+    """
+
+    priority: int = 0
+    arrival_time: float | None = None
+    max_text_tokens: tuple[int | None, ...] = ()
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    lora_request: LoRARequest | None = None
+    loads_adapter: bool = True
+    trace_headers: Mapping[str, str] | None = None
+    session_id: str | None = None
+    reasoning: Marks | None = None
+    key: str = ""
+    cache_scope: bytes = b""
+    visible: MakeVisible | None = None
+
+    def without_tokenization(self) -> "RequestOptions":
+        """Return these options for a prompt that is made of the token ids of an earlier output."""
+        return msgspec.structs.replace(
+            self, truncate_prompt_tokens=None, truncation_side=None, add_special_tokens=None
+        )
+
+
+NO_OPTIONS = RequestOptions()
+
+
+def client_options(body: ClientOptions) -> dict[str, Any]:
+    """Return the options that clients may set as keywords for `RequestOptions`, from the body of an HTTP request."""
+    return {name: getattr(body, name) for name in ClientOptions.__struct_fields__}
+
+
+class Render(msgspec.Struct, frozen=True, kw_only=True):
     """Frontend → Renderer: a prompt as the caller wrote it, and the sink that takes its results.
 
     The sink carries the cancel scope of the rendering stage: closing the reply slot ends the work.
@@ -166,23 +234,9 @@ class Render(msgspec.Struct, frozen=True):
     prompt: PoolingPrompt
     params: SamplingParams | PoolingParams  # the engine's own copy
     slot: ReplySink  # of the kind that goes with the parameters
-    priority: int
+    options: RequestOptions
     arrival_time: float  # wall clock, seconds
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None  # left keeps the end; None: the tokenizer's
-    add_special_tokens: bool | None = None  # None: True for text, False for chat
-    max_text_tokens: tuple[
-        int | None, ...
-    ] = ()  # of each text to be pooled, special tokens not counted
-    mm_processor_kwargs: Mapping[str, Any] | None = None  # concerns multimodal items only
     adapter: LoadedAdapter | None = None
-    trace_headers: Mapping[str, str] | None = None  # W3C, for the request's span
-    data_parallel_rank: int | None = None  # the replica to run on; None: the router's choice
-    session_id: str | None = None  # of the conversation: its requests go to one replica
-    reasoning: Marks | None = None  # around the reasoning, as the caller knows it
-    key: str = ""  # of the client, of those that share what is bounded for all
-    cache_scope: bytes = b""  # requests share prefixes only within one scope
-    visible: MakeVisible | None = None  # of an output, by its prompt; None: all
 
 
 class Track(msgspec.Struct, frozen=True):
@@ -193,8 +247,7 @@ class Track(msgspec.Struct, frozen=True):
     params: SamplingParams  # resolved: max_tokens is a number
     slot: GenerationSink
     prompt: str | None = None  # the text, where there is one
-    trace_headers: Mapping[str, str] | None = None
-    visible: MakeVisible | None = None  # where stop strings count; None: everywhere
+    options: RequestOptions = NO_OPTIONS
 
 
 class Admit(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,17 +259,13 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_id: int | None  # the primary one; None with ignore_eos
     stop_token_ids: tuple[int, ...]  # the caller's, then the model's secondary EOS ids
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    priority: int = 0
+    options: RequestOptions = NO_OPTIONS
     arrival_time: float = 0.0
     cache_salt: str | None = None
     grammar: Grammar | None = None  # what an output must match
     adapter: LoadedAdapter | None = None
     embeds: tuple[Embeds, ...] = ()  # what stands for tokens, in order; their ids are zeros
     embeds_digests: tuple[bytes, ...] = ()  # by block; empty where it has none
-    data_parallel_rank: int | None = None
-    session_id: str | None = None
-    key: str = ""  # of the client whose share of the steps it uses, and of the room for grammars
-    cache_scope: bytes = b""  # requests share prefixes and drafts only within one scope
 
 
 class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,10 +278,8 @@ class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
     token_type_ids: tuple[int, ...] | None = None  # None: all are 0
     num_keys: int | None = None  # first tokens that the others attend to; None: all
     skipped_rows: tuple[int, ...] = ()  # of a document: they take no part in late interaction
-    priority: int = 0
+    options: RequestOptions = NO_OPTIONS
     arrival_time: float = 0.0
-    data_parallel_rank: int | None = None
-    key: str = ""  # as of a `Render`
 
 
 class Abort(msgspec.Struct, frozen=True):

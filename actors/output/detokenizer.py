@@ -112,10 +112,10 @@ class Detokenizer:
             message.slot,
             message.params,
             message.prompt_token_ids,
-            message.trace_headers,
+            message.options.trace_headers,
             None
-            if message.visible is None
-            else partial(message.visible, message.prompt, message.prompt_token_ids),
+            if message.options.visible is None
+            else partial(message.options.visible, message.prompt, message.prompt_token_ids),
             num_open=n,
         )
         for index in range(n):

@@ -153,13 +153,15 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
     def open_request(self, admit: Admit | AdmitPooling) -> QueuedText:
         """Make a request that any replica may take in."""
         assert isinstance(admit, AdmitPooling)
-        priority, arrival = (0, 0.0) if self._is_fcfs else (-admit.priority, admit.arrival_time)
+        priority, arrival = (
+            (0, 0.0) if self._is_fcfs else (-admit.options.priority, admit.arrival_time)
+        )
         return QueuedText((priority, arrival, next(self._shared.numbers)), admit)
 
     def demand(self, request: QueuedText) -> Demand:
         """Describe what a request asks of a replica: there is no prefix that one may have."""
         admit = request.admit
-        return Demand(len(admit.prompt_token_ids), 1, admit.data_parallel_rank)
+        return Demand(len(admit.prompt_token_ids), 1, admit.options.data_parallel_rank)
 
     def enter(self, request: QueuedText, replica: int = 0, num_expected: int = 0) -> None:
         """Take a request in; what another replica has computed of it is computed again."""
@@ -172,7 +174,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
             length = _length(request.admit)
             order = (*request.order, 0)
             self.fluid.enter(
-                _job_id(request.admit), request.admit.key, order, length, max(length, GRAIN)
+                _job_id(request.admit), request.admit.options.key, order, length, max(length, GRAIN)
             )
 
     def evacuate(self, *, only_fresh: bool = False) -> list[QueuedText]:
@@ -206,7 +208,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         if fluid is None or time is None or not is_open or len(fluid.open) > WINDOW:
             return None
         length, admit = _length(request.admit), request.admit
-        ahead = fluid.ahead_of(admit.key, (*request.order, 0), max(length, GRAIN))
+        ahead = fluid.ahead_of(admit.options.key, (*request.order, 0), max(length, GRAIN))
         lengths = [length, *(job.num_tokens for job in ahead)]
         return time.expect(lengths, self._flights_s(), elapsed_s)
 

@@ -107,7 +107,7 @@ class PromptTurns:
                 continue  # it decodes
             # A sibling computes only the last prompt token: its leader computes the others.
             size = 1 if sequence.index and num_tokens == 1 else max(num_tokens, GRAIN)
-            key = sequence.request.admit.key
+            key = sequence.request.admit.options.key
             self.fluid.enter(sequence.id, key, sequence.order, num_tokens, size)
         arrivals.clear()
         if self.fluid.open:
@@ -204,7 +204,7 @@ class PromptTurns:
         if self._is_fcfs:
             return iter(self.fluid.open.values())
         size = max(num_tokens, GRAIN)
-        return self.fluid.ahead_of(sequence.request.admit.key, sequence.order, size)
+        return self.fluid.ahead_of(sequence.request.admit.options.key, sequence.order, size)
 
     def seconds_until(self, work_s: float) -> float:
         """Estimate how long this much prompt work takes beside the rows that decode now."""

@@ -22,10 +22,10 @@ from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.executor.workers.launching import Launcher, launch
 from trouper.actors.executor.workers.model_files import sample_model
-from trouper.actors.messages.sinks import MakeVisible
+from trouper.actors.messages.requests import RequestOptions
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
-from trouper.config.generation import Frontend, Marks
+from trouper.config.generation import Frontend
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig, resolve
 from trouper.config.view import ConfigView, ModelView, vllm_config
@@ -125,11 +125,6 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         prompt_text: str | None = None,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
-        loads_adapter: bool = True,
-        reasoning: Marks | None = None,
-        key: str = "",
-        cache_scope: bytes = b"",
-        visible: MakeVisible | None = None,
     ) -> Generation[RequestOutput]:
         """Start one request and return an async iterator of `RequestOutput`; the last one has `finished=True`.
 
@@ -141,14 +136,8 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             request_id: echoed in the outputs and the handle for `abort`; None mints one.
             priority: larger runs first.
             lora_request: the adapter; it is loaded when it is first named.
-            loads_adapter: False refuses a request whose adapter is not known.
-            reasoning: marks around the model's reasoning, where no option names them.
-            visible: gives, by the text of the prompt, what tells the text of an output in which stop strings count; there they
-                stay in the text, to be cut off by the caller.  None: they count everywhere, and are cut off.
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
             session_id: requests of a session go to one replica, whose cache has their prefix.
-            key: of the client, which has a share of the steps, and half of the room for grammars at most; empty: there is one client.
-            cache_scope: requests share cached prefixes and recent answers as drafts only within one scope.
             prompt_text: accepted at None only.
 
         Raises:
@@ -157,36 +146,34 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             open request has the same id, EngineDeadError if the engine has failed.
         """
         check_unused(prompt_text=prompt_text)
-        if self._starts_itself:
-            make = partial(
-                self.generate, prompt, sampling_params, request_id,
-                arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs,
-                mm_processor_kwargs=mm_processor_kwargs, trace_headers=trace_headers, priority=priority,
-                lora_request=lora_request, loads_adapter=loads_adapter, reasoning=reasoning,
-                data_parallel_rank=data_parallel_rank, session_id=session_id, key=key,
-                cache_scope=cache_scope, visible=visible,
-            )  # fmt: skip
-            return cast("Any", LazyGeneration(self._start_itself, make))
-        engine = self.engine
-        return engine.generate(
-            plain_prompt(prompt),
-            default_sampling_params(engine.config.model)
-            if sampling_params is None
-            else sampling_params,
-            f"request-{next(self._numbers)}" if request_id is None else request_id,
+        options = RequestOptions(
             priority=priority,
             arrival_time=arrival_time,
             mm_processor_kwargs=mm_processor_kwargs,
-            trace_headers=trace_headers,
             lora_request=lora_request,
-            loads_adapter=loads_adapter,
-            reasoning=reasoning,
-            visible=visible,
+            trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
             session_id=session_id,
-            key=key,
-            cache_scope=cache_scope,
             **tokenization_options(tokenization_kwargs),
+        )
+        return self._generate(prompt, sampling_params, request_id, options)
+
+    def _generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        options: RequestOptions,
+    ) -> Generation[RequestOutput]:
+        """Do what `generate` does, with all options in one object.  Its errors are those of `generate`."""
+        if self._starts_itself:
+            make = partial(self._generate, prompt, sampling_params, request_id, options)
+            return cast("Any", LazyGeneration(self._start_itself, make))
+        engine = self.engine
+        if sampling_params is None:
+            sampling_params = default_sampling_params(engine.config.model)
+        return engine.generate(
+            plain_prompt(prompt), sampling_params, self._named(request_id), options
         )
 
     def encode(
@@ -202,7 +189,6 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         max_text_tokens: tuple[int | None, ...] = (),
         data_parallel_rank: int | None = None,
-        key: str = "",
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
         """Start one pooling request and return an async iterator of its only output; use it like `generate`.
 
@@ -210,7 +196,6 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             pooling_params: if it is None or names no task, the engine's default task is used.
             max_text_tokens: maximum tokens of the text, or of each text of a pair, without special tokens.
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
-            key: names a client; texts of different ones have equal parts of the steps, where `max_step_ms` is not 0.
 
         Raises:
             TypeError: `request_id` is not a string, or `pooling_params` not PoolingParams.
@@ -218,24 +203,31 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             While iterating: as `generate`.
         """
         check_unused(lora_request=lora_request, trace_headers=trace_headers)
-        if self._starts_itself:
-            make = partial(
-                self.encode, prompt, pooling_params, request_id,
-                arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs, priority=priority,
-                max_text_tokens=max_text_tokens, data_parallel_rank=data_parallel_rank, key=key,
-            )  # fmt: skip
-            return cast("Any", LazyGeneration(self._start_itself, make))
-        return self.engine.encode(
-            plain_prompt(prompt),
-            PoolingParams() if pooling_params is None else pooling_params,
-            f"request-{next(self._numbers)}" if request_id is None else request_id,
+        options = RequestOptions(
             priority=priority,
             arrival_time=arrival_time,
             max_text_tokens=max_text_tokens,
             data_parallel_rank=data_parallel_rank,
-            key=key,
             **tokenization_options(tokenization_kwargs),
         )
+        return self._encode(prompt, pooling_params, request_id, options)
+
+    def _encode(
+        self,
+        prompt: PoolingPrompt,
+        pooling_params: PoolingParams | None,
+        request_id: str | None,
+        options: RequestOptions,
+    ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
+        """Do what `encode` does, with all options in one object.  Its errors are those of `encode`."""
+        if self._starts_itself:
+            make = partial(self._encode, prompt, pooling_params, request_id, options)
+            return cast("Any", LazyGeneration(self._start_itself, make))
+        params = PoolingParams() if pooling_params is None else pooling_params
+        return self.engine.encode(plain_prompt(prompt), params, self._named(request_id), options)
+
+    def _named(self, request_id: str | None) -> str:
+        return f"request-{next(self._numbers)}" if request_id is None else request_id
 
     async def add_request(
         self,

@@ -11,6 +11,7 @@ import trio.testing
 
 from tests.simulation.simulated_device import Conditions, StepError
 from tests.support.engines import STEP_S, engine_config, expected, simulated_engine
+from trouper.actors.messages.requests import RequestOptions
 from trouper.actors.rendering import renderer
 from trouper.errors import EngineDeadError, ExecutionError, TrouperValidationError
 from trouper.params import RequestOutputKind, SamplingParams
@@ -277,7 +278,7 @@ async def test_a_stream_closed_by_another_task_just_ends(autojump_clock):
 async def test_what_cannot_be_ordered_is_refused_and_hurts_nobody(autojump_clock, order):
     async with simulated_engine() as engine:
         with pytest.raises(TrouperValidationError, match=next(iter(order))):
-            engine.generate(PROMPT, greedy(), "bad", **order)
+            engine.generate(PROMPT, greedy(), "bad", RequestOptions(**order))
         await finish(engine, "good")
 
 

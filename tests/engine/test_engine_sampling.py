@@ -8,6 +8,7 @@ import trio
 
 from tests.simulation.simulated_device import simulated_logprobs, simulated_tokens
 from tests.support.engines import VOCAB_SIZE, engine_config, expected, simulated_engine
+from trouper.actors.messages.requests import RequestOptions
 from trouper.actors.messages.steps import Sampling
 from trouper.errors import TrouperValidationError
 from trouper.outputs import Logprob
@@ -32,7 +33,7 @@ def engine_with_eos(*eos_token_ids, **options):
 
 
 async def run(engine, params, request_id="a", prompt=PROMPT, **options):
-    return [o async for o in engine.generate(prompt, params, request_id, **options)]
+    return [o async for o in engine.generate(prompt, params, request_id, RequestOptions(**options))]
 
 
 async def last(engine, params, **options):

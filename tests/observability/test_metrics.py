@@ -9,6 +9,7 @@ from tests.simulation.simulated_device import Conditions
 from tests.support.engines import STEP_S, engine_config, simulated_engine
 from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
 from trouper.actors.engine.wiring import cache_labels
+from trouper.actors.messages.requests import RequestOptions
 from trouper.actors.messages.steps import DeviceBack, DeviceLost
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.replica_metrics import (
@@ -55,7 +56,12 @@ def greedy(max_tokens=8, **options):
 
 
 async def finish(engine, request_id, params=None, prompt=PROMPT, **options):
-    return [o async for o in engine.generate(prompt, params or greedy(), request_id, **options)][-1]
+    return [
+        o
+        async for o in engine.generate(
+            prompt, params or greedy(), request_id, RequestOptions(**options)
+        )
+    ][-1]
 
 
 def families(text):

@@ -13,6 +13,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from tests.simulation.simulated_device import Conditions, SimulatedDevice
 from tests.support.engines import STEP_S, VOCAB_SIZE, InlineThreads, engine_config
 from trouper.actors.engine.wiring import open_engine
+from trouper.actors.messages.requests import RequestOptions
 from trouper.errors import GenerationError, UnsupportedFeatureError
 from trouper.params import RequestOutputKind, SamplingParams
 
@@ -33,7 +34,9 @@ async def finish(engine, request_id, max_tokens=5, n=1, **options):
     params = SamplingParams(
         n=n, seed=1, max_tokens=max_tokens, top_p=0.5, output_kind=RequestOutputKind.FINAL_ONLY
     )
-    return [o async for o in engine.generate(PROMPT, params, request_id, **options)][-1]
+    return [
+        o async for o in engine.generate(PROMPT, params, request_id, RequestOptions(**options))
+    ][-1]
 
 
 async def test_a_span_tells_a_requests_parameters_usage_and_times(autojump_clock):

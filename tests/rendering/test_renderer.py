@@ -7,7 +7,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from trouper.actors.messages.requests import Admit, Render, RequestId, Track
+from trouper.actors.messages.requests import NO_OPTIONS, Admit, Render, RequestId, Track
 from trouper.actors.rendering import renderer as renderer_module
 from trouper.actors.rendering.grammar.trial_processes import UntriedGrammarError
 from trouper.actors.rendering.prompts.prompts import Rendered
@@ -32,6 +32,17 @@ def render(message):
         Admit(
             id=message.id, prompt_token_ids=ids, params=PARAMS, eos_token_id=None, stop_token_ids=()
         ),
+    )
+
+
+def render_of(number, prompt, params, slot):
+    return Render(
+        id=RequestId(number),
+        prompt=prompt,
+        params=params,
+        slot=slot,
+        options=NO_OPTIONS,
+        arrival_time=0.0,
     )
 
 
@@ -69,9 +80,7 @@ class Stage:
     def ask(self, prompt):
         number = len(self.slots)
         self.slots.append(ReplySlot(str(number), PARAMS))
-        self.to_renderer.send_nowait(
-            Render(RequestId(number), prompt, PARAMS, self.slots[-1], 0, 0.0)
-        )
+        self.to_renderer.send_nowait(render_of(number, prompt, PARAMS, self.slots[-1]))
         return self.slots[-1]
 
     async def settled(self):
@@ -314,5 +323,5 @@ async def test_real_threads_are_limited_and_bring_exceptions_back():
 async def test_only_plain_texts_and_ids_have_a_size_by_which_they_share_a_hop(prompt, params, size):
     params = SamplingParams(**params)
     slot = ReplySlot("a", params)
-    assert _plain_size(Render(RequestId(0), prompt, params, slot, 0, 0.0)) == size
+    assert _plain_size(render_of(0, prompt, params, slot)) == size
     slot.close()

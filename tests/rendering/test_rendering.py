@@ -3,7 +3,7 @@
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from trouper.actors.messages.requests import Render, RequestId
+from trouper.actors.messages.requests import Render, RequestId, RequestOptions
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.prompts.sampling import ModelLimits, resolve_sampling
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
@@ -26,9 +26,8 @@ def message(prompt, *, params=None, **options):
         prompt=prompt,
         params=params or SamplingParams(),
         slot=SLOT,
-        priority=3,
         arrival_time=1.5,
-        **options,
+        options=RequestOptions(priority=3, **options),
     )
 
 
@@ -56,7 +55,7 @@ def test_text_becomes_the_two_messages(prompts, tokenizer):
     track, admit = rendered.track, rendered.admit
     ids = tuple(tokenizer.encode("the cat"))
     assert (track.id, track.prompt_token_ids, track.prompt, track.slot) == (5, ids, "the cat", SLOT)
-    assert (admit.id, admit.prompt_token_ids, admit.priority, admit.arrival_time) == (
+    assert (admit.id, admit.prompt_token_ids, admit.options.priority, admit.arrival_time) == (
         5,
         ids,
         3,

@@ -13,6 +13,7 @@ from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.executor.workers.launching import MODULE
+from trouper.actors.messages.requests import RequestOptions
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import RetryableRequestError, TrouperValidationError, UnsupportedFeatureError
@@ -85,7 +86,7 @@ async def outputs_of(engine, adapters=(None,), *, at_token=None, do=None):
         nonlocal is_done
         prompt, params = wanted(kind, number)
         async for output in engine.generate(
-            prompt, params, f"{kind}-{number}-{at_token}", lora_request=adapter
+            prompt, params, f"{kind}-{number}-{at_token}", RequestOptions(lora_request=adapter)
         ):
             (completion,) = output.outputs
             found[kind, number] = completion.text, list(completion.token_ids)

@@ -3,7 +3,14 @@
 import pytest
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.requests import Admit, Grammar, GrammarReady, GrammarRules, RequestId
+from trouper.actors.messages.requests import (
+    Admit,
+    Grammar,
+    GrammarReady,
+    GrammarRules,
+    RequestId,
+    RequestOptions,
+)
 from trouper.actors.messages.steps import DeviceLost
 from trouper.actors.scheduling.state.grammar_ledger import GROWTH_BYTES, GrammarLedger
 from trouper.params import SamplingParams
@@ -25,7 +32,7 @@ def admit(source, num_mib=1, key="", id=0, **params):
     grammar = a_grammar(source, num_mib * MIB - GROWTH_BYTES) if source else None
     return Admit(
         id=RequestId(id), prompt_token_ids=(1, 2, 3), params=SamplingParams(**params), eos_token_id=99, stop_token_ids=(),
-        arrival_time=float(id), grammar=grammar, key=key,
+        arrival_time=float(id), grammar=grammar, options=RequestOptions(key=key),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.requests import Admit, LoadedAdapter
+from trouper.actors.messages.requests import Admit, LoadedAdapter, RequestOptions
 from trouper.actors.messages.steps import StepDone, TokenLogprobs
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
@@ -45,7 +45,7 @@ class Desk:
                 params=SamplingParams(**params),
                 eos_token_id=eos,
                 stop_token_ids=stop_token_ids,
-                priority=priority,
+                options=RequestOptions(priority=priority),
                 arrival_time=float(id),
                 cache_salt=salt,
                 adapter=None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.requests import Admit, RequestOptions
 from trouper.actors.messages.steps import StepDone
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
@@ -33,7 +33,7 @@ class Desk:
                 params=SamplingParams(max_tokens=max_tokens),
                 eos_token_id=None,
                 stop_token_ids=(),
-                priority=priority,
+                options=RequestOptions(priority=priority),
                 arrival_time=id if arrival is None else arrival,
             )
         )

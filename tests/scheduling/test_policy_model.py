@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.requests import Admit, LoadedAdapter
+from trouper.actors.messages.requests import Admit, LoadedAdapter, RequestOptions
 from trouper.actors.messages.steps import DeviceLost, StepDone
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
@@ -199,7 +199,7 @@ class PolicyMachine(RuleBasedStateMachine):
                 params=params,
                 eos_token_id=EOS,
                 stop_token_ids=(SECOND_EOS,),
-                priority=priority + i % 2,
+                options=RequestOptions(priority=priority + i % 2),
                 arrival_time=self.next_id / 7,
                 adapter=LoadedAdapter(adapter, adapter, str(adapter)) if adapter else None,
             )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.requests import AdmitPooling, RequestId
+from trouper.actors.messages.requests import AdmitPooling, RequestId, RequestOptions
 from trouper.actors.messages.steps import DeviceLost, PoolDone
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
 from trouper.config.resolve import SchedulerConfig
@@ -22,9 +22,8 @@ def admit(id, length, priority=0, key=""):
         prompt_token_ids=(id,) * length,
         params=PoolingParams(task="embed"),
         slot=None,  # only passed on
-        priority=priority,
         arrival_time=float(id),
-        key=key,
+        options=RequestOptions(priority=priority, key=key),
     )
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from trouper.actors.messages.requests import AdmitPooling, RequestId
+from trouper.actors.messages.requests import AdmitPooling, RequestId, RequestOptions
 from trouper.actors.messages.steps import PoolDone
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.step_budget import EXPLORE, LOSS, NO_ROWS, QUIET_S
@@ -24,7 +24,7 @@ def policy(max_step_ms=None, **options):
 def text(id, length, key="", arrival=0.0):
     return AdmitPooling(
         id=RequestId(id), prompt_token_ids=(1,) * length, params=PoolingParams(task="embed"),
-        slot=None, arrival_time=arrival, key=key,
+        slot=None, arrival_time=arrival, options=RequestOptions(key=key),
     )  # fmt: skip
 
 

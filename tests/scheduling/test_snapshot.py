@@ -158,7 +158,6 @@ def admitted(policy, *lengths):
                 prompt_token_ids=(1,) * length,
                 params=PoolingParams(task="embed"),
                 slot=None,  # only passed on
-                priority=0,
                 arrival_time=float(id),
             )
         )

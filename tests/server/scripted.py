@@ -20,7 +20,7 @@ class ScriptedEngine:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def generate(self, prompt, params, request_id, **options):
+    def generate(self, prompt, params, request_id, options=None):
         self.asked.append((prompt, params, options))
         outputs = self._script(len(self.asked) - 1, params)
         return ScriptedGeneration(request_id, outputs, self.expected)

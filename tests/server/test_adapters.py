@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.adapters import random_tensors, write_adapter
 from trouper import AsyncLLMEngine, EngineArgs, LoRARequest, SamplingParams
+from trouper.actors.messages.requests import RequestOptions
 from trouper.errors import LoRAAdapterNotFoundError, TrouperValidationError
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.program.server import load_adapters
@@ -210,9 +211,8 @@ async def test_adapters_of_the_command_line_are_there_from_the_start(client, eng
 async def test_a_request_does_not_bring_back_what_was_unloaded_meanwhile(client, engine, root):
     """Its file would be another one: a path that came by HTTP is below the root."""
     adapter = LoRARequest("one", 1, str(root / "one"))
-    generation = engine.generate(
-        "x", SamplingParams(max_tokens=1), lora_request=adapter, loads_adapter=False
-    )
+    options = RequestOptions(lora_request=adapter, loads_adapter=False)
+    generation = engine.engine.generate("x", SamplingParams(max_tokens=1), "a", options)
     with pytest.raises(LoRAAdapterNotFoundError):
         await generation.submit()
     assert await engine.list_loras() == set()

@@ -205,7 +205,9 @@ def record(engine):
         lines = [f"POST {path} {json.dumps(fields)}"]
         for prompt, params, options in scripted.asked:
             options = {
-                name: value for name, value in options.items() if value not in (None, "", b"")
+                name: value
+                for name, value in msgspec.structs.asdict(options).items()
+                if value not in (None, "", b"", ())
             }
             asked = [prompt, chosen(params), options]
             lines.append(f"engine {json.dumps(asked, default=repr, sort_keys=True)}")

@@ -237,11 +237,11 @@ async def test_follow_ups_keep_salt_model_and_priority(engine, says, served, bac
             name = reply["id"]
             assert (await ended(client, name))["model"] == "trouper-demo"
         for prompt, _, options in scripted.asked:
-            assert (prompt["cache_salt"], options["priority"]) == ("pepper", 7)
+            assert (prompt["cache_salt"], options.priority) == ("pepper", 7)
         changed = {"input": "c", "previous_response_id": name, "cache_salt": "salt", "priority": 1}
         await client.post(PATH, changed)
         prompt, _, options = scripted.asked[-1]
-        assert (prompt["cache_salt"], options["priority"]) == ("salt", 1)
+        assert (prompt["cache_salt"], options.priority) == ("salt", 1)
 
 
 async def test_a_reference_stands_for_the_item_that_it_names(remembering):

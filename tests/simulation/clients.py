@@ -9,7 +9,7 @@ import trio
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.engine.wiring import Engine
-from trouper.actors.messages.requests import RequestId
+from trouper.actors.messages.requests import RequestId, RequestOptions
 from trouper.errors import DeviceStartError, EngineDeadError, RetryableRequestError
 from trouper.outputs import CompletionOutput, RequestOutput
 from trouper.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -120,8 +120,7 @@ class Case(Story):
             prompt,
             params_of(self.client),
             self.client.request_id,
-            priority=wish.priority,
-            arrival_time=anyio.current_time(),
+            RequestOptions(priority=wish.priority, arrival_time=anyio.current_time()),
         )
 
     def take(self, output: RequestOutput) -> list[tuple[int, int]]:

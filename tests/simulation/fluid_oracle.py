@@ -35,7 +35,7 @@ class FluidOracle:
 
     def admit(self, message: Any) -> None:
         self.jobs[message.id] = FluidJob(
-            -message.priority, message.key, len(message.prompt_token_ids)
+            -message.options.priority, message.options.key, len(message.prompt_token_ids)
         )
         self._admit(message)
 

@@ -254,7 +254,7 @@ def check_overtaking(policy: Policy, before: set[int]) -> None:
 def _turn(sequence: Sequence) -> tuple[float, float]:
     """The larger priority first, then the earlier arrival."""
     admit = sequence.request.admit
-    return -admit.priority, admit.arrival_time
+    return -admit.options.priority, admit.arrival_time
 
 
 # What a reader gets

@@ -92,7 +92,7 @@ def _nearest(policy: PoolingPolicy, waiting: list[Any]) -> set[int]:
         return (
             (0, 0, number)
             if policy.config.policy == "fcfs"
-            else (-admit.priority, admit.arrival_time, number)
+            else (-admit.options.priority, admit.arrival_time, number)
         )
 
     def length(entry: Any) -> int:

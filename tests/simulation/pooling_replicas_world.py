@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.requests import AdmitPooling
+from trouper.actors.messages.requests import AdmitPooling, RequestOptions
 from trouper.actors.messages.steps import PoolEntry, PoolPlan
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling
 from trouper.actors.scheduling.replicas import Replicas
@@ -36,9 +36,13 @@ class PoolingReplicasScenario(Scenario):
             ),
             params=PoolingParams(task=dice.choice(("embed", "token_embed"))),
             slot=None,
-            priority=dice.randrange(2),
             arrival_time=float(id),
-            data_parallel_rank=dice.choice((None, None, None, dice.randrange(self.num_replicas))),
+            options=RequestOptions(
+                priority=dice.randrange(2),
+                data_parallel_rank=dice.choice(
+                    (None, None, None, dice.randrange(self.num_replicas))
+                ),
+            ),
         )
 
     def expected(self, request: AdmitPooling, index: int = 0) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine
-from trouper.actors.messages.requests import Render, SequenceId
+from trouper.actors.messages.requests import Render, RequestOptions, SequenceId
 from trouper.actors.messages.steps import PoolDone, PoolPlan, StepFailed
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
@@ -67,10 +67,12 @@ class PoolingCase(Story):
             prompt,
             params,
             self.client.request_id,
-            priority=wish.priority,
-            arrival_time=anyio.current_time(),
-            truncate_prompt_tokens=wish.truncate,
-            truncation_side="left" if wish.keeps_end else None,
+            RequestOptions(
+                priority=wish.priority,
+                arrival_time=anyio.current_time(),
+                truncate_prompt_tokens=wish.truncate,
+                truncation_side="left" if wish.keeps_end else None,
+            ),
         )
 
     def take(self, output: PoolingRequestOutput[Any]) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from typing import Any
 
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.requests import Admit, RequestOptions
 from trouper.actors.messages.steps import DeviceLost, Sampling, StepFailed
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.replicas import Replicas
@@ -87,10 +87,14 @@ class Scenario:
             ),
             eos_token_id=None,
             stop_token_ids=(),
-            priority=dice.randrange(2),
             arrival_time=float(id),
-            data_parallel_rank=dice.choice((None, None, None, dice.randrange(self.num_replicas))),
-            session_id=dice.choice((None, None, "a", "b")),
+            options=RequestOptions(
+                priority=dice.randrange(2),
+                data_parallel_rank=dice.choice(
+                    (None, None, None, dice.randrange(self.num_replicas))
+                ),
+                session_id=dice.choice((None, None, "a", "b")),
+            ),
         )
 
     def expected(self, request: Admit, index: int) -> list[int]:
@@ -229,7 +233,7 @@ class ReplicasWorld:
         available = [r for r, p in enumerate(self.policies) if self.is_available(p)]
         if available and replica not in available:
             raise SimulationFault(f"{request.id} was given to {replica}, which is not available")
-        candidates, rank = available or living, request.data_parallel_rank
+        candidates, rank = available or living, request.options.data_parallel_rank
         if rank in candidates and replica != rank:
             raise SimulationFault(f"{request.id} was not given to the replica it names")
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.requests import Admit, RequestOptions
 from trouper.actors.messages.steps import DeviceLost, NewSequence, StepDone, StepPlan
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
@@ -97,7 +97,7 @@ class Scenario:
             params=SamplingParams(max_tokens=dice.choice((1, 1, 2, 5)), ignore_eos=True),
             eos_token_id=None,
             stop_token_ids=(),
-            priority=dice.randrange(2),
+            options=RequestOptions(priority=dice.randrange(2)),
             arrival_time=float(id),
         )
 

@@ -14,6 +14,7 @@ import trio
 import trio.testing
 
 from tests.support.engines import STEP_S, VOCAB_SIZE, engine_config, simulated_engine
+from trouper.actors.messages.requests import RequestOptions
 from trouper.actors.messages.steps import Sampling
 from trouper.config.adapters import AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import (
@@ -86,8 +87,7 @@ class World:
                 prompt,
                 params,
                 f"{index}-{turn}",
-                lora_request=adapter,
-                loads_adapter=loads_adapter,
+                RequestOptions(lora_request=adapter, loads_adapter=loads_adapter),
             )
             output = None
             try:

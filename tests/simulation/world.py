@@ -215,7 +215,8 @@ class World:
         for index in range(message.params.n):
             self.owners[SequenceId(message.id + index)] = (self.owner(message.id), num_prompt)
         case = self.cases[self.owner(message.id)]
-        right(msgspec.structs.replace(message, key=case.client.wish.key))
+        options = msgspec.structs.replace(message.options, key=case.client.wish.key)
+        right(msgspec.structs.replace(message, options=options))
 
     def _plan(self, right: Callable[..., Any]) -> StepPlan | None:
         before = set(self.policy.table.running.ids)

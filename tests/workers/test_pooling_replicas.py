@@ -13,7 +13,7 @@ from tests.simulation.simulated_encoder import SimulatedEncoder, simulated_resul
 from tests.support.engines import STEP_S, InlineThreads, Losable, engine_config
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.requests import RequestId
+from trouper.actors.messages.requests import RequestId, RequestOptions
 from trouper.actors.messages.steps import DeviceBack, DeviceLost, PoolEntry
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling
 from trouper.actors.scheduling.replicas import Replicas
@@ -195,7 +195,9 @@ PROMPTS = {f"t{i}": [i + 1, *range(2, 3 + i)] for i in range(24)}
 
 
 async def pool(engine, prompt, name, found=None, **more):
-    async for output in engine.encode({"prompt_token_ids": prompt}, PoolingParams(), name, **more):
+    async for output in engine.encode(
+        {"prompt_token_ids": prompt}, PoolingParams(), name, RequestOptions(**more)
+    ):
         if output.error is not None:
             raise output.error.to_exception(name)
         if found is not None:
@@ -291,5 +293,5 @@ async def test_a_text_gets_the_replica_that_it_names(autojump_clock):
             await pool(engine, [1, 2], f"n{i}", data_parallel_rank=2)
         assert [device.num_steps for device in devices] == [0, 0, 3]
         with pytest.raises(TrouperValidationError, match=r"\[0, 2\]") as caught:
-            engine.encode("x", PoolingParams(), "n", data_parallel_rank=3)
+            engine.encode("x", PoolingParams(), "n", RequestOptions(data_parallel_rank=3))
         assert caught.value.parameter == "data_parallel_rank"

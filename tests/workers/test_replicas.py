@@ -19,6 +19,7 @@ from tests.support.engines import (
 )
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.messages.outputs import AdapterStats, total
+from trouper.actors.messages.requests import RequestOptions
 from trouper.actors.messages.steps import DeviceBack, DeviceLost
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
@@ -62,7 +63,7 @@ def greedy(max_tokens=8):
 async def finish(engine, prompt, name, *, max_tokens=8, outputs=None, **more):
     final = None
     async for output in engine.generate(
-        {"prompt_token_ids": prompt}, greedy(max_tokens), name, **more
+        {"prompt_token_ids": prompt}, greedy(max_tokens), name, RequestOptions(**more)
     ):
         final = output
     if outputs is not None:
@@ -190,7 +191,9 @@ async def test_a_prompt_goes_where_its_prefix_is_cached(autojump_clock):
 async def test_a_place_that_does_not_exist_is_refused(autojump_clock, parameter, value, words):
     async with replicated_engine() as (engine, _):
         with pytest.raises(TrouperValidationError, match=words) as caught:
-            engine.generate({"prompt_token_ids": [1]}, greedy(), "r", **{parameter: value})
+            engine.generate(
+                {"prompt_token_ids": [1]}, greedy(), "r", RequestOptions(**{parameter: value})
+            )
     assert caught.value.parameter == parameter
 
 

@@ -85,10 +85,8 @@ class PoolingPrompts(Prompts):
                 skipped_rows=encoded.skipped_rows,
                 params=params,
                 slot=cast("PoolingSink", message.slot),  # goes with the parameters
-                priority=message.priority,
+                options=message.options,
                 arrival_time=message.arrival_time,
-                data_parallel_rank=message.data_parallel_rank,
-                key=message.key,
             ),
         )
 
@@ -117,7 +115,7 @@ class PoolingPrompts(Prompts):
             pieces = form.pieces or []
             if form.adds_special_tokens:
                 return self._encode_plain("".join(pieces), message, wanted, keeps_end)
-            adds = message.add_special_tokens is True
+            adds = message.options.add_special_tokens is True
             # of a chat: the pieces stay apart
             return _Encoded(self._encode(pieces, wanted, adds, keeps_end), None)
         ids = checked_ids(form.ids, self._limits.vocab_size)
@@ -141,8 +139,8 @@ class PoolingPrompts(Prompts):
         self, text: str, message: Render, wanted: int | None, keeps_end: bool
     ) -> _Encoded:
         params: Any = message.params
-        adds, late = message.add_special_tokens is not False, params.late_interaction_params
-        max_each = message.max_text_tokens
+        adds, late = message.options.add_special_tokens is not False, params.late_interaction_params
+        max_each = message.options.max_text_tokens
         if late is not None and late.mode in self._marks:
             marks = self._marks[late.mode]
             return self._encode_marked(text, wanted, keeps_end, adds, marks, max_each)
@@ -159,8 +157,8 @@ class PoolingPrompts(Prompts):
         for part in pair:
             if not isinstance(part, str) or not part:
                 raise invalid("prompt", "a pair needs two texts", type(part).__name__)
-        adds = message.add_special_tokens is not False
-        return self._encode_text(pair, wanted, keeps_end, adds, message.max_text_tokens)
+        adds = message.options.add_special_tokens is not False
+        return self._encode_text(pair, wanted, keeps_end, adds, message.options.max_text_tokens)
 
     def _encode_marked(
         self,

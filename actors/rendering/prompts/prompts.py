@@ -157,7 +157,7 @@ class Prompts:
         if form.gap is not None:
             ids, ends = self._encode_gap(form.gap, message)
         elif form.ids is None:
-            adds = message.add_special_tokens
+            adds = message.options.add_special_tokens
             adds = form.adds_special_tokens if adds is None else adds
             if embeds:
                 ids, embeds = self._encode_mixed(form.pieces or [], embeds, adds)
@@ -170,7 +170,7 @@ class Prompts:
         self._check_length(len(ids))
         prompt_token_ids = tuple(ids)
         resolved = resolve_sampling(message.params, len(ids), self._limits, self._tokenizer)
-        marks = self._limits.reasoning or message.reasoning
+        marks = self._limits.reasoning or message.options.reasoning
         thinking = thinking_of(marks, resolved.params, form.text, ids, self._tokenizer)
         return Rendered(
             Track(
@@ -179,8 +179,7 @@ class Prompts:
                 resolved.params,
                 slot,
                 form.text,
-                message.trace_headers,
-                message.visible,
+                message.options,
             ),
             Admit(
                 id=message.id,
@@ -189,23 +188,19 @@ class Prompts:
                 eos_token_id=resolved.eos_token_id,
                 stop_token_ids=tuple(dict.fromkeys((*resolved.stop_token_ids, *ends))),
                 bad_words_ids=resolved.bad_words_ids,
-                priority=message.priority,
+                options=message.options,
                 arrival_time=message.arrival_time,
                 cache_salt=form.salt,
-                grammar=self._grammars.compile(resolved.params, thinking, message.key),
+                grammar=self._grammars.compile(resolved.params, thinking, message.options.key),
                 adapter=message.adapter,
                 embeds=embeds,
                 embeds_digests=digests(embeds, self._limits.block_size),
-                data_parallel_rank=message.data_parallel_rank,
-                session_id=message.session_id,
-                key=message.key,
-                cache_scope=message.cache_scope,
             ),
         )
 
     def _cut(self, message: Render) -> tuple[int | None, bool]:
         """Decide how many tokens to keep (None: as many as there may be), and whether to keep the end."""
-        truncate, side = message.truncate_prompt_tokens, message.truncation_side
+        truncate, side = message.options.truncate_prompt_tokens, message.options.truncation_side
         if truncate is None and side is None:
             return None, self._keeps_end_by_default
         return self._wanted_length(truncate), self._keeps_end(side)
@@ -359,12 +354,12 @@ class Prompts:
     def _encode_gap(self, gap: Gap, message: Render) -> tuple[list[int], tuple[int, ...]]:
         """Return the tokens of a prompt with a gap, and those that end what fills it, as far as EOS would."""
         tokenizer = self._needed_tokenizer("suffix")
-        if message.truncate_prompt_tokens is not None:
+        if message.options.truncate_prompt_tokens is not None:
             raise invalid("truncate_prompt_tokens", "not with suffix")
         marks = marks_of(tokenizer)
         if gap.max_tokens is None:
             self._refuse_hopeless(gap.num_chars, tokenizer)
-        adds = message.add_special_tokens is not False
+        adds = message.options.add_special_tokens is not False
         ids = gap_ids(gap, marks, tokenizer, self._control_tokens[1], adds_bos=adds)
         ends_at_eos = isinstance(message.params, SamplingParams) and not message.params.ignore_eos
         ends = tuple(id for id in marks.ends if id < self._limits.vocab_size)
@@ -425,7 +420,7 @@ def _check_embeds_request(message: Render) -> None:
     assert isinstance(message.params, SamplingParams)
     if message.params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is not compatible with prompt_embeds")
-    if message.truncate_prompt_tokens is not None:
+    if message.options.truncate_prompt_tokens is not None:
         raise invalid("truncate_prompt_tokens", "not with prompt_embeds")
 
 

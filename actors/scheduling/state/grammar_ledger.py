@@ -71,11 +71,11 @@ class GrammarLedger:
         source = self._sources.pop(key, None)
         if source is None:
             self._num_made += 1
-            source = _Source(admit.grammar, admit.key, self._num_made)
+            source = _Source(admit.grammar, admit.options.key, self._num_made)
         self._sources[key] = source
         source.num_users += 1
         if source.num_users == 1:
-            source.owner = admit.key
+            source.owner = admit.options.key
             if not self._is_on(key):
                 insort(self._wanted, source, key=lambda wanted: wanted.place)
             self._may_fit = True

@@ -62,8 +62,8 @@ class Request(msgspec.Struct, eq=False):
         return Demand(
             leader.num_tokens,
             self.num_unfinished,
-            admit.data_parallel_rank,
-            admit.session_id,
+            admit.options.data_parallel_rank,
+            admit.options.session_id,
             hashes,
         )
 
@@ -128,9 +128,9 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         for i in range(len(hashes), count):
             tokens = self.token_ids(i * block_size, (i + 1) * block_size)
             extra = salt.encode() if salt is not None and i == 0 else b""
-            if admit.cache_scope and i == 0:
+            if admit.options.cache_scope and i == 0:
                 # In front, and only the server writes it: a client's salt cannot name another client's scope.
-                extra = b"\0\0\0" + hashlib.sha256(admit.cache_scope).digest() + extra
+                extra = b"\0\0\0" + hashlib.sha256(admit.options.cache_scope).digest() + extra
             if adapter is not None and i == 0:
                 extra += b"\0\0" + adapter.number.to_bytes(8)  # 10 bytes; a digest adds 33
             if i < len(digests) and digests[i]:
@@ -199,7 +199,7 @@ def open_request(admit: Admit, number: int, config: SchedulerConfig, capacity: i
     max_tokens = admit.params.max_tokens or config.max_model_len
     # The last token needs no KV, which no later token would read.
     limit = min(num_prompt + max_tokens, config.max_model_len, capacity + 1)
-    rank = (0, 0.0) if config.policy == "fcfs" else (-admit.priority, admit.arrival_time)
+    rank = (0, 0.0) if config.policy == "fcfs" else (-admit.options.priority, admit.arrival_time)
     for index in range(n):
         sequence = Sequence(
             id=SequenceId(admit.id + index),

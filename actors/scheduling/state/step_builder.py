@@ -226,7 +226,7 @@ def _max_count(config: SchedulerConfig, num_competing: int) -> int:
 def _new_sequence(sequence: Sequence) -> NewSequence:
     admit = sequence.request.admit
     number = 0 if admit.adapter is None else admit.adapter.number
-    salt, scope = admit.cache_salt or "", admit.cache_scope.hex()
+    salt, scope = admit.cache_salt or "", admit.options.cache_scope.hex()
     return NewSequence(
         request_slot=sequence.request_slot,
         sequence=sequence.id,

@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from trouper.actors.messages.outputs import StepTokens
-from trouper.actors.messages.requests import Admit, RequestId, SequenceId
+from trouper.actors.messages.requests import Admit, RequestId, RequestOptions, SequenceId
 from trouper.actors.messages.steps import StepDone, StepPlan
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.replicas import Replicas
@@ -257,9 +257,8 @@ def admission(number: int, client: VirtualClient) -> Admit:
         params=SamplingParams(max_tokens=client.num_output, ignore_eos=True, output_kind=kind),
         eos_token_id=None,
         stop_token_ids=(),
-        priority=client.priority,
         arrival_time=client.arrival_s,
-        key=client.key,
+        options=RequestOptions(priority=client.priority, key=client.key),
     )
 
 

@@ -9,15 +9,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 
-from trouper.actors.messages.sinks import MakeVisible
+from trouper.actors.messages.requests import NO_OPTIONS, RequestOptions
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.events import Content, Reasoning
-from trouper.frontends.dialects.table import Span
 from trouper.frontends.server.generation.call_ids import CallIds
 from trouper.frontends.server.generation.parsers import ParserChain, Part
 from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.frontends.server.shared.usage import RequestMetrics, Usage
-from trouper.lora import LoRARequest
 from trouper.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from trouper.params import BeamSearchParams, SamplingParams
 
@@ -67,11 +65,7 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     places: Sequence[str]  # the client's name for each prompt, as errors have it
     params: SamplingParams  # of a beam search only n and max_tokens
     beams: BeamRequest | None = None
-    priority: int = 0
-    session_id: str | None = None
-    data_parallel_rank: int | None = None
-    lora_request: LoRARequest | None = None  # where the model that it names is an adapter
-    tokenization: dict[str, Any] = {}
+    options: RequestOptions = NO_OPTIONS
     is_stream: bool = False
     shows_usage: bool = False  # with every event of a stream
     ends_with_usage: bool = False
@@ -79,12 +73,13 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     shows_metrics: bool = False
     shows_prompt: bool = False  # its text begins each choice
     is_prompt_only: bool = False  # what is generated is dropped
-    reasoning: Span | None = None  # the marks around it
     num_calls_before: int = 0  # in the conversation
-    # what tells the content of an answer, in which stop strings count; None: all of it is
-    visible: MakeVisible | None = None
     # for each choice, from the output that it begins with
     make_parsers: Callable[[RequestOutput], ParserChain] = lambda _: ParserChain()
+
+    def set_options(self, **changes: Any) -> None:
+        """Change some of the options with which the engine serves the request."""
+        self.options = msgspec.structs.replace(self.options, **changes)
 
 
 def call_ids(parsed: ParsedRequest, model: ServedModel, head: ReplyHead) -> CallIds:

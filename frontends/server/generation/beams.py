@@ -1,6 +1,6 @@
 """Beam search of one request: all beams of all its prompts take a token in each round."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
@@ -16,8 +16,9 @@ from trouper.params import SamplingParams
 if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
 
-# a prompt, its parameters, a name of its own and the options of its tokenisation
-Make = Callable[[Any, SamplingParams, str, Mapping[str, Any]], "Generation[RequestOutput]"]
+# Takes a prompt, its parameters, its name within the request, and whether the prompt is the client's own, to which
+# the options of tokenization apply.
+Make = Callable[[Any, SamplingParams, str, bool], "Generation[RequestOutput]"]
 
 
 class SearchWork:
@@ -54,13 +55,12 @@ async def beam_outputs(
         BeamSearch(prompt, params, limits, num_logprobs=num_logprobs) for prompt in parsed.prompts
     ]
     work = SearchWork(searches)
-    options: Mapping[str, Any] = parsed.tokenization  # of the prompts; later rounds have ids
     number = 0
     while not work.is_over:
         running = [i for i, search in enumerate(searches) if not search.is_over]
         asked = [(i, prompt) for i in running for prompt in searches[i].prompts]
         generations = (
-            make(prompt, searches[i].step, f"{number}-{j}", options)
+            make(prompt, searches[i].step, f"{number}-{j}", number == 0)
             for j, (i, prompt) in enumerate(asked)
         )
         places = [parsed.places[i] for i, _ in asked]
@@ -68,7 +68,6 @@ async def beam_outputs(
         for i in running:
             search = searches[i]
             search.take([next(outputs) for _ in search.prompts])
-        options = {}
         number += 1
     decode = _decoder(service)
     found = await anyio.to_thread.run_sync(

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio.lowlevel
+import msgspec
 
 from trouper.actors.engine.admission import check_place
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, rename_parameter
@@ -64,7 +65,7 @@ def prepare(
     """Read a request, and make what will answer it."""
     model = _served_model(service, request.model)
     parsed = api.parse(request, model)
-    parsed.lora_request = service.adapter(request.model)
+    parsed.set_options(lora_request=service.adapter(request.model))
     context.name_by(request.request_id)
     head = ReplyHead(context.request_id, context.id, int(time.time()))
     return Driver(service, context, parsed, api(request, parsed, model, head))
@@ -205,8 +206,7 @@ class Driver(Generic[A]):
         """
         make, parsed = self._make(), self._parsed
         return (
-            make(prompt, parsed.params, str(i), parsed.tokenization)
-            for i, prompt in enumerate(parsed.prompts)
+            make(prompt, parsed.params, str(i), True) for i, prompt in enumerate(parsed.prompts)
         )
 
     def _make(self) -> Make:
@@ -218,25 +218,22 @@ class Driver(Generic[A]):
         """
         service, context, parsed = self._service, self._context, self._parsed
         params, num_prompts = parsed.params, len(parsed.prompts)
-        priority = service.size(context, num_prompts, params.n, params.max_tokens, parsed.priority)
-        parent = service.trace_parent(context)
-        placement = read_placement(context, parsed.data_parallel_rank, parsed.session_id)
+        given = parsed.options
+        priority = service.size(context, num_prompts, params.n, params.max_tokens, given.priority)
+        placement = read_placement(context, given.data_parallel_rank, given.session_id)
         check_place(*placement, service.config.data_parallel_size)
-        return lambda prompt, params, name, options: service.engine.generate(
-            prompt,
-            params,
-            f"{context.id}-{name}",
+        options = msgspec.structs.replace(
+            given,
             priority=priority,
-            trace_headers=parent,
-            reasoning=parsed.reasoning,
-            visible=parsed.visible,
-            lora_request=parsed.lora_request,
-            data_parallel_rank=placement.data_parallel_rank,
-            session_id=placement.session_id,
+            trace_headers=service.trace_parent(context),
             key=context.tenant,
             cache_scope=context.cache_scope,
             loads_adapter=False,  # one that is unloaded meanwhile stays so
-            **options,
+            **placement._asdict(),
+        )
+        rendered = options.without_tokenization()
+        return lambda prompt, params, name, is_raw: service.engine.generate(
+            prompt, params, f"{context.id}-{name}", options if is_raw else rendered
         )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
+from trouper.actors.messages.requests import ClientOptions
 from trouper.frontends.server.shared import fields
 from trouper.params import RepetitionDetectionParams
 
@@ -31,7 +32,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: dict[str, Any] | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(ClientOptions, frozen=False, kw_only=True):  # pyright: ignore[reportGeneralTypeIssues]  # msgspec allows it
     """The fields that every API has that generates: each means the same there, and is handed on as it is."""
 
     OTHERS: ClassVar[fields.Others] = fields.NONE
@@ -61,11 +62,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     priority: Int64 | None = None
     request_id: str | None = None
     session_id: str | None = None
-    data_parallel_rank: int | None = None
     cache_salt: str | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
     structured_outputs: dict[str, Any] | None = None
     vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
 

@@ -93,7 +93,7 @@ class ChatAdapter:
             parsed.prompts = [{"prompt_token_ids": ids, **salt}]
             parsed.places = [FORWARDED_IDS]
         parsed.beams = beams
-        parsed.reasoning = model.answers.reasoning
+        parsed.set_options(reasoning=model.answers.reasoning)
         parsed.num_calls_before = num_calls(request.messages)
         tools = _tool_use(request)
         grammar = tools.grammar(model.answers, model.settings.tool_strict_level)
@@ -113,7 +113,7 @@ class ChatAdapter:
                     beams.params.skip_special_tokens = False
             parsed.make_parsers = partial(_parsers, request, params, model, tools)
             if params.stop_strings:
-                parsed.visible = partial(_visible_content, model, tools)
+                parsed.set_options(visible=partial(_visible_content, model, tools))
         return parsed
 
     @staticmethod

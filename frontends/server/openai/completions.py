@@ -69,7 +69,7 @@ class CompletionAdapter:
         parsed.is_prompt_only = request.max_tokens == 0
         parsed.shows_prompt = bool(request.echo)
         if params.thinking_token_budget is not None:
-            parsed.reasoning = model.answers.reasoning
+            parsed.set_options(reasoning=model.answers.reasoning)
         return parsed
 
     @staticmethod

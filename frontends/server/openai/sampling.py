@@ -8,6 +8,7 @@ The fields of a request that asks for a beam search -> `BeamSearchParams`.  Pure
 from collections.abc import Mapping
 from typing import Any
 
+from trouper.actors.messages.requests import RequestOptions, client_options
 from trouper.errors import (
     ContextLengthError,
     TrouperValidationError,
@@ -104,14 +105,11 @@ def parsed_request(
         prompts=prompts,
         places=places,
         params=params,
-        priority=request.priority or 0,
-        session_id=request.session_id,
-        data_parallel_rank=request.data_parallel_rank,
-        tokenization={
-            name: value
-            for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
-            if (value := getattr(request, name)) is not None
-        },
+        options=RequestOptions(
+            priority=request.priority or 0,
+            session_id=request.session_id,
+            **client_options(request),
+        ),
         is_stream=request.is_stream,
         shows_usage=shows_usage and (is_forced or bool(options and options.continuous_usage_stats)),
         ends_with_usage=shows_usage,

@@ -5,7 +5,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from trouper.actors.messages.requests import Render, RequestId
+from trouper.actors.messages.requests import Render, RequestId, RequestOptions
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.replies.reply_slots import ReplySlot
@@ -105,9 +105,8 @@ def _message(prompt: Any, add_special_tokens: bool | None) -> Render:
         prompt=prompt,
         params=params,
         slot=slot,
-        priority=0,
+        options=RequestOptions(add_special_tokens=add_special_tokens),
         arrival_time=0.0,
-        add_special_tokens=add_special_tokens,
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from trouper.actors.messages.requests import RequestOptions
 from trouper.frontends.python.scoring import Pooled
 from trouper.frontends.server.http.context import JSON
 from trouper.frontends.server.pooling.encodings import (
@@ -23,9 +24,7 @@ class PoolingServeContext(NamedTuple):
     prompts: list[Any]
     places: list[str]  # the client's name for each prompt
     pooling_params: PoolingParams
-    options: dict[str, Any]  # of tokenisation
-    priority: int
-    data_parallel_rank: int | None
+    options: RequestOptions
     id: str
     model: str
     created: int

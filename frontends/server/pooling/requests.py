@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from trouper.actors.messages.requests import ClientOptions
 from trouper.frontends.server.generation.requests import Int64
 from trouper.frontends.server.shared import fields
 
@@ -15,7 +16,7 @@ EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 Endianness = Literal["native", "big", "little"]
 
 
-class PoolingRequestFields(msgspec.Struct, kw_only=True):
+class PoolingRequestFields(ClientOptions, frozen=False, kw_only=True):  # pyright: ignore[reportGeneralTypeIssues]  # msgspec allows it
     """The fields that all pooling requests share."""
 
     OTHERS: ClassVar[fields.Others] = fields.POOLING
@@ -23,10 +24,6 @@ class PoolingRequestFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     priority: Int64 | None = None
     request_id: str | None = None
-    data_parallel_rank: int | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
-    add_special_tokens: bool | None = None
     use_activation: bool | None = None
     cache_salt: str | None = None  # there is no cache to salt
     normalize: Any = None

@@ -13,8 +13,10 @@ from typing import Any, cast
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from trouper.actors.engine.admission import check_place
+from trouper.actors.messages.requests import RequestOptions, client_options
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.python.scoring import (
@@ -220,14 +222,17 @@ def _context(
     # no cache makes it worth while to keep a session together
     placement = read_placement(context, request.data_parallel_rank)
     check_place(*placement, service.config.data_parallel_size)
-    names = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
+    options = {
+        **client_options(request),
+        "data_parallel_rank": placement.data_parallel_rank,
+        "priority": priority,
+        "key": context.tenant,
+    }
     return PoolingServeContext(
         prompts=prompts,
         places=places,
         pooling_params=params,
-        options={n: getattr(request, n) for n in names if getattr(request, n) is not None},
-        priority=priority,
-        data_parallel_rank=placement.data_parallel_rank,
+        options=RequestOptions(**options),
         id=f"{prefix}-{context.request_id}",
         model=model,
         created=int(time.time()),
@@ -271,15 +276,7 @@ async def _encode(
     service: Service, context: RequestContext, serving: PoolingServeContext
 ) -> list[Pooled]:
     encodings = (
-        service.engine.encode(
-            prompt,
-            serving.pooling_params,
-            f"{context.id}-{i}",
-            priority=serving.priority,
-            data_parallel_rank=serving.data_parallel_rank,
-            key=context.tenant,
-            **serving.options,
-        )
+        service.engine.encode(prompt, serving.pooling_params, f"{context.id}-{i}", serving.options)
         for i, prompt in enumerate(serving.prompts)
     )
     return _whole(await final_outputs(service, context, encodings, serving.places))
@@ -299,13 +296,11 @@ async def _score(
         raise invalid(places[1][0].partition("[")[0], f"at most {MAX_INPUTS} pairs", len(documents))
     params = PoolingParams(use_activation=request.use_activation)
     serving = _context(service, context, request, "score", list(documents), [], params)
-    encode = partial(
-        service.engine.encode,
-        priority=serving.priority,
-        data_parallel_rank=serving.data_parallel_rank,
-        key=context.tenant,
-        **serving.options,
-    )
+
+    def encode(prompt: Any, params: PoolingParams, name: str, *, max_text_tokens: Any) -> Any:
+        options = msgspec.structs.replace(serving.options, max_text_tokens=max_text_tokens)
+        return service.engine.encode(prompt, params, name, options)
+
     scorer = Scorer(
         encode,
         service.config.pooler,
