@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from torch import Tensor
 
-# Rows of logits that are computed at once: 256 rows of a vocabulary of 152,000 in float32 take 150 MiB.
+# This many rows of logits are computed at once: 256 rows of a vocabulary of 152,000 in float32 take 150 MiB.
 LOGITS_AT_ONCE = 256
 
 

@@ -2,10 +2,10 @@
 
 T  tokens of a step    R  tokens that are read    E  hidden size    S  cache slots    D  width of a head in the cache
 
-The library's own module computes a step as one flat batch [1, T] with its positions, without a cache of its own.
-Attention goes to the engine's KV memory (`hf_attention.py`), linear layers to `LinearMethod`.  The model is cut
-behind its last norm: its body gives hidden states, and its head, with whatever the family does to logits, is the
-model itself with the body exchanged for one that returns the states it is given.
+The library's own module computes a step as one flat batch [1, T] with explicit positions, and without a cache of its own.
+Its attention reads and writes the engine's KV cache (`hf_attention.py`), and its linear layers are `LinearMethod`s. The model
+is divided behind its last norm: its body computes hidden states. Its head, with everything that the family does to logits,
+is the model itself with the body replaced by a module that returns given states.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +25,11 @@ from trouper.kernels.ops import HostTokens, Integers
 
 
 class HfDecoder:
-    """A model of transformers with weights, and its forward pass.
+    """A model of the transformers library with its weights. Implements `Decoder`.
 
     Args:
-        model: a causal language model with this engine's attention; `attention` has been learnt from it.
+        model: a causal language model that calls this engine's attention.
+        attention: what the model's layers ask of the attention, which `learn` finds out.
     """
 
     def __init__(self, model: nn.Module, attention: HfAttention, dtype: torch.dtype) -> None:
@@ -70,7 +71,7 @@ class HfDecoder:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all weights that a step may read: those of the layers and the head, without the embedding."""
+        """Return the bytes of weights that a step may read: those of the layers and the head, without the embedding."""
         modules = [*self.body.modules(), *self._model.modules()]
         embedding = {id(p) for p in self._embed.parameters()}
         plain = {id(p): p.nbytes for m in modules for p in m.parameters(recurse=False)}
@@ -79,7 +80,7 @@ class HfDecoder:
 
     @property
     def num_weight_bytes(self) -> int:
-        """The bytes that all weights take in memory."""
+        """Return the bytes that all weights take in memory."""
         return self.num_bytes + sum(p.nbytes for p in self._embed.parameters())
 
     def plan(
@@ -127,10 +128,10 @@ class HfDecoder:
         return None
 
     def learn(self, num_tokens: int) -> None:
-        """Learn from a pass over one prompt what the layers' attention asks for.
+        """Find out what each layer asks of the attention, by a pass over one prompt of this many tokens.
 
         Raises:
-            UnsupportedFeatureError: a layer asks for what the attention does not do.
+            UnsupportedFeatureError: a layer asks for something that the attention does not support.
         """
         positions_T = torch.arange(num_tokens)
         ids = {"input_ids": torch.zeros_like(positions_T)[None]}
@@ -139,11 +140,11 @@ class HfDecoder:
     def wrap_linears(
         self, wrap: Callable[[str, LinearMethod], LinearMethod], row_counts: set[int]
     ) -> None:
-        """Put something on top of the linear layers of the body that compute each token of a step, and no others.
+        """Wrap the linear layers of the body that compute every token of a step, and no others.
 
         Args:
-            wrap: from the name of a module and its method to the method that takes its place.
-            row_counts: tokens of the passes so far, by which these layers are known.
+            wrap: maps a module's name and its method to the method that replaces it.
+            row_counts: the numbers of tokens of all passes so far. Layers with other numbers of rows are left as they are.
         """
         prefix = _body_name(self._model)
         named = cast(
@@ -170,7 +171,7 @@ class HfDecoder:
         return x_TE[None]
 
 
-# The getters and methods that models may call on the weight of an exchanged layer.
+# The getters and methods that models may call on the weight of a replaced layer.
 QUESTIONS = frozenset(
     {
         getattr(Tensor, name).__get__
@@ -181,15 +182,15 @@ QUESTIONS = frozenset(
 
 
 class AbsentWeight(Tensor):
-    """Stands in for the weight of an exchanged layer: it has a shape, dtype and device but no values.
+    """A placeholder for the weight of a replaced layer, with a shape, dtype and device but without values.
 
-    Computing with a plain tensor on the meta device does not fail everywhere: torch multiplies it with a tensor of
-    the CPU into uninitialised memory.  This class refuses every operation.
+    A plain tensor on the meta device would not do, because operations on it may succeed: torch multiplies it with a CPU tensor
+    into uninitialised memory. This class refuses every operation.
     """
 
     @classmethod
     def like(cls, shape: Sequence[int], dtype: torch.dtype) -> "AbsentWeight":
-        """Make the stand-in of a weight of this shape and dtype."""
+        """Make the placeholder of a weight of this shape and dtype."""
         return torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
 
     @classmethod
@@ -212,11 +213,12 @@ class HfLinear(nn.Module):
         self.out_features, self.in_features = method.shape
         self.weight = AbsentWeight.like(method.shape, dtype)
         self.bias = method.bias
-        self.row_counts: set[int] | None = set()  # of its products so far; None = no longer counted
+        # The numbers of rows of its products so far, or None once they are no longer counted.
+        self.row_counts: set[int] | None = set()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b for rows x of any leading dimensions."""
-        # The products read rows as packed, and reshape returns a view of a turned tensor where it can.
+        # Products read packed rows, but reshape returns a view even of a transposed tensor if possible.
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         if self.row_counts is not None:
             self.row_counts.add(len(rows))
@@ -225,16 +227,17 @@ class HfLinear(nn.Module):
 
 
 class _GivenStates(nn.Module):
-    """In place of a model's body: returns the hidden states that it is given."""
+    """Replaces a model's body, and returns the hidden states that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden_RE: Tensor | None = None
-        self.output: Any = None  # of the body, as a pattern
+        # An output of the body, from which other outputs are copied.
+        self.output: Any = None
 
     @property
     def decoder(self) -> Any:
-        """Stand in for the body's decoder too, which some heads call (OPT)."""
+        """Replace the body's decoder too, which some heads call (OPT)."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> Any:
@@ -243,10 +246,10 @@ class _GivenStates(nn.Module):
 
 
 def _body_name(model: nn.Module) -> str:
-    """Return the name of the part of a causal language model that ends behind the last norm.
+    """Return the name of the module of a causal language model that ends behind the last norm.
 
     Raises:
-        UnsupportedFeatureError: the model has no such part.
+        UnsupportedFeatureError: the model has no such module.
     """
     prefix = cast("str", cast("Any", model).base_model_prefix)
     for name in (prefix, "model"):

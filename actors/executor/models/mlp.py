@@ -1,4 +1,6 @@
-"""The half of a decoder's layer that computes each token alone.
+"""The MLPs of a decoder's layers, which compute each token independently of all others.
+
+A layer calls its MLP without knowing the kind: gated, plain, or a mixture of experts.
 
 T  tokens    E  hidden size    M  MLP width
 """
@@ -17,10 +19,12 @@ class Mlp(Protocol):
     """One kind of MLP, with its weights."""
 
     @property
-    def linears(self) -> Sequence[LinearMethod]: ...
+    def linears(self) -> Sequence[LinearMethod]:
+        """Return all matrix products, in a fixed order."""
+        ...
 
     def forward(self, x_TE: Tensor, ops: Ops) -> Tensor:
-        """Return [T, E]; x may be overwritten."""
+        """Compute the output [T, E] of all tokens. The input may be overwritten."""
         ...
 
 
@@ -55,10 +59,14 @@ class PlainMlp:
 
 
 class SparseMlp:
-    """A mixture of experts: each token's are chosen by the router; one more, where there is one, all tokens use."""
+    """A mixture of experts: the router chooses a few experts for each token. A shared expert, if any, computes all tokens.
+
+    Args:
+        router: E -> experts, and the gate of the shared expert; rounded up to whole registers.
+    """
 
     def __init__(self, router: LinearMethod, experts: Experts, shared: GatedMlp | None) -> None:
-        self._router = router  # E -> experts, and the shared one's gate; whole registers
+        self._router = router
         self._experts = experts
         self._shared = shared
 

@@ -1,6 +1,7 @@
-"""The names of a decoder's tensors in its checkpoint, by family; what a family does not say is named as Llama's.
+"""The names of a decoder's tensors in its checkpoint.
 
-Names of the tensors of a text model that is stored as a part of a larger one, which also sees or hears.
+Each family names its modules differently; a family's entry in `NAMES` states only where it differs from Llama. A text model
+may also be stored within a multimodal model, under prefixes that `text_names` removes.
 """
 
 import re
@@ -14,9 +15,10 @@ Family = Literal[
 
 
 class Names(NamedTuple):
-    """Names of modules; those of a layer follow the layer's number."""
+    """Names of modules. Names within a layer follow the layer's number."""
 
-    base: str = "model."  # of all but the head; some checkpoints leave it out
+    # The prefix of all modules but the head. Some checkpoints omit it.
+    base: str = "model."
     layers: str = "layers."
     embedding: str = "embed_tokens"
     positions: str = "embed_positions"
@@ -24,23 +26,23 @@ class Names(NamedTuple):
     head: str = "lm_head"
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
-    # Of layers whose attention and MLP end with a norm, too.
+    # For layers with a norm behind the attention and behind the MLP.
     attention_post_norm: str = "post_attention_layernorm"
     inner_mlp_norm: str = "pre_feedforward_layernorm"
     mlp_post_norm: str = "post_feedforward_layernorm"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     attention: str = "self_attn"
-    # One module, or one for each of queries, keys and values.
+    # One module, or one each for queries, keys and values.
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     o: str = "o_proj"
     mlp: str = "mlp"
-    # One module holds gate and up, one below the other, or there is no gate.
+    # Two modules, one module with gate above up, or only up if there is no gate.
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
-    # Ends of the names of tensors that old releases stored and nothing reads: the masks of the attention.
+    # Suffixes of attention masks, which old releases stored and nothing reads.
     masks: tuple[str, ...] = ()
-    # Matrices of the layers are stored as inputs by outputs.
+    # Whether matrices of layers are stored as [inputs, outputs].
     is_transposed: bool = False
 
 
@@ -132,7 +134,8 @@ NAMES: dict[Family, Names] = {
 }
 
 
-# Beginnings in a checkpoint, and in one of the text model alone; the first that fits some name is the checkpoint's own.
+# Prefixes in a multimodal checkpoint, and the corresponding ones of a text model. A checkpoint follows the first style
+# whose first prefix occurs.
 STYLES = (
     {"model.language_model.": "model.", "lm_head.": "lm_head."},
     {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
@@ -141,20 +144,20 @@ STYLES = (
 )  # fmt: skip
 
 
-# Parts of a checkpoint that its model does not use to generate: layers that predict several tokens ahead, heads that value or score.
+# Parts of a checkpoint that are not needed to generate: multi-token prediction layers, and value or score heads.
 OF_OTHER_USES = re.compile(r"(?:model\.)?(?:mtp|v_head|value_head|score)\.")
 LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 def is_of_other_uses(name: str, num_layers: int) -> bool:
-    """Decide whether a tensor may be left out: it belongs to a layer behind the last one, or to a head for another use."""
+    """Decide whether a tensor may be ignored: it belongs to a layer behind the last one, or to a head for another purpose."""
     found = LAYER_NUMBER.search(name)
     is_behind = found is not None and int(found[1]) >= num_layers
     return is_behind or OF_OTHER_USES.match(name) is not None
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:
-    """Map the names of the text model alone to those that are stored; the rest of the checkpoint is left out."""
+    """Map the names of a text model to the stored names of a multimodal checkpoint. Tensors of other parts are left out."""
     names = list(stored)
     for style in STYLES:
         first = next(iter(style))
@@ -169,7 +172,7 @@ def text_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def key_mapping() -> dict[str, str]:
-    """Return the same as patterns and their replacements, as transformers takes them."""
+    """Return the same renaming in transformers' format: patterns and their replacements."""
     return {
         f"^{re.escape(begin)}": plain
         for style in STYLES[:-1]

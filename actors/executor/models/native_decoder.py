@@ -1,10 +1,10 @@
-"""One decoder-only transformer for every architecture of the registry: what differs are its traits.
+"""Trouper's own decoder: one class for every architecture of the registry, parametrised by its traits.
 
     T  tokens of all sequences of a step, one after the other      N  query heads    H  KV heads
     E  hidden size                M  MLP width                      D  head width     S  cache slots
 
-Its operations between the products come as an object, one for the CPU and one for a GPU.  It knows
-nothing of sequences: the tokens of a step and the plans of their attention are the operations' own.
+The operations between matrix products come from an object, which exists for the CPU and for a GPU. The tokens of a step and
+the plans of their attention are opaque here: only these operations use them.
 """
 
 import math
@@ -40,9 +40,9 @@ def kv_cache_specs(traits: DecoderTraits) -> tuple[KVCacheSpec, ...]:
 
 
 class DecoderLayer:
-    """The weights of one layer; a norm is None where the architecture has none.
+    """The weights of one layer. A norm is None if the architecture does not have it.
 
-    A layer norm's weights and biases are one tensor of two rows; RMS norms have weights alone.
+    The weights and biases of a layer norm are one tensor of two rows. RMS norms have no biases.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class DecoderLayer:
         attention_post_norm: Tensor | None = None,
         mlp_norm: Tensor | None = None,
         mlp_post_norm: Tensor | None = None,
-        head_norm: Tensor | None = None,  # [N + H, D] or [N + H, 2, D]: of each head of q and k
-        q_norm: Tensor | None = None,  # [N D]: of all heads together
-        k_norm: Tensor | None = None,
+        head_norm: Tensor | None = None,  # [N + H, D] or [N + H, 2, D], for each head of q and k
+        q_norm: Tensor | None = None,  # [N D], for all heads together
+        k_norm: Tensor | None = None,  # [H D]
         sinks: Tensor | None = None,  # [N], scores
     ) -> None:
         self.traits = traits
@@ -70,24 +70,25 @@ class DecoderLayer:
 
     @property
     def linears(self) -> Sequence[LinearMethod]:
+        """Return all matrix products of the layer."""
         return self.qkv, self.o, *self.mlp.linears
 
 
 class NativeDecoder(Generic[OpsT]):
-    """The weights of a model, and its forward pass.
+    """The weights of a model or of one worker's part of it, and the forward pass. Implements `Decoder`.
 
-    A stage of a pipeline has some of the layers: the first has the embedding, the last the norm and the head.  A rank of
-    a tensor-parallel model has a part of each layer and of the head, and a group that calls the other ranks.
+    A pipeline stage has some of the layers: the first stage has the embedding, the last one the final norm and the head. A
+    tensor-parallel rank has a part of each layer and of the head, and a group through which it calls the other ranks.
 
     Args:
-        traits: of the layers that are here, or of the part of them that is.
-        embedding: [vocabulary, E]; None behind another stage.
-        positions: [positions, E], added to the embeddings; None = there are none, or another stage adds them.
-        norm: the last one; None ahead of another stage.
-        head: None for a model that never gives logits.
-        max_model_len: tokens of the longest sequence, which bounds the positions.
-        ops: the operations between the products, for the device of the weights.
-        shared: the group of ranks, for the operations in which all take part; None = `ops`, for there is no other rank.
+        traits: those of this part of the model.
+        embedding: [vocabulary, E], on the first stage.
+        positions: [positions, E], learnt positions that the first stage adds to the embeddings.
+        norm: the final norm, on the last stage.
+        head: computes logits, on the last stage of a model that generates.
+        max_model_len: the length of the longest sequence, which bounds positions.
+        ops: the operations between matrix products, for the device of the weights.
+        shared: the operations in which all ranks take part. Without other ranks they are those of `ops`.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class NativeDecoder(Generic[OpsT]):
         self._shared: SharedOps = ops if shared is None else shared
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         self._positions = positions
-        # transformers rounds the scale to the model's dtype before it multiplies
+        # transformers rounds the scale to the model's dtype before it multiplies.
         self._embedding_scale = float(torch.tensor(traits.embedding_scale, dtype=self.dtype))
         self._rope_tables: list[Tensor] = [
             make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
@@ -127,22 +128,9 @@ class NativeDecoder(Generic[OpsT]):
         read: LogitsIndices | None = None,
         hidden_TE: Tensor | None = None,
     ) -> Tensor:
-        """Compute the hidden states after the last norm, or for the next stage; the caches gain this step's keys and values.
-
-        Args:
-            tokens: of the step, as the operations take them: `HostTokens` or `DeviceTokens`.
-            plans: of the attention, by window, as the operations make them.
-            caches: of each layer [2, H, S, D].
-            embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
-            read: the tokens whose states are read; None = all.
-            hidden_TE: what the stage before this one returned, which is overwritten; None = embed the tokens.
-
-        Returns:
-            [T, E], or [R, E] if only those are read.  Where the step is padded, T counts the padding, and
-            the states of padding tokens are arbitrary.
-        """
+        """Compute the hidden states of a step and write its keys and values into the caches; see `Decoder.forward`."""
         ops = self.ops
-        # Chosen here: a bound method among the attributes would be a cycle that keeps the weights after a sleep.
+        # Not stored as an attribute: a bound method would be a reference cycle that keeps the weights after a sleep.
         add = self._add_in_parallel if self.traits.is_parallel else self._add_in_turn
         x_TE, step = self._begin_step(tokens, embeds, hidden_TE)
         first_norm = self._layers[0].attention_norm
@@ -171,7 +159,7 @@ class NativeDecoder(Generic[OpsT]):
         attended_TE: Tensor,
         next_norm: Tensor | None,
     ) -> Tensor:
-        """Add the attention's output to x, and then what the MLP makes of the sum; return the next layer's input, normed."""
+        """Add the attention's output to x, and the MLP's output for that sum. Returns the normalised input of the next layer."""
         shared = self._shared
         y_TE = shared.fused_add_norm(x_TE, attended_TE, layer.mlp_norm, layer.attention_post_norm)
         y_TE = layer.mlp.forward(y_TE, self.ops)
@@ -185,7 +173,10 @@ class NativeDecoder(Generic[OpsT]):
         attended_TE: Tensor,
         next_norm: Tensor | None,
     ) -> Tensor:
-        """Add to x the attention's output, and what the MLP makes of the layer's own input y, or of another norm of x."""
+        """Add to x the attention's output and the MLP's, whose input is that of the attention or x with another norm.
+
+        Returns the normalised input of the next layer.
+        """
         if layer.mlp_norm is not None:
             y_TE = self.ops.norm(x_TE, layer.mlp_norm)
         self._shared.fused_add_norm(x_TE, attended_TE, None)
@@ -213,12 +204,12 @@ class NativeDecoder(Generic[OpsT]):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that a step of many tokens reads: the weights without the embedding."""
+        """Return the bytes that a step of many tokens reads: all weights but the embedding."""
         return sum(linear.num_bytes for linear in self._linears)
 
     @property
     def num_weight_bytes(self) -> int:
-        """The bytes that the weights take in memory, without norms and biases."""
+        """Return the bytes that the weights take in memory, without norms and biases."""
         return self.num_bytes + (0 if self._embedding is None else self._embedding.nbytes)
 
     @property
@@ -227,9 +218,10 @@ class NativeDecoder(Generic[OpsT]):
         return [*head, *(x for layer in self._layers for x in layer.linears)]
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Put each weight where `place` puts it; what shares memory (a tied head) goes on sharing it."""
+        """Replace each weight by what `place` returns for it. Weights that share memory (a tied head) still do so afterwards."""
         moved: dict[int, Tensor] = {}
-        before: list[Tensor] = []  # alive until the end, or another tensor could get its id
+        # Keeps replaced tensors alive until the end, so that no other tensor gets the id of one of them.
+        before: list[Tensor] = []
         embedding = self._embedding
         bases = [linear.base for linear in self._linears if isinstance(linear, LoRALinear)]
         for owner in (self, *self._layers, *self._linears, *bases):
@@ -247,7 +239,7 @@ class NativeDecoder(Generic[OpsT]):
         self._rope_tables = [place(table) for table in self._rope_tables]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Return [R, vocabulary], in float32 on the CPU; a GPU's kernels read any float.  Of ranks the first alone has them all."""
+        """Return the logits [R, vocabulary]; see `Decoder.logits`. They are complete only on the first rank."""
         assert self._head is not None
         product = self._head.apply(hidden_RE)
         return self._shared.finish_logits(
@@ -255,9 +247,9 @@ class NativeDecoder(Generic[OpsT]):
         )
 
     def num_logits(self, num_rows: int) -> int | None:
-        """The size of so many rows of logits, if their product can be recorded where the layers can."""
+        """Return how many logits this many rows have, if their product can be part of a recorded step; see `Decoder`."""
         vocab_size = self.traits.vocab_size
-        # ranks must come to one answer, and the last one's part of such a vocabulary has another method
+        # All ranks must return the same answer, and the last rank's part of another vocabulary has another method.
         if self._head is None or not self._head.is_recordable or vocab_size % LANES:
             return None
         return num_rows * vocab_size
@@ -267,7 +259,8 @@ class NativeDecoder(Generic[OpsT]):
     ) -> tuple[Tensor, Any]:
         if self._embedding is None:
             assert hidden_TE is not None, "only the first stage embeds"
-            ops = cast("CpuOps", self.ops)  # stages are on the CPU
+            # Only the CPU has stages.
+            ops = cast("CpuOps", self.ops)
             return hidden_TE, ops.begin(tokens.positions_T, tokens.slots_T, self._rope_tables)
         x_TE, step = self.ops.begin_step(
             tokens, self._embedding, self._embedding_scale, self._rope_tables
@@ -288,7 +281,7 @@ class NativeDecoder(Generic[OpsT]):
     def _projections(
         self, layer: DecoderLayer, x_TE: Tensor, step: Any, cache_2HSD: Tensor
     ) -> Tensor:
-        """Compute queries, keys and values [T, N + 2 H, D]; the latter two are in the cache then."""
+        """Compute queries, keys and values [T, N + 2 H, D], and write keys and values into the cache."""
         traits = self.traits
         num_heads = traits.num_q_heads + 2 * traits.num_kv_heads
         qkv_TND = layer.qkv.apply(x_TE).view(-1, num_heads, traits.head_dim)
@@ -310,24 +303,25 @@ def _selected(x_TX: Tensor, tokens_R: Tensor) -> Tensor:
 
 
 def _shares(part: Tensor, whole: Tensor) -> bool:
-    """Whether a tensor lies in the memory of another: a rank's rows of a tied head in the embedding."""
+    """Whether a tensor shares the memory of another, such as a rank's rows of a tied head and the embedding."""
     return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def _same_part(part: Tensor, whole: Tensor) -> Tensor:
-    """Return the rows of `whole` that a part had of what has become it."""
+    """Return the view of `whole` that `part` was of the tensor which `whole` replaces."""
     return whole.as_strided(part.size(), part.stride(), part.storage_offset())
 
 
 def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> OpsConfig:
-    """Return what the operations depend on of a model."""
+    """Return the sizes and constants of a model on which the operations between products depend."""
     return OpsConfig(
         dtype=dtype,
         num_q_heads=traits.num_q_heads,
         num_kv_heads=traits.num_kv_heads,
         head_dim=traits.head_dim,
         hidden_size=traits.hidden_size,
-        intermediate_size=math.gcd(*traits.mlp_widths),  # whole registers of all or of none
+        # If it is a multiple of a register's lanes, the width of every MLP is.
+        intermediate_size=math.gcd(*traits.mlp_widths),
         block_size=block_size,
         norm=traits.norm,
         norm_eps=traits.norm_eps,
@@ -342,10 +336,10 @@ def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> Op
 
 
 def rank_share(traits: DecoderTraits, shard: Shard) -> RankShare:
-    """Return what the operations of a rank depend on.
+    """Return the sizes and constants on which the operations of one rank depend.
 
     Args:
-        traits: of the whole model.
+        traits: those of the whole model.
     """
     return RankShare(
         vocab_size=traits.vocab_size,

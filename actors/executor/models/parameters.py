@@ -1,4 +1,7 @@
-"""Traits -> the tensors that a checkpoint must hold, with their names and shapes."""
+"""List the tensors that a decoder with given traits needs, with their names and shapes in the checkpoint.
+
+Loaders compare this list with the checkpoint before they read any tensor, and then read exactly these tensors.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,29 +12,31 @@ from trouper.actors.executor.models.names import NAMES, Names
 from trouper.actors.executor.models.traits import DecoderTraits, ExpertsTraits
 
 Shape = tuple[int, ...]
-Span = tuple[int, int]  # the first, and one past the last
+# The first item, and the one behind the last.
+Span = tuple[int, int]
 
 
 class HeadOrder(NamedTuple):
-    """Heads whose first `rotated` rows are stored in pairs that turn together; they are kept as two halves."""
+    """Heads of `width` rows. The first `rotated` rows are stored as interleaved rotary pairs, and kept as two halves."""
 
     width: int
     rotated: int
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The part of a stored tensor that is kept: ranges of its rows, one below the other, and a range of its columns.
+    """The part of a stored tensor that is kept: ranges of its rows, concatenated, and a range of its columns.
 
-    With `heads` the rows that are kept are whole heads, and those of each head are put into another order.  Whatever is
-    read by a cut gets that order: weights, biases, integers with their scales, and the outputs of adapters.
+    None means all rows or columns. With `heads`, the kept rows are whole heads, and the rows of each head are reordered.
+    The order applies to everything that is read by a cut: weights, biases, quantized integers with their scales, and the
+    outputs of adapters.
     """
 
-    rows: tuple[Span, ...] | None = None  # None = all
+    rows: tuple[Span, ...] | None = None
     columns: Span | None = None
     heads: HeadOrder | None = None
 
     def shape_of(self, whole: Shape) -> Shape:
-        """Return the shape of this part of a tensor of that shape."""
+        """Return the shape of this part of a tensor with the shape `whole`."""
         num_rows, *columns = whole
         if self.rows is not None:
             num_rows = sum(last - first for first, last in self.rows)
@@ -42,27 +47,31 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 WHOLE = Cut()
-# The end of the name of a norm's biases.
+# The suffix of the name of a norm's biases.
 NORM_BIAS = "_bias"
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """One tensor of the decoder: the rows of `sources`, or of a part of each, one below the other."""
+    """One tensor of the decoder: the concatenated rows of stored tensors, or of a part of each.
+
+    `sources` are names in the checkpoint with their shapes. `cuts` has one part for each source, or is empty if all of them
+    are read whole. `offset` is added to the numbers while they are read.
+    """
 
     name: str
-    sources: tuple[tuple[str, Shape], ...]  # (name in the checkpoint, its shape)
-    offset: float = 0.0  # added on loading
-    cuts: tuple[Cut, ...] = ()  # of the sources, one each; none: all of them are whole
+    sources: tuple[tuple[str, Shape], ...]
+    offset: float = 0.0
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def parts(self) -> tuple[tuple[str, Shape, Cut], ...]:
-        """The sources, each with the part of it that is kept."""
+        """Return the name and shape of each source with the part of it that is kept."""
         cuts = self.cuts or (WHOLE,) * len(self.sources)
         return tuple((*source, cut) for source, cut in zip(self.sources, cuts, strict=True))
 
     @property
     def part_shapes(self) -> tuple[Shape, ...]:
-        """The shapes of those parts."""
+        """Return the shapes of the kept parts of the sources."""
         return tuple(cut.shape_of(shape) for _, shape, cut in self.parts)
 
 
@@ -73,7 +82,7 @@ def embedding_name(traits: DecoderTraits) -> str:
 
 
 def head_name(traits: DecoderTraits) -> str:
-    """Return the name of the head's matrix, where it is stored."""
+    """Return the name of the head's matrix. Checkpoints with a tied head may omit it."""
     return f"{NAMES[traits.names].head}.weight"
 
 
@@ -115,7 +124,7 @@ def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
 
 
 def _order_of_heads(traits: DecoderTraits) -> tuple[Cut, ...]:
-    """Return the cuts of q, k and v, where their rows are stored in another order than they are kept."""
+    """Return the cuts of q, k and v if their rows are stored in another order than they are kept."""
     if traits.qkv_by_group:
         return (grouped_heads(traits),)
     if traits.is_interleaved:
@@ -130,7 +139,7 @@ def pairs_of(traits: DecoderTraits) -> HeadOrder:
 
 
 def grouped_heads(traits: DecoderTraits, q: Span | None = None, kv: Span | None = None) -> Cut:
-    """Return the rows of some query heads, of some KV heads' keys, and of their values, of a matrix that holds them by KV head.
+    """Return the rows of some query heads, keys and values in a matrix that is stored by KV head.
 
     Args:
         q: the first query head, and one past the last; None = all.
@@ -150,7 +159,7 @@ def grouped_heads(traits: DecoderTraits, q: Span | None = None, kv: Span | None 
 
 
 def _norm(traits: DecoderTraits, name: str, module: str) -> Iterator[Parameter]:
-    """Yield the weights and biases that one norm of the hidden state has."""
+    """Yield the weights and biases of one norm of the hidden state, as far as the family's norms have them."""
     shape = (traits.hidden_size,)
     if traits.norm_has_weight:
         yield Parameter(name, ((f"{module}.weight", shape),), traits.norm_offset)
@@ -159,7 +168,7 @@ def _norm(traits: DecoderTraits, name: str, module: str) -> Iterator[Parameter]:
 
 
 def _norms(traits: DecoderTraits, names: Names) -> Iterator[tuple[str, str]]:
-    """Yield (our name, the checkpoint's).  The checkpoint's names depend on which norms there are."""
+    """Yield (trouper's name, the checkpoint's name) of each norm of a layer, which depend on where the family has norms."""
     if traits.norm_placement != "post":
         yield "attention_norm", names.attention_norm
     if traits.norm_placement in ("pre", "parallel_apart"):
@@ -172,7 +181,7 @@ def _norms(traits: DecoderTraits, names: Names) -> Iterator[tuple[str, str]]:
 
 
 def _qk_norms(traits: DecoderTraits, names: Names, prefix: str) -> Iterator[Parameter]:
-    """Yield the norms of queries and keys: weights that all heads share, that belong to one each, or to all together."""
+    """Yield the norms of queries and keys: one for all heads, one for each head, or one over all heads together."""
     kinds = ("weight", "bias") if traits.qk_norm_has_bias else ("weight",)
     sides = (
         ("q_norm", names.q_norm, traits.num_q_heads),
@@ -196,7 +205,7 @@ def _qk_norms(traits: DecoderTraits, names: Names, prefix: str) -> Iterator[Para
 
 
 Projection = tuple[str, str, tuple[tuple[str, int], ...], int, bool]
-"""Our name, the checkpoint's module, its parts and their rows, columns, has a bias."""
+"""Trouper's name, the checkpoint's module, its parts with their rows, the number of columns, and whether it has a bias."""
 
 
 def _attention(traits: DecoderTraits, names: Names) -> Iterator[Projection]:
@@ -209,7 +218,7 @@ def _attention(traits: DecoderTraits, names: Names) -> Iterator[Projection]:
 
 def _mlp(traits: DecoderTraits, names: Names) -> Iterator[Projection]:
     width, has_bias, hidden = traits.mlp.intermediate_size, traits.mlp.has_bias, traits.hidden_size
-    # Of Llama's two names a family without a gate has the second.
+    # A family without a gate only has the second of Llama's two modules.
     modules = names.gate_up if traits.mlp.is_gated else names.gate_up[-1:]
     size = 2 * width if traits.mlp.is_gated and len(modules) == 1 else width
     gate_up = tuple((module, size) for module in modules)
@@ -218,7 +227,7 @@ def _mlp(traits: DecoderTraits, names: Names) -> Iterator[Projection]:
 
 
 class ExpertNames(NamedTuple):
-    """The names of a mixture's modules; where one tensor holds all experts, `weights/stacks.py` finds each one's part."""
+    """The names of a mixture's modules. If one tensor contains all experts, `weights/stacks.py` finds the part of each."""
 
     module: str = "mlp"
     router: str = "gate"
@@ -234,7 +243,7 @@ EXPERT_NAMES = {
 
 
 def _experts(traits: DecoderTraits, experts: ExpertsTraits) -> Iterator[Projection]:
-    """Yield the router, with the gate of a shared expert below it; that expert; then the others."""
+    """Yield the router with the gate of a shared expert below it, then the shared expert, then the others."""
     hidden, width, shared = traits.hidden_size, experts.intermediate_size, experts.shared_size
     module, router, (gate, up, down) = EXPERT_NAMES[experts.names]
     has_bias = experts.has_bias

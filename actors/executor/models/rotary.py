@@ -1,7 +1,8 @@
-"""From RopeTraits to the table of `kernels/reference/rope.py`.
+"""Compute the tables of rotary position embeddings (RoPE) that attention reads; see `kernels/reference/rope.py`.
 
-Formulas: linear, Chen et al. 2023; llama3, Meta's reference code; yarn, Peng et al. 2023 (2309.00071);
-longrope, Ding et al. 2024 (2402.13753).  All as transformers evaluates them, in float32.
+Models scale the frequencies in several ways to support sequences beyond the length of their training. The formulas are
+linear (Chen et al. 2023), llama3 (Meta's reference code), yarn (Peng et al. 2023, 2309.00071) and longrope (Ding et al. 2024,
+2402.13753), evaluated in float32 and in the same order as in transformers.
 """
 
 import math
@@ -14,10 +15,10 @@ from trouper.kernels.reference.rope import rope_table
 
 
 def make_rope_table(rope: RopeTraits, num_positions: int, dtype: torch.dtype) -> Tensor:
-    """Make the table [P, 2, R]; `num_positions` is the engine's longest sequence.
+    """Compute the table [P, 2, R] of cosines and sines for P positions, the length of the engine's longest sequence.
 
-    Longrope uses its long factors when that exceeds the length before stretching, for all sequences:
-    a choice by the length of each sequence would invalidate what is cached.
+    Longrope uses its long factors for all sequences if P exceeds the original length. A choice by the length of each
+    sequence would invalidate cached keys.
     """
     frequencies = inverse_frequencies(rope, num_positions)
     table = rope_table(frequencies, num_positions, rope.attention_factor, torch.float32)
@@ -29,7 +30,7 @@ def make_rope_table(rope: RopeTraits, num_positions: int, dtype: torch.dtype) ->
 
 
 def inverse_frequencies(rope: RopeTraits, num_positions: int) -> Tensor:
-    """Compute the frequencies [R / 2], float32."""
+    """Compute the frequencies [R / 2] in float32: radians per position for each pair of rotated numbers."""
     exponents = torch.arange(0, rope.width, 2, dtype=torch.float32) / rope.width
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -45,14 +46,17 @@ def inverse_frequencies(rope: RopeTraits, num_positions: int) -> Tensor:
 
 
 def _llama3(rope: RopeTraits, plain: Tensor) -> Tensor:
-    """Stretch long waves, keep short ones, and blend those between."""
-    turns = rope.original_max_position * plain / (2 * math.pi)  # within the original length
+    """Scale low frequencies, keep high ones, and interpolate in between."""
+    # Full turns within the original length.
+    turns = rope.original_max_position * plain / (2 * math.pi)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * plain / rope.factor + blend * plain
 
 
 def _yarn(rope: RopeTraits, plain: Tensor) -> Tensor:
+    """Scale dimensions that turn seldom within the original length, keep the others, and interpolate in between."""
+
     def dimension_of(turns: float) -> float:
         ratio = rope.original_max_position / (turns * 2 * math.pi)
         return rope.width * math.log(ratio) / (2 * math.log(rope.theta))
@@ -62,5 +66,5 @@ def _yarn(rope: RopeTraits, plain: Tensor) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.width - 1)
     steps = torch.arange(rope.width // 2, dtype=torch.float32)
-    stretch = ((steps - low) / (high - low or 0.001)).clamp(0, 1)
-    return stretch * plain / rope.factor + (1 - stretch) * plain
+    scaled = ((steps - low) / (high - low or 0.001)).clamp(0, 1)
+    return scaled * plain / rope.factor + (1 - scaled) * plain

@@ -1,20 +1,18 @@
-"""Which part of each tensor a rank of a tensor-parallel model keeps.  Pure: all ranks come to the same cuts.
+"""Divide a model among workers: layers among pipeline stages, and each layer's tensors among tensor-parallel ranks.
 
-    tensor                        part of rank r of t                                 afterwards
-    qkv                           the rows of N / t query heads and of their KV heads
-    o, down                       the columns that multiply what the rank has made    a sum over all ranks
-    gate_up, of each expert too   the rows of M / t of gate, and of up
-    biases of o and down          rank 0 has all of it: the sum must add it once
-    head, tied or not             rows of the vocabulary, whole registers             all logits are put together
-    norm of all heads together    the rank's heads                                    sums of squares are added
-    sinks of the attention        those of its query heads
-    embedding, router, norms      the whole
+Everything here is a pure function of the model's sizes, so all workers compute the same division without talking.
 
-KV heads are split where t divides them; where they divide t, each of them is kept by t / H ranks, next to each other.
+    tensor                          part of rank r of t                                  afterwards
+    qkv                             the rows of N / t query heads and of their KV heads
+    o, down                         the columns that multiply the rank's own activations sum over all ranks
+    gate_up, also of each expert    the rows of M / t of gate, and of up
+    biases of o and down            rank 0 has all of it, so the sum adds it once
+    head, tied or not               rows of the vocabulary, in whole registers           logits are concatenated
+    norm of all heads together      the rank's heads                                     sums of squares are added
+    sinks of the attention          those of its query heads
+    embedding, router, other norms  all of it
 
-Which layers of a model a pipeline stage has, from the model's sizes.  Pure: all stages come to the same cut.
-
-The part of a tensor that a rank keeps, of a plain one and of one of integers.
+KV heads are divided if t divides their number. If their number divides t, t / H neighbouring ranks keep the same head.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,30 +38,31 @@ from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.quantization import IntegerWeight
 
-INT4_GROUP = 32  # inputs that share a scale where weights are rounded to four bits
+# Inputs that share a scale if weights are rounded to four bits.
+INT4_GROUP = 32
 OPTION = "tensor_parallel_size"
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One of the ranks that share out the layers of a model among them."""
+    """One of the ranks among which each layer is divided, the only one by default."""
 
     rank: int = 0
     size: int = 1
 
     def share(self, count: int) -> Span:
-        """Return this rank's part of so many things, of which all ranks have as many."""
+        """Return this rank's range of `count` items, which are divided evenly."""
         each = count // self.size
         return self.rank * each, (self.rank + 1) * each
 
     def kv_heads(self, count: int) -> Span:
-        """Return the KV heads of this rank's query heads."""
+        """Return the range of KV heads that this rank's query heads attend to."""
         if count % self.size == 0:
             return self.share(count)
         head = self.rank * count // self.size
         return head, head + 1
 
     def vocabulary(self, size: int) -> Span:
-        """Return the tokens whose logits this rank computes; the last rank has fewer where they do not come out even."""
+        """Return the range of tokens for which this rank computes logits. The last rank may have fewer than the others."""
         each = -(-size // (LANES * self.size)) * LANES
         return self.rank * each, min(size, (self.rank + 1) * each)
 
@@ -94,13 +93,13 @@ class ModelPart(msgspec.Struct, frozen=True):
 
 
 def check_shards(traits: DecoderTraits, size: int, *, quantization: str | None = None) -> None:
-    """Check that a model can be shared out among so many ranks.
+    """Check that a model can be divided among this many ranks.
 
     Args:
-        quantization: to which its weights are rounded at load.
+        quantization: the format to which its weights are rounded at load.
 
     Raises:
-        TrouperValidationError: it cannot; the message has the numbers of ranks that can.
+        TrouperValidationError: it cannot; the message lists the possible numbers of ranks.
     """
     problem = _problem(traits, size, quantization)
     if problem is None:
@@ -112,7 +111,7 @@ def check_shards(traits: DecoderTraits, size: int, *, quantization: str | None =
 
 
 def shard_traits(traits: DecoderTraits, shard: Shard) -> DecoderTraits:
-    """Return the traits of the part of each layer that a rank computes; the vocabulary stays what it is."""
+    """Return the traits of a rank's part of each layer. The vocabulary remains that of the whole model."""
     if shard.size == 1:
         return traits
     size, experts = shard.size, traits.experts
@@ -278,7 +277,7 @@ def _problem(traits: DecoderTraits, size: int, quantization: str | None) -> str 
 
 
 def model_stages(config: EngineConfig, traits: DecoderTraits) -> tuple[Stage, ...]:
-    """Cut the model as the config says: by its own partition, or by the bytes that a step reads.
+    """Divide the layers among pipeline stages: by the config's partition, or so that all stages read about as many bytes.
 
     Raises:
         TrouperValidationError: there are more stages than layers, or the partition does not fit.
@@ -293,12 +292,12 @@ def model_stages(config: EngineConfig, traits: DecoderTraits) -> tuple[Stage, ..
 
 
 def traits_of(stage: Stage, traits: DecoderTraits) -> DecoderTraits:
-    """Return the traits of a stage's layers alone."""
+    """Return the traits of the model without the layers of other stages."""
     return msgspec.structs.replace(traits, layers=traits.layers[stage.first : stage.last])
 
 
 def _layer_size(traits: DecoderTraits, layer: LayerTraits) -> int:
-    """Count the weights of a layer's products: of experts all, as a step of many tokens reads them."""
+    """Count the weights of a layer's products. All experts count, because a step of many tokens reads all of them."""
     width, num_matrices = traits.mlp.intermediate_size, 3 if traits.mlp.is_gated else 2
     if layer.is_sparse and traits.experts is not None:
         experts = traits.experts
@@ -308,7 +307,7 @@ def _layer_size(traits: DecoderTraits, layer: LayerTraits) -> int:
 
 
 def part_of(x: Tensor, cut: Cut) -> Tensor:
-    """Return the part of a tensor: a view where its rows are one range, so of a mapped file no more is read."""
+    """Return the part of a tensor: a view if its rows are one range, so that no more of a mapped file is read."""
     if cut.columns is not None:
         first, last = cut.columns
         x = x.narrow(1, first, last - first)
@@ -319,7 +318,7 @@ def part_of(x: Tensor, cut: Cut) -> Tensor:
 
 
 def row_order(num_rows: int, heads: HeadOrder) -> Tensor:
-    """Return where each row of whole heads is stored, so that the pairs that turn together become two halves."""
+    """Return the stored position of each row, such that interleaved rotary pairs become the two halves of a head."""
     width, rotated = heads
     rows_HD = torch.arange(num_rows).view(-1, width)
     pairs: Tensor = rows_HD[:, :rotated].reshape(len(rows_HD), -1, 2).transpose(1, 2).flatten(1)
@@ -327,14 +326,14 @@ def row_order(num_rows: int, heads: HeadOrder) -> Tensor:
 
 
 def part_of_integers(weight: IntegerWeight, cut: Cut, name: str) -> IntegerWeight:
-    """Return the part of a matrix of integers, with the scales that belong to it: the same numbers as in the whole.
+    """Return the part of a quantized matrix with its scales; the numbers are the same as in the whole matrix.
 
     Args:
-        name: of the matrix, for errors.
+        name: the matrix's name, for errors.
 
     Raises:
         TrouperValidationError: the part ends within a group of inputs that share a scale.
-        UnsupportedFeatureError: a range of inputs of a matrix whose columns are in another order.
+        UnsupportedFeatureError: the columns of the matrix are stored in another order (act-order).
     """
     if cut == WHOLE:
         return weight
@@ -352,13 +351,13 @@ def part_of_integers(weight: IntegerWeight, cut: Cut, name: str) -> IntegerWeigh
 
 
 def _groups(weight: IntegerWeight, columns: Span | None, name: str) -> Span | None:
-    """Return the groups that a range of inputs consists of; None = all."""
+    """Return the range of groups that make up a range of inputs, or None for all of them."""
     (num_in, num_groups) = weight.q_OI.shape[1], weight.scales_OG.shape[1]
     if columns is None or columns == (0, num_in):
         return None
     if weight.order_I is not None:
         raise UnsupportedFeatureError(
-            f"{OPTION}: the inputs of {name} are in an order of their own (act-order), so their groups cannot be cut",
+            f"{OPTION}: the inputs of {name} are in an order of their own (act-order), so they cannot be divided among ranks",
             parameter=OPTION,
         )
     if num_groups == 1:

@@ -1,7 +1,8 @@
-"""The traits that distinguish one decoder from another, as plain data: no torch, no files, no names of tensors.
+"""The traits that distinguish one decoder from another, as plain data, and the parts that their readers share.
 
-A decoder is: embed -> layers of (attention, MLP) with residual sums -> norm -> head.  Traits say
-the rest.  `registry.decoder_traits` reads them from a Hugging Face config.
+Every supported decoder has the same structure: embed -> layers of (attention, MLP) with residual sums -> norm -> head. All
+differences between families are fields here, so one class computes all of them. `registry.decoder_traits` reads these
+fields from a Hugging Face config. Nothing here needs torch or files.
 """
 
 import math
@@ -18,7 +19,7 @@ from trouper.kernels.formats import Activation, Norm
 
 HfConfig = Mapping[str, Any]
 T = TypeVar("T")
-# parallel: attention and MLP read the same norm of the layer's input; parallel_apart: each one of its own.
+# With "parallel", attention and MLP read the same norm of the layer's input; with "parallel_apart" each has its own norm.
 NormPlacement = Literal["pre", "post", "sandwich", "parallel", "parallel_apart"]
 
 
@@ -30,20 +31,27 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """The way from positions to angles; `models/rotary.py` has the formulas."""
+    """A rotary position embedding; `models/rotary.py` has the formulas."""
 
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     theta: float = 10_000.0
-    width: int  # rotated dimensions of a head, even
-    factor: float = 1.0  # by how much the context was stretched
-    original_max_position: int = 0  # length before stretching; 0 where the kind has no use for it
-    attention_factor: float = 1.0  # multiplies cos and sin
-    low_freq_factor: float = 1.0  # llama3
+    # The number of rotated dimensions of a head, which is even.
+    width: int
+    # The ratio of the supported length to the original one.
+    factor: float = 1.0
+    # The length before scaling, or 0 for kinds that do not use it.
+    original_max_position: int = 0
+    # A factor of cosines and sines.
+    attention_factor: float = 1.0
+    # Only llama3 uses these two.
+    low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    beta_fast: float = 32.0  # yarn
+    # Only yarn uses these three.
+    beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    short_factors: tuple[float, ...] = ()  # longrope, [width / 2] each
+    # Only longrope uses these two, [width / 2] each.
+    short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     # A query at position p is multiplied by 1 + growth · ln(1 + ⌊p / growth_length⌋) (Ministral 3).
     growth: float = 0.0
@@ -51,13 +59,17 @@ class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerTraits(msgspec.Struct, frozen=True):
-    """The traits in which layers of one model differ."""
+    """The traits in which the layers of one model differ."""
 
-    # A query sees this many keys, itself included, or without causality those at most this far away; None = all.
+    # A query sees this many keys including its own, or with bidirectional attention the keys at most this far away.
+    # Without a window it sees all keys.
     window: int | None = None
-    rope: int | None = 0  # index into `DecoderTraits.ropes`; None = no positions (NoPE)
-    query_rope: int | None = None  # of the queries, where it is not that of the keys
-    is_sparse: bool = False  # its MLP is that of `DecoderTraits.experts`
+    # An index into `DecoderTraits.ropes`, or None for a layer without positions (NoPE).
+    rope: int | None = 0
+    # The rotary embedding of queries, if it differs from that of keys.
+    query_rope: int | None = None
+    # Whether the MLP is the mixture `DecoderTraits.experts`.
+    is_sparse: bool = False
 
 
 class MlpTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,24 +77,27 @@ class MlpTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     intermediate_size: int
     activation: Activation = "silu"
-    swiglu_alpha: float = 0.0  # of clamped_swiglu, as the limit is
+    # Only clamped_swiglu uses these two.
+    swiglu_alpha: float = 0.0
     swiglu_limit: float = 0.0
     has_bias: bool = False
     is_gated: bool = True
 
 
 class ExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """A mixture of gated MLPs, of which a router chooses some for each token; `kernels/experts.py` has the formula."""
+    """A mixture of gated MLPs. A router chooses `top_k` of them for each token; `kernels/experts.py` has the formula."""
 
     count: int
     top_k: int
-    intermediate_size: int  # of each
-    is_normalised: bool = False  # the weights of a token's experts add up to one
-    shared_size: int = (
-        0  # of one more that all tokens use, times a gate of its own; 0 = there is none
-    )
-    has_bias: bool = False  # the router too
-    # in the checkpoint
+    # The width of each expert.
+    intermediate_size: int
+    # Whether the weights of a token's experts add up to one.
+    is_normalised: bool = False
+    # The width of a shared expert, which computes all tokens and has a gate of its own. There is none if it is 0.
+    shared_size: int = 0
+    # Whether experts and the router have biases.
+    has_bias: bool = False
+    # The naming scheme in the checkpoint.
     names: Literal["mlp", "block_sparse_moe", "gpt_oss", "granite_moe"] = "mlp"
 
 
@@ -102,32 +117,39 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     norm: Norm = "rms"
     norm_eps: float = 1e-6
     norm_placement: NormPlacement = "pre"
-    norm_offset: float = 0.0  # Gemma stores w - 1
+    # Added to stored weights of norms: Gemma stores w - 1.
+    norm_offset: float = 0.0
     norm_has_weight: bool = True
     norm_has_bias: bool = False
-    # Over each head with the same weights, over each head with its own, or over all heads together.
+    # Normalises each head with shared weights, each head with its own weights, or all heads together.
     qk_norm: Literal["head", "own_head", "projection"] | None = None
     qk_norm_has_bias: bool = False
-    is_norm_last: bool = False  # the norm of each head follows its rotation (Hunyuan)
-    # Neighbouring dimensions turn together in the checkpoint, and not those that are half a head apart.
+    # Whether the norm of each head follows its rotation (Hunyuan) instead of preceding it.
+    is_norm_last: bool = False
+    # Whether rotary pairs are neighbouring dimensions in the checkpoint rather than half a head apart.
     is_interleaved: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     head_bias: bool = False
-    # The row of position 0 in a table of learnt positions, which are added to the embeddings; None = there is no table.
+    # The row of position 0 in a table of learnt positions, if the model adds learnt positions to its embeddings.
     first_position: int | None = None
-    has_sinks: bool = False  # attention to one more key for each head, without a value (gpt-oss)
+    # Whether each head also attends to a learnt key without a value (gpt-oss).
+    has_sinks: bool = False
     attention_scale: float
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
-    embeds_are_scaled: bool = False  # embeddings from outside come with the scale (Gemma)
-    residual_scale: float = 1.0  # of what attention and MLP add
+    # Whether prompt embeddings from outside already contain the scale (Gemma).
+    embeds_are_scaled: bool = False
+    # A factor of the outputs of attention and MLP before they are added.
+    residual_scale: float = 1.0
     logits_scale: float = 1.0
     tied_embeddings: bool = False
-    is_causal: bool = True  # False: a token sees those behind it too, so that the model only pools
-    names: Family = "llama"  # of the tensors
-    # The one matrix of q, k and v holds for each KV head its queries, its key and its value, and not all queries first.
+    # Without causal attention, tokens see later ones, so the model can only pool.
+    is_causal: bool = True
+    # The naming scheme of tensors in the checkpoint.
+    names: Family = "llama"
+    # Whether the matrix of q, k and v contains queries, key and value of one KV head after another, not all queries first.
     qkv_by_group: bool = False
 
     @property
@@ -145,7 +167,7 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """The widths of all gated MLPs."""
+        """Return the widths of all kinds of MLPs of the model."""
         if self.experts is None:
             return (self.mlp.intermediate_size,)
         own = self.experts.intermediate_size, self.experts.shared_size
@@ -153,20 +175,24 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The distinct windows, so that a batch plans its attention once for each."""
+        """Return the distinct attention windows; a batch plans its attention once for each."""
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
 
 def read_traits(reader: Callable[[HfConfig], T], config: HfConfig, kind: str) -> T:
-    """Call the reader of an architecture, or of another kind of thing that config.json describes.
+    """Call the reader of an architecture, or of another section of config.json, and check the types of its result.
+
+    Args:
+        kind: what is read, for errors.
 
     Raises:
-        UnsupportedFeatureError: the reader does not know a trait.
-        TrouperValidationError: the config is not one of this kind.
+        UnsupportedFeatureError: the reader does not support a trait of the model.
+        TrouperValidationError: the config is malformed.
     """
     try:
         traits = reader(config)
-        return msgspec.convert(msgspec.to_builtins(traits), type(traits))  # types and nulls
+        # The conversion refuses values of a wrong type, such as null.
+        return msgspec.convert(msgspec.to_builtins(traits), type(traits))
     except (TrouperValidationError, UnsupportedFeatureError):
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -184,11 +210,13 @@ def common_traits(
     is_gated: bool = True,
     **own: Any,
 ) -> DecoderTraits:
-    """Read what nearly every decoder's config says in the same words.
+    """Read the fields that nearly all configs of decoders share.
 
     Args:
-        activation: of the MLP, where the family has its own word for it; None = the config says it.
-        own: fields that the family adds.
+        activation: the activation of the MLP. By default the config's usual fields determine it.
+        mlp_bias: whether the products of the MLP have biases.
+        is_gated: whether the MLP has a gate.
+        own: traits that the family adds or changes.
 
     Raises:
         TrouperValidationError: a number is missing or does not fit the others.
@@ -239,6 +267,11 @@ def common_traits(
 
 
 def require(config: HfConfig, name: str) -> int:
+    """Return a positive integer of the config.
+
+    Raises:
+        TrouperValidationError: it is missing or not a positive integer.
+    """
     value = config.get(name)
     if not isinstance(value, int) or value < 1:
         raise TrouperValidationError(
@@ -248,13 +281,13 @@ def require(config: HfConfig, name: str) -> int:
 
 
 def head_dim_of(config: HfConfig) -> int:
-    """Return the width of a head: the config's own, else an equal share of the hidden state."""
+    """Return the width of a head: `head_dim` of the config, else the hidden size divided by the number of heads."""
     share = require(config, "hidden_size") // require(config, "num_attention_heads")
     return config.get("head_dim") or share
 
 
 def granite_traits(config: HfConfig, **own: Any) -> DecoderTraits:
-    """Read what all of Granite's decoders have: multipliers of what others take as it is."""
+    """Read the fields that all decoders of the Granite family share: they scale embeddings, scores, residuals and logits."""
     bias = bool(config.get("attention_bias", False))
     if config.get("attention_multiplier") == 0:
         raise UnsupportedFeatureError("attention_multiplier=0 is not supported")
@@ -271,7 +304,15 @@ def granite_traits(config: HfConfig, **own: Any) -> DecoderTraits:
 
 
 def layers_of(config: HfConfig, window: int | None, *, pattern: int = 0) -> tuple[LayerTraits, ...]:
-    """Read `layer_types` if the config has them; else every `pattern`-th layer sees all, 0 = none does."""
+    """Read the attention window of each layer from `layer_types`.
+
+    Args:
+        window: the window of layers with `sliding_attention`.
+        pattern: without `layer_types`, every `pattern`-th layer has full attention, and none does if this is 0.
+
+    Raises:
+        UnsupportedFeatureError: layers should have a window, but its size is missing or 0.
+    """
     num_layers = require(config, "num_hidden_layers")
     kinds = config.get("layer_types") or [
         "full_attention" if pattern and (i + 1) % pattern == 0 else "sliding_attention"
@@ -287,18 +328,19 @@ def layers_of(config: HfConfig, window: int | None, *, pattern: int = 0) -> tupl
 
 
 def activation_of(config: HfConfig) -> Activation:
+    """Return the activation of the MLP from the usual fields of a config; SiLU by default."""
     return known_activation(config.get("hidden_activation") or config.get("hidden_act") or "silu")
 
 
 def known_activation(name: str) -> Activation:
-    """Return our word for a name of transformers.
+    """Return the activation with this name in the transformers library.
 
     Raises:
-        UnsupportedFeatureError: there is none.
+        UnsupportedFeatureError: the activation is not supported.
     """
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise UnsupportedFeatureError(f"activation {name!r} is not supported; known are {known}")
+        raise UnsupportedFeatureError(f"activation {name!r} is not supported; supported: {known}")
     return ACTIVATIONS[name]
 
 
@@ -310,13 +352,17 @@ def rope_traits(
     default_theta: float = 10_000.0,
     may_be_partial: bool = False,
 ) -> RopeTraits:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    """Read a rotary embedding from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (before).
 
     Args:
-        may_be_partial: the family rotates only `partial_rotary_factor` of each head, if its config says so.
+        head_dim: the width of a head.
+        parameters: replaces the config's own `rope_parameters`, for models with several rotary embeddings.
+        default_theta: the base, if the config has none.
+        may_be_partial: whether the family may rotate only the share `partial_rotary_factor` of each head.
 
     Raises:
-        UnsupportedFeatureError: a kind of scaling that is not known here, or a partial rotation in another family.
+        UnsupportedFeatureError: the kind of scaling, or a partial rotation in this family, is not supported.
+        TrouperValidationError: a number is missing or does not fit the others.
     """
     if parameters is None:
         parameters = config.get("rope_parameters") or config.get("rope_scaling")
@@ -331,11 +377,11 @@ def rope_traits(
     plain = RopeTraits(theta=float(theta), width=int(head_dim * share))
     if plain.width < 2 or plain.width % 2:
         raise TrouperValidationError(
-            f"config.json: {plain.width} of a head's {head_dim} dimensions would be rotated, an odd number or none",
+            f"config.json: must rotate an even, positive number of a head's {head_dim} dimensions, not {plain.width}",
             parameter="head_dim",
             value=head_dim,
         )
-    # Below the trained length, which max_model_len never exceeds, dynamic scaling is none at all.
+    # Dynamic scaling only begins beyond the trained length, which max_model_len never exceeds.
     if kind in ("default", "mrope", "dynamic"):
         return plain
     original = (

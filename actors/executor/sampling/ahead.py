@@ -1,6 +1,8 @@
-"""Goes along a draft ahead of the outputs: by a copy of a matcher, or freely where no grammar is followed.
+"""Follow a draft ahead of a sequence's output, with a copy of its grammar matcher, or freely while no grammar applies.
 
-Law: what it meets there says nothing of the sequence; it may run into the limits of its grammar without harm.
+Drafting must know which tokens a grammar would allow behind tokens that are not sampled yet.
+
+Law: nothing that happens here affects the sequence. A copy may exceed the limits of its grammar without harm.
 """
 
 from collections import deque
@@ -8,16 +10,17 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-MOST_AHEAD = 32  # tokens of a forced text: more than a step verifies; a text may have 100,000
+# The most tokens of a forced text that are read: more than a step verifies, while such a text may have 100,000.
+MOST_AHEAD = 32
 
 
 class AheadMatcher:
-    """A copy of a matcher, which costs 1 µs.
+    """Follows a draft with a copy of a matcher, which costs 1 µs.
 
     Args:
-        matcher: of the outputs so far.
+        matcher: has consumed the output so far.
         ends: tokens that end an output.
-        forced: those that must come next, as far as they are known.
+        forced: the tokens that must come next, as far as they are known.
     """
 
     def __init__(self, matcher: Any, ends: tuple[int, ...], forced: Iterable[int] = ()) -> None:
@@ -32,7 +35,7 @@ class AheadMatcher:
         return list(self._forced)
 
     def take(self, token: int) -> bool:
-        """Go past a token, if it may stand next and ends nothing."""
+        """Consume a token. Returns False without doing so if the grammar forbids it here, or if it ends the output."""
         if token in self._ends or self._matcher.validate_tokens([token]) != 1:
             return False
         if self._forced and self._forced.popleft() != token:
@@ -41,7 +44,7 @@ class AheadMatcher:
 
 
 class FreeAhead:
-    """Takes any token, in reasoning or behind it where the output may be anything.
+    """Accepts any token: within reasoning, or behind it if the output has no grammar.
 
     Args:
         ends: tokens that end an output.
@@ -51,11 +54,11 @@ class FreeAhead:
         self._ends = ends
 
     def forced(self) -> list[int]:
-        """List the tokens that must come next, which are not foreseen here."""
+        """Return an empty list: without a grammar no token is forced."""
         return []
 
     def take(self, token: int) -> bool:
-        """Go past a token, unless it ends the output."""
+        """Consume a token. Returns False if it ends the output."""
         return token not in self._ends
 
 
@@ -63,8 +66,8 @@ Ahead = AheadMatcher | FreeAhead
 
 
 def forced_tokens(matcher: Any) -> list[int]:
-    """List the tokens that must come next, each of which is all that the mask behind those before it would allow.
+    """List the tokens that must come next: after each of them, the grammar's mask allows exactly one token.
 
-    The matcher stays where it is.  Empty where there is a choice, and where the vocabulary spells a text in several ways.
+    The matcher does not advance. The list is empty if there is a choice, also between several spellings of one text.
     """
     return matcher.compute_ff_tokens()

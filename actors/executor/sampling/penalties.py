@@ -1,10 +1,8 @@
-"""The token sequences that one request forbids, made for a lookup whose cost does not grow with their number.
+"""Edit the logits of one request before its token is sampled: allowed and forbidden tokens, bias, penalties.
 
-Edits of one request's logits before its token is drawn: allowed and forbidden ids, bias, penalties.
-
-The static part (allowed ids, bias, stop ids) is made once, when a sequence takes its slot; slots that use none of it are
-absent from the table and cost nothing.  What was generated is read where the steps have written it.  A repetition
-penalty that is alone, as models ask for in their own files, is left to the call that draws.
+The static parts (allowed ids, bias, stop ids) are prepared once, when a sequence takes its slot. Slots without edits are
+absent from the table and cost nothing. Generated tokens are read from the request slots. If a repetition penalty is the
+only edit, as in many models' own generation configs, the sampling kernel applies it.
 """
 
 from collections.abc import Sequence
@@ -21,20 +19,23 @@ from trouper.kernels.cpu.sampling.sample import apply_repetition_penalty_referen
 
 
 class _Node:
-    """One token of the sequences' beginnings, which are read from their ends."""
+    """One token in the tree of `BadWords`, reached by the tokens behind it.
+
+    `before` contains the next nodes by the preceding token, and `last` the tokens that are forbidden at this point.
+    """
 
     __slots__ = ("before", "last")
 
     def __init__(self) -> None:
-        self.before: dict[int, _Node] = {}  # by the token that stands before
-        self.last: list[int] = []  # forbidden behind the tokens on the way here
+        self.before: dict[int, _Node] = {}
+        self.last: list[int] = []
 
 
 class BadWords:
-    """A tree over all tokens of each sequence but its last, from the right to the left.
+    """The token sequences that one request forbids, as a tree over all but their last tokens, from right to left.
 
-    A step walks from the newest token backwards for as long as some sequence agrees with the output: one look
-    for nearly every step, and never more than the longest sequence has tokens.
+    The cost of a lookup does not grow with the number of sequences. A step walks backwards from the newest token while some
+    sequence agrees with the output: one node in nearly all steps, and at most the length of the longest sequence.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
@@ -58,18 +59,19 @@ class BadWords:
 
 
 class _Edits(msgspec.Struct):
-    """The edits of one slot; None = not in use."""
+    """The edits of one slot. A field is None if the request does not use it."""
 
     sampling: Sampling
     allowed: Tensor | None
     stop_ids: Tensor | None
     bias: tuple[Tensor, Tensor] | None  # ids, values
-    prompt_ids: np.ndarray | None  # each once, for a repetition penalty
+    # The distinct tokens of the prompt, for a repetition penalty.
+    prompt_ids: np.ndarray | None
     bad_words: BadWords | None
 
 
 class Penalties:
-    """The edits of all slots.  Logits are edited in place, one row of them after another."""
+    """The edits of all slots. It edits logits in place, one row after another, and only the rows of slots with edits."""
 
     def __init__(self, slots: RequestSlots, grammars: GrammarMasks) -> None:
         self._slots = slots
@@ -80,7 +82,7 @@ class Penalties:
         """Prepare the edits of the sequence that took the slot.
 
         Returns:
-            The repetition penalty that is left to `draw`: 1 = none, 0 = the slot is edited here.
+            The repetition penalty that the sampling kernel must apply: 1 means none, 0 that the slot is edited here.
         """
         s = self._slots.sampling[slot]
         self._in_use.pop(slot, None)
@@ -107,16 +109,20 @@ class Penalties:
         return 0.0
 
     def leave_alone(self, slots: Sequence[int]) -> bool:
-        """Whether none of these slots is edited here."""
+        """Whether none of these slots has edits."""
         return self._in_use.keys().isdisjoint(slots)
 
     def apply(
         self, logits_TV: Tensor, slots_R: np.ndarray, ends_R: np.ndarray, picked_R: np.ndarray
     ) -> list[int]:
-        """Edit in place; `ends` are the positions of the tokens to be drawn.
+        """Edit the logits of these slots in place.
+
+        Args:
+            ends_R: the position of each token to be sampled.
+            picked_R: the row of logits of each slot.
 
         Returns:
-            The indices of the slots whose logits were not finite; these are left alone.
+            The indices of slots with logits that are not finite. These rows are not edited.
         """
         spoiled: list[int] = []
         if not self._in_use:
@@ -159,7 +165,8 @@ def _penalise(logits_V: np.ndarray, edits: _Edits, outputs: np.ndarray) -> None:
     if s.frequency_penalty or s.presence_penalty:
         ids, counts = np.unique(outputs, return_counts=True)
         penalty = counts * s.frequency_penalty + s.presence_penalty
-        with np.errstate(all="ignore"):  # a row that is not finite fails later, and alone
+        # A row that is not finite fails later, without any effect on others.
+        with np.errstate(all="ignore"):
             logits_V[ids] -= penalty.astype(np.float32)
 
 

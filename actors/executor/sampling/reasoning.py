@@ -1,4 +1,4 @@
-"""How far an output has come in the reasoning that it may begin with.  Pure."""
+"""Follow the reasoning at the beginning of an output, and force its end when its token budget is used up. Pure."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,14 @@ from trouper.actors.messages.requests import Thinking
 class ReasoningProgress:
     """Follows the tokens of one output.
 
-    Law: what may come next is a function of the tokens before.  So a sequence that is given again after a preemption, or
-    whose steps were planned ahead, is forced at the same token.
+    Law: what may come next depends only on the tokens before. A sequence that is computed again after a preemption, or in
+    steps that were planned ahead, is therefore forced at the same token.
 
     Args:
-        text_of: gives the text of a token.
-        has_grammar: the output must match a grammar behind its reasoning; then the reasoning is opened by the mark's own
-            ids only.
+        thinking: the marks around the reasoning, and its budget.
+        text_of: returns the text of a token.
+        has_grammar: whether the output must match a grammar behind its reasoning. Only the exact ids of the opening mark
+            begin a reasoning then.
     """
 
     def __init__(
@@ -24,19 +25,21 @@ class ReasoningProgress:
         self._has_grammar = has_grammar
         self.is_inside = thinking.begins_inside
         self.is_over = False
-        self._num_opening = 0  # tokens of the mark that opens it
+        # How many tokens of the opening mark have been generated.
+        self._num_opening = 0
         self._num_inside = 0
-        self._tail = ""  # of the text, where a mark may have begun
+        # The end of the text, which may contain the beginning of a mark.
+        self._tail = ""
 
     @property
     def opening(self) -> int | None:
-        """The token that opens the reasoning, where it may stand beside what the grammar allows."""
+        """Return the token that may open the reasoning instead of a token that the grammar allows, or None."""
         is_open = self.is_inside or self.is_over or self._num_opening
         return None if is_open else self._thinking.start_ids[0]
 
     @property
     def forced(self) -> int | None:
-        """The only token that may come next: of an opening that has begun, or of the end."""
+        """Return the only token that may come next, within the opening or the closing mark, or None if there is a choice."""
         if self.is_over:
             return None
         if not self.is_inside:
@@ -48,7 +51,7 @@ class ReasoningProgress:
         return self._thinking.end_ids[self._num_inside - budget]
 
     def take(self, token: int) -> bool:
-        """Take the next token of the output; True: it is not of the reasoning, and the grammar's."""
+        """Follow the next token of the output. Returns whether it belongs to the answer, and thus to the grammar."""
         if self.is_over:
             return True
         self._tail += self._text_of(token)

@@ -1,4 +1,4 @@
-"""From the sampled tokens of a step to its `StepDone`; shared by all devices that compute."""
+"""Make the answer to a plan, a `StepDone`, from the sampled tokens of its step; all runners share this."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -15,7 +15,8 @@ FAILURES: dict[int, EntryFailure] = {
     NOTHING_LEFT: "no_valid_token",
     GRAMMAR_ERROR: "grammar_error",
 }
-PromptLogprobs = tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]  # (entry, positions)
+# (entry, logprobs of its positions) pairs.
+PromptLogprobs = tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]
 
 
 def make_step_done(
@@ -27,14 +28,16 @@ def make_step_done(
     """Make the answer to `plan`.
 
     Args:
-        sampled: one number per entry: the token, NOT_FINITE, NOTHING_LEFT or GRAMMAR_ERROR; without meaning where the
-            plan samples none.
-        logprobs: per entry; empty when no entry wants any.
+        sampled: for each entry its token, or NOT_FINITE, NOTHING_LEFT or GRAMMAR_ERROR. Ignored for entries that do not
+            sample.
+        logprobs: for each entry; empty if no request asked for any.
+        prompt_logprobs: for the entries that asked for them.
     """
     wanted = plan.num_sampled_tokens
     failed: tuple[tuple[int, EntryFailure], ...] = ()
-    if 0 not in wanted and min(sampled) >= 0:  # most steps: every entry has its token
-        token_ids = tuple(zip(sampled))  # tuples of one, made without a loop
+    # In most steps every entry has its token, and zip makes the tuples of one token without a loop in Python.
+    if 0 not in wanted and min(sampled) >= 0:
+        token_ids = tuple(zip(sampled))
     else:
         runs = [(token,) if num else () for token, num in zip(sampled, wanted, strict=True)]
         token_ids, failed = entry_failures(runs)
@@ -42,16 +45,16 @@ def make_step_done(
 
 
 def with_grammar_work(done: StepDone, work: GrammarWork | None) -> StepDone:
-    """Add what the step did for its grammars, if it had any."""
+    """Add the work that the step did for grammars to its answer, if it did any."""
     return done if work is None else msgspec.structs.replace(done, grammar=work)
 
 
 def entry_failures(
     runs: Sequence[tuple[int, ...]],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, EntryFailure], ...]]:
-    """Split what was drawn into the tokens of each entry, and the entries that failed at their first.
+    """Return the tokens of each entry, and the entries that failed at their first token.
 
-    One that fails at a later token keeps those before it: the next step meets the failure again.
+    An entry that fails at a later token keeps the tokens before it, and the next step meets the failure again.
     """
     failed: tuple[tuple[int, EntryFailure], ...] = tuple(
         (entry, FAILURES[run[0]]) for entry, run in enumerate(runs) if run and run[0] < 0

@@ -1,15 +1,15 @@
-"""From logits to tokens, and the logprobs that were asked for.
+"""Sample tokens from logits, and collect the logprobs that requests asked for.
 
     R  requests that sample in this step     V  vocabulary
 
 Laws:
-  * A request's token is a function of its own logits, parameters, seed and position alone.
-  * A slot with drafts has a row for each, and one behind them.  If it has a grammar too, its rows are settled one after the
-    other, as far as the drafts are right, each by the mask behind the tokens before it: `GrammarMasks.follow`.
-  * A grammar's mask comes after every other edit, in the call that draws; it touches no other request.  What is drawn
-    before its grammar is asked may be drawn once more, with the same noise.
-  * A step is one call, whatever the number of requests, but for those that are edited or want logprobs: each
-    call lets go of the interpreter's lock, and a busy event loop takes it.
+  * A request's token depends only on its own logits, parameters, seed and position.
+  * A slot with drafts has a row for each draft and one behind them. If it has a grammar too, its rows are sampled one after
+    another while the drafts are right, each with the mask behind the tokens before it: `GrammarMasks.follow`.
+  * A grammar's mask is applied after all other edits, by the sampling kernel, and affects no other request. A token that was
+    sampled before its grammar was asked may be sampled once more, with the same noise.
+  * A step is one call of the kernel for all requests, except for edits and logprobs. Each call releases the GIL, and a busy
+    event loop then takes it.
 """
 
 import math
@@ -32,22 +32,26 @@ from trouper.actors.messages.steps import Sampling, TokenLogprobs
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT, ROW
 from trouper.kernels.cpu.sampling.sample import sample
 
-NO_TOP_K = 2**31 - 1  # more than any vocabulary
+# Larger than any vocabulary.
+NO_TOP_K = 2**31 - 1
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """The tokens of the slots that sampled."""
+    """The tokens of the slots that sampled.
 
-    token_ids: list[int]  # or NOT_FINITE, NOTHING_LEFT, GRAMMAR_ERROR
-    logprobs: list[TokenLogprobs | None]  # empty when no slot wants any
+    `token_ids` may contain NOT_FINITE, NOTHING_LEFT or GRAMMAR_ERROR. `logprobs` is empty if no slot asked for any.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
 
     def by_entry(
         self, entries: np.ndarray, num_entries: int
     ) -> tuple[list[int], list[tuple[TokenLogprobs, ...]]]:
-        """Return the token of each entry of a plan, and its logprobs; those are empty if no entry wants any.
+        """Return the token of each entry of a plan, and its logprobs, which are empty if no request asked for any.
 
         Args:
-            entries: the entry of each token, at most one of each; the others have -1.
+            entries: the entry of each token. An entry has at most one token; entries without a token get -1.
         """
         token_ids = np.full(num_entries, -1)
         token_ids[entries] = self.token_ids
@@ -61,17 +65,18 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Sampler:
-    """Draws tokens, with the parameters that each slot keeps from step to step."""
+    """Samples tokens with the parameters that each request slot keeps between steps."""
 
     def __init__(self, slots: RequestSlots) -> None:
         self._slots = slots
         self.grammars = GrammarMasks(slots)
         self._penalties = Penalties(slots, self.grammars)
         self._parameters = np.zeros(len(slots.sampling), dtype=ROW)
-        self._wishes: dict[int, Sampling] = {}  # of slots that want logprobs
+        # The parameters of slots that asked for logprobs.
+        self._wishes: dict[int, Sampling] = {}
 
     def place(self, slot: int, grammar: Grammar | None = None) -> None:
-        """Take the parameters of the sequence that took the slot."""
+        """Store the parameters of the sequence that took the slot."""
         repetition = self._penalties.place(slot)
         s = self._slots.sampling[slot]
         is_free = s.temperature == 0 or (s.top_k <= 0 and s.top_p == 1 and not s.min_p)
@@ -85,25 +90,25 @@ class Sampler:
             self._wishes[slot] = s
 
     def take_grammar_work(self) -> GrammarWork | None:
-        """Return what has been done for grammars since the last time; None: nothing."""
+        """Return the work done for grammars since the last call, or None if there was none."""
         return self.grammars.take_work()
 
     def clear(self) -> None:
-        """Forget the matchers of the grammars; their sequences will be given again."""
+        """Forget the matchers of grammars. The scheduler must send their sequences again."""
         self.grammars.clear()
 
     def is_plain(self, slots: Sequence[int], slots_R: np.ndarray) -> bool:
-        """Whether `prepare`, `draw` and `settled` are all that these slots need.
+        """Whether these slots need nothing beyond `prepare`, `draw` and `settled`: no edits and no logprobs.
 
         Args:
-            slots_R: those of the rows that are drawn from.
+            slots_R: the slot of each row that is sampled.
         """
         if not (self._penalties.leave_alone(slots) and self._wishes.keys().isdisjoint(slots)):
             return False
         return all(self.grammars.is_plain(run.slot) for run in self._runs(slots_R))
 
     def prepare(self, slots_R: np.ndarray, ends_R: np.ndarray) -> None:
-        """Fill the masks that these slots need, before their tokens are drawn."""
+        """Fill the grammar masks that these slots need before they sample."""
         runs = self._runs(slots_R)
         for run in runs:
             self.grammars.allow_all(run.slot)
@@ -111,7 +116,7 @@ class Sampler:
         self.grammars.prepare(slots_R[rows], ends_R[rows])
 
     def _runs(self, slots_R: np.ndarray) -> list["_Run"]:
-        """List the slots that have several rows and a grammar."""
+        """List the slots with a grammar and several rows."""
         if not self.grammars.any_in_use:
             return []
         bounds = [0, *(np.flatnonzero(slots_R[1:] != slots_R[:-1]) + 1).tolist(), len(slots_R)]
@@ -128,7 +133,13 @@ class Sampler:
         ends_R: np.ndarray,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Draw with the parameters and tokens of these slots; the call can be recorded."""
+        """Sample a token for each of these slots. The call can be recorded.
+
+        Args:
+            picked_R: the row of logits of each slot.
+            ends_R: the position of each sampled token.
+            out: [R], receives the tokens; a new array is returned without it.
+        """
         tokens_SL = self._slots.token_ids
         masks_S = self.grammars.addresses
         return sample(
@@ -143,7 +154,7 @@ class Sampler:
         ends_R: np.ndarray,
         token_R: np.ndarray,
     ) -> list[int]:
-        """Draw again what a grammar refuses, write each token into its slot, if it is one, and return all as a list."""
+        """Sample tokens again that a grammar refuses, and write all tokens into their slots. Returns them as a list."""
         runs = self._runs(slots_R)
         alone = _rows_without(runs, len(slots_R))
         both = self.grammars.refused(slots_R[alone], token_R[alone])
@@ -170,7 +181,7 @@ class Sampler:
         is_plain: bool,
         index: int,
     ) -> int:
-        """Draw the token of this index by its slot's bits."""
+        """Sample one row with its slot's grammar mask."""
         row = picked_K[index : index + 1], slots_K[index : index + 1], ends_K[index : index + 1]
         picked, slots, ends = row
         if not is_plain and self._penalties.apply(logits_TV, slots, ends, picked):
@@ -184,13 +195,13 @@ class Sampler:
         ends_R: np.ndarray,
         picked_R: np.ndarray | None = None,
     ) -> Sampled:
-        """Draw one token for each slot and write it there, at its end; the logits are overwritten.
+        """Sample one token for each slot and write it into the slot. The logits are overwritten.
 
         Args:
             logits_TV: raw logits, float32.
             slots_R: the request slots.
-            ends_R: position of the token to be drawn, = number of tokens before it.
-            picked_R: the row of logits of each slot; None = the row of the same number.
+            ends_R: the position of each token to be sampled, which is the number of tokens before it.
+            picked_R: the row of logits of each slot; by default row r for the r-th slot.
         """
         if picked_R is None:
             picked_R = np.arange(len(slots_R))
@@ -202,7 +213,8 @@ class Sampler:
                     raw[i] = logits_TV[picked].log_softmax(-1)
         self.prepare(slots_R, ends_R)
         later = [run for run in self._runs(slots_R) if not self.grammars.is_plain(run.slot)]
-        rows = _rows_without(later, len(slots_R))  # others are edited and drawn one after the other
+        # The rows in `later` are edited and sampled one after another.
+        rows = _rows_without(later, len(slots_R))
         now = slots_R[rows], ends_R[rows], picked_R[rows]
         spoiled = self._penalties.apply(logits_TV, *now)
         token_R = np.full(len(slots_R), NOTHING_LEFT)
@@ -228,7 +240,7 @@ class _Run(NamedTuple):
 
 
 def _rows_without(runs: Sequence[_Run], num_rows: int) -> np.ndarray:
-    """Return the indices of the rows that are in none of the runs."""
+    """Return the indices of all rows outside of the runs."""
     rows = np.arange(num_rows)
     return np.delete(rows, [i for run in runs for i in range(run.begin, run.end)]) if runs else rows
 
@@ -236,7 +248,12 @@ def _rows_without(runs: Sequence[_Run], num_rows: int) -> np.ndarray:
 def token_logprobs(
     logprobs_V: Tensor, token_id: int, num_top: int, token_ids: Sequence[int] = ()
 ) -> TokenLogprobs:
-    """List the token first, then the `num_top` best (-1 = all) by falling logprob, or exactly `token_ids`."""
+    """Return the logprobs of a token and of alternatives: the token first, the others by falling logprob.
+
+    Args:
+        num_top: how many of the most likely tokens to include, or -1 for all.
+        token_ids: if given, exactly these tokens are included instead.
+    """
     own = logprobs_V[token_id]
     rank = int((logprobs_V >= own).sum())
     if token_ids:
@@ -260,13 +277,13 @@ def prompt_logprobs(
     *,
     keeps: bool = True,
 ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
-    """Compute the logprobs of prompt tokens that follow the positions of a step, as (entry, positions).
+    """Compute the logprobs of the prompt tokens that follow the positions of a step, as (entry, positions).
 
     Args:
-        spans: where they are asked for.
-        hidden_TE: of all tokens of the step.
-        logits: from hidden states to logits in float32.
-        keeps: whether the logits are here, and not another rank's: else they are computed with it, and nothing is returned.
+        spans: prompt tokens with requested logprobs.
+        hidden_TE: the hidden states of all tokens of the step.
+        logits: computes logits in float32 from hidden states.
+        keeps: whether this rank samples. Other ranks only compute their part of the logits, and get an empty result.
     """
     found: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
     for span in spans:

@@ -1,6 +1,7 @@
-"""Readers of the families with layer norms, most of them with biases and an MLP without a gate: GPT-2 and its heirs.
+"""Readers of the config files of decoders with layer norms: GPT-2 and the families that descend from it.
 
-What they do not read themselves has the defaults of transformers' configs.
+Most of them have biases and an MLP without a gate. A reader states how its family differs from the others; fields that the
+config lacks have the defaults of the transformers library's config classes.
 """
 
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def _of_openai(config: HfConfig, *, activation: str = "gelu_new", **own: Any) ->
 
 
 def _gpt_neo(config: HfConfig) -> DecoderTraits:
-    """Every other layer has a window, and scores are not scaled."""
+    """Read GPT-Neo: layers alternate between full and windowed attention, and scores are not scaled."""
     for ours, own in (("num_attention_heads", "num_heads"), ("num_hidden_layers", "num_layers")):
         config = {**config, ours: config.get(own) or config.get(ours)}
     window = config.get("window_size", 256)
@@ -70,7 +71,7 @@ def _gpt_neo(config: HfConfig) -> DecoderTraits:
     groups: list[tuple[list[str], int]] = [(["global", "local"], 12)] if given is None else given
     kinds = [kind for group, count in groups for _ in range(count) for kind in group]
     if unknown := set(kinds) - {"global", "local"}:
-        rule = f"attention_types: {sorted(unknown)} are not supported; global and local are"
+        rule = f"attention_types: {sorted(unknown)} are not supported; supported: global, local"
         raise UnsupportedFeatureError(rule, parameter="attention_types")
     if not window and "local" in kinds:
         rule = "window_size=0 would hide every token from every other"
@@ -253,7 +254,7 @@ def _cohere(config: HfConfig) -> DecoderTraits:
 
 
 def _cohere2(config: HfConfig) -> DecoderTraits:
-    """Layers with a window have positions, and those that see all have none."""
+    """Read Cohere 2: layers with a window rotate their queries and keys, and layers without one do not."""
     pattern = config.get("sliding_window_pattern", 4)
     layers = layers_of(config, config.get("sliding_window", 4096), pattern=pattern)
     return _of_cohere(

@@ -1,4 +1,4 @@
-"""Read what the families with layer norms have in common."""
+"""Read the fields that families with layer norms share, including partial rotation, renamed fields and refused flags."""
 
 from typing import Any
 
@@ -24,14 +24,15 @@ def layer_normed(
     mlp_bias: bool | None = None,
     **own: Any,
 ) -> DecoderTraits:
-    """Read what all of these families have.
+    """Read the fields that all of these families have.
 
     Args:
-        eps: the config's name for the number in the roots of the norms; None = 1e-5 always.
-        has_bias: of all products of the layers, as far as nothing else is said.
-        is_tied: whether the head is the embedding where the config does not say it.
-        mlp_bias: None = as has_bias.
-        own: fields that the family adds.
+        eps: the config's field for the epsilon of norms, or None if it is always 1e-5.
+        activation: the activation of the MLP.
+        has_bias: whether the products of the layers have biases, unless another argument decides.
+        is_tied: whether the head is the embedding by default.
+        mlp_bias: whether the MLP's products have biases; `has_bias` by default.
+        own: traits that the family adds or changes.
     """
     hidden = require(config, "hidden_size")
     if config.get("intermediate_size") is None:
@@ -58,7 +59,7 @@ def layer_normed(
 
 
 def part_rope(config: HfConfig, head_dim: int, **defaults: float) -> Any:
-    """Read the rotation of a part of each head; `defaults` count where the config says nothing."""
+    """Read the rotary embedding of a part of each head. `defaults` apply to fields that the config lacks."""
     found: HfConfig = config.get("rope_parameters") or config.get("rope_scaling") or {}
     said = {name: config[name] for name in defaults if config.get(name) is not None}
     parameters = {**defaults, **said, **found}
@@ -66,10 +67,10 @@ def part_rope(config: HfConfig, head_dim: int, **defaults: float) -> Any:
 
 
 def even_head_dim(config: HfConfig) -> int:
-    """Return the hidden state's equal share of a head.
+    """Return the width of a head: the hidden size divided by the number of heads.
 
     Raises:
-        TrouperValidationError: the heads do not divide it.
+        TrouperValidationError: the number of heads does not divide the hidden size.
     """
     hidden, num_heads = require(config, "hidden_size"), require(config, "num_attention_heads")
     if hidden % num_heads:
@@ -78,7 +79,10 @@ def even_head_dim(config: HfConfig) -> int:
 
 
 def renamed(config: HfConfig, **names: str) -> HfConfig:
-    """Return the config with our names for fields that the family calls in its own way, and so ignores under ours."""
+    """Return the config with common names for fields that the family names differently.
+
+    The family ignores a field with the common name, so its value is replaced even if the family's own field is absent.
+    """
     return {**config, **{ours: config.get(own) for ours, own in names.items()}}
 
 

@@ -24,8 +24,8 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     **LAYER_NORM_FAMILIES,
     **MIXTURES,
 }
-# The text models of architectures that also see or hear, by `model_type`: of their text_config, or their own where it
-# has no such part.  Positions in three dimensions are one dimension where there is text alone.
+# The text models of multimodal architectures by `model_type`, from `text_config` if there is one. Three-dimensional
+# positions have only one dimension in prompts of text.
 TEXT_MODELS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -42,8 +42,8 @@ TEXT_MODELS = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 
-# Outer classes whose head scales or caps the logits as their text model's own class does.  All others return the plain
-# product, whatever the text_config says.
+# Multimodal classes that scale or cap logits like their text model's own class. All others return the plain product,
+# whatever `text_config` contains.
 SCALING_HEADS = frozenset(
     {
         "CohereCompassForConditionalGeneration", "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration",
@@ -54,20 +54,20 @@ SCALING_HEADS = frozenset(
         "MuseSparkForConditionalGeneration", "PaliGemmaForConditionalGeneration", "T5Gemma2ForConditionalGeneration",
     }
 )  # fmt: skip
-# The tokens of their prompts see each other, whatever their text models do alone.
+# Attention within their prompts is bidirectional, although their text models are causal.
 PREFIX_MODELS = ("PaliGemmaForConditionalGeneration", "ColPaliForRetrieval")
 
 
 def decoder_traits(
     config: HfConfig, architecture: str, *, may_see_ahead: bool = False
 ) -> DecoderTraits:
-    """Read a Hugging Face config.
+    """Read the traits of a decoder from its Hugging Face config.
 
     Args:
-        may_see_ahead: accept a model whose tokens see those behind them; it can pool and cannot generate.
+        may_see_ahead: accept bidirectional attention; such a model can pool but not generate.
 
     Raises:
-        UnsupportedFeatureError: the architecture, or a trait of this model, is not known.
+        UnsupportedFeatureError: the architecture, or a trait of this model, is not supported.
         TrouperValidationError: the config lacks a number or contradicts itself.
     """
     outer = architecture
@@ -78,7 +78,7 @@ def decoder_traits(
     if reader is None:
         known = ", ".join(sorted(READERS))
         raise UnsupportedFeatureError(
-            f"architecture {architecture!r} is not supported; known are {known}"
+            f"architecture {architecture!r} is not supported; supported: {known}"
         )
     traits = read_traits(reader, config, architecture)
     if is_text_part(outer) and outer not in SCALING_HEADS:
@@ -89,23 +89,25 @@ def decoder_traits(
 
 
 def is_text_part(architecture: str) -> bool:
-    """Tell whether it also takes images or sounds; its text model alone is served."""
+    """Whether the architecture also takes images or audio; only its text model is served."""
     return architecture.endswith("ForConditionalGeneration")
 
 
 def check_text_part(architecture: str) -> None:
-    """Check that text alone is read by its text model as the whole model reads it.
+    """Check that the text model of a multimodal architecture reads prompts of text like the whole model does.
 
     Raises:
-        UnsupportedFeatureError: it is not.
+        UnsupportedFeatureError: it does not.
     """
     if architecture in PREFIX_MODELS:
-        rule = f"{architecture} reads its prompt in both directions, and the engine reads it in one"
+        rule = (
+            f"{architecture} needs bidirectional attention within prompts, which is not supported"
+        )
         raise UnsupportedFeatureError(rule, parameter="model")
 
 
 def has_own_code(config: HfConfig, architecture: str) -> bool:
-    """Tell whether a decoder of ours computes this model, architecture and traits.
+    """Whether trouper's own decoder computes this model: its architecture and all its traits are supported.
 
     Raises:
         TrouperValidationError: the config lacks a number or contradicts itself.
@@ -118,9 +120,9 @@ def has_own_code(config: HfConfig, architecture: str) -> bool:
 
 
 def generating_sibling(architecture: str) -> str:
-    """The known decoder that generates with the same body: Qwen3Model -> Qwen3ForCausalLM.
+    """Return the supported decoder that generates with the same body: Qwen3Model -> Qwen3ForCausalLM.
 
-    A name without such a sibling is returned as it is, so that an error names the model's own.
+    A name without such a sibling is returned unchanged, so that errors contain the model's own name.
     """
     for suffix in SIBLING_SUFFIXES:
         sibling = architecture.removesuffix(suffix) + "ForCausalLM"

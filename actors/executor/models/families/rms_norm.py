@@ -23,7 +23,7 @@ from trouper.actors.executor.models.traits import (
 )
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
-# Where the config has no rope_parameters.
+# The defaults of configs without `rope_parameters`.
 CWM_ROPE: HfConfig = {
     "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -61,7 +61,8 @@ def _phi3(config: HfConfig) -> DecoderTraits:
     head_dim = head_dim_of(config)
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if (parameters.get("rope_type") or parameters.get("type")) in ("su", "yarn"):
-        parameters["rope_type"] = "longrope"  # Phi-3's names for it before longrope had one
+        # Phi-3's names for longrope from before it had one.
+        parameters["rope_type"] = "longrope"
     return common_traits(
         config,
         names="phi3",
@@ -76,7 +77,7 @@ def _gemma1(config: HfConfig) -> DecoderTraits:
         config,
         norm_placement="pre",
         attention_scale=head_dim**-0.5,
-        # The first releases say "gelu" and mean its approximation.
+        # The first releases contain "gelu" but were trained with its tanh approximation.
         activation=activation_of({"hidden_act": GELU_TANH if act in (None, "gelu") else act}),
     )
 
@@ -126,7 +127,7 @@ def _gemma(config: HfConfig, **own: Any) -> DecoderTraits:
         "head_dim": config.get("head_dim", 256),
         "norm_placement": "sandwich",
         "norm_offset": 1.0,
-        # Configs of before `hidden_activation` say "gelu" and mean its approximation.
+        # Configs older than `hidden_activation` contain "gelu" but were trained with its tanh approximation.
         "activation": activation_of({"hidden_act": config.get("hidden_activation") or GELU_TANH}),
         "qkv_bias": bias,
         "o_bias": bias,
@@ -146,7 +147,7 @@ def _granite(config: HfConfig) -> DecoderTraits:
 
 
 def _granite_hybrid(config: HfConfig) -> DecoderTraits:
-    """Read Granite 4 without recurrent layers and experts: its shared MLP is the only one."""
+    """Read a Granite 4 without recurrent layers and routed experts, so its shared MLP is the only one."""
     num_layers = require(config, "num_hidden_layers")
     kinds: list[str] = config.get("layer_types") or config.get("layers_block_type") or []
     others = set(kinds or ["mamba"]) - {"attention", "full_attention"}
@@ -187,7 +188,7 @@ def _olmo3(config: HfConfig) -> DecoderTraits:
     whole: HfConfig = found.get("full_attention") or config.get("rope_scaling") or {}
     local: HfConfig = found.get("sliding_attention") or {}
     if found and not (whole or local):
-        # One way for both kinds of layers.
+        # Both kinds of layers use the same rotary embedding.
         whole = local = found
     return msgspec.structs.replace(
         _olmo2(config),
@@ -200,7 +201,7 @@ def _olmo3(config: HfConfig) -> DecoderTraits:
 
 
 def _exaone4(config: HfConfig) -> DecoderTraits:
-    """Layers with a window have positions, and those that see all have none."""
+    """Read EXAONE 4: layers with a window rotate their queries and keys, and layers without one do not."""
     window = config.get("sliding_window", 4096)
     pattern = config.get("sliding_window_pattern", 4)
     if isinstance(pattern, str):
@@ -241,7 +242,7 @@ def _cwm(config: HfConfig) -> DecoderTraits:
 
 
 def _ministral3(config: HfConfig) -> DecoderTraits:
-    """Queries grow with their positions: they are turned by a table of their own."""
+    """Read Ministral 3, which scales queries by their positions: they use a rotary table of their own."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or MINISTRAL3_ROPE
     rope = rope_traits(config, head_dim_of(config), parameters=parameters)
     beta = parameters.get("llama_4_scaling_beta")
@@ -265,7 +266,7 @@ def _hunyuan(config: HfConfig) -> DecoderTraits:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = parameters.get("rope_type") or parameters.get("type")
     if kind == "dynamic" and parameters.get("alpha"):
-        # A fixed stretch of the base; nothing about it is dynamic.
+        # The base is scaled by a constant, so nothing about it is dynamic.
         theta = parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0
         theta *= parameters["alpha"] ** (head_dim / (head_dim - 2))
         parameters = {"rope_type": "default", "rope_theta": theta}
