@@ -7,7 +7,7 @@ import sys
 from trouper.actors.executor.workers.worker import end_with_the_engine
 
 arguments = sys.argv[1:]
-if arguments[0] == "--place":
+if arguments[0] == "--machine":
     arguments = arguments[2:]
 control = socket.socket(fileno=int(arguments[0]))
 end_with_the_engine(control, int(arguments[1]))

@@ -32,7 +32,7 @@ from .test_worker import texts
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]
 KEY = "a key of these machines"
-FRONT = """
+COORDINATOR = """
 import sys
 from trouper.frontends.python.llm import LLM
 from trouper.params import SamplingParams
@@ -134,23 +134,25 @@ async def test_different_model_on_host_is_logged_by_both(port, tmp_path):
 
 def test_a_host_outlives_its_front_without_workers(port):
     with a_host(port) as host:
-        front = subprocess.Popen([sys.executable, "-c", FRONT, str(port)], stdout=subprocess.PIPE)
+        coordinator = subprocess.Popen(
+            [sys.executable, "-c", COORDINATOR, str(port)], stdout=subprocess.PIPE
+        )
         try:
-            assert front.stdout.readline() == b"up\n"
+            assert coordinator.stdout.readline() == b"up\n"
             assert len(workers_of(host.pid)) == 1
         finally:
-            front.kill()
-            front.communicate()
-        assert left_of(front.pid) == left_of(host.pid) == []
+            coordinator.kill()
+            coordinator.communicate()
+        assert left_of(coordinator.pid) == left_of(host.pid) == []
         assert host.poll() is None
 
 
 def test_host_with_wrong_key_ends_with_error(port):
-    with socket.create_server(("127.0.0.1", port)) as front:
+    with socket.create_server(("127.0.0.1", port)) as coordinator:
         with a_host(port, **{CLUSTER_KEY: "another key of others"}) as host:
-            connection, _ = front.accept()
+            connection, _ = coordinator.accept()
             with connection:
                 assert not accept(connection, KEY.encode())
             text = host.stderr.read()
             assert host.wait() == 2
-    assert f"{CLUSTER_KEY}: the front at 127.0.0.1:{port} has another key" in text
+    assert f"{CLUSTER_KEY}: the coordinator at 127.0.0.1:{port} has a different key" in text

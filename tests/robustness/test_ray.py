@@ -66,7 +66,7 @@ def workers_at_places():
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        found += words[0] == sys.executable.encode() and b"--place" in words
+        found += words[0] == sys.executable.encode() and b"--machine" in words
     return found
 
 
@@ -89,7 +89,7 @@ async def test_streams_continue_on_joining_node(cluster, caplog):
 
 
 async def test_missing_capacity_is_named_in_error(cluster, monkeypatch):
-    monkeypatch.setattr(launch_ray, "PLACE_S", 1.0)
+    monkeypatch.setattr(launch_ray, "RESERVE_S", 1.0)
     with pytest.raises(DeviceStartError, match=r"want 3 x \{CPU: 1\}, 2 is free"):
         async with an_engine_at_places(pipeline_parallel_size=3):
             pass

@@ -119,7 +119,7 @@ class VirtualNetwork:
             with trio.fail_after(authentication.PROOF_S):
                 verdict = await connection.read_exactly(authentication.VERDICT_BYTES)
             if verdict != wanted:
-                raise authentication.WrongKeyError(f"{address[0]}:{address[1]} has another key")
+                raise authentication.WrongKeyError(f"{address[0]}:{address[1]} has a different key")
         except trio.TooSlowError:
             connection.close()
             raise TimeoutError("timed out") from None

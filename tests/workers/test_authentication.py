@@ -23,7 +23,7 @@ from trouper.actors.executor.workers.machines.authentication import (
 )
 from trouper.actors.executor.workers.machines.channel import Channel, Listen
 
-from .test_machines import KEY, a_front, tcp_pair
+from .test_machines import KEY, a_coordinator, tcp_pair
 
 
 def test_the_eldest_of_the_address_with_most_places_makes_room():
@@ -98,7 +98,7 @@ def test_both_sides_of_a_proven_connection_ask_the_system_to_look_for_the_other(
     monkeypatch.setattr(coordinator, "tune", note)
 
     async def connect():
-        async with a_front() as (_, address):
+        async with a_coordinator() as (_, address):
             with await trio.to_thread.run_sync(authentication.dial, address, KEY) as dialled:
                 assert options_of(dialled) == WANTED
 
@@ -125,8 +125,8 @@ def test_a_channel_to_a_machine_that_has_vanished_ends_if_it_asked(sends, is_tun
         network = VirtualNetwork(random.Random(1))
         PROGRAM.set("host")
         MACHINE.set("host")
-        listener = network.listen("front")
-        far = await network.connect("front")
+        listener = network.listen("coordinator")
+        far = await network.connect("coordinator")
         near, _ = listener.accept()
         if is_tuned:
             authentication.tune(near)

@@ -36,7 +36,7 @@ from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.parallel import CLUSTER_KEY, NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 
-from .test_machines import KEY, a_config, a_front, a_host, crew_on_host, running
+from .test_machines import KEY, a_config, a_coordinator, a_host, launcher_on_host, running
 
 pytestmark = [pytest.mark.anyio]
 
@@ -80,8 +80,8 @@ async def test_an_order_that_cannot_be_sent_waits_for_the_next_host(error, monke
         send(channel, message)
 
     monkeypatch.setattr(Channel, "send", send_if_whole)
-    async with a_front() as (front, address), running(a_host(address)):
-        (peer,) = await crew_on_host(front)()
+    async with a_coordinator() as (coordinator, address), running(a_host(address)):
+        (peer,) = await launcher_on_host(coordinator)()
         await peer.end(0.0)
     assert len(broken) == 2
 
@@ -98,10 +98,10 @@ async def test_a_host_that_dies_of_each_order_is_not_tried_for_ever():
                         channel.send(Listens(message.order, 1))
                 num_starts += 1
 
-    async with a_front() as (front, address), anyio.create_task_group() as hosts:
+    async with a_coordinator() as (coordinator, address), anyio.create_task_group() as hosts:
         hosts.start_soon(die_of_each, address)
         with pytest.raises(DeviceStartError, match=r"node 1 at 127\.0\.0\.1 is gone"):
-            await crew_on_host(front)()
+            await launcher_on_host(coordinator)()
         hosts.cancel_scope.cancel()
     assert num_starts == MAX_HOSTS_LOST
 
@@ -109,7 +109,7 @@ async def test_a_host_that_dies_of_each_order_is_not_tried_for_ever():
 @pytest.mark.parametrize("answers", [(), (Listens,)], ids=["at all", "the start"])
 async def test_a_host_that_does_not_answer_is_an_error_and_gives_the_order_up(answers, monkeypatch):
     monkeypatch.setattr("trouper.actors.executor.workers.machines.coordinator.CONNECT_S", 0.02)
-    async with a_front() as (front, address), played_host(address) as channel:
+    async with a_coordinator() as (coordinator, address), played_host(address) as channel:
         found = []
 
         async def read():
@@ -120,15 +120,15 @@ async def test_a_host_that_does_not_answer_is_an_error_and_gives_the_order_up(an
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
-            with pytest.raises(DeviceStartError, match=r"node 1 has not answered in 0\.02 s"):
-                await crew_on_host(front)()
+            with pytest.raises(DeviceStartError, match=r"node 1 did not answer within 0\.02 s"):
+                await launcher_on_host(coordinator)()
         assert found == ([Listen, Start] if answers else [Listen])
 
 
 async def test_an_order_whose_start_is_cancelled_is_given_up():
-    async with a_front() as (front, address), played_host(address) as channel:
+    async with a_coordinator() as (coordinator, address), played_host(address) as channel:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(crew_on_host(front))
+            tasks.start_soon(launcher_on_host(coordinator))
             assert isinstance(await channel.receive(), Listen)
             tasks.cancel_scope.cancel()
         assert isinstance(await channel.receive(), GiveUp)
@@ -167,7 +167,7 @@ class PlayedGroup:
 
 
 class PlayedChannel:
-    """A front's end of a channel, of which the test sends each message and takes each answer."""
+    """A coordinator's end of a channel, of which the test sends each message and takes each answer."""
 
     def __init__(self):
         self.to_host, self._receive = anyio.create_memory_object_stream(8)
@@ -189,7 +189,7 @@ class PlayedChannel:
 
 @asynccontextmanager
 async def orders_of(*groups):
-    """Orders that have these groups made, and the front's end of their channel."""
+    """Orders that have these groups made, and the coordinator's end of their channel."""
     channel = PlayedChannel()
     orders = Orders(channel, iter(groups).__next__)
     async with anyio.create_task_group() as tasks:
@@ -208,7 +208,7 @@ async def test_an_order_that_is_given_up_while_it_connects_starts_no_worker():
         assert "1 start" in repr(orders)
         group.let_go.set()
         assert await channel.answers.receive() == Listens(1, 7)
-        assert await channel.answers.receive() == Failed(1, "it has been given up")
+        assert await channel.answers.receive() == Failed(1, "the order was cancelled")
         assert group.calls == ["connect", "kill"]
         assert repr(orders) == "<Orders: {}, 0 start>"
 
@@ -260,7 +260,7 @@ async def test_a_front_that_talks_nonsense_is_one_that_is_gone(before, data):
 
 
 async def test_what_a_machine_has_prepared_is_closed_if_another_cannot():
-    """The front listens for links, and then a host of the same crew says no."""
+    """The coordinator listens for links, and then a host of the same order refuses."""
     where = []
 
     class Refusing:
@@ -278,10 +278,10 @@ async def test_what_a_machine_has_prepared_is_closed_if_another_cannot():
     async def make_group(node, order):
         return Refusing() if node else Local(("127.0.0.1", 1), KEY, launch)
 
-    async with a_front() as (front, _):
-        crew = HostsLauncher(a_config(), {0: (0,), 1: (1,)}, 0, front, make_group)
+    async with a_coordinator() as (coordinator, _):
+        launcher = HostsLauncher(a_config(), {0: (0,), 1: (1,)}, 0, coordinator, make_group)
         with pytest.raises(DeviceStartError, match="no room"):
-            await crew()
+            await launcher()
     address, closed = where
     assert closed == "closed"
     with pytest.raises(ConnectionRefusedError):
@@ -301,6 +301,6 @@ def test_a_name_of_every_address_is_refused_where_it_is_bound(monkeypatch):
         return socket.create_server(("0.0.0.0", 0), backlog=backlog)
 
     monkeypatch.setattr("trouper.actors.executor.workers.machines.launch_hosts.serve_at", serve_at)
-    with pytest.raises(TrouperValidationError, match="every address") as caught:
+    with pytest.raises(TrouperValidationError, match="not all addresses") as caught:
         listen(NodesConfig("mp", 2, 0, "everywhere", 1))
     assert caught.value.parameter == "master_addr"

@@ -71,7 +71,7 @@ def test_silent_strangers_hold_up_no_link(listener, monkeypatch):
 def test_links_that_are_not_dialled_are_named_when_their_time_is_over(listener, monkeypatch):
     monkeypatch.setattr(accept_links, "LINKS_S", 0.01)
     with socket.create_connection(listener.getsockname()):
-        with pytest.raises(TimeoutError, match=r"not dialled in 0\.01 s: hidden 0, tokens 0"):
+        with pytest.raises(TimeoutError, match=r"not dialled within 0\.01 s: hidden 0, tokens 0"):
             LinkAcceptor(listener, KEY, 1, {"tokens 0", "hidden 0"}).accept_all()
 
 
@@ -133,7 +133,7 @@ def test_a_hello_is_whole_however_its_bytes_come_and_none_behind_it_is_read(pair
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (messages.LENGTH.pack(messages.HELLO_BYTES + 1), "at most 1024"),
+        (messages.LENGTH.pack(messages.HELLO_BYTES + 1), "maximum 1024"),
         (messages.LENGTH.pack(0), "not a message"),
         (messages.LENGTH.pack(1) + b"\xc1", "not a message"),
     ],

@@ -1,4 +1,4 @@
-"""Several machines on the loopback: the proof, the messages, the front and its hosts, with workers that only listen."""
+"""Several machines on the loopback: the proof, the messages, the coordinator and its hosts, with workers that only listen."""
 
 import random
 import socket
@@ -90,7 +90,7 @@ def test_both_sides_prove_the_same_key():
 def test_a_wrong_key_is_told_to_the_dialler():
     found = prove(b"another key", KEY)
     assert False in found
-    assert any("has another key" in str(x) for x in found)
+    assert any("has a different key" in str(x) for x in found)
 
 
 def test_no_proof_of_one_side_is_one_of_the_other_nor_of_another_time():
@@ -144,7 +144,7 @@ async def test_messages_are_whole_however_their_bytes_come():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (messages.LENGTH.pack(messages.MAX_MESSAGE + 1), "at most 65536"),
+        (messages.LENGTH.pack(messages.MAX_MESSAGE + 1), "maximum 65536"),
         (messages.LENGTH.pack(3) + b"\xc1\xc1\xc1", "not a message"),
     ],
 )
@@ -217,7 +217,7 @@ async def test_a_worker_that_does_not_read_is_cut_off():
     far.close()
 
 
-# The front and its hosts
+# The coordinator and its hosts
 
 
 def a_config(**options):
@@ -230,46 +230,46 @@ def a_host(address, rank=1, num_nodes=2, key=KEY, num_workers=1):
 
 
 @asynccontextmanager
-async def a_front(num_nodes=2):
+async def a_coordinator(num_nodes=2):
     listener = socket.create_server(("127.0.0.1", 0))
-    front = Coordinator(listener, KEY, num_nodes)
+    coordinator = Coordinator(listener, KEY, num_nodes)
     async with anyio.create_task_group() as tasks:
-        await tasks.start(front.listen)
-        yield front, listener.getsockname()
+        await tasks.start(coordinator.listen)
+        yield coordinator, listener.getsockname()
         tasks.cancel_scope.cancel()
 
 
-def crew_on_host(front):
+def launcher_on_host(coordinator):
     """A launcher of one worker, which runs on node 1."""
 
     async def make_group(node, order):
-        return HostGroup(front, await front.host(1), order)
+        return HostGroup(coordinator, await coordinator.host(1), order)
 
     config = a_config()
-    return HostsLauncher(config, {1: (0,)}, 0, front, make_group)
+    return HostsLauncher(config, {1: (0,)}, 0, coordinator, make_group)
 
 
 @asynccontextmanager
 async def running(host):
-    """A host that serves its front while the block runs."""
+    """A host that serves its coordinator while the block runs."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(host.serve)  # noqa: ASYNC113  # it may come at any moment
         yield
         tasks.cancel_scope.cancel()
 
 
-async def started(front):
+async def started(coordinator):
     """The peer of a worker, however long its host takes to come."""
-    (peer,) = await crew_on_host(front)()
+    (peer,) = await launcher_on_host(coordinator)()
     return peer
 
 
 @pytest.mark.anyio
 async def test_a_worker_ends_with_its_host_and_the_next_host_starts_another():
-    async with a_front() as (front, address):
+    async with a_coordinator() as (coordinator, address):
         for _ in range(2):
             async with running(a_host(address)):
-                peer = await started(front)
+                peer = await started(coordinator)
                 assert "worker 0 on node 1" in repr(peer)
             assert await peer.receive() == CLOSED
             ended = await peer.end(1.0)
@@ -279,8 +279,8 @@ async def test_a_worker_ends_with_its_host_and_the_next_host_starts_another():
 
 @pytest.mark.anyio
 async def test_how_a_worker_has_ended_is_told_by_its_host():
-    async with a_front() as (front, address), running(a_host(address)):
-        told, killed = await started(front), await started(front)
+    async with a_coordinator() as (coordinator, address), running(a_host(address)):
+        told, killed = await started(coordinator), await started(coordinator)
         told.send(*encode(Close()))
         assert await told.receive() == CLOSED
         assert await told.end(5.0) == Exit(3, stderr=("idle, 0 links",))
@@ -295,9 +295,9 @@ async def test_a_host_serves_the_next_front_when_one_is_gone(monkeypatch):
     async with running(a_host(address)):
         for _ in range(2):
             async with anyio.create_task_group() as tasks:
-                front = Coordinator(listen(NodesConfig("mp", 2, 0, *address)), KEY, 2)
-                await tasks.start(front.listen)
-                peer = await started(front)
+                coordinator = Coordinator(listen(NodesConfig("mp", 2, 0, *address)), KEY, 2)
+                await tasks.start(coordinator.listen)
+                peer = await started(coordinator)
                 tasks.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):
                 await peer.end(0.0)
@@ -307,22 +307,22 @@ async def test_a_host_serves_the_next_front_when_one_is_gone(monkeypatch):
 @pytest.mark.parametrize(
     ("host", "parameter", "words"),
     [
-        ({"key": b"another key of others"}, CLUSTER_KEY, "has another key"),
-        ({"num_nodes": 3}, "node_rank", "node 1 of 3, and the front has 2"),
+        ({"key": b"another key of others"}, CLUSTER_KEY, "has a different key"),
+        ({"num_nodes": 3}, "node_rank", "node 1 of 3, but the coordinator expects 2 nodes"),
         ({"rank": 2}, "node_rank", "node 2 of 2"),
         (
             {"num_workers": 3},
             "node_rank",
-            "3 workers on node 1 by its -pp, -tp and -dp, and 1 by the front's",
+            "node 1 has 3 workers by its -pp, -tp and -dp, but the coordinator expects 1",
         ),
     ],
 )
 async def test_a_host_that_does_not_belong_is_refused_and_ends(host, parameter, words):
-    async with a_front() as (front, address):
+    async with a_coordinator() as (coordinator, address):
         with pytest.raises(TrouperValidationError, match=words) as caught:
             await a_host(address, **host).serve()
         assert caught.value.parameter == parameter
-        assert "0 hosts" in repr(front)
+        assert "0 hosts" in repr(coordinator)
 
 
 @pytest.mark.anyio
@@ -347,7 +347,7 @@ async def test_both_sides_log_each_state_of_a_second_host_of_a_number_once(monke
         caplog.clear()
         return found
 
-    async with a_front() as (_, address):
+    async with a_coordinator() as (_, address):
         async with anyio.create_task_group() as second:
             async with running(a_host(address)):
                 await accepted.acquire()
@@ -356,15 +356,15 @@ async def test_both_sides_log_each_state_of_a_second_host_of_a_number_once(monke
                 for _ in range(5):
                     await refused.acquire()
                 where = f"{address[0]}:{address[1]}"
-                told = ["node 1 waits for the front at " + where,
-                        "127.0.0.1: node 1 is there already",
-                        "the front refuses this node for now: node 1 is there already"]  # fmt: skip
+                told = ["node 1 waits for the coordinator at " + where,
+                        "127.0.0.1: node 1 is already connected",
+                        "the coordinator refuses this node for now: node 1 is already connected"]  # fmt: skip
                 assert sorted(lines()) == sorted(told)
             await accepted.acquire()
             assert lines() == [
                 "node 1 of 2 is gone",
-                "node 1 of 2 is there, at 127.0.0.1",
-                "node 1 of 2 serves the front",
+                "node 1 of 2 is connected from 127.0.0.1",
+                "node 1 of 2 serves the coordinator",
             ]
             second.cancel_scope.cancel()
 
@@ -373,7 +373,7 @@ async def test_both_sides_log_each_state_of_a_second_host_of_a_number_once(monke
 async def test_strangers_neither_hold_up_the_front_nor_end_it(monkeypatch, caplog):
     """As many silent ones as there are places keep no host out: the eldest makes room."""
     monkeypatch.setattr("trouper.actors.executor.workers.machines.coordinator.MAX_UNPROVEN", 3)
-    async with a_front() as (front, address):
+    async with a_coordinator() as (coordinator, address):
         strangers = [socket.create_connection(address) for _ in range(3)]
         for stranger in strangers:
             stranger.setblocking(False)
@@ -390,11 +390,11 @@ async def test_strangers_neither_hold_up_the_front_nor_end_it(monkeypatch, caplo
             strangers[2].close()
             silent = [socket.create_connection(address) for _ in range(3)]
             async with running(a_host(address)):
-                peer = await started(front)
+                peer = await started(coordinator)
                 await peer.end(0.0)
         for stranger in (*strangers, *silent):
             stranger.close()
-    assert sum("a connection of 127.0.0.1" in line for line in caplog.messages) == 1
+    assert sum("connection from 127.0.0.1" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.anyio
@@ -409,7 +409,7 @@ async def test_an_error_beside_the_front_is_raised_as_it_is(key):
 
 @pytest.mark.anyio
 async def test_a_key_holder_that_says_nonsense_is_left_alone():
-    async with a_front() as (front, address):
+    async with a_coordinator() as (coordinator, address):
         for data in (
             b"\xff" * 50,
             messages.encode(messages.WorkerHello(9, 9)),
@@ -424,7 +424,7 @@ async def test_a_key_holder_that_says_nonsense_is_left_alone():
             except ConnectionResetError:
                 pass
             connection.close()
-        assert repr(front) == "<Coordinator: 0 hosts, 0 workers expected>"
+        assert repr(coordinator) == "<Coordinator: 0 hosts, 0 workers expected>"
 
 
 @pytest.mark.anyio
@@ -438,7 +438,7 @@ async def test_an_address_that_cannot_be_had_is_named(key):
             ({"master_addr": "no such name", "master_port": port}, "master_addr"),
         ):
             config = a_config(**options, **more)
-            with pytest.raises(TrouperValidationError, match=r"cannot|no address") as caught:
+            with pytest.raises(TrouperValidationError, match=r"cannot|not an address") as caught:
                 async with open_nodes(config, config.nodes):
                     pass
             assert caught.value.parameter == parameter
@@ -447,7 +447,7 @@ async def test_an_address_that_cannot_be_had_is_named(key):
 @pytest.mark.anyio
 async def test_a_worker_that_does_not_connect_is_an_error(monkeypatch):
     monkeypatch.setattr("trouper.actors.executor.workers.machines.coordinator.CONNECT_S", 0.01)
-    async with a_front() as (front, _):
-        front.expect(1, 0)
-        with pytest.raises(DeviceStartError, match="worker 3 of a test has not connected"):
-            await front.worker(1, 0, "worker 3 of a test")
+    async with a_coordinator() as (coordinator, _):
+        coordinator.expect(1, 0)
+        with pytest.raises(DeviceStartError, match="worker 3 of a test did not connect"):
+            await coordinator.worker(1, 0, "worker 3 of a test")

@@ -1,4 +1,4 @@
-"""Replicas of a model that pools: one front, and texts that go elsewhere when a device is lost."""
+"""Replicas of a model that pools: one coordinator, and texts that go elsewhere when a device is lost."""
 
 from contextlib import asynccontextmanager
 

@@ -89,7 +89,7 @@ def a_ray(monkeypatch, fails):
     "fails", ["placement_group", "wait", "available_resources", "actor", "method", "get"]
 )
 async def test_an_error_of_ray_is_a_start_that_has_failed(fails, monkeypatch):
-    monkeypatch.setattr(launch_ray, "PLACE_S", 0.01)
+    monkeypatch.setattr(launch_ray, "RESERVE_S", 0.01)
     ray = a_ray(monkeypatch, {fails})
     async with open_ray(resolve(EngineArgs()), NodesConfig("ray")) as launcher_of:
         crew = launcher_of(0)

@@ -1,4 +1,4 @@
-"""An engine of several replicas: one front, one answer of all, and numbers for each."""
+"""An engine of several replicas: one coordinator, one answer of all, and numbers for each."""
 
 import logging
 from contextlib import asynccontextmanager

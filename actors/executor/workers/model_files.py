@@ -4,7 +4,7 @@ A sample is the size of a file and a digest of its head, where the names, shapes
 that are spread over it.  That takes a few ms, and finds another revision or a fine-tune; it is no proof that nothing differs.
 Config, tokenizer, seed and adapters come from the engine, and need no comparison.
 
-Facts of a place that its workers go by instead of the front's: paths of the same files, and how many share the cores.
+Facts of a place that its workers go by instead of the coordinator's: paths of the same files, and how many share the cores.
 """
 
 import hashlib
@@ -107,10 +107,10 @@ def _sample(path: Path, num_windows: int) -> FileSample:
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
-    """Facts that a worker takes from the place where it runs, and not from the front's plan."""
+    """Facts that a worker takes from the place where it runs, and not from the coordinator's plan."""
 
     num_workers: int  # that share the machine's cores
-    model: str | None = None  # None: the path is the front's
+    model: str | None = None  # None: the path is the coordinator's
     tokenizer: str | None = None
     code_path: str | None = None
     draft_model: str | None = None
@@ -130,7 +130,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
         )
 
     def localise(self, config: EngineConfig) -> EngineConfig:
-        """Return the front's plan with the paths of this place."""
+        """Return the coordinator's plan with the paths of this place."""
         replace = msgspec.structs.replace
         found = replace(config, num_workers_here=self.num_workers)
         if self.model is None:

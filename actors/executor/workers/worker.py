@@ -109,7 +109,7 @@ class Worker:
         machine: MachineFacts | None = None,
     ) -> None:
         self._control, self._files = control, files
-        self._machine = machine  # None: the front's own machine
+        self._machine = machine  # None: the coordinator's own machine
         self._grammars = ReceivedGrammars()
         self._is_remote = control.family != socket.AF_UNIX
         self._frames = FrameReader(

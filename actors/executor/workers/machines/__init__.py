@@ -1,1 +1,1 @@
-"""Workers on other machines: a listener at the front, hosts that start workers, and the connections between them."""
+"""Workers on other machines: a listener at the coordinator, hosts that start workers, and the connections between them."""

@@ -1,6 +1,7 @@
-"""Accept the links that other places dial.
+"""Accepts the stage links that other machines dial.
 
-Connections are heard side by side, so that one which is silent, or slow on purpose, holds up none of the others.
+The handshakes run concurrently, so a silent or deliberately slow client delays no other. The code is
+synchronous because it runs in the thread that connects a group.
 """
 
 import selectors
@@ -21,17 +22,18 @@ from trouper.actors.executor.workers.machines.channel import (
     first_message,
 )
 
-LINKS_S = 2 * PROOF_S  # for all other places to dial
+# Seconds for all other machines to dial.
+LINKS_S = 2 * PROOF_S
 MAX_HEARD = (
     64  # connections that are heard at once, with at most 1 KiB each; beyond it one makes room
 )
 
 
 class LinkAcceptor:
-    """The links of one order that other places dial.
+    """Accepts the links of one order that other machines dial.
 
     Args:
-        listener: where they dial; it stays the caller's.
+        listener: the listening socket, which the caller closes.
         awaited: the names of the links.
     """
 
@@ -49,10 +51,10 @@ class LinkAcceptor:
         return f"<LinkAcceptor: {len(self._heard)} heard, {sorted(self._awaited)} awaited>"
 
     def accept_all(self) -> dict[str, int]:
-        """Wait for all; blocks, for at most `LINKS_S`.  Returns their descriptors by name.
+        """Wait for all links, for at most `LINKS_S` seconds. Returns their descriptors by name.
 
         Raises:
-            OSError: one does not come.
+            OSError: a link was not dialled in time.
         """
         end_s = monotonic() + LINKS_S
         self._listener.setblocking(False)
@@ -61,11 +63,11 @@ class LinkAcceptor:
             while self._awaited:
                 if (left_s := end_s - monotonic()) <= 0:
                     names = ", ".join(sorted(self._awaited))
-                    raise TimeoutError(f"not dialled in {LINKS_S:g} s: {names}")
+                    raise TimeoutError(f"links not dialled within {LINKS_S:g} s: {names}")
                 for ready, _ in self._selector.select(left_s):
                     if ready.data is None:
                         self._accept()
-                    elif ready.data.connection in self._heard:  # it has not made room meanwhile
+                    elif ready.data.connection in self._heard:
                         self._hear(ready.data)
             return {name: link.detach() for name, link in self._found.items()}
         finally:
@@ -76,7 +78,7 @@ class LinkAcceptor:
     def _accept(self) -> None:
         try:
             connection, peer = self._listener.accept()
-        except (BlockingIOError, ConnectionError):  # it has gone again
+        except (BlockingIOError, ConnectionError):
             return
         try:
             hearing = PendingHello(connection, self._key)
@@ -93,7 +95,7 @@ class LinkAcceptor:
             hello = hearing.read()
         except BlockingIOError:
             return
-        except (OSError, ChannelError, WrongKeyError):  # a stranger's
+        except (OSError, ChannelError, WrongKeyError):
             self._stop_hearing(hearing.connection).close()
             return
         if hello is None:
@@ -103,7 +105,7 @@ class LinkAcceptor:
             case LinkHello(self._order, name) if name in self._awaited:
                 self._awaited.remove(name)
                 self._found[name] = link
-            case _:  # of an order that has been given up
+            case _:
                 link.close()
 
     def _stop_hearing(self, connection: socket.socket) -> socket.socket:
@@ -114,7 +116,7 @@ class LinkAcceptor:
 
 
 class PendingHello:
-    """A connection whose first message is not whole yet."""
+    """A connection whose handshake and first message are not complete."""
 
     def __init__(self, connection: socket.socket, key: bytes) -> None:
         connection.setblocking(False)
@@ -128,12 +130,12 @@ class PendingHello:
         return f"<PendingHello of {len(self._data)} of {self._num_wanted} bytes>"
 
     def read(self) -> Message | None:
-        """Take what has come; returns the first message when it is whole.
+        """Read the bytes that have arrived. Returns the first message when it is complete, else None.
 
         Raises:
             OSError: the other side has hung up.
-            WrongKeyError: it has another key.
-            ChannelError: what it says is no message.
+            WrongKeyError: it has a different key.
+            ChannelError: its bytes are not a message.
         """
         more = self.connection.recv(self._num_wanted - len(self._data))
         if not more:
@@ -149,9 +151,9 @@ class PendingHello:
         return None
 
     def _say(self, data: bytes, num_wanted: int) -> int:
-        """Send what a fresh connection has room for; returns how many bytes must come."""
+        """Send bytes, for which a new connection has room. Returns the number of bytes to read next."""
         if data:
             self.connection.send(data)
         if num_wanted == 0:
-            next(self._talk)  # raises what is wrong
+            next(self._talk)
         return num_wanted

@@ -1,21 +1,22 @@
-"""Proof of both sides of a connection that they have the same key, before any other byte is read.
+"""Mutual proof that both sides of a connection have the cluster key, and limits on connections that have not
+proved it.
 
     listener -> dialler   MAGIC, challenge             40 bytes
     dialler -> listener   challenge, proof             64 bytes
     listener -> dialler   verdict (1: yes), proof      33 bytes
 
-A proof is the HMAC-SHA256 of the side's name and both challenges, so one side's cannot be sent back as the other's, nor
-an old one again. All sizes are fixed: a stranger can make neither side keep more than these bytes. What follows is neither
-encrypted nor signed.
+A proof is the HMAC-SHA256 of the side's name and both challenges, so a proof cannot be reflected or replayed.
+All sizes are fixed, so an unauthenticated client can make neither side store more than these bytes. The
+traffic that follows is neither encrypted nor signed.
 
-MatchPositions for connections that have not proved that they have the key, and what is said of them.  Pure.
-
-Laws:
-  * A newcomer always has a place.  Where all are taken, the eldest connection of the address that has most of them makes room: a
-    machine of ours answers within a round trip, so the eldest is a stranger's.
+The port is open to the whole network, so `UnprovenConnections` bounds what clients without the key can
+occupy. It is pure. Laws:
+  * A new connection is always accepted. When all slots are taken, the oldest connection of the address with
+    the most connections makes room: our own machines answer within a round trip, so the oldest belongs to a
+    client without the key.
   * Connections of an address that has proved itself before make room last.
-  * An address that fails again and again is heard no more for a while, unless it has proved itself before.
-  * A line of the log is written for an address once in `LOG_S`, with the number of failures since the last.
+  * An address that fails repeatedly is refused for a while, unless it has proved itself before.
+  * Failures of an address are logged once in `LOG_S`, with their number since the last log line.
 """
 
 import hmac
@@ -34,17 +35,20 @@ CHALLENGE_BYTES = PROOF_BYTES = 32
 GREETING_BYTES = len(MAGIC) + CHALLENGE_BYTES
 ANSWER_BYTES = CHALLENGE_BYTES + PROOF_BYTES
 VERDICT_BYTES = 1 + PROOF_BYTES
-PROOF_S = 5.0  # in which the other side must have proved itself
-KEEP_ALIVE_S = 5  # between two signs of life on an idle connection
-VANISHED_S = 10  # without an answer, after which the other machine is gone
+# Seconds in which the other side must prove itself.
+PROOF_S = 5.0
+# Seconds between keep-alive probes on an idle connection.
+KEEP_ALIVE_S = 5
+# Seconds without an answer after which the other machine counts as lost.
+VANISHED_S = 10
 
 
 class WrongKeyError(TrouperError):
-    """The other side has another key, or none."""
+    """The other side has a different key, or none."""
 
 
 class ListenerProof:
-    """The side of a proof that was connected to.  Pure: bytes in, bytes out."""
+    """The listener's side of the proof. Pure: bytes in, bytes out."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -52,11 +56,11 @@ class ListenerProof:
 
     @property
     def greeting(self) -> bytes:
-        """The first bytes of the connection."""
+        """First bytes of the connection: magic number and challenge."""
         return MAGIC + self._challenge
 
     def judge(self, answer: bytes) -> tuple[bool, bytes]:
-        """Check the dialler's answer; returns whether it is right, and what is to be sent."""
+        """Check the dialler's answer. Returns whether it is correct, and the bytes to send."""
         theirs, proof = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
         if not hmac.compare_digest(proof, _proof(self._key, b"dialler", self._challenge, theirs)):
             return False, bytes(VERDICT_BYTES)
@@ -64,13 +68,13 @@ class ListenerProof:
 
 
 def answer(key: bytes, greeting: bytes) -> tuple[bytes, bytes]:
-    """Answer a listener's greeting; returns what is to be sent, and the verdict that must come.
+    """Answer a listener's greeting. Returns the bytes to send, and the verdict that the listener must send back.
 
     Raises:
-        ConnectionError: it is the greeting of something else.
+        ConnectionError: the greeting is not from trouper.
     """
     if not greeting.startswith(MAGIC):
-        raise ConnectionError("what listens there is not trouper")
+        raise ConnectionError("the server at this address is not trouper")
     theirs, ours = greeting[len(MAGIC) :], secrets.token_bytes(CHALLENGE_BYTES)
     return (
         ours + _proof(key, b"dialler", theirs, ours),
@@ -79,11 +83,11 @@ def answer(key: bytes, greeting: bytes) -> tuple[bytes, bytes]:
 
 
 def dial(address: tuple[str, int], key: bytes) -> socket.socket:
-    """Connect, and have both sides prove themselves; blocks, for at most `PROOF_S` a step.
+    """Connect to an address and perform the mutual proof. Blocks for at most `PROOF_S` seconds in each step.
 
     Raises:
-        OSError: nothing listens there, or it does not answer as it should.
-        WrongKeyError: it has another key.
+        OSError: nothing listens at the address, or it does not answer as expected.
+        WrongKeyError: it has a different key.
     """
     connection = socket.create_connection(address, timeout=PROOF_S)
     try:
@@ -91,7 +95,7 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
         sent, wanted = answer(key, receive_exactly(connection, GREETING_BYTES))
         connection.sendall(sent)
         if not hmac.compare_digest(receive_exactly(connection, VERDICT_BYTES), wanted):
-            raise WrongKeyError(f"{address[0]}:{address[1]} has another key")
+            raise WrongKeyError(f"{address[0]}:{address[1]} has a different key")
     except BaseException:
         connection.close()
         raise
@@ -99,37 +103,37 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
 
 
 def serve_at(address: tuple[str, int], backlog: int) -> socket.socket:
-    """Listen at an address of this machine, and at no other.
+    """Listen at this address only.
 
     Raises:
-        OSError: it cannot be bound.
+        OSError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     return socket.create_server(address, family=family, backlog=backlog)
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Read so many bytes, and none behind them; blocks, for at most `PROOF_S` however slowly they come.
+    """Read exactly `num_bytes` bytes. Blocks for at most `PROOF_S` seconds in all, however slowly they arrive.
 
     Raises:
-        OSError: they do not come.
+        OSError: the bytes do not arrive in time, or the connection ends.
     """
     end_s = monotonic() + PROOF_S
     data = b""
     while len(data) < num_bytes:
         if (left_s := end_s - monotonic()) <= 0:
-            raise TimeoutError("the other side is too slow")
+            raise TimeoutError("the other side answers too slowly")
         connection.settimeout(left_s)
         more = connection.recv(num_bytes - len(data))
         if not more:
             raise ConnectionError("the other side has hung up")
         data += more
-    connection.settimeout(PROOF_S)  # of what comes next
+    connection.settimeout(PROOF_S)
     return data
 
 
 def tune(connection: socket.socket) -> None:
-    """Send small messages at once, and have the system find out when the other machine has vanished."""
+    """Disable buffering of small messages, and let the system detect a lost machine within `VANISHED_S` seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -138,7 +142,8 @@ def tune(connection: socket.socket) -> None:
         ("TCP_KEEPCNT", VANISHED_S // KEEP_ALIVE_S),
         ("TCP_USER_TIMEOUT", VANISHED_S * 1000),
     ):
-        if hasattr(socket, name):  # not every system has all
+        # Some systems lack some of these options.
+        if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
@@ -147,27 +152,30 @@ def _proof(key: bytes, side: bytes, listeners: bytes, diallers: bytes) -> bytes:
 
 
 WINDOW_S = 10.0
-MAX_FAILURES = 64  # of one address in the window
+# Failures of one address in the window.
+MAX_FAILURES = 64
 LOG_S = 60.0
-MAX_ADDRESSES = 1024  # that are remembered, the last heard of
+# Addresses remembered, the most recent ones.
+MAX_ADDRESSES = 1024
 
 
 class _Address(msgspec.Struct):
-    """Memory of one address."""
+    """Memory of one address, with a window of failures that begins at `window_s`."""
 
     has_proved: bool = False
-    window_s: float = 0.0  # when it began
-    num_failures: int = 0  # in the window
+    window_s: float = 0.0
+    num_failures: int = 0
     num_unlogged: int = 0
     logged_s: float | None = None
 
 
 class UnprovenConnections:
-    """The connections that are heard, in `num_places` places."""
+    """Connections whose proof is not finished, at most `max_connections` at a time."""
 
-    def __init__(self, num_places: int) -> None:
-        self._num_places = num_places
-        self._heard: dict[Hashable, str] = {}  # connection -> address, the eldest first
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
+        # Address by connection, the oldest connection first.
+        self._heard: dict[Hashable, str] = {}
         self._known: OrderedDict[str, _Address] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -177,16 +185,16 @@ class UnprovenConnections:
         return len(self._heard)
 
     def is_welcome(self, address: str, now: float) -> bool:
-        """Whether a connection of this address is heard at all."""
+        """Whether a connection from this address is accepted now."""
         known = self._of(address)
         if now >= known.window_s + WINDOW_S:
             known.window_s, known.num_failures = now, 0
         return known.has_proved or known.num_failures < MAX_FAILURES
 
     def enter(self, connection: Hashable, address: str) -> Hashable | None:
-        """Take a connection in; returns the one that must make room, if all places are taken."""
+        """Add a connection. Returns the connection that must be closed to make room, if all slots are taken."""
         out: Hashable | None = None
-        if len(self._heard) >= self._num_places:
+        if len(self._heard) >= self._max_connections:
             counts = Counter(self._heard.values())
             worst = max(counts, key=lambda each: (not self._of(each).has_proved, counts[each]))
             out = next(each for each, its in self._heard.items() if its == worst)
@@ -195,15 +203,15 @@ class UnprovenConnections:
         return out
 
     def leave(self, connection: Hashable) -> None:
-        """Give a place back.  Idempotent."""
+        """Remove a connection. Idempotent."""
         self._heard.pop(connection, None)
 
     def note_proof(self, address: str) -> None:
-        """An address has proved itself."""
+        """Record that an address has proved itself."""
         self._of(address).has_proved = True
 
     def note_failure(self, address: str, now: float) -> int | None:
-        """Count a failure; returns how many there have been since the last line of the log, or None: no line now."""
+        """Count a failure. Returns the number of failures since the last log line, or None if no line is due."""
         known = self._of(address)
         known.num_failures += 1
         known.num_unlogged += 1

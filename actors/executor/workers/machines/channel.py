@@ -1,6 +1,7 @@
-"""The messages between the front and the hosts of its other machines: length (4 bytes), msgpack.
+"""Messages between the coordinator and the hosts of its other machines: length (4 bytes), msgpack.
 
-They are few and small: an order is a crew that is being started, or runs.  Steps and answers never pass here.
+An order starts the workers of one device, or refers to workers that it started. Messages are few and small;
+plans and results go directly between the engine and each worker.
 """
 
 import contextlib
@@ -25,83 +26,92 @@ from trouper.actors.executor.workers.wire import TYPES
 from trouper.actors.executor.workers.worker_process import Exit
 
 LENGTH = struct.Struct("<I")
-MAX_MESSAGE = 2**16  # bytes; the largest is an `Ended` with its last lines of stderr
-LAST_LINES, LINE_LENGTH = 8, 400  # of a worker's stderr that an `Ended` brings
-HELLO_BYTES = 2**10  # at most, of the first message
+# Bytes; the largest message is an `Ended` with its lines of stderr.
+MAX_MESSAGE = 2**16
+# Lines of a worker's stderr in an `Ended`, and characters of each.
+LAST_LINES, LINE_LENGTH = 8, 400
+# Maximum size of the first message.
+HELLO_BYTES = 2**10
 
 
 class HostHello(msgspec.Struct, frozen=True, tag=True):
-    """Host → front, the first message: a machine is there."""
+    """Host → coordinator, the first message: a machine offers itself. `num_workers` follows from its own
+    options; they share its cores.
+    """
 
     protocol: str
     node: int
     num_nodes: int
-    num_workers: int = 1  # on it, by its own options: they share its cores
+    num_workers: int = 1
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag=True):
-    """Place → front, the first message: this connection is the worker's of an order."""
+    """Worker's machine → coordinator, the first message: this connection belongs to a worker of an order."""
 
     order: int
     rank: int
 
 
 class LinkHello(msgspec.Struct, frozen=True, tag=True):
-    """Place → place, the first message: this connection is a link between stages of an order."""
+    """Machine → machine, the first message: this connection is a link between stages of an order."""
 
     order: int
     name: str
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator → host, before orders: it is part of this cluster."""
+    """Coordinator → host, before any order: the machine is part of the cluster."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator → host, instead of orders: why it cannot be part of this cluster."""
+    """Coordinator → host, instead of orders: why the machine is refused. If not `is_final`, it may try again."""
 
     message: str
-    is_final: bool  # False: it may come again
+    is_final: bool
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator → host: listen for links of an order."""
+    """Coordinator → host: listen for the links of an order."""
 
     order: int
 
 
 class Listens(msgspec.Struct, frozen=True, tag=True):
-    """Host → front: the port that listens."""
+    """Host → coordinator: the port for the links."""
 
     order: int
     port: int
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator → place: start these ranks of an order, behind `Listen`."""
+    """Coordinator → machine, after `Listen`: start these ranks of an order.
+
+    `first_number` is the number of rank 0 in messages. `sizes` describes the memory that workers share, None
+    for a single worker. `dials` gives the links to dial by name, each with its listener's address.
+    """
 
     order: int
     ranks: tuple[int, ...]
-    first_number: int = 0  # of rank 0, for people
-    sizes: SharedSizes | None = None  # of what workers share; None: there is one
-    dials: dict[str, tuple[str, int]] = {}  # links by name, and where their other side listens
+    first_number: int = 0
+    sizes: SharedSizes | None = None
+    dials: dict[str, tuple[str, int]] = {}
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """Host → front: they run, and are connected."""
+    """Host → coordinator: the workers run and are connected."""
 
     order: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Host → front: the order could not be followed; nothing of it is left."""
+    """Host → coordinator: the order failed; nothing of it remains."""
 
     order: int
     message: str
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator → host: let a worker exit for so long, then kill it."""
+    """Coordinator → host: wait up to `grace_s` seconds for a worker to exit, then kill it."""
 
     order: int
     rank: int
@@ -109,7 +119,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Host → front: nothing of a worker is left."""
+    """Host → coordinator: a worker is gone, and how it ended."""
 
     order: int
     rank: int
@@ -117,7 +127,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator → host: end what there is of an order, started or not; it is not answered."""
+    """Coordinator → host: end everything that belongs to an order, started or not. There is no answer."""
 
     order: int
 
@@ -130,19 +140,21 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
-@functools.cache  # it takes 10 ms
+@functools.cache
 def protocol() -> str:
-    """Return a digest of all messages, also of those between an engine and its workers: both sides must have the same."""
+    """Return a digest of all message types, including those between an engine and its workers. Both sides must
+    have the same digest. Computing it takes 10 ms, so it is cached.
+    """
     types = repr(msgspec.inspect.multi_type_info((*TYPES, Message)))
     return hashlib.sha256(re.sub(r" at 0x\w+", "", types).encode()).hexdigest()
 
 
 class ChannelError(Exception):
-    """The bytes of the other side are no message of this protocol."""
+    """The received bytes are not a message of this protocol."""
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message with its length."""
+    """Encode a message, preceded by its length."""
     data = _encoder.encode(message)
     return LENGTH.pack(len(data)) + data
 
@@ -151,7 +163,7 @@ def decode(data: bytes) -> Message:
     """Decode a message without its length.
 
     Raises:
-        ChannelError: it is none.
+        ChannelError: the bytes are not a message.
     """
     try:
         return _decoder.decode(data)
@@ -160,47 +172,48 @@ def decode(data: bytes) -> Message:
 
 
 def length_of(header: bytes, max_bytes: int = MAX_MESSAGE) -> int:
-    """Read a message's length.
+    """Read the length of a message from its header.
 
     Raises:
-        ChannelError: it is longer than a message may be.
+        ChannelError: the message is too long.
     """
     (length,) = LENGTH.unpack(header)
     if length > max_bytes:
-        raise ChannelError(f"a message of {length} bytes, at most {max_bytes} may come")
+        raise ChannelError(f"a message of {length} bytes is too long (maximum {max_bytes})")
     return length
 
 
 def first_message(key: bytes) -> Generator[tuple[bytes, int], bytes, Message]:
-    """Talk to a side that has connected: yields what is to be sent and how many bytes must come then.  Pure.
+    """Perform the listener's proof and read the first message. Pure: yields the bytes to send and the number of
+    bytes to read next.
 
     Returns:
-        Its first message.
+        The first message of the other side.
 
     Raises:
-        WrongKeyError: it has another key.
-        ChannelError: what it says is no message.
+        WrongKeyError: it has a different key.
+        ChannelError: its bytes are not a message.
     """
     proof = ListenerProof(key)
     is_right, verdict = proof.judge((yield proof.greeting, ANSWER_BYTES))
     if not is_right:
         yield verdict, 0
-        raise WrongKeyError("it has another key")
+        raise WrongKeyError("it has a different key")
     length = length_of((yield verdict, LENGTH.size), HELLO_BYTES)
     return decode((yield b"", length) if length > 0 else b"")
 
 
 def shorten(ended: Exit) -> Exit:
-    """Keep as much of a worker's last words as a message has room for."""
+    """Shorten a worker's last lines of stderr to what a message can hold."""
     lines = tuple(line[:LINE_LENGTH] for line in ended.stderr[-LAST_LINES:])
     return msgspec.structs.replace(ended, stderr=lines)
 
 
 class Channel:
-    """A connection whose other side has proved itself; one task receives.
+    """A connection whose other side has proved itself. One task receives.
 
     Args:
-        connection: a socket that does not block; it is the channel's to close.
+        connection: a non-blocking socket, which the channel closes.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -211,21 +224,22 @@ class Channel:
         return f"<Channel {'closed' if self._is_closed else 'open'}>"
 
     def send(self, message: Message) -> None:
-        """Send a message; never waits.
+        """Send a message without waiting.
 
         Raises:
             OSError: the other side is gone, or does not read.
         """
         data = encode(message)
-        if self._socket.send(data) < len(data):  # what follows would be torn
+        # A torn message would garble every later one.
+        if self._socket.send(data) < len(data):
             self.close()
             raise BlockingIOError("the other side does not read")
 
     async def receive(self) -> Message | None:
-        """Wait for a message; None: the other side is gone.
+        """Wait for a message. Returns None at the end of the connection.
 
         Raises:
-            ChannelError: what came is none.
+            ChannelError: the received bytes are not a message.
         """
         try:
             length = length_of(await self.receive_exactly(LENGTH.size))
@@ -234,10 +248,10 @@ class Channel:
             return None
 
     async def receive_exactly(self, num_bytes: int) -> bytes:
-        """Wait for so many bytes, and read none behind them.
+        """Wait for exactly `num_bytes` bytes.
 
         Raises:
-            OSError: they do not come.
+            OSError: the connection ended first.
         """
         data = b""
         while len(data) < num_bytes:
@@ -252,7 +266,7 @@ class Channel:
         return data
 
     def send_bytes(self, data: bytes) -> None:
-        """Send bytes of the proof, for which a fresh connection has room.
+        """Send bytes of the proof, for which a new connection always has room.
 
         Raises:
             OSError: the other side is gone.
@@ -260,15 +274,15 @@ class Channel:
         self._socket.send(data)
 
     def detach(self) -> socket.socket:
-        """Take the socket out of the channel."""
+        """Take the socket out of the channel; the caller then owns it."""
         self._is_closed = True
         return self._socket
 
     def close(self) -> None:
-        """Close the connection.  Idempotent."""
+        """Close the connection. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the task that receives
+                self._socket.shutdown(socket.SHUT_RDWR)
             anyio.notify_closing(self._socket)
             self._socket.close()

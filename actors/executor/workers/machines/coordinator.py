@@ -1,10 +1,13 @@
-"""The front's listener: hosts of other machines connect to it, and workers that they have started.
+"""The coordinator's listener, to which hosts on other machines and the workers that they started connect.
+
+The engine's own machine coordinates: hosts dial in, so only one address needs to be configured.
 
 Laws:
-  * No byte of a connection is taken as a message before both sides have proved that they have the same key.
-  * Connections that have not proved it make room for each other, by address: silent ones keep no host out.
-  * A host is known from its hello to the end of its connection, and one at a time for each machine.
-  * A worker's connection is taken for an order that waits for it, and closed otherwise.
+  * No byte of a connection is read as a message before both sides have proved that they have the same key.
+  * Connections that have not proved it make room for each other, by address, so silent clients keep no host
+    out.
+  * A host is registered from its hello to the end of its connection, one at a time for each machine.
+  * A worker's connection is accepted for an order that expects it, and closed otherwise.
 """
 
 import contextlib
@@ -47,22 +50,25 @@ from trouper.actors.runtime.future import Future
 from trouper.errors import DeviceStartError
 
 logger = logging.getLogger(__name__)
-MAX_UNPROVEN = 64  # connections whose proof is under way: 104 bytes each, for `PROOF_S`
-CONNECT_S = 30.0  # for a worker that has been ordered to connect, and for a host's answer
+# Connections whose proof is not finished: 104 bytes each, for `PROOF_S` seconds.
+MAX_UNPROVEN = 64
+# Seconds for a worker to connect, and for a host to answer.
+CONNECT_S = 30.0
 
 
 class HostGoneError(DeviceStartError):
-    """The host of a machine has gone while it was asked for something."""
+    """The host of a machine disconnected while it was asked for something."""
 
 
 class HostLink:
-    """A machine's host, as the front reaches it."""
+    """The coordinator's connection to the host of one machine."""
 
     def __init__(self, node: int, address: str, channel: Channel) -> None:
         self.node, self.address = node, address
-        self.refused: set[str] = set()  # addresses of others with its number; few have the key
+        # Addresses of other machines refused with the same number; few, since they must have the key.
+        self.refused: set[str] = set()
         self._channel = channel
-        # By kind, order and rank; at most one of a kind for each worker.
+        # Open questions by kind, order and rank; at most one of a kind for each worker.
         self._asked: dict[tuple[str, int, int], Future[object]] = {}
         self._is_gone = False
 
@@ -70,29 +76,30 @@ class HostLink:
         return f"<HostLink of node {self.node} at {self.address}, {len(self._asked)} open>"
 
     async def prepare(self, order: int) -> tuple[str, int]:
-        """Have it listen for links; returns where.
+        """Ask the host to listen for stage links. Returns the address.
 
         Raises:
-            DeviceStartError: it cannot, does not answer, or is gone.
+            DeviceStartError: the host cannot listen, does not answer, or is gone.
         """
         port = await self._answer_in_time(Listen(order), order)
         assert isinstance(port, int)
         return self.address, port
 
     async def start(self, start: Start) -> None:
-        """Have it start workers.
+        """Ask the host to start workers.
 
         Raises:
-            DeviceStartError: it cannot, does not answer, or is gone; of the first and the last nothing is left.
+            DeviceStartError: the host cannot start them, does not answer, or is gone. After a refusal or a
+                lost host no worker remains.
         """
         await self._answer_in_time(start, start.order)
 
     def give_up(self, order: int) -> None:
-        """Have it end what it has of an order, or will have; never waits."""
+        """Ask the host to end everything that belongs to an order, now or later, without waiting."""
         self._send(GiveUp(order))
 
     async def end(self, order: int, rank: int, grace_s: float) -> Exit:
-        """Have it end a worker; one whose host is gone has ended with it."""
+        """Ask the host to end a worker, and return how it ended. Workers of a lost host ended with it."""
         try:
             found = await self._ask(End(order, rank, grace_s), ("end", order, rank))
         except HostGoneError as error:
@@ -103,7 +110,7 @@ class HostLink:
     async def _answer_in_time(self, message: Message, order: int) -> object:
         with anyio.move_on_after(CONNECT_S):
             return await self._ask(message, ("start", order, 0))
-        raise DeviceStartError(f"node {self.node} has not answered in {CONNECT_S:g} s")
+        raise DeviceStartError(f"node {self.node} did not answer within {CONNECT_S:g} s")
 
     async def _ask(self, message: Message, key: tuple[str, int, int]) -> object:
         self._asked[key] = future = Future()
@@ -118,14 +125,14 @@ class HostLink:
                 del self._asked[key]
 
     def _send(self, message: Message) -> None:
-        """Send an order; one that cannot be sent ends the connection, whose reader alone says that the host is gone."""
+        """Send a message. A failure closes the connection, and its reader then reports that the host is gone."""
         try:
             self._channel.send(message)
         except OSError:
             self._channel.close()
 
     def note(self, message: Message) -> None:
-        """Take what it answers."""
+        """Handle a message of the host."""
         match message:
             case Listens(order, port):
                 self._settle(("start", order, 0), port)
@@ -137,10 +144,10 @@ class HostLink:
             case Ended(order, rank, ended):
                 self._settle(("end", order, rank), ended)
             case _:
-                logger.warning("node %d sent a %s", self.node, type(message).__name__)
+                logger.warning("node %d sent an unexpected %s", self.node, type(message).__name__)
 
     def lose(self) -> None:
-        """End all that is asked of it: it is gone."""
+        """Fail all open questions: the host is gone."""
         self._is_gone = True
         for future in self._asked.values():
             self._fail(future)
@@ -154,12 +161,12 @@ class HostLink:
 
 
 class Coordinator:
-    """Listener for other machines, and their hosts.
+    """Listener for other machines, and the registry of their hosts.
 
     Args:
-        listener: bound and listening; it is closed at the end.
-        num_nodes: machines, this one counted.
-        num_workers: on each of them.
+        listener: a bound, listening socket, which is closed at the end.
+        num_nodes: number of machines, including this one.
+        num_workers: workers on each machine.
     """
 
     def __init__(
@@ -168,7 +175,8 @@ class Coordinator:
         self._listener, self._key = listener, key
         self._num_nodes, self._num_workers = num_nodes, num_workers
         self._hosts: dict[int, HostLink] = {}
-        self._arrived: deque[Future[None]] = deque()  # one for each replica that waits for a host
+        # One future for each replica that waits for a host.
+        self._arrived: deque[Future[None]] = deque()
         self._expected: dict[tuple[int, int], Future[socket.socket]] = {}
         self._num_orders = 0
         self._strangers = UnprovenConnections(MAX_UNPROVEN)
@@ -177,7 +185,7 @@ class Coordinator:
         return f"<Coordinator: {len(self._hosts)} hosts, {len(self._expected)} workers expected>"
 
     async def listen(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Accept connections until it is cancelled."""
+        """Accept connections until cancelled."""
         with self._listener:
             self._listener.setblocking(False)
             async with anyio.create_task_group() as connections:
@@ -187,7 +195,8 @@ class Coordinator:
                     try:
                         connection, peer = self._listener.accept()
                     except OSError:
-                        await anyio.sleep(0.05)  # no descriptors, or it has gone again
+                        # No descriptors are left, or the client has disconnected again.
+                        await anyio.sleep(0.05)
                         continue
                     if not self._strangers.is_welcome(peer[0], anyio.current_time()):
                         connection.close()
@@ -199,12 +208,12 @@ class Coordinator:
                     connections.start_soon(self._serve, connection, peer[0], proving)
 
     def next_order(self) -> int:
-        """Return a number that no crew has had."""
+        """Return a new order number."""
         self._num_orders += 1
         return self._num_orders
 
     async def host(self, node: int) -> HostLink:
-        """Wait until the host of a machine is there."""
+        """Wait until the host of a machine is connected."""
         if node not in self._hosts:
             logger.warning("waiting for node %d of %d", node, self._num_nodes)
         while node not in self._hosts:
@@ -214,23 +223,23 @@ class Coordinator:
         return self._hosts[node]
 
     def expect(self, order: int, rank: int) -> None:
-        """Take the connection of a worker when it comes, for `worker` to fetch."""
+        """Accept the connection of a worker when it arrives; `worker` returns it."""
         self._expected[order, rank] = Future()
 
     async def worker(self, order: int, rank: int, name: str) -> socket.socket:
-        """Wait for the connection of a worker that is expected, whose name is for people.
+        """Wait for the connection of an expected worker. Its name is used in messages.
 
         Raises:
-            DeviceStartError: it does not come.
+            DeviceStartError: the worker does not connect in time.
         """
         with anyio.move_on_after(CONNECT_S):
             connection = await self._expected[order, rank].wait()
             del self._expected[order, rank]
             return connection
-        raise DeviceStartError(f"{name} has not connected in {CONNECT_S:g} s")
+        raise DeviceStartError(f"{name} did not connect within {CONNECT_S:g} s")
 
     def forget(self, order: int) -> None:
-        """Expect no worker of this order any more; connections that were not fetched are closed."""
+        """Stop expecting workers of this order, and close connections that were not fetched."""
         for key in [key for key in self._expected if key[0] == order]:
             future = self._expected.pop(key)
             if future.is_done:
@@ -241,7 +250,7 @@ class Coordinator:
     async def _serve(
         self, connection: socket.socket, address: str, proving: anyio.CancelScope
     ) -> None:
-        """Have a connection prove itself while `proving` lasts, and take its first message."""
+        """Authenticate a connection within the scope `proving`, then handle its first message."""
         connection.setblocking(False)
         channel = Channel(connection)
         hello: Message | None = None
@@ -252,9 +261,9 @@ class Coordinator:
                 hello = await self._first_message(channel)
                 self._strangers.note_proof(address)
             if hello is None:
-                self._log_failure(address, "it says nothing")
+                self._log_failure(address, "it sent nothing in time")
         except WrongKeyError:
-            self._log_failure(address, "it has another TROUPER_CLUSTER_KEY, and is refused")
+            self._log_failure(address, "refused: it has a different TROUPER_CLUSTER_KEY")
         except (OSError, ChannelError) as error:
             self._log_failure(address, str(error))
         finally:
@@ -275,11 +284,9 @@ class Coordinator:
         num_failures = self._strangers.note_failure(address, anyio.current_time())
         if num_failures is not None:
             more = (
-                f" ({num_failures} connections since the last such line)"
-                if num_failures > 1
-                else ""
+                f" ({num_failures} connections since the last log line)" if num_failures > 1 else ""
             )
-            logger.warning("a connection of %s: %s%s", address, words, more)
+            logger.warning("connection from %s: %s%s", address, words, more)
 
     async def _first_message(self, channel: Channel) -> Message:
         """Talk to a fresh connection as `first_message` says.
@@ -302,13 +309,13 @@ class Coordinator:
 
     def _take_worker(self, key: tuple[int, int], channel: Channel) -> None:
         future = self._expected.get(key)
-        if future is None or future.is_done:  # of an order that has been given up
+        if future is None or future.is_done:
             channel.close()
         else:
             future.set(channel.detach())
 
     async def _serve_host(self, hello: HostHello, channel: Channel, address: str) -> None:
-        """Read what a host answers until it is gone."""
+        """Read the messages of a host until it disconnects."""
         if (refusal := self._refusal(hello)) is not None:
             self._log_refusal(refusal, hello.node, address)
             with contextlib.suppress(OSError):
@@ -316,11 +323,11 @@ class Coordinator:
             channel.close()
             return
         host = self._hosts[hello.node] = HostLink(hello.node, address, channel)
-        logger.warning("node %d of %d is there, at %s", hello.node, self._num_nodes, address)
+        logger.warning("node %d of %d is connected from %s", hello.node, self._num_nodes, address)
         while self._arrived:
             self._arrived.popleft().set(None)
         try:
-            with contextlib.suppress(OSError):  # the first read finds the end
+            with contextlib.suppress(OSError):
                 channel.send(Accepted())
             while (message := await channel.receive()) is not None:
                 host.note(message)
@@ -333,7 +340,7 @@ class Coordinator:
             logger.warning("node %d of %d is gone", hello.node, self._num_nodes)
 
     def _log_refusal(self, refusal: Refused, node: int, address: str) -> None:
-        """Log it, but once of a host that comes again and again."""
+        """Log a refusal, once for a host that retries."""
         told = set[str]() if refusal.is_final else self._hosts[node].refused
         if address not in told:
             told.add(address)
@@ -341,24 +348,26 @@ class Coordinator:
 
     def _refusal(self, hello: HostHello) -> Refused | None:
         if hello.protocol != protocol():
-            return Refused("it has another version of trouper", True)
+            return Refused("it runs a different version of trouper", True)
         if hello.num_nodes != self._num_nodes or not 0 < hello.node < self._num_nodes:
-            words = f"node {hello.node} of {hello.num_nodes}, and the front has {self._num_nodes}"
+            words = f"node {hello.node} of {hello.num_nodes}, but the coordinator expects {self._num_nodes} nodes"
             return Refused(words, True)
         if hello.num_workers != self._num_workers:
-            words = f"{hello.num_workers} workers on node {hello.node} by its -pp, -tp and -dp, and {self._num_workers} by the front's"
+            words = f"node {hello.node} has {hello.num_workers} workers by its -pp, -tp and -dp, but the coordinator expects {self._num_workers}"
             return Refused(words, True)
         if hello.node in self._hosts:
-            return Refused(f"node {hello.node} is there already", False)
+            return Refused(f"node {hello.node} is already connected", False)
         return None
 
 
 @asynccontextmanager
-async def listening(front: Coordinator) -> AsyncGenerator[None]:
-    """Accept connections while the block runs; what the block raises comes out as it is, and in no group."""
+async def listening(coordinator: Coordinator) -> AsyncGenerator[None]:
+    """Accept connections while the block runs. An exception of the block is raised as it is, not in an exception
+    group.
+    """
     problem: Exception | None = None
     async with anyio.create_task_group() as tasks:
-        await tasks.start(front.listen, name="front")
+        await tasks.start(coordinator.listen, name="coordinator")
         try:
             yield
         except Exception as error:

@@ -1,4 +1,9 @@
-"""A machine without an engine: it waits for a front, starts the workers that it is told to, and ends them with it."""
+"""The program of a machine without an engine: it connects to a coordinator, starts the workers of its orders,
+and ends them with it.
+
+A host keeps no state between coordinators. When the connection ends, everything started for it is killed, so
+a new coordinator finds a clean machine.
+"""
 
 import contextlib
 import logging
@@ -35,16 +40,19 @@ from trouper.config.parallel import CLUSTER_KEY, NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError, invalid
 
 logger = logging.getLogger(__name__)
-DIAL_AGAIN_S = 1.0  # between two attempts to reach the front
-MAX_GROUPS = 64  # crews that have workers here at once: one for each replica
-MAX_WORDS = 2000  # of an error that is told to the front
+# Seconds between two attempts to reach the coordinator.
+DIAL_AGAIN_S = 1.0
+# Groups of workers on this machine at a time, one for each replica.
+MAX_GROUPS = 64
+# Characters of an error sent to the coordinator.
+MAX_WORDS = 2000
 
 
 class Host:
-    """One machine of several that is not the front's.
+    """One of several machines, other than the coordinator's.
 
     Args:
-        machine: its own paths of the model.
+        machine: paths of the model on this machine.
     """
 
     def __init__(
@@ -52,20 +60,21 @@ class Host:
     ) -> None:
         self._nodes, self._key = nodes, key
         self._machine, self._module = machine, module
-        self._front = nodes.address, nodes.port
-        self._refusal = ""  # that was logged, since a front took this machine last
+        self._coordinator = nodes.address, nodes.port
+        # The last refusal that was logged, reset when a coordinator accepts this machine.
+        self._refusal = ""
 
     def __repr__(self) -> str:
         return f"<Host, node {self._nodes.rank} of {self._nodes.num_nodes}>"
 
     async def serve(self) -> None:
-        """Serve one front after another, until it is cancelled.
+        """Serve one coordinator after another until cancelled.
 
         Raises:
-            TrouperValidationError: the front has another key, another version or other numbers of machines.
+            TrouperValidationError: the coordinator has a different key, version or number of machines.
         """
-        where = f"{self._front[0]}:{self._front[1]}"
-        logger.warning("node %d waits for the front at %s", self._nodes.rank, where)
+        where = f"{self._coordinator[0]}:{self._coordinator[1]}"
+        logger.warning("node %d waits for the coordinator at %s", self._nodes.rank, where)
         while True:
             connection = await self._dial()
             if connection is not None:
@@ -73,27 +82,32 @@ class Host:
             await anyio.sleep(DIAL_AGAIN_S)
 
     async def _dial(self) -> socket.socket | None:
-        """Connect with the front; None: it is not there.
+        """Connect to the coordinator. Returns None if it cannot be reached.
 
         Raises:
-            TrouperValidationError: it has another key.
+            TrouperValidationError: it has a different key.
         """
         try:
-            return await anyio.to_thread.run_sync(dial, self._front, self._key)
+            return await anyio.to_thread.run_sync(dial, self._coordinator, self._key)
         except OSError:
             return None
         except WrongKeyError as error:
             raise TrouperValidationError(
-                f"{CLUSTER_KEY}: the front at {error}", parameter=CLUSTER_KEY
+                f"{CLUSTER_KEY}: the coordinator at {error}", parameter=CLUSTER_KEY
             ) from None
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Follow one front's orders until it is gone; nothing of them outlives it."""
+        """Follow the orders of one coordinator until it disconnects. Nothing that it started survives."""
         connection.setblocking(False)
         channel = Channel(connection)
         address = connection.getsockname()[0]
         make_group = partial(
-            WorkerGroup, self._front, address, self._key, self._machine.as_argument(), self._module
+            WorkerGroup,
+            self._coordinator,
+            address,
+            self._key,
+            self._machine.as_argument(),
+            self._module,
         )
         orders, nodes = Orders(channel, make_group), self._nodes
         try:
@@ -103,53 +117,60 @@ class Host:
             match await channel.receive():
                 case Accepted():
                     self._refusal = ""
-                    logger.warning("node %d of %d serves the front", nodes.rank, nodes.num_nodes)
+                    logger.warning(
+                        "node %d of %d serves the coordinator", nodes.rank, nodes.num_nodes
+                    )
                     await orders.follow()
-                    logger.warning("the front is gone, and what it had started here")
+                    logger.warning(
+                        "the coordinator is gone; its workers on this machine were ended"
+                    )
                 case Refused(message, is_final):
                     self._note_refusal(message, is_final)
-                case None:  # it is gone again
+                case None:
                     pass
                 case other:
-                    raise ChannelError(f"a {type(other).__name__}")
+                    raise ChannelError(f"unexpected message {type(other).__name__}")
         except (OSError, ChannelError) as error:
-            logger.warning("the front: %s", error)
+            logger.warning("the coordinator: %s", error)
         finally:
-            with anyio.CancelScope(shield=True):  # bounded: a kill takes no time
+            # Bounded, since killing processes takes no time.
+            with anyio.CancelScope(shield=True):
                 await orders.end_all()
             channel.close()
 
     def _note_refusal(self, message: str, is_final: bool) -> None:
-        """Log why the front does not take this machine, once until that changes.
+        """Log a refusal once until it changes.
 
         Raises:
-            TrouperValidationError: it never will.
+            TrouperValidationError: the refusal is final.
         """
         if is_final:
-            raise invalid("node_rank", f"the front refuses it: {message}")
+            raise invalid("node_rank", f"the coordinator refuses this machine: {message}")
         if message != self._refusal:
             self._refusal = message
-            logger.warning("the front refuses this node for now: %s", message)
+            logger.warning("the coordinator refuses this node for now: %s", message)
 
 
 class Orders:
-    """The orders of one front, and the workers that they have started.
+    """The orders of one coordinator and the workers that they started.
 
     Args:
-        channel: to the front, which others close.
-        make_group: makes a group of workers.
+        channel: connection to the coordinator, closed by the caller.
+        make_group: creates an empty group of workers.
     """
 
     def __init__(self, channel: Channel, make_group: Callable[[], WorkerGroup]) -> None:
         self._channel, self._make_group = channel, make_group
-        self._groups: dict[int, WorkerGroup] = {}  # by order, at most `MAX_GROUPS`
-        self._starting: set[int] = set()  # orders whose groups a thread connects
+        # Groups by order, at most `MAX_GROUPS`.
+        self._groups: dict[int, WorkerGroup] = {}
+        # Orders whose groups are being connected in a thread.
+        self._starting: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<Orders: {self._groups}, {len(self._starting)} start>"
 
     async def follow(self) -> None:
-        """Follow orders until the front is gone, or says what is none."""
+        """Follow orders until the coordinator is gone, or says what is none."""
         async with anyio.create_task_group() as tasks:
             try:
                 while (message := await self._channel.receive()) is not None:
@@ -163,13 +184,13 @@ class Orders:
                         case GiveUp(order):
                             tasks.start_soon(self._give_up, order)
                         case _:
-                            raise ChannelError(f"a {type(message).__name__}")
+                            raise ChannelError(f"an unexpected {type(message).__name__}")
             except ChannelError as error:  # here, where it is in no group of errors
-                logger.warning("the front sent %s", error)
+                logger.warning("the coordinator sent %s", error)
             tasks.cancel_scope.cancel()
 
     async def end_all(self) -> None:
-        """End all workers, and close what listens for links."""
+        """End all workers and close all listeners for links."""
         for group in self._groups.values():
             await anyio.to_thread.run_sync(group.kill)
 
@@ -179,7 +200,9 @@ class Orders:
         group = self._make_group()
         try:
             if len(self._groups) >= MAX_GROUPS:
-                raise DeviceStartError(f"{MAX_GROUPS} crews have workers here")
+                raise DeviceStartError(
+                    f"this machine already runs workers of {MAX_GROUPS} replicas (maximum)"
+                )
             port = group.listen()
         except (OSError, DeviceStartError) as error:
             self._tell(Failed(order, str(error)))
@@ -190,17 +213,19 @@ class Orders:
     async def _start(self, start: Start) -> None:
         order, group = start.order, self._groups.get(start.order)
         if group is None:
-            self._tell(Failed(order, "nothing has been prepared"))
+            self._tell(Failed(order, "the order was not prepared on this machine"))
             return
         self._starting.add(order)
-        problem: str | None = "it is cancelled"
+        problem: str | None = "the start was cancelled"
         try:
             await anyio.to_thread.run_sync(group.connect, start)
             if order not in self._groups:
-                raise DeviceStartError("it has been given up")
-            group.spawn()  # in this thread, which lives as long as the host
+                raise DeviceStartError("the order was cancelled")
+            # In this thread, which lives as long as the host.
+            group.spawn()
             problem = None
-        except Exception as error:  # of this order alone, whatever it is
+        # Any error fails this order only.
+        except Exception as error:
             if not isinstance(error, DeviceStartError):
                 logger.exception("order %d", order)
             problem = str(error)[:MAX_WORDS]
@@ -208,14 +233,16 @@ class Orders:
             self._starting.discard(order)
             if problem is not None:
                 self._groups.pop(order, None)
-                with anyio.CancelScope(shield=True):  # bounded, but a kill waits for the system
+                # Bounded, though the system may take a moment to kill a process.
+                with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(group.kill)
         self._tell(Started(order) if problem is None else Failed(order, problem))
 
     async def _end(self, end: End) -> None:
         ended, group = Exit(None), self._groups.get(end.order)
         if group is not None:
-            limiter = anyio.CapacityLimiter(1)  # not the threads in which others connect
+            # Not the threads in which other groups connect.
+            limiter = anyio.CapacityLimiter(1)
             ended = await anyio.to_thread.run_sync(
                 group.reap, end.rank, end.grace_s, limiter=limiter
             )
@@ -225,9 +252,10 @@ class Orders:
         group = self._groups.get(order)
         if group is not None and order not in self._starting:
             await anyio.to_thread.run_sync(group.kill)
-        self._groups.pop(order, None)  # its start, if there is one, ends by that
+        # A start in progress ends when it finds its group removed.
+        self._groups.pop(order, None)
 
     def _tell(self, message: Message) -> None:
-        """Answer the front; if it is gone, the task that receives finds its end."""
+        """Answer the coordinator. If it is gone, the receiving task finds the end of the connection."""
         with contextlib.suppress(OSError):
             self._channel.send(message)

@@ -1,7 +1,8 @@
-"""Start the workers of a device on several machines.
+"""Starts the workers of a device on several machines through their hosts.
 
-Every machine has as many workers as any other, those of a replica one after another, so replicas lie whole on a machine where their
-number allows.  Workers of one machine share rings, to those of another goes a connection; the machine with the later ranks dials.
+Every machine has the same number of workers, and those of a replica are consecutive, so a replica stays on
+one machine if the numbers allow. Workers of one machine share rings; workers on different machines are linked
+by TCP connections, which the machine with the later ranks dials.
 """
 
 import errno
@@ -33,31 +34,32 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError, invalid
 
 BACKLOG = 128
-MAX_HOSTS_LOST = 3  # in one start: a host that dies of each order is not tried for ever
+# Lost hosts tolerated in one start, so a host that dies of every order is not retried forever.
+MAX_HOSTS_LOST = 3
 
 
 class GroupPort(Protocol):
-    """The workers of an order on one machine, as the front has them started."""
+    """The workers of an order on one machine, as the coordinator starts them."""
 
     async def prepare(self) -> tuple[str, int]:
-        """Listen for links; returns where."""
+        """Listen for stage links. Returns the address."""
         ...
 
     async def start(self, start: Start) -> list[Peer]:
-        """Start the workers; returns them by rank."""
+        """Start the workers and return them by rank."""
         ...
 
     def close(self) -> None:
-        """Give up what was prepared, unless it has been started.  Idempotent."""
+        """Release what was prepared, unless it has been started. Idempotent."""
         ...
 
 
 class LocalGroup:
-    """The workers on the front's own machine."""
+    """The workers on the coordinator's own machine."""
 
-    def __init__(self, front: tuple[str, int], key: bytes, launcher: Launcher) -> None:
-        self._group = WorkerGroup(front, front[0], key)
-        self._address, self._launcher = front[0], launcher
+    def __init__(self, coordinator: tuple[str, int], key: bytes, launcher: Launcher) -> None:
+        self._group = WorkerGroup(coordinator, coordinator[0], key)
+        self._address, self._launcher = coordinator[0], launcher
 
     async def prepare(self) -> tuple[str, int]:
         return self._address, self._group.listen()
@@ -76,8 +78,8 @@ class LocalGroup:
 class HostGroup:
     """The workers on the machine of a host."""
 
-    def __init__(self, front: Coordinator, host: HostLink, order: int) -> None:
-        self._front, self._host, self._order = front, host, order
+    def __init__(self, coordinator: Coordinator, host: HostLink, order: int) -> None:
+        self._coordinator, self._host, self._order = coordinator, host, order
         self._has_started = False
 
     async def prepare(self) -> tuple[str, int]:
@@ -86,7 +88,7 @@ class HostGroup:
     async def start(self, start: Start) -> list[Peer]:
         await self._host.start(start)
         end = partial(self._host.end, start.order)
-        peers = await connected_peers(self._front, start, end, f"on node {self._host.node}")
+        peers = await connected_peers(self._coordinator, start, end, f"on node {self._host.node}")
         self._has_started = True
         return peers
 
@@ -96,22 +98,22 @@ class HostGroup:
 
 
 async def connected_peers(
-    front: Coordinator, start: Start, end: Callable[[int, float], Awaitable[Exit]], where: str
+    coordinator: Coordinator, start: Start, end: Callable[[int, float], Awaitable[Exit]], where: str
 ) -> list[Peer]:
-    """Take the connections of workers that have been started elsewhere.
+    """Wait for the connections of workers started on another machine.
 
     Args:
-        end: has their place end the worker of a rank.
-        where: they are, for people.
+        end: asks the machine to end the worker of a rank.
+        where: location of the workers, for messages.
 
     Raises:
-        DeviceStartError: one does not connect; all are ended.
+        DeviceStartError: a worker does not connect; all are ended.
     """
     peers: list[Peer] = []
     try:
         for rank in start.ranks:
             name = f"worker {start.first_number + rank} {where}"
-            connection = await front.worker(start.order, rank, name)
+            connection = await coordinator.worker(start.order, rank, name)
             peers.append(RemotePeer(connection, partial(end, rank), name, where))
     except BaseException:
         await end_all(peers)  # noqa: ASYNC102  # shielded inside
@@ -123,11 +125,11 @@ async def connected_peers(
 
 
 class HostsLauncher:
-    """`WorkersLauncher` of one replica.
+    """`WorkersLauncher` of one replica on several machines.
 
     Args:
-        ranks: by machine, or by place of a machine.
-        make_group: makes the group of a machine, for the workers of an order.
+        ranks: the ranks on each machine, or in each bundle of Ray.
+        make_group: creates the group of a machine for an order.
     """
 
     def __init__(
@@ -135,10 +137,10 @@ class HostsLauncher:
         config: EngineConfig,
         ranks: Mapping[int, tuple[int, ...]],
         replica: int,
-        front: Coordinator,
+        coordinator: Coordinator,
         make_group: Callable[[int, int], Awaitable[GroupPort]],
     ) -> None:
-        self._front, self._make_group = front, make_group
+        self._coordinator, self._make_group = coordinator, make_group
         self._first_number = replica * config.workers_per_replica
         self._ranks = ranks
         self._sizes = shared_sizes(config) if config.workers_per_replica > 1 else None
@@ -149,18 +151,20 @@ class HostsLauncher:
     async def __call__(self) -> Sequence[Peer]:
         num_lost = 0
         while True:
-            order = self._front.next_order()
+            order = self._coordinator.next_order()
             try:
                 return await self._start(order)
-            except HostGoneError:  # between two of its answers
+            except HostGoneError:
                 num_lost += 1
                 if num_lost == MAX_HOSTS_LOST:
                     raise
             finally:
-                self._front.forget(order)  # the next order waits until the host is back
+                # The next order waits until the host is back.
+                self._coordinator.forget(order)
 
     async def release(self) -> None:
-        pass  # nothing is held between two starts
+        # Nothing is reserved between two starts.
+        pass
 
     async def _start(self, order: int) -> Sequence[Peer]:
         groups = [await self._make_group(node, order) for node in self._ranks]
@@ -169,7 +173,7 @@ class HostsLauncher:
         ]
         for start in starts:
             for rank in start.ranks:
-                self._front.expect(order, rank)
+                self._coordinator.expect(order, rank)
         try:
             addresses = [await group.prepare() for group in groups]
             return await self._start_all(groups, with_dials(starts, addresses))
@@ -180,7 +184,7 @@ class HostsLauncher:
     async def _start_all(
         self, groups: Sequence[GroupPort], starts: Sequence[Start]
     ) -> Sequence[Peer]:
-        """Start all groups at once; if one fails, all are ended."""
+        """Start all groups concurrently. If one fails, all workers are ended."""
         peers: dict[int, Peer] = {}
         errors: list[DeviceStartError] = []
 
@@ -206,7 +210,7 @@ class HostsLauncher:
 def ranks_by_node(
     config: EngineConfig, nodes: NodesConfig, replica: int
 ) -> dict[int, tuple[int, ...]]:
-    """Say which ranks of a replica are on which machine, in the order of both."""
+    """Return the ranks of a replica on each machine, in the order of both."""
     found: dict[int, tuple[int, ...]] = {}
     num_ranks, num_stages = config.tensor_parallel_size, config.num_stages
     for stage in range(num_stages):
@@ -218,9 +222,10 @@ def ranks_by_node(
 
 
 def with_dials(starts: Sequence[Start], addresses: Sequence[tuple[str, int]]) -> list[Start]:
-    """Tell each group which links it dials: those to groups before it.
+    """Assign to each group the links that it dials: those to earlier groups.
 
-    So the first group dials none, and every other one only such as do not wait for it: there is no circle.
+    The first group dials none and each other group dials only groups that do not wait for it, so no cycle of
+    waiting can form.
     """
     group_of = {rank: i for i, start in enumerate(starts) for rank in start.ranks}
     found: list[Start] = []
@@ -235,24 +240,27 @@ def with_dials(starts: Sequence[Start], addresses: Sequence[tuple[str, int]]) ->
 
 
 def listen(nodes: NodesConfig) -> socket.socket:
-    """Listen for the hosts, at the front's address alone.
+    """Listen for hosts at the coordinator's address only.
 
     Raises:
-        TrouperValidationError: address or port cannot be had, or a name stands for all addresses; it names the one.
+        TrouperValidationError: the address or port cannot be used, or the address stands for all addresses of
+            the machine.
     """
     try:
         listener = serve_at((nodes.address, nodes.port), BACKLOG)
     except OSError as error:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise invalid(
-                "master_port", f"cannot listen there: {error.strerror}", nodes.port
+                "master_port", f"cannot listen on this port: {error.strerror}", nodes.port
             ) from None
         raise invalid(
-            "master_addr", f"is no address of this machine: {error.strerror}", nodes.address
+            "master_addr", f"is not an address of this machine: {error.strerror}", nodes.address
         ) from None
     if is_every_address(listener.getsockname()[0]):
         listener.close()
-        raise invalid("master_addr", "stands for every address of this machine", nodes.address)
+        raise invalid(
+            "master_addr", "must be one address, not all addresses of this machine", nodes.address
+        )
     return listener
 
 
@@ -260,17 +268,19 @@ def listen(nodes: NodesConfig) -> socket.socket:
 async def open_nodes(
     config: EngineConfig, nodes: NodesConfig, launcher: Launcher = launch
 ) -> AsyncGenerator[Callable[[int], WorkersLauncher]]:
-    """Listen for the other machines while the block runs; yields what starts the workers of a replica."""
+    """Listen for the other machines while the block runs. Yields a function that returns the launcher of a
+    replica's workers.
+    """
     key = cluster_key()
-    front = Coordinator(listener := listen(nodes), key, nodes.num_nodes, config.num_workers)
+    coordinator = Coordinator(listener := listen(nodes), key, nodes.num_nodes, config.num_workers)
     address = nodes.address, listener.getsockname()[1]
 
     async def make_group(node: int, order: int) -> GroupPort:
         if node == 0:
             return LocalGroup(address, key, launcher)
-        return HostGroup(front, await front.host(node), order)
+        return HostGroup(coordinator, await coordinator.host(node), order)
 
-    async with listening(front):
+    async with listening(coordinator):
         yield lambda replica: HostsLauncher(
-            config, ranks_by_node(config, nodes, replica), replica, front, make_group
+            config, ranks_by_node(config, nodes, replica), replica, coordinator, make_group
         )

@@ -1,8 +1,9 @@
-"""Start the workers of a device where Ray has room for them.
+"""Starts the workers of a device where Ray has resources for them.
 
-Ray gives bundles and starts one small actor at each, which starts our own workers; no step passes through it. A place is a
-bundle with room for all ranks of a stage, since these share memory. The connections of the workers are the sign of their life: Ray
-itself tells of a lost machine later than they do. A new crew asks for new bundles, wherever there is room by then.
+Ray reserves bundles, each with room for all ranks of a stage because these share memory, and runs one small
+actor in each bundle. The actor starts our own worker processes; no step passes through Ray. The end of a
+worker's connection shows its death, earlier than Ray reports a lost machine. Each start reserves new bundles,
+wherever there is room by then.
 """
 
 import contextlib
@@ -35,28 +36,35 @@ from trouper.config.parallel import NodesConfig
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError
 
-PLACE_S = 60.0  # for Ray to find bundles
-LOOK_S = 0.5  # between two looks whether it has
-ANSWER_S = 60.0  # for an actor: its process imports this module first
+# Seconds for Ray to reserve bundles.
+RESERVE_S = 60.0
+# Seconds between two checks of the reservation.
+LOOK_S = 0.5
+# Seconds for an actor to answer; its process first imports this module.
+ANSWER_S = 60.0
 
 
 class RayHost:
-    """The actor of a place; Ray calls its methods one after another, in the main thread of a process of its own."""
+    """The actor of a bundle. Ray calls its methods one after another, in the main thread of a process of its
+    own.
+    """
 
-    def __init__(self, front: tuple[str, int], key: bytes, num_cpus: int) -> None:
-        self._front, self._key = front, key
+    def __init__(self, coordinator: tuple[str, int], key: bytes, num_cpus: int) -> None:
+        self._coordinator, self._key = coordinator, key
         self._group: WorkerGroup | None = None
-        os.environ["OMP_NUM_THREADS"] = str(num_cpus)  # of each worker; Ray sets it to those of all
+        # Ray sets this to the cores of the whole bundle; each worker needs its own share.
+        os.environ["OMP_NUM_THREADS"] = str(num_cpus)
 
     def listen(self) -> tuple[str, int]:
-        """Listen for links; returns where."""
+        """Listen for stage links. Returns the address."""
         address = import_module("ray").util.get_node_ip_address()
-        facts = MachineFacts(num_workers=1)  # Ray shares out the cores
-        self._group = WorkerGroup(self._front, address, self._key, facts.as_argument())
+        # Ray divides the cores.
+        facts = MachineFacts(num_workers=1)
+        self._group = WorkerGroup(self._coordinator, address, self._key, facts.as_argument())
         return address, self._group.listen()
 
     def start(self, order: bytes) -> str | None:
-        """Start the workers of a `Start`; returns what is wrong, if anything is."""
+        """Start the workers of an encoded `Start`. Returns the error, or None."""
         assert self._group is not None
         try:
             self._group.connect(msgspec.msgpack.decode(order, type=Start))
@@ -67,7 +75,7 @@ class RayHost:
         return None
 
     def reap(self, rank: int, grace_s: float) -> bytes:
-        """Let a worker exit for so long, then kill it; returns its `Exit`."""
+        """Wait up to `grace_s` seconds for a worker to exit, then kill it. Returns its encoded `Exit`."""
         assert self._group is not None
         return msgspec.msgpack.encode(self._group.reap(rank, grace_s))
 
@@ -75,8 +83,8 @@ class RayHost:
 class RayGroup:
     """`GroupPort` of the workers that one actor starts."""
 
-    def __init__(self, ray: Any, actor: Any, front: Coordinator, number: int) -> None:
-        self._ray, self._actor, self._front, self._number = ray, actor, front, number
+    def __init__(self, ray: Any, actor: Any, coordinator: Coordinator, number: int) -> None:
+        self._ray, self._actor, self._coordinator, self._number = ray, actor, coordinator, number
 
     async def prepare(self) -> tuple[str, int]:
         return await self._answer(self._actor.listen)
@@ -84,13 +92,14 @@ class RayGroup:
     async def start(self, start: Start) -> list[Peer]:
         problem = await self._answer(self._actor.start, msgspec.msgpack.encode(start))
         if problem is not None:
-            raise DeviceStartError(f"place {self._number} of Ray: {problem}")
+            raise DeviceStartError(f"bundle {self._number} of Ray: {problem}")
         return await connected_peers(
-            self._front, start, self._end, f"at place {self._number} of Ray"
+            self._coordinator, start, self._end, f"in bundle {self._number} of Ray"
         )
 
     def close(self) -> None:
-        pass  # the actor goes with its place, which the crew gives back
+        # The actor ends with its bundle, which the launcher releases.
+        pass
 
     async def _end(self, rank: int, grace_s: float) -> Exit:
         try:
@@ -113,17 +122,17 @@ class RayGroup:
             return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
         except self._ray.exceptions.RayError as error:
             kind = type(error).__name__
-            raise DeviceStartError(f"place {self._number} of Ray is gone: {kind}") from None
+            raise DeviceStartError(f"bundle {self._number} of Ray is gone: {kind}") from None
 
 
 class RayLauncher:
-    """`WorkersLauncher` of one replica; it holds the bundles of its last crew."""
+    """`WorkersLauncher` of one replica, which owns the bundles of its last start."""
 
     def __init__(
-        self, ray: Any, config: EngineConfig, nodes: NodesConfig, replica: int, front: Coordinator,
+        self, ray: Any, config: EngineConfig, nodes: NodesConfig, replica: int, coordinator: Coordinator,
         address: tuple[str, int], key: bytes,
     ) -> None:  # fmt: skip
-        self._ray, self._front = ray, front
+        self._ray, self._coordinator = ray, coordinator
         self._address, self._key, self._num_cpus = address, key, nodes.cpus_per_worker
         num_ranks = config.tensor_parallel_size
         self._bundle = {"CPU": num_ranks * nodes.cpus_per_worker}
@@ -132,8 +141,9 @@ class RayLauncher:
             for stage in range(config.num_stages)
         }
         self._num_bundles = len(bundles)
-        self._crew = HostsLauncher(config, bundles, replica, front, self._make_group)
-        self._bundles: Any = None  # a placement group
+        self._launcher = HostsLauncher(config, bundles, replica, coordinator, self._make_group)
+        # A placement group of Ray.
+        self._bundles: Any = None
         self._actors: list[Any] = []
 
     def __repr__(self) -> str:
@@ -143,18 +153,19 @@ class RayLauncher:
         await self.release()
         try:
             await self._find_bundles()
-            return await self._crew()
+            return await self._launcher()
         except BaseException:
             await self.release()  # noqa: ASYNC102  # shielded inside
             raise
 
     async def release(self) -> None:
-        """Give the bundles back, and end what runs there.  Idempotent."""
+        """Release the bundles and end everything that runs in them. Idempotent."""
         actors, bundles = self._actors, self._bundles
         self._actors, self._bundles = [], None
 
         def give_back() -> None:
-            lost = contextlib.suppress(self._ray.exceptions.RayError)  # with all that was there
+            # A lost machine took its actors with it.
+            lost = contextlib.suppress(self._ray.exceptions.RayError)
             for actor in actors:
                 with lost:
                     self._ray.kill(actor)
@@ -162,19 +173,20 @@ class RayLauncher:
                 with lost:
                     self._ray.util.remove_placement_group(bundles)
 
-        with anyio.CancelScope(shield=True):  # bounded: neither call waits
+        # Bounded, since neither call waits.
+        with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(give_back)
 
     async def _find_bundles(self) -> None:
-        """Ask Ray for bundles, and start an actor at each.
+        """Reserve bundles and start an actor in each.
 
         Raises:
-            DeviceStartError: it has no room, or is gone.
+            DeviceStartError: Ray has no room, or is gone.
         """
         try:
             await anyio.to_thread.run_sync(self._ask_for_bundles)
             is_there = False
-            with anyio.move_on_after(PLACE_S):
+            with anyio.move_on_after(RESERVE_S):
                 while not is_there:
                     is_there = await anyio.to_thread.run_sync(self._bundles.wait, LOOK_S)
             if is_there:
@@ -182,10 +194,12 @@ class RayLauncher:
                 return
             free = await anyio.to_thread.run_sync(self._ray.available_resources)
         except self._ray.exceptions.RayError as error:
-            raise DeviceStartError(f"Ray finds no bundles: {type(error).__name__}") from None
+            raise DeviceStartError(
+                f"Ray cannot reserve resources: {type(error).__name__}"
+            ) from None
         wanted = f"{self._num_bundles} x {{CPU: {self._bundle['CPU']}}}"
         raise DeviceStartError(
-            f"Ray has no room: the workers want {wanted}, {free.get('CPU', 0):g} is free"
+            f"Ray has no room: the workers need {wanted}, but only {free.get('CPU', 0):g} CPUs are free"
         )
 
     def _ask_for_bundles(self) -> None:
@@ -202,48 +216,51 @@ class RayLauncher:
             self._actors.append(actor_class.remote(self._address, self._key, self._num_cpus))
 
     async def _make_group(self, place: int, order: int) -> RayGroup:
-        return RayGroup(self._ray, self._actors[place], self._front, place)
+        return RayGroup(self._ray, self._actors[place], self._coordinator, place)
 
 
 @asynccontextmanager
 async def open_ray(
     config: EngineConfig, nodes: NodesConfig
 ) -> AsyncGenerator[Callable[[int], WorkersLauncher]]:
-    """Use Ray while the block runs, the cluster that this process has joined or else joins; yields what starts a replica's workers.
+    """Use the Ray cluster of this process, or join one, while the block runs. Yields a function that returns the
+    launcher of a replica's workers.
 
     Raises:
-        DeviceStartError: there is no cluster, or no port of this machine.
+        DeviceStartError: there is no cluster, or no free port on this machine.
     """
     ray: Any = import_module("ray")
     import_module("ray.util.scheduling_strategies")
     was_there = ray.is_initialized()
     if not was_there:
         await anyio.to_thread.run_sync(_join, ray)
-    key = secrets.token_bytes(32)  # of this engine alone
-    crews: list[RayLauncher] = []
+    # The key of this engine only.
+    key = secrets.token_bytes(32)
+    launchers: list[RayLauncher] = []
     try:
         listener = _listen(ray.util.get_node_ip_address())
-        front, address = Coordinator(listener, key), listener.getsockname()[:2]
+        coordinator, address = Coordinator(listener, key), listener.getsockname()[:2]
 
         def launcher_of(replica: int) -> WorkersLauncher:
-            crews.append(RayLauncher(ray, config, nodes, replica, front, address, key))
-            return crews[-1]
+            launchers.append(RayLauncher(ray, config, nodes, replica, coordinator, address, key))
+            return launchers[-1]
 
-        async with listening(front):
+        async with listening(coordinator):
             yield launcher_of
     finally:
-        with anyio.CancelScope(shield=True):  # bounded: Ray's own calls do not wait for bundles
-            for crew in crews:
-                await crew.release()
+        # Bounded, since these calls do not wait for resources.
+        with anyio.CancelScope(shield=True):
+            for launcher in launchers:
+                await launcher.release()
             if not was_there:
                 await anyio.to_thread.run_sync(ray.shutdown)
 
 
 def _listen(address: str) -> socket.socket:
-    """Listen for workers, at any port.
+    """Listen for workers at any free port.
 
     Raises:
-        DeviceStartError: there is no such address, or no port.
+        DeviceStartError: the address does not exist, or no port is free.
     """
     try:
         return serve_at((address, 0), BACKLOG)
@@ -252,13 +269,13 @@ def _listen(address: str) -> socket.socket:
 
 
 def _join(ray: Any) -> None:
-    """Join the cluster of this machine, or that of RAY_ADDRESS; in a thread, where Ray leaves signals alone.
+    """Join the cluster of this machine or of RAY_ADDRESS. Runs in a thread, where Ray does not install signal
+    handlers.
 
     Raises:
-        DeviceStartError: there is none.
+        DeviceStartError: there is no cluster.
     """
     try:
-        # its warning here is that it leaves signals alone
         ray.init(address="auto", logging_level="error")
     except ConnectionError:
         raise DeviceStartError(

@@ -1,4 +1,4 @@
-"""The choice between our own hosts and Ray, which start the workers of an engine elsewhere."""
+"""Chooses between our own hosts and Ray, the two ways to start workers of an engine on other machines."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -15,13 +15,14 @@ from trouper.errors import invalid
 async def open_workers(
     config: EngineConfig, nodes: NodesConfig
 ) -> AsyncGenerator[Callable[[int], WorkersLauncher]]:
-    """Be there for other machines while the block runs; yields what starts the workers of a replica.
+    """Connect to other machines while the block runs. Yields a function that returns the launcher of a replica's
+    workers.
 
     Raises:
-        TrouperValidationError: this machine is not the front's, or its address or port cannot be had.
+        TrouperValidationError: this machine is not the coordinator, or its address or port cannot be used.
     """
     if nodes.rank > 0:
-        rule = "must be 0 where an engine runs; trouper serve runs the other machines"
+        rule = "must be 0 in the process of the engine; run `trouper serve` on the other machines"
         raise invalid("node_rank", rule, nodes.rank)
     opened = open_ray if nodes.backend == "ray" else open_nodes
     async with opened(config, nodes) as launcher_of:

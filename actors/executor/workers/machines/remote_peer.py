@@ -1,4 +1,8 @@
-"""A worker on another machine, by a connection whose end is its sign of life."""
+"""A worker on another machine, reached through a TCP connection whose end shows the end of the worker.
+
+TCP buffers are too small for an adapter or a vocabulary, and sending must never wait, so frames queue here
+and the task that receives also sends them.
+"""
 
 import socket
 from collections import deque
@@ -10,25 +14,26 @@ from trouper.actors.executor.workers.launching import CLOSED, READ_BYTES, SEND_B
 from trouper.actors.executor.workers.wire import MAX_FRAME, read_inline
 from trouper.actors.executor.workers.worker_process import Exit
 
-END_S = 5.0  # for the word that a worker is gone, beyond the grace that it was given
-# Frames that wait for room in the system's buffer: plans in flight (stages + 1, 65 at most), three calls, a vocabulary,
-# and 256 adapters of a successor, of which each is sent when the one before is loaded.
+# Seconds to wait for the report that a worker has ended, beyond its grace period.
+END_S = 5.0
+# Frames queued for room in the system's buffer: plans in flight (stages + 1, at most 65), three calls and a
+# vocabulary. Restoring 256 adapters adds one at a time, since each is sent after the previous one is loaded.
 MAX_WAITING = 128
 
 
 class RemotePeer:
-    """`Peer` of a worker on another machine.
-
-    What the system's buffer has no room for waits here, and is sent by the task that receives.
+    """`Peer` of a worker on another machine. Frames that do not fit into the system's buffer are queued and sent
+    by the task that receives.
 
     Args:
-        connection: to the worker; it is the peer's to close.
-        end: has the worker's place end it.
-        name: for people.
-        where: it runs, for people.
+        connection: socket to the worker; the peer closes it.
+        end: asks the worker's machine to end it.
+        name: of the worker, for messages.
+        where: location of the worker, for messages.
     """
 
-    max_inline = MAX_FRAME  # no descriptor comes from there
+    # TCP carries no descriptors, so every payload is inline.
+    max_inline = MAX_FRAME
 
     def __init__(
         self,
@@ -42,7 +47,8 @@ class RemotePeer:
         self._socket = connection
         self._end, self._name, self.where = end, name, where
         self._waiting: deque[memoryview] = deque()
-        self._reading = anyio.CancelScope()  # around a wait for bytes alone
+        # Surrounds a wait for bytes, which `send` cancels when the wait must include room for queued frames.
+        self._reading = anyio.CancelScope()
         self._exit: Exit | None = None
 
     def __repr__(self) -> str:
@@ -55,7 +61,7 @@ class RemotePeer:
         whole = data if file is None else read_inline(data, file)
         self._waiting.append(memoryview(whole))
         if len(self._waiting) == 1 and not self._send_some():
-            self._reading.cancel()  # it waits for room as well from now on
+            self._reading.cancel()
 
     async def receive(self) -> tuple[bytes, list[int]]:
         while True:
@@ -72,7 +78,8 @@ class RemotePeer:
         if self._exit is not None:
             return self._exit
         found = Exit(None, stderr=(f"{self._name} does not answer",), was_machine_lost=True)
-        with anyio.CancelScope(shield=True):  # bounded: by the grace, and its place's silence
+        # Bounded by the grace period and `END_S`.
+        with anyio.CancelScope(shield=True):
             with anyio.move_on_after(grace_s):
                 await self._flush()
             with anyio.move_on_after(grace_s + END_S):
@@ -83,7 +90,7 @@ class RemotePeer:
         return found
 
     async def _flush(self) -> None:
-        """Send all that waits, if the worker still reads."""
+        """Send all queued frames, if the worker still reads."""
         try:
             while not self._send_some():
                 await anyio.wait_writable(self._socket)
@@ -91,7 +98,7 @@ class RemotePeer:
             pass
 
     def _send_some(self) -> bool:
-        """Send what the system has room for; returns whether that was all.
+        """Send as many queued bytes as the system accepts. Returns whether the queue is empty.
 
         Raises:
             OSError: the worker is gone.
@@ -108,7 +115,7 @@ class RemotePeer:
         return True
 
     async def _wait(self) -> None:
-        """Wait until there is something to read, or, while frames wait, until there was room for them."""
+        """Wait for bytes to read, or, with queued frames, for room to send them."""
         if not self._waiting:
             with anyio.CancelScope() as self._reading:
                 await anyio.wait_readable(self._socket)
@@ -125,4 +132,5 @@ class RemotePeer:
         try:
             self._send_some()
         except OSError:
-            self._waiting.clear()  # the next read finds the end
+            # The next read finds the end of the connection.
+            self._waiting.clear()

@@ -1,7 +1,8 @@
-"""A place: another machine, or a part of one, on which some workers of an engine run.
+"""The workers of one order on one machine: their links, processes and end.
 
-What is here is synchronous, since a host of ours uses it as well as an actor of Ray.  The workers of a place share rings;
-to those elsewhere go connections, which the place makes and its workers inherit, so that they know neither key nor address.
+This module is synchronous because both our own host and an actor of Ray use it. Workers on the same machine
+share rings. Links to other machines are TCP connections that this module opens and the workers inherit, so
+workers need neither key nor address.
 """
 
 import socket
@@ -13,27 +14,29 @@ from trouper.actors.executor.workers.machines.channel import LinkHello, Start, W
 from trouper.actors.executor.workers.worker_process import MODULE, Exit, WorkerProcess
 from trouper.errors import DeviceStartError
 
-BACKLOG = 64  # connections that wait to be accepted: links of one place
+# Connections waiting to be accepted: the links of one group.
+BACKLOG = 64
 
 
 class WorkerGroup:
-    """The workers of one order that a place has: `listen`, `connect` and `spawn`, in this order, then `reap` each.
+    """The workers of one order on this machine. Call `listen`, `connect` and `spawn` in this order, then `reap`
+    for each worker.
 
     Args:
-        front: address and port of the front.
-        address: of this place, as the others reach it.
-        machine: a `MachineFacts` in JSON, for its workers.
+        coordinator: address and port of the coordinator.
+        address: address at which other machines reach this one.
+        machine: encoded `MachineFacts` for the workers.
     """
 
     def __init__(
         self,
-        front: tuple[str, int],
+        coordinator: tuple[str, int],
         address: str,
         key: bytes,
         machine: bytes = b"",
         module: str = MODULE,
     ) -> None:
-        self._front, self._key = front, key
+        self._coordinator, self._key = coordinator, key
         self._machine, self._module = machine, module
         self._address = address
         self._listener: socket.socket | None = None
@@ -41,29 +44,31 @@ class WorkerGroup:
         self._files: list[tuple[int, ...]] = []
         self._ranks: tuple[int, ...] = ()
         self._first_number = 0
-        self.processes: dict[int, WorkerProcess] = {}  # by rank
+        # Processes by rank.
+        self.processes: dict[int, WorkerProcess] = {}
 
     def __repr__(self) -> str:
         return f"<WorkerGroup of {list(self.processes)}>"
 
     def listen(self) -> int:
-        """Listen for the links of other places; returns the port.
+        """Listen for the links of other machines. Returns the port.
 
         Raises:
-            OSError: this address cannot be bound.
+            OSError: the address cannot be bound.
         """
         self._listener = serve_at((self._address, 0), BACKLOG)
         return self._listener.getsockname()[1]
 
     def connect(self, start: Start) -> None:
-        """Connect the workers with the front, and with their neighbours; blocks.
+        """Connect the workers to the coordinator and to their neighbours. Blocks.
 
         Raises:
-            DeviceStartError: the front or another place does not answer, or there is no room for rings.
+            DeviceStartError: the coordinator or another machine does not answer, or there is no memory for
+                rings.
         """
         try:
             for rank in start.ranks:
-                control = dial(self._front, self._key)
+                control = dial(self._coordinator, self._key)
                 self._controls.append(control)
                 control.sendall(encode(WorkerHello(start.order, rank)))
                 control.settimeout(None)
@@ -75,14 +80,14 @@ class WorkerGroup:
         self._ranks, self._first_number = start.ranks, start.first_number
 
     def connect_links(self, start: Start) -> list[tuple[int, ...]]:
-        """Make the rings of this place's ranks and their connections to others; blocks.
+        """Create the rings between ranks on this machine and their connections to other machines. Blocks.
 
         Returns:
-            The descriptors that each rank inherits, which are the caller's to close.
+            The descriptors that each rank inherits, which the caller closes.
 
         Raises:
-            OSError: another place does not answer.
-            DeviceStartError: there is no room for rings.
+            OSError: another machine does not answer.
+            DeviceStartError: there is no memory for rings.
         """
         if start.sizes is None:
             return [() for _ in start.ranks]
@@ -94,7 +99,9 @@ class WorkerGroup:
                     made[name] = link.detach()
             awaited = outer_links(start) - made.keys()
             if awaited:
-                assert self._listener is not None, "the front has us start before it has us listen"
+                assert self._listener is not None, (
+                    "the coordinator has us start before it has us listen"
+                )
                 made |= LinkAcceptor(self._listener, self._key, start.order, awaited).accept_all()
             return create_shared_files(start.sizes, start.ranks, made)
         except BaseException:
@@ -102,10 +109,10 @@ class WorkerGroup:
             raise
 
     def spawn(self) -> None:
-        """Start the processes; in the thread that lives as long as they shall.
+        """Start the processes, in a thread that lives as long as they do.
 
         Raises:
-            DeviceStartError: the system has refused.
+            DeviceStartError: the system refused.
         """
         try:
             for rank, control, files in zip(self._ranks, self._controls, self._files, strict=True):
@@ -117,23 +124,25 @@ class WorkerGroup:
             self.close()
 
     def reap(self, rank: int, grace_s: float) -> Exit:
-        """Let a worker exit for so long, then kill it; blocks."""
+        """Wait up to `grace_s` seconds for a worker to exit, then kill it. Blocks."""
         process = self.processes.get(rank)
         return Exit(None) if process is None else process.reap(grace_s)
 
     @property
     def is_over(self) -> bool:
-        """Whether its workers have run, and all are gone."""
+        """Whether the workers have run and all are gone."""
         return bool(self.processes) and all(p.is_reaped for p in self.processes.values())
 
     def kill(self) -> None:
-        """End all at once; blocks for as long as the system takes.  Idempotent."""
+        """Kill all workers. Blocks until the system has ended them. Idempotent."""
         for process in self.processes.values():
             process.reap(0.0)
         self.close()
 
     def close(self) -> None:
-        """Close what the workers have inherited, or will not.  Idempotent."""
+        """Close listener, connections and descriptors that the workers inherited or will not inherit.
+        Idempotent.
+        """
         if self._listener is not None:
             self._listener.close()
         for control in self._controls:
@@ -143,7 +152,7 @@ class WorkerGroup:
 
 
 def outer_links(start: Start) -> set[str]:
-    """Return the names of the links between ranks of a place and others."""
+    """Return the names of the links between this group and ranks on other machines."""
     if start.sizes is None:
         return set()
     links = link_ends(start.sizes)
