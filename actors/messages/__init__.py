@@ -1,4 +1,4 @@
-"""The messages that actors send to each other: a leaf that imports none of them.
+"""The messages between actors.  They import no actor, so any two actors can share them without a circle.
 
     frontends -Render-> Renderer -Track-> Detokenizer
                         Renderer -Admit-> Scheduler -StepPlan-> Executor -StepDone | StepFailed-> Scheduler
@@ -10,7 +10,7 @@
     frontends, Scheduler -DeviceCall-> Executor
     Scheduler, Detokenizer -StepStats | OutputStats-> Observer
 
-`requests` go into the engine, `plans` to the device, `results` come back from it, `outputs` go on to
-the clients; `controls` steer the engine and `stats` describe it.  `inboxes` says what each actor may
-receive.  `promise` and `sinks` are the writing ends that a message lends to its receiver.
+`requests` enter the engine, `steps` go to the device and back, `outputs` go on to the clients and to the observer.
+`controls` steer the engine, and list the messages that each actor may receive.  `sinks` are the writing ends that a message
+lends to its receiver.
 """

@@ -1,6 +1,6 @@
-"""Orders that steer the engine as a whole; each is answered.
+"""Orders to the engine as a whole, such as a pause or a sleep, and the type of each actor's inbox.
 
-Types of the messages that each actor may receive.
+Every order carries a promise, so its sender learns when the order has taken full effect, or why it failed.
 """
 
 from enum import Enum
@@ -40,18 +40,20 @@ from trouper.config.adapters import AdapterFiles
 
 
 class Pause(Enum):
-    """Restriction on which sequences the scheduler may plan."""
+    """Restrict the sequences that the scheduler may plan."""
 
     NONE = "none"
-    NO_NEW_REQUESTS = "no new requests"  # what has run before runs on; nothing else starts
-    ALL = "all"  # nothing is planned
+    # Sequences that have started go on; no other one starts.
+    NO_NEW_REQUESTS = "no new requests"
+    # No sequence is planned.
+    ALL = "all"
 
 
 class SetPause(msgspec.Struct, frozen=True):
-    """Frontend → Scheduler: what may be planned from now on.
+    """Frontend → Scheduler: restrict planning from now on.
 
-    Answered when it has taken full effect: no step is in flight, with `Pause.NO_NEW_REQUESTS` nothing is
-    left that may still run, and all outputs have been handed over.
+    It is answered when it has taken full effect: no step is in flight, all outputs are handed over, and with
+    `Pause.NO_NEW_REQUESTS` every sequence that may go on has ended.
     """
 
     pause: Pause
@@ -59,7 +61,7 @@ class SetPause(msgspec.Struct, frozen=True):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True):
-    """Frontend → Scheduler: forget all prefixes.  Answered with False while a block is held.
+    """Frontend → Scheduler: forget all prefixes.  The answer is False, and nothing changes, while a sequence holds a KV block.
 
     `preempt` frees the blocks first: `"recompute"` keeps results in flight, `"resample"` drops them.
     """
@@ -69,16 +71,16 @@ class ResetPrefixCache(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Frontend → Scheduler: one iteration, for an engine that is stepped by hand.
+    """Frontend → Scheduler: run one iteration, in an engine without its own loop.
 
-    Answered when its outputs are in the reply slots.
+    It is answered when the outputs are in the reply slots.
     """
 
     answer: Promise[None]
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Frontend → Scheduler: a round trip to the device and back.  Passed on as a `DeviceCall`."""
+    """Frontend → Scheduler: make a round trip to the device and back.  It continues as a `DeviceCall`."""
 
     answer: Promise[object]
 
@@ -144,7 +146,7 @@ class DeviceCall(msgspec.Struct, frozen=True):
 
 
 class Flush(msgspec.Struct, frozen=True):
-    """Frontend → Observer: answered when everything reported before it has been counted."""
+    """Frontend → Observer: count everything reported before this message, then answer."""
 
     answer: Promise[None]
 

@@ -1,6 +1,7 @@
-"""Outputs on their way to the clients: from the scheduler to the detokenizer or the pooler, and `Stop` back.
+"""Outputs on their way to the clients, and numbers about them on their way to the observer.
 
-Numbers for the observer, and for whatever asks how the engine does.  All but snapshots may be dropped.
+Outputs go from the scheduler to the detokenizer or to the pooler; `Stop` goes back.  They are never dropped.
+Numbers may be dropped when the observer is slow, because no client waits for them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,46 +17,56 @@ from trouper.params import SamplingParams
 
 
 class SequenceTokens(msgspec.Struct, frozen=True):
-    """The new tokens of one sequence in one `StepTokens`, and its end."""
+    """The new tokens of one sequence, and its end if it has ended."""
 
     id: SequenceId
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
+    # One for each token if the request asks for them.
+    logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    num_cached_tokens: int | None = None  # with the first token: prompt tokens found in the cache
-    error: RequestError | None = None  # with finish_reason "error"
-    num_preemptions: int = 0  # so far
-    replica: int = 0  # that has computed them
+    # Prompt tokens found in the prefix cache.  It comes with the first token.
+    num_cached_tokens: int | None = None
+    # With the finish reason `error`.
+    error: RequestError | None = None
+    num_preemptions: int = 0
+    # The replica that computed the tokens.
+    replica: int = 0
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """The time that a request will have its first token, as foretold when the scheduler took it in."""
+    """The predicted time to the first token of a request, made when the scheduler admits it."""
 
-    id: SequenceId  # of its first sequence
+    # The first sequence of the request.
+    id: SequenceId
     seconds: float
-    is_least: bool = False  # a lower bound: what comes later may go first
-    error: float | None = None  # relative, that nine of ten are within; None: not known yet
+    # A lower bound, because later requests may go first.
+    is_least: bool = False
+    # Nine of ten predictions are within this relative error.  None until it is known.
+    error: float | None = None
 
 
 class StepTokens(msgspec.Struct, frozen=True):
     """Scheduler → Detokenizer: all outputs of one turn of the scheduler, in one message."""
 
     sequences: tuple[SequenceTokens, ...]
-    started: tuple[SequenceId, ...] = ()  # sequences that took a device row, for their statistics
-    answers: tuple[Promise[None], ...] = ()  # to deliver when these outputs have been handed over
-    expected: tuple[Expected, ...] = ()  # of requests that were taken in
+    # Sequences that took a request slot, for their statistics.
+    started: tuple[SequenceId, ...] = ()
+    # Delivered after these outputs have been handed over.
+    answers: tuple[Promise[None], ...] = ()
+    # Predictions for the requests admitted in this turn.
+    expected: tuple[Expected, ...] = ()
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """Detokenizer → Scheduler: stop strings ended these sequences; they yield no further output."""
+    """Detokenizer → Scheduler: stop strings have ended these sequences.  They have no further output."""
 
     ids: tuple[SequenceId, ...]
 
 
 class PooledRequest(msgspec.Struct, frozen=True):
-    """The end of one pooling request: its raw result, or why there is none."""
+    """The end of one pooling request: its raw result or its error."""
 
     admit: AdmitPooling
     array: np.ndarray | None = None
@@ -66,11 +77,12 @@ class Pooled(msgspec.Struct, frozen=True):
     """Scheduler → Pooler: all outputs of one turn of the scheduler, in one message."""
 
     requests: tuple[PooledRequest, ...]
-    answers: tuple[Promise[None], ...] = ()  # to deliver when these outputs have been handed over
+    # Delivered after these outputs have been handed over.
+    answers: tuple[Promise[None], ...] = ()
 
 
 class AdapterStats(msgspec.Struct, frozen=True):
-    """The adapters of the scheduler's sequences, by name."""
+    """The names of the adapters that the scheduler's sequences use."""
 
     running: tuple[str, ...]
     waiting: tuple[str, ...]
@@ -158,28 +170,35 @@ def _all_adapters(parts: Sequence[AdapterStats]) -> AdapterStats:
 
 
 class StepStats(msgspec.Struct, frozen=True):
-    """Scheduler → Observer: the number of tokens computed or sampled since the last `StepStats`, and its grammars' work."""
+    """Scheduler → Observer: the work of one replica since the last `StepStats`."""
 
+    # Prompt tokens computed and tokens sampled.
     num_tokens: int
     replica: int = 0
-    grammar: tuple[GrammarWork, ...] = ()  # of each step with one, at most `max_steps_in_flight`
-    step_time_ratios: tuple[float, ...] = ()  # estimated to measured, of each step with a prompt
-    first_token_ratios: tuple[float, ...] = ()  # foretold to true, of each that has come
+    # One for each step with a grammar: at most `max_steps_in_flight`.
+    grammar: tuple[GrammarWork, ...] = ()
+    # Estimated over measured time of each step with a prompt.
+    step_time_ratios: tuple[float, ...] = ()
+    # Predicted over real time of each first token.
+    first_token_ratios: tuple[float, ...] = ()
 
 
 class GrammarStats(msgspec.Struct, frozen=True):
-    """Renderer → Observer: what became of the grammar that one request brought."""
+    """Renderer → Observer: the outcome of the grammar of one request."""
 
-    compile_s: float | None = None  # None: it was among those compiled last, or is refused
-    refusal: str | None = None  # the code of the error
+    # None if the grammar was compiled before, or is refused.
+    compile_s: float | None = None
+    # The code of the error.
+    refusal: str | None = None
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
-    """One request as it ended; part of `OutputStats`."""
+    """The final numbers of one request."""
 
     request_id: str
     stats: RequestStateStats
-    finish_reason: FinishReason  # "error" if any of its sequences had one, else that of the last
+    # `error` if any of its sequences failed, else the reason of the last one.
+    finish_reason: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int
     params: SamplingParams
@@ -188,9 +207,11 @@ class RequestEnded(msgspec.Struct, frozen=True):
 
 
 class OutputStats(msgspec.Struct, frozen=True):
-    """Detokenizer → Observer: latencies and ends that the clients saw with one `StepTokens`."""
+    """Detokenizer → Observer: the latencies that clients saw with one `StepTokens`, and the requests that ended."""
 
-    first_token_s: tuple[float, ...]  # since arrival, for each request that got its first token
-    inter_token_s: tuple[float, ...]  # since the token before, for each sequence that got another
+    # Seconds since arrival, for each request with its first token.
+    first_token_s: tuple[float, ...]
+    # Seconds since the token before, for each sequence with another token.
+    inter_token_s: tuple[float, ...]
     ended: tuple[RequestEnded, ...]
     replica: int = 0

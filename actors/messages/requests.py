@@ -1,19 +1,10 @@
-"""Names of requests and sequences.
+"""Requests on their way in: from the frontends through the renderer to the scheduler, with everything they carry.
 
-A *request* is what the client sent; a *sequence* is one list of tokens being grown for it.  A request
-with `n` completions has the `n` sequences `id, id + 1, … id + n - 1`, so one integer names both.
+A *request* is what the client sent.  A *sequence* is one list of tokens that grows for it.  A request with `n` completions
+has the `n` sequences `id, id + 1, … id + n - 1`, so one integer names both.
 
-An adapter as a request and its sequences name it.
-
-Prompt embeddings on their way from the renderer to the device.
-
-The reasoning that an output may begin with, on its way from the renderer to the device.
-
-A grammar on its way from the renderer to the device, which may be in another process.
-
-Requests on their way in: from the frontends through the renderer to the scheduler.
-
-Limits that more than one part of the engine keeps.
+The types that a request carries along are here, too: its adapter, its prompt embeddings, the marks of its reasoning and its
+grammar.  They cross to a device that may be in another process, so they are plain data, or have a part that is.
 """
 
 import hashlib
@@ -32,102 +23,126 @@ from trouper.pooling import PoolingParams
 RequestId = NewType("RequestId", int)
 SequenceId = NewType("SequenceId", int)
 
+# Far above any real load.  It turns a runaway caller into a QueueOverflowError, and bounds every inbox.
+MAX_OPEN_REQUESTS = 2**20
+
+# The room of one request on a GPU.  The renderer refuses a request that needs more.
+# Biased tokens, banned tokens and, until `min_tokens`, stop tokens:
+MAX_EDITS = 1024
+# Tokens of a bad word without its last one:
+MAX_BAD_WORD = 16
+
 
 class LoadedAdapter(msgspec.Struct, frozen=True):
-    """An adapter that the device has loaded."""
+    """An adapter in the memory of the device."""
 
-    slot: int  # on the device, from 1 on
-    number: int  # counts loads: no two contents of a slot have one, so it names what a KV block was computed with
-    name: str  # for people
+    # From 1 on.
+    slot: int
+    # Counts loads.  Two contents of a slot never have the same number, so it is part of the name of a KV block.
+    number: int
+    # Shown in metrics and errors.
+    name: str
 
 
 EmbedsDtype = Literal["float32", "float16", "bfloat16", "float64"]
 
 
 class Embeds(msgspec.Struct, frozen=True):
-    """A dense matrix [rows, columns] that stands for the embeddings of tokens: row major, little endian."""
+    """Prompt embeddings: a dense matrix [rows, columns] in place of the embeddings of tokens, row-major and little-endian."""
 
     dtype: EmbedsDtype
     num_rows: int
     num_columns: int
-    data: memoryview  # the matrix's bytes
-    first: int = 0  # position in the prompt of the first row
+    data: memoryview
+    # Position of the first row in the prompt.
+    first: int = 0
 
 
-class Thinking(msgspec.Struct, frozen=True):
-    """Reasoning of one request's outputs: where it ends, and when it must.
+class Reasoning(msgspec.Struct, frozen=True):
+    """The marks of the reasoning in one request's outputs, and its token budget.
 
-    A grammar says nothing about it and begins behind its end.
+    A grammar constrains only the text behind the end mark.
     """
 
     start: str
     end: str
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
-    begins_inside: bool  # the prompt has opened it
-    budget: int | None  # tokens, after which its end is forced
+    # Whether the prompt ends inside the reasoning.
+    begins_inside: bool
+    # After this many tokens the end mark is forced.
+    budget: int | None
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Renderer → device: the tokens of a model, as grammars and reasoning read them.
+    """Renderer → device: the tokens of a model, from which grammars and reasoning are followed.
 
-    It goes to a device in another process, once and before the first grammar.
+    A device in another process gets it once, before the first grammar.
     """
 
-    rules: str  # a tokenizer.json
-    num_tokens: int  # that masks are made for
+    # The content of a tokenizer.json.
+    rules: str
+    # Size of the masks.
+    num_tokens: int
     eos_token_ids: tuple[int, ...]
-    texts: tuple[str, ...]  # of the tokens by id
+    # The text of each token, by id.
+    texts: tuple[str, ...]
 
 
 class GrammarRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for the outputs of one request, as they cross to another process."""
+    """Rules for the outputs of one request, in the form that crosses to another process."""
 
-    source: (
-        str | None
-    )  # as `llguidance` reads it; None: behind its reasoning an output may be anything
-    eos_token_ids: tuple[int, ...]  # all of them end the output
-    ignore_eos: bool  # they are drawn only where nothing else can be
-    num_tokens: int  # of the vocabulary that masks are made for
-    thinking: Thinking | None  # reasoning that comes first
-    num_bytes: int = (
-        0  # of memory that the source takes when it is compiled, as its trial measured it
-    )
+    # A grammar in the format of `llguidance`.  None allows any text behind the reasoning.
+    source: str | None
+    # Each of these tokens ends the output.
+    eos_token_ids: tuple[int, ...]
+    # With it, these tokens are sampled only if the grammar allows no other.
+    ignore_eos: bool
+    # Size of the vocabulary and of the masks.
+    num_tokens: int
+    # The reasoning in front of the constrained text.
+    reasoning: Reasoning | None
+    # Memory of the compiled source, as measured by its trial.
+    num_bytes: int = 0
 
 
 class PrepareGrammar(msgspec.Struct, frozen=True):
-    """Scheduler → Executor → device: compile a grammar while steps go on, and keep it until it is released."""
+    """Scheduler → Executor → device: compile a grammar during the steps, and keep it until it is released."""
 
     grammar: "Grammar"
-    released: tuple[bytes, ...] = ()  # keys of grammars that are dropped first
+    # Keys of the grammars to drop first.
+    released: tuple[bytes, ...] = ()
 
 
 class GrammarReady(msgspec.Struct, frozen=True):
-    """Device → Executor → Scheduler: a grammar that was to be prepared has been compiled, or why not."""
+    """Device → Executor → Scheduler: the answer to `PrepareGrammar`, with the error if the grammar does not compile."""
 
     key: bytes
     error: str | None = None
 
 
 class GrammarWork(msgspec.Struct, frozen=True):
-    """The work of a step for the sequences in it that have a grammar."""
+    """The cost of all grammars in one step."""
 
-    seconds: float  # of the device's thread: to follow them, and to fill masks
-    num_tokens: int  # that were sampled
-    num_redrawn: int  # of those: the grammar refused the token that was drawn first
+    # Time of the device's thread for following the grammars and filling masks.
+    seconds: float
+    # Tokens sampled under a grammar.
+    num_tokens: int
+    # Tokens that were sampled again because the grammar refused the first draw.
+    num_redrawn: int
 
 
 class Grammar:
-    """Rules for the outputs of one request, as devices see them.  Sequences share them, and they never change.
+    """Rules for the outputs of one request, in the form that devices use.  All sequences share one instance, which never changes.
 
     Args:
-        matcher: returns a matcher of `llguidance` at the beginning of an output; None: behind its reasoning it may be anything.
-            It compiles the source where `prepare` has not.
-        text_of: gives the text of a token.
-        vocabulary: for a device in another process; None: it is in this one.
-        compile_s: that it took to compile; None: it was compiled before, or is none.
-        prepare: compiles the source for a device in this process, and keeps what it compiled until `release`.
-        release: gives up what `prepare` keeps of this key.
+        matcher: creates a matcher of `llguidance` at the beginning of an output, or returns None without a source.
+            It compiles the source unless `prepare` has done so.
+        text_of: returns the text of a token.
+        vocabulary: for a device in another process.  None for a device in this process.
+        compile_s: seconds of the compilation.  None if the source was compiled before, or if there is no source.
+        prepare: compiles the source for a device in this process, and keeps the result until `release`.
+        release: drops the compiled source with this key.
     """
 
     def __init__(
@@ -144,7 +159,7 @@ class Grammar:
         self.key = b"" if rules.source is None else key_of(rules.source)
         self.prepare, self.release = prepare, release
         self.eos_token_ids, self.ignore_eos = rules.eos_token_ids, rules.ignore_eos
-        self.num_tokens, self.thinking = rules.num_tokens, rules.thinking
+        self.num_tokens, self.reasoning = rules.num_tokens, rules.reasoning
         self.matcher, self.text_of = matcher, text_of
         self.vocabulary, self.compile_s = vocabulary, compile_s
 
@@ -153,7 +168,7 @@ class Grammar:
 
 
 def key_of(source: str) -> bytes:
-    """Return the name of a source on a device: requests that bring the same one share what is compiled of it."""
+    """Return the key of a source on a device.  Requests with equal sources share the compiled grammar by this key."""
     return hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -225,28 +240,33 @@ def client_options(body: ClientOptions) -> dict[str, Any]:
 
 
 class Render(msgspec.Struct, frozen=True, kw_only=True):
-    """Frontend → Renderer: a prompt as the caller wrote it, and the sink that takes its results.
+    """Frontend → Renderer: a prompt in the caller's form, and the sink for its results.
 
-    The sink carries the cancel scope of the rendering stage: closing the reply slot ends the work.
+    The sink carries the cancel scope of the rendering stage, so closing the reply slot ends the work.
     """
 
     id: RequestId
     prompt: PoolingPrompt
-    params: SamplingParams | PoolingParams  # the engine's own copy
-    slot: ReplySink  # of the kind that goes with the parameters
+    # The engine's own copy.
+    params: SamplingParams | PoolingParams
+    # A `GenerationSink` or a `PoolingSink`, according to the parameters.
+    slot: ReplySink
     options: RequestOptions
-    arrival_time: float  # wall clock, seconds
+    # Seconds of the wall clock.
+    arrival_time: float
     adapter: LoadedAdapter | None = None
 
 
 class Track(msgspec.Struct, frozen=True):
-    """Renderer → Detokenizer: the sequences to expect tokens for.  Sent before `Admit`."""
+    """Renderer → Detokenizer: expect tokens of the sequences of this request.  It is sent before `Admit`."""
 
     id: RequestId
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams  # resolved: max_tokens is a number
+    # Resolved: `max_tokens` is a number.
+    params: SamplingParams
     slot: GenerationSink
-    prompt: str | None = None  # the text, where there is one
+    # None if the prompt has no text.
+    prompt: str | None = None
     options: RequestOptions = NO_OPTIONS
 
 
@@ -255,42 +275,44 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
 
     id: RequestId
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams  # resolved: max_tokens is a number
-    eos_token_id: int | None  # the primary one; None with ignore_eos
-    stop_token_ids: tuple[int, ...]  # the caller's, then the model's secondary EOS ids
+    # Resolved: `max_tokens` is a number.
+    params: SamplingParams
+    # The primary EOS token.  None with `ignore_eos`.
+    eos_token_id: int | None
+    # Those of the caller, then the secondary EOS tokens of the model.
+    stop_token_ids: tuple[int, ...]
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     options: RequestOptions = NO_OPTIONS
     arrival_time: float = 0.0
     cache_salt: str | None = None
-    grammar: Grammar | None = None  # what an output must match
+    # Constrains the outputs.
+    grammar: Grammar | None = None
     adapter: LoadedAdapter | None = None
-    embeds: tuple[Embeds, ...] = ()  # what stands for tokens, in order; their ids are zeros
-    embeds_digests: tuple[bytes, ...] = ()  # by block; empty where it has none
+    # Prompt embeddings in order.  The ids of the tokens in their place are zeros.
+    embeds: tuple[Embeds, ...] = ()
+    # For each KV block the digest of its embeddings, or empty bytes.
+    embeds_digests: tuple[bytes, ...] = ()
 
 
 class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
-    """Renderer → Scheduler: a rendered, validated pooling request, with all that its later stages need."""
+    """Renderer → Scheduler: a rendered, validated pooling request, with everything its later stages need."""
 
     id: RequestId
     prompt_token_ids: tuple[int, ...]
-    params: PoolingParams  # resolved: every field is decided
+    # Resolved: every field has its final value.
+    params: PoolingParams
     slot: PoolingSink
-    token_type_ids: tuple[int, ...] | None = None  # None: all are 0
-    num_keys: int | None = None  # first tokens that the others attend to; None: all
-    skipped_rows: tuple[int, ...] = ()  # of a document: they take no part in late interaction
+    # None means that all are 0.
+    token_type_ids: tuple[int, ...] | None = None
+    # Tokens attend only to the first `num_keys` tokens.  None means all.
+    num_keys: int | None = None
+    # Rows of a document without part in late interaction.
+    skipped_rows: tuple[int, ...] = ()
     options: RequestOptions = NO_OPTIONS
     arrival_time: float = 0.0
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """Frontend → Scheduler: the request to end, in whatever stage it is.  Legal at any time."""
+    """Frontend → Scheduler: end this request, in whatever stage it is.  It is legal at any time, also for finished requests."""
 
     id: RequestId
-
-
-# Far above any real load: it turns a runaway caller into a QueueOverflowError, and bounds every inbox.
-MAX_OPEN_REQUESTS = 2**20
-
-# The room of one request on a GPU.  A request that needs more is refused when it is rendered.
-MAX_EDITS = 1024  # biased, banned and, until min_tokens, stop tokens
-MAX_BAD_WORD = 16  # tokens of a bad word, without its last

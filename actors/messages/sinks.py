@@ -1,9 +1,7 @@
-"""The writing end of a future, as a message lends it to the actor that does the work.
+"""Writing ends that a message lends to its receiver: of a future (`Promise`), and of a client's reply slot (the sinks).
 
-The writing ends of reply slots, as a request lends them to the actors that work for it.
-
-Writing never waits and never fails: a slot merges what has not been read, and swallows what comes after
-it was closed.
+An actor must never wait for a client.  So writing never waits and never fails: a reply slot merges unread results, and ignores
+writes after it is closed.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,31 +21,32 @@ T = TypeVar("T", contravariant=True)
 
 
 class Promise(Protocol[T]):
-    """A result to be delivered once.  Delivering never waits and never fails, whether it is read or not."""
+    """The writing end of a result that is delivered once.  Delivering never waits and never fails, even if it is never read."""
 
     def set(self, value: T) -> None:
         """Deliver the result."""
 
     def fail(self, error: BaseException) -> None:
-        """Deliver an error, which is raised where the result is waited for."""
+        """Deliver an error, which is raised in the task that waits for the result."""
 
 
 class VisibleText(Protocol):
-    """Tells what the reader of one output will see of its text: not its reasoning, nor the calls in it."""
+    """Filter the text of one output for its visible part: without reasoning and tool calls."""
 
     def feed(self, text: str, *, is_last: bool = False) -> str:
-        """Take more of the text; return what more of it is sure to be seen.  With the last piece nothing is held back."""
+        """Append text, and return the further text that is certainly visible.  The last call returns all that was held back."""
         ...
 
 
-# By the text of the prompt, where there is one, and its ids.
+# From the text of the prompt, or None if it has no text, and from its token ids.
 MakeVisible = Callable[[str | None, Sequence[int]], VisibleText]
 
 
 class ReplySink(Protocol):
-    """The part of a sink that requests of every kind have."""
+    """The part of a sink that generation and pooling share."""
 
-    request_id: str  # the client's name for it: echoed, never a key
+    # The client's name for the request.  It is echoed, and never used as a key.
+    request_id: str
     stats: RequestStateStats
 
     @property
@@ -57,29 +56,29 @@ class ReplySink(Protocol):
 
     @property
     def is_aborted(self) -> bool:
-        """Whether the request is no longer wanted: closed, or cancelled while it is still read."""
+        """Whether the request shall end: it is closed, or cancelled while its output is still read."""
         ...
 
     @property
     def scope(self) -> anyio.CancelScope:
-        """A new scope for a rendering of the request, which an abort cancels; one is in use at a time."""
+        """Return a new cancel scope for rendering the request.  An abort cancels it; only one is in use at a time."""
         ...
 
     def fail(self, error: Exception) -> None:
         """End the request with an exception for its client."""
 
     def abort(self) -> None:
-        """End with `abort` what has not ended."""
+        """End all unfinished completions with `abort`."""
 
 
 class GenerationSink(ReplySink, Protocol):
-    """Text, tokens and logprobs of `n` completions."""
+    """Take text, tokens and logprobs of `n` completions."""
 
     def start(self, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> None:
         """Note the rendered prompt."""
 
     def note_expected(self, seconds: float, *, is_least: bool, error: float | None) -> None:
-        """Note when the first token is expected, as an `Expected` says."""
+        """Note when the first token is expected; the arguments are the fields of `Expected`."""
 
     def note_cached_tokens(self, num_cached_tokens: int) -> None:
         """Note how many prompt tokens the prefix cache held."""
@@ -100,14 +99,14 @@ class GenerationSink(ReplySink, Protocol):
         finish_reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
     ) -> None:
-        """Append to one completion, and end it where a finish reason is given."""
+        """Append to one completion, and end it if a finish reason is given."""
 
 
 class PoolingSink(ReplySink, Protocol):
-    """One array, at the end."""
+    """Take one array, at the end of the request."""
 
     def start(self, prompt_token_ids: tuple[int, ...]) -> None:
         """Note the rendered prompt."""
 
     def write(self, array: Array, error: RequestError | None = None) -> None:
-        """Deliver the result; only the first one counts."""
+        """Deliver the result.  Later results are ignored."""

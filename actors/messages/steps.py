@@ -1,6 +1,7 @@
-"""Work for the device: from the scheduler to the executor.
+"""Steps of the device: plans from the scheduler to the executor, and their results on the way back.
 
-Results of plans, which the executor sends to the scheduler.
+A plan names everything by number (request slots, KV blocks, positions), so it is small and can cross to another process.
+Every plan gets exactly one answer, in the order of the plans, unless the device is lost: then `DeviceLost` answers all of them.
 """
 
 from typing import Literal
@@ -10,32 +11,39 @@ import numpy as np
 
 from trouper.actors.messages.requests import Embeds, Grammar, GrammarReady, GrammarWork, SequenceId
 
-MAX_REPETITION = 1e30  # what is beyond can be told from this by no draw
+# Beyond it, a larger repetition penalty makes no difference to any sample.
+MAX_REPETITION = 1e30
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The device's share of the sampling parameters of one sequence."""
+    """The sampling parameters of one sequence that the device applies.  Stop strings, for example, are not among them."""
 
-    temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # ≤ 0 = off
+    # 0 is greedy.
+    temperature: float = 1.0
+    # 0 or less turns it off.
+    top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0  # 64 bits, never None: the noise is a function of (seed, position, token)
+    # 64 bits, never None: the noise is a function of (seed, position, token).
+    seed: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()  # empty = all
+    # Empty allows all tokens.
+    allowed_token_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
-    stop_ids: tuple[int, ...] = ()  # masked until min_tokens outputs exist
-    logprobs: int | None = None  # -1 = whole vocabulary
+    # Masked until the output has `min_tokens` tokens.
+    stop_ids: tuple[int, ...] = ()
+    # -1 returns the whole vocabulary.
+    logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
 
     @property
     def repetition(self) -> float:
-        """The repetition penalty, within what float32 holds and leaves logits finite."""
+        """Return the repetition penalty, clamped to a range of float32 in which logits stay finite."""
         return min(max(self.repetition_penalty, 1 / MAX_REPETITION), MAX_REPETITION)
 
 
@@ -44,41 +52,48 @@ class NewSequence(msgspec.Struct, frozen=True):
 
     request_slot: int
     sequence: SequenceId
-    token_ids: tuple[int, ...]  # prompt, then what has been generated so far
+    # The prompt, then the output so far.
+    token_ids: tuple[int, ...]
     num_prompt: int
     block_ids: tuple[int, ...]
     sampling: Sampling
-    embeds: tuple[Embeds, ...] = ()  # as in `Admit`
+    embeds: tuple[Embeds, ...] = ()
     grammar: Grammar | None = None
-    adapter_slot: int = 0  # on the device; 0 = none
-    family: str = ""  # of those that may see each other's answers in their drafts
+    # 0 means no adapter.
+    adapter_slot: int = 0
+    # Drafts may come from the answers of sequences of the same family.
+    family: str = ""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
     """Scheduler → Executor: the work of one forward pass.
 
-    Entry i of the four tuples is one sequence: the sequence in `request_slots[i]` has
-    `num_computed_tokens[i]` positions in the KV cache, the next `num_scheduled_tokens[i]` are computed,
-    and then `num_sampled_tokens[i]` are sampled.  Plans run in order, so a slot or block that one plan
-    frees may be given away by the next: the earlier step's writes come first.  A token id that the
-    scheduler does not know yet, because a step in flight samples it, is in the slot on the device already.
+    Entry i of the four tuples is one sequence: the sequence in `request_slots[i]` has `num_computed_tokens[i]` positions in
+    the KV cache, the step computes the next `num_scheduled_tokens[i]`, and then samples `num_sampled_tokens[i]` tokens.
+    Plans run in order, so a plan may reuse a slot or a KV block that the plan before it has freed.  The scheduler does not know
+    a token id that a step in flight samples; the device finds it in the slot.
     """
 
     step: int
-    epoch: int  # counts failed steps: after a failure, plans of the old epoch are refused unrun
+    # Counts failures.  After a failure the device refuses plans of the old epoch.
+    epoch: int
     request_slots: tuple[int, ...]
     num_computed_tokens: tuple[int, ...]
     num_scheduled_tokens: tuple[int, ...]
-    num_sampled_tokens: tuple[int, ...]  # 0: a chunk of a prompt, which ends before the last token
+    # 0 for a chunk that ends before the last token of its prompt.
+    num_sampled_tokens: tuple[int, ...]
     new_sequences: tuple[NewSequence, ...] = ()
-    new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (slot, ids appended to its table)
-    copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), before anything is computed
-    reads: int = 0  # the newest step whose samples are inputs of this one; 0: all are known
-    # Drafts that the device may compute behind entry i, for which there are blocks; a draft that is what is sampled in its
-    # place makes for one token more.  Empty: none.
+    # Slots, and the block ids appended to their block tables.
+    new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    # Copies from block to block, made before anything is computed.
+    copies: tuple[tuple[int, int], ...] = ()
+    # The newest step with samples that this step reads.  0 if the scheduler knows all inputs.
+    reads: int = 0
+    # The most drafts that the device may verify behind each entry; their KV blocks are allocated.  Each draft that equals the
+    # sample in its place yields one more token.  Empty means no drafts.
     num_lookahead_tokens: tuple[int, ...] = ()
-    # Tokens by which drafts of steps in flight may take entry i further than `num_computed_tokens` says: the device knows by how
-    # many they do, and begins there.  There are blocks for all of them.  Empty: none.
+    # The most tokens by which drafts in flight may move each entry beyond `num_computed_tokens`.  Only the device knows the exact
+    # number, and begins there.  Their KV blocks are allocated.  Empty means no drafts in flight.
     num_unknown_tokens: tuple[int, ...] = ()
 
 
@@ -88,7 +103,7 @@ class PoolEntry(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     token_type_ids: tuple[int, ...] | None
     task: str
-    num_keys: int | None = None  # as in `AdmitPooling`
+    num_keys: int | None = None
 
 
 class PoolPlan(msgspec.Struct, frozen=True):
@@ -100,72 +115,84 @@ class PoolPlan(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Candidates of one position: the sampled (or prompt) token first, then by falling logprob."""
+    """The candidates at one position: the sampled (or prompt) token first, then the others by falling logprob."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    rank: int  # of the first: the number of tokens at least as probable, ≥ 1
+    # The number of tokens that are at least as probable as the first candidate: ≥ 1.
+    rank: int
 
 
-# Logits; a request that forbids every token; a grammar that is too complex to follow.
+# The logits are not finite; the request forbids every token; the grammar is too complex to follow.
 EntryFailure = Literal["not_finite", "no_valid_token", "grammar_error"]
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """Executor → Scheduler: what a plan yielded, entry by entry.
+    """Executor → Scheduler: the results of a plan, entry by entry.
 
-    `token_ids[i]` are the tokens sampled for entry i: none where the plan wanted none or the entry failed, and one more
-    for each of its drafts that was right.
-    The sequences of `failed` entries end; the others do not notice.
+    `token_ids[i]` are the tokens sampled for entry i.  They are empty if the plan asks for none or the entry failed; each accepted
+    draft adds one.  The sequences of `failed` entries end, and no other sequence is affected.
     """
 
     step: int
     token_ids: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of each token; empty: no entry wants any
-    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (entry, positions)
-    failed: tuple[tuple[int, EntryFailure], ...] = ()  # (entry, reason)
-    num_draft_tokens: tuple[int, ...] = ()  # verified for each entry; empty: none
-    grammar: GrammarWork | None = None  # None: no entry has a grammar
-    seconds: float = 0.0  # from when it was the eldest plan to its answer; 0: not measured
+    # For each sampled token.  Empty if no entry asks for logprobs.
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    # Entries and their prompt positions.
+    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
+    # Entries and the reasons of their failure.
+    failed: tuple[tuple[int, EntryFailure], ...] = ()
+    # Drafts verified for each entry.  Empty without drafts.
+    num_draft_tokens: tuple[int, ...] = ()
+    # None if no entry has a grammar.
+    grammar: GrammarWork | None = None
+    # The time from when this was the eldest plan to its answer.  0 if the device does not measure it.
+    seconds: float = 0.0
 
 
 class PoolDone(msgspec.Struct, frozen=True):
     """Executor → Scheduler: the raw results of a `PoolPlan`, entry by entry, in float32.
 
-    An embedding is [size], logits are [labels]; token tasks have one row for each token.
+    Shapes: an embedding is [size], logits are [labels], and token tasks have one row for each token.
     """
 
     step: int
     arrays: tuple[np.ndarray, ...]
-    seconds: float = 0.0  # as of a `StepDone`
+    # As in `StepDone`.
+    seconds: float = 0.0
 
 
 class StepFailed(msgspec.Struct, frozen=True):
-    """Executor → Scheduler: this plan raised, or followed one that did; none of its results count."""
+    """Executor → Scheduler: this plan raised, or was refused because an earlier plan raised.  It has no results."""
 
     step: int
     message: str
-    is_out_of_memory: bool = False  # a smaller step may pass
+    # Then a smaller step may succeed.
+    is_out_of_memory: bool = False
 
 
-# A step past its deadline; the kernel's kill for memory; a signal; an exit; its own last message; a closed connection.
+# In this order: a step missed its deadline; the kernel killed the process for memory; a signal; an exit; an error that the process
+# reported before it ended; a closed connection.
 LossCause = Literal["hang", "out_of_memory", "signal", "exit", "error", "closed"]
 
 
 class DeviceLost(msgspec.Struct, frozen=True):
-    """Executor → Scheduler → Observer: the device died with all plans that were not answered, and with its KV cache.
+    """Executor → Scheduler → Observer: the device died, and with it its KV cache and all unanswered plans.
 
-    It is being started again; until `DeviceBack` no plan may be sent.
+    The executor starts it again.  The scheduler must not send a plan before `DeviceBack`.
     """
 
-    message: str  # the cause, in one line
-    step: int | None = None  # the eldest plan without an answer; None: there was none
-    is_from_outside: bool = False  # no request can have caused it
+    # The cause in one line.
+    message: str
+    # The eldest unanswered plan.  None if the device was idle.
+    step: int | None = None
+    # Whether the cause is certainly no request.
+    is_from_outside: bool = False
     cause: LossCause = "error"
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True):
-    """Executor → Scheduler → Observer: what the device of one of several replicas says."""
+    """Executor → Scheduler → Observer: an event of one device, if there are several replicas."""
 
     replica: int
     event: (
@@ -174,12 +201,14 @@ class ReplicaEvent(msgspec.Struct, frozen=True):
 
 
 class DeviceBack(msgspec.Struct, frozen=True):
-    """Executor → Scheduler → Observer: the device has been loaded again and takes plans."""
+    """Executor → Scheduler → Observer: the device is loaded again and takes plans."""
 
-    pause_s: float  # since it was lost
+    # Seconds since the loss.
+    pause_s: float
 
 
 class DeviceFailed(msgspec.Struct, frozen=True):
-    """Executor → Scheduler: the device of one of several replicas, lost before, is not started again."""
+    """Executor → Scheduler: the lost device of one of several replicas will not be started again."""
 
-    message: str  # the cause, in one line
+    # The cause in one line.
+    message: str

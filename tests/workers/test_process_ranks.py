@@ -294,7 +294,7 @@ def test_a_successor_that_refuses_an_adapter_is_another_loss():
 def test_the_vocabulary_goes_before_the_first_grammar_to_each_crew():
     vocabulary = Vocabulary("{}", 3, (0,), ("a", "b", "c"))
     rules = GrammarRules(
-        source="x", eos_token_ids=(0,), ignore_eos=False, num_tokens=3, thinking=None
+        source="x", eos_token_ids=(0,), ignore_eos=False, num_tokens=3, reasoning=None
     )
     grammar = Grammar(rules, lambda: None, str, vocabulary)
 

@@ -15,8 +15,8 @@ from trouper.actors.messages.requests import (
     Embeds,
     Grammar,
     GrammarRules,
+    Reasoning,
     SequenceId,
-    Thinking,
     Vocabulary,
 )
 from trouper.actors.messages.steps import (
@@ -48,7 +48,7 @@ def a_plan(num_rows=4, num_embeds_bytes=0):
 
 
 VOCABULARY = Vocabulary('{"added_tokens": []}', 3, (0,), ("a", "b", ""))
-THINKING = Thinking("<a>", "</a>", (1,), (2,), begins_inside=True, budget=5)
+THINKING = Reasoning("<a>", "</a>", (1,), (2,), begins_inside=True, budget=5)
 FRAMES = [
     a_plan(),
     StepDone(9, ((5,), ())),
@@ -92,7 +92,7 @@ def test_an_adapter_crosses_as_it_is_written_in_pieces(num_bytes):
 
 def test_a_grammar_crosses_as_its_rules():
     rules = GrammarRules(
-        source="x" * 2**16, eos_token_ids=(0,), ignore_eos=True, num_tokens=3, thinking=THINKING
+        source="x" * 2**16, eos_token_ids=(0,), ignore_eos=True, num_tokens=3, reasoning=THINKING
     )
     grammar = Grammar(rules, lambda: "mine", "?".replace)
     new = NewSequence(0, SequenceId(7), (1, 2), 2, (4,), Sampling(), grammar=grammar)
@@ -102,7 +102,7 @@ def test_a_grammar_crosses_as_its_rules():
     reader = wire.FrameReader(received.make)
     reader.feed(data, [file])
     taken = reader.take().new_sequences[0].grammar
-    assert (taken.rules, taken.thinking, taken.vocabulary) == (rules, THINKING, None)
+    assert (taken.rules, taken.reasoning, taken.vocabulary) == (rules, THINKING, None)
     assert [taken.text_of(token) for token in (0, 2, 99)] == ["a", "", ""]
 
 

@@ -342,7 +342,7 @@ def _reasoning(grammar: Grammar, matcher: Any) -> ReasoningProgress | None:
 
     An opening of several tokens that the grammar allows to begin is the grammar's own.
     """
-    thinking = grammar.thinking
+    thinking = grammar.reasoning
     if thinking is None:
         return None
     may_be_both = not thinking.begins_inside and len(thinking.start_ids) > 1

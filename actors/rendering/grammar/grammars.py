@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Raw
 from msgspec.json import decode, encode
 
-from trouper.actors.messages.requests import Grammar, GrammarRules, Thinking, Vocabulary
+from trouper.actors.messages.requests import Grammar, GrammarRules, Reasoning, Vocabulary
 from trouper.actors.rendering.grammar.matchers import Matchers
 from trouper.actors.rendering.grammar.sources import typed_failures
 from trouper.actors.rendering.grammar.trial_processes import GrammarTrials, TrialTokens
@@ -79,7 +79,7 @@ class Grammars:
         )
 
     def compile(
-        self, params: SamplingParams, thinking: Thinking | None = None, owner: str = ""
+        self, params: SamplingParams, thinking: Reasoning | None = None, owner: str = ""
     ) -> Grammar | None:
         """Compile what the output of a request must match; None: it may be anything.
 
@@ -108,7 +108,7 @@ class Grammars:
             eos_token_ids=self._eos_token_ids,
             ignore_eos=params.ignore_eos,
             num_tokens=self._num_tokens,
-            thinking=thinking,
+            reasoning=thinking,
             num_bytes=0 if found is None else found.num_bytes,
         )
         vocabulary = self._known_vocabulary() if self._sends_grammars else None
