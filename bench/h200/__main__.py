@@ -1,4 +1,4 @@
-"""Run `python -m trouper.bench.h200`: see `run.py`."""
+"""Run `python -m trouper.bench.h200`; the code is in `run.py`."""
 
 from trouper.bench.h200.run import main
 

@@ -1,10 +1,10 @@
-"""Goals for an H200: cases, their floors from bytes and FLOPs, and the table.  Pure.
+"""Goals for an H200: the cases, their lower bounds from bytes and FLOPs, and the table of results.  Pure.
 
     decode    one step of B sequences at a context:  (weights + KV) / bandwidth
-    prefill   one prompt alone:                      2 · weights · S + causal attention, at the matrix rate
+    prefill   a single prompt:                       2 · weights · S + causal attention, at the matrix rate
     workload  256 requests, lengths uniform in 100 … 1,024: every prompt, then every step's larger of both
 
-A goal is a share of its floor on the roofs that were measured in the same run.
+A goal is a share of the lower bound, computed from limits measured in the same run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

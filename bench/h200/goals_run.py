@@ -1,9 +1,9 @@
-"""Measure the goals of one geometry, with random weights: trouper's, or those of a peer on the same work.
+"""Measure the goals of one preset with random weights, with trouper or with a peer on the same work.
 
     python -m trouper.bench.h200.goals_run qwen3-0.6b REPORT.json [--peer transformers-cb] [--tiny]
 
-Greedy, past the end token, without text.  trouper decodes prompts that are in its prefix cache already, so
-all sequences start in one step; a step of a peer is the time of 33 tokens less that of one, over 32.
+Decoding is greedy and ignores the end token; no text is made. trouper decodes prompts that its prefix cache contains,
+so all sequences start in one step. A peer's step is the time of 33 tokens minus that of one, divided by 32.
 """
 
 import argparse

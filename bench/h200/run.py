@@ -1,11 +1,11 @@
-"""Everything that needs a GPU, in one command: tests, kernels, steps, throughput, and the table of goals.
+"""Run everything that needs a GPU with one command: tests, kernels, steps, throughput, and the table of goals.
 
     python -m trouper.bench.h200 [--out FOLDER] [--only NAME …] [--budget SECONDS] [--again] [--tiny]
 
-In a checkout.  Each piece is a process of its own with a time limit, and leaves a report in the folder; one
-whose report is there is not run again, so that a machine that one has for minutes only does as much as fits, and
-the next call goes on.  Nothing is installed; what is missing is named.  `--tiny` tries all of it on the
-CPU: tiny shapes, the kernels interpreted, and figures that mean nothing.
+It needs a checkout. GPU machines are often available only for minutes, so each job is a process with a time limit that
+leaves a report in the folder; a job with a report is skipped, and the next call continues with the others. Nothing is
+installed, but missing packages are named. `--tiny` tests the whole procedure on the CPU with tiny shapes and
+interpreted kernels, where the figures mean nothing.
 """
 
 import argparse

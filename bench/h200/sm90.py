@@ -1,10 +1,10 @@
-"""Show what the Triton kernels become on Hopper, without a GPU: registers, spills, instructions.
+"""Compile the Triton kernels for Hopper without a GPU, and show registers, spills and instructions.
 
     python -m trouper.bench.h200.sm90 [--kernel NAME] [--case NAME] [--json]
 
-Every row of every table of launch configurations is compiled, by calling the launchers themselves with
-tensors that have shapes but no memory, and a driver that compiles, disassembles and does not launch.
-Exits with 1 if a kernel spills, or lacks the matrix instruction that it is meant to use.
+It compiles every row of every table of launch configurations, by calling the launchers with tensors that have a shape
+but no memory, and a driver that compiles and disassembles but does not launch. The exit code is 1 if a kernel spills
+registers or lacks the expected matrix instruction.
 """
 
 import argparse

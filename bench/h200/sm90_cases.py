@@ -1,8 +1,8 @@
-"""The launches that `bench/h200/sm90.py` compiles: each row of each table of launch configurations.
+"""The launches that `sm90.py` compiles: each row of each table of launch configurations.
 
-Shapes are those of Qwen3-0.6B (16 query heads on 8, width 128), Llama-3.1-8B (32 on 8) and, where a bucket
-or a feature needs it, of Phi-3-mini (width 96), Gemma-2 (width 256, soft cap, window) or SmolLM2 (9 on 3,
-width 64).  The tensors are meta tensors: a launcher that looked at a value would raise.
+The shapes are those of Qwen3-0.6B (16 query heads on 8, width 128) and Llama-3.1-8B (32 on 8). Some configurations
+need Phi-3-mini (width 96), Gemma-2 (width 256, soft cap, window) or SmolLM2 (9 on 3, width 64). The tensors are meta
+tensors, so a launcher that reads a value raises an error.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,7 @@
-"""The sum of two ranks in shared memory, beside gloo's: two threads of this process, each with one of its own.
+"""Compare the sum of two ranks in shared memory with gloo's, by two threads of this process.
 
-The other rank repeats the same calls as fast as it can, so it waits inside of them; at the end it has one more.
+The second rank repeats the same calls as fast as it can, so it always waits for the first one inside a call. At the end
+it makes one more call.
 """
 
 import math

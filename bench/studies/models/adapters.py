@@ -1,12 +1,11 @@
-"""Measure what adapters cost: tokens a second with them beside the base model's, in turn.
+"""Measure the cost of LoRA adapters: tokens per second with adapters relative to the base model.
 
     python -m trouper.bench.studies.models.adapters [--model qwen3-0.6b] [--adapters 8] [--rank 16] [--output FILE.json]
     python -m trouper.bench.studies.models.adapters --model FOLDER --load-format auto --vllm-python PYTHON
 
-Random adapters change every projection.  Both engines are open at once and take the requests in turn, so a machine that
-is disturbed disturbs both; the ratio is that of the medians.  With the interpreter of an environment that has vLLM the batch
-with adapters is measured beside vLLM's instead, each engine in a process that is stopped while the other runs; vLLM
-reads a folder.
+Random adapters change every projection. Both engines are open at the same time and alternate, so a disturbance of the
+machine affects both; the result is the ratio of the medians. With the interpreter of an environment with vLLM, the
+batch with adapters is compared with vLLM's instead, and the engine that is not measured is stopped.
 """
 
 import argparse

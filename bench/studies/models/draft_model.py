@@ -1,9 +1,10 @@
-"""When a draft model pays: tokens a second of one stream with and without it, by how often it is right, in turn.
+"""Measure when a draft model pays: tokens per second of one stream with and without drafts, by the drafts' accuracy.
 
     python -m trouper.bench.studies.models.draft_model --model FOLDER [--layers 4] [--shares 0,0.1,0.3] [--drafts 4] [--rounds 3] [--output FILE.json]
 
-The draft model is the first layers of the model, with its embeddings and last norm.  What the other layers add is multiplied by a
-share, which decides how often both say the same: with 0 always, at the model's full price.  So any folder does, also of a random model.
+The draft model consists of the first layers of the model, with its embeddings and last norm. The output of the other
+layers is multiplied by a share, which controls how often both models agree: always with 0, at the full cost of the
+model. So any folder can be used, also one with random weights.
 """
 
 import argparse

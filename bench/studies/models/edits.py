@@ -1,10 +1,11 @@
-"""Edits beside peers that speculate: functions asked for again with a name changed, one stream, each engine in turn.
+"""Compare edits with drafts from the prompt: repeat functions with a changed name, with trouper, llama.cpp and vLLM.
 
     python -m trouper.bench.studies.models.edits --gguf FILE.gguf (--llama-python PYTHON | --vllm-python PYTHON) [--rounds 3] [--output FILE.json]
 
-llama.cpp has the file, with the prompt lookup of its Python package (`LlamaPromptLookupDecoding`) over its C interface, and trouper the
-same file; vLLM, with its n-grams, has the file's weights as a folder of bfloat16, which is written for the run, and so has trouper then. All decode
-greedily, past the end token. Texts differ in a few places, since sums are rounded differently. The engines are processes that are stopped while another runs.
+llama.cpp uses the file with the prompt lookup of its Python package, and trouper the same file. For vLLM with n-grams,
+the file's weights are written to a folder in bfloat16, which trouper then uses too. All decode one stream greedily and
+ignore the end token; texts differ in a few places, because sums are rounded differently. The engines alternate, and the
+others are stopped.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Models that the transformers library computes: beside its own continuous batching, and beside own code.
+"""Measure models computed by transformers, relative to its own continuous batching and to trouper's own code.
 
     python -m trouper.bench.studies.models.fallback [--workload 16x128x64] [--layers 16] [--rounds 5] [--output FILE.json]
 
-Both models are random and of about 0.4 B parameters. OLMo has no own code here, so trouper runs the library's modules over its own attention,
-batching and linear layers; the library's engine is a process that is stopped while it is not measured. Llama has own
-code; both ways of computing it are open at once and take turns.
+Both models have random weights and about 0.4 B parameters. trouper has no code for OLMo, so it runs the library's
+modules with its own attention, batching and linear layers; the library's engine is stopped while it is not measured.
+For Llama, both of trouper's implementations are open at the same time and alternate.
 """
 
 import argparse

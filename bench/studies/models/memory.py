@@ -1,9 +1,9 @@
-"""Measure what a process holds after some work: its weights, the KV memory that it has touched, and everything else.
+"""Measure the memory of a process after some work: weights, used KV memory, and everything else.
 
     python -m trouper.bench.studies.models.memory MODEL [--num-prompts 16] [--input-len 128] [--output-len 32]
         [--dtype bfloat16] [--quantization int4] [--output FILE.json]
 
-On the CPU, on Linux: resident pages, as the kernel counts them.  A line of JSON, in MiB.
+The figures are resident pages, as counted by Linux, in MiB; the output is a line of JSON.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Measure what rounded weights cost: the distance of every next-token distribution to that of the plain weights.
+"""Measure the loss of quality by rounded weights, relative to the original weights.
 
-Over the positions of some source files (this package's own): mean KL divergence in nats, share of
-positions with the same most probable token, and perplexity.
+At each position of some source files of this package, the next-token distributions are compared: mean KL divergence in
+nats, the share of positions with the same most probable token, and perplexity.
 
 Run it as `python -m trouper.bench.studies.models.quantization`; `--help` lists its options.
 """

@@ -1,4 +1,4 @@
-"""Two engines that are open at once and measured in turn, so a machine that is disturbed disturbs both."""
+"""Measure two engines alternately while both are open, so that a disturbance of the machine affects both."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""How much faster one prompt is computed by the stages of a pipeline, a core each, than by one process on one core.
+"""Measure the speedup of one prompt by pipeline stages with one core each, relative to one process on one core.
 
 Run it as `python -m trouper.bench.studies.parallel.pipeline`; `--help` lists its options.
 """

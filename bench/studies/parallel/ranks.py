@@ -1,4 +1,4 @@
-"""A model by two ranks or more beside one process with as many threads, or beside one GPU: a prompt, and steps of a few rows.
+"""Compare tensor-parallel ranks with one process on the same cores, or with one GPU: a prompt and decode steps.
 
 Run it as `python -m trouper.bench.studies.parallel.ranks`; `--help` lists its options.
 """

@@ -1,7 +1,7 @@
-"""Measure what the front of several replicas costs, and how well requests are shared out among them.
+"""Measure the cost of the server's side of several replicas, and how evenly requests are distributed among them.
 
-The devices compute nothing and answer at once, so what is measured is the engine alone: scheduling, detokenising, the clients'
-streams. One event loop serves all replicas, and so its time a token bounds them together.
+The devices compute nothing and answer immediately, so only the engine is measured: scheduling, detokenizing and the
+clients' streams. One event loop serves all replicas, so its time per token limits all of them together.
 
 Run it as `python -m trouper.bench.studies.parallel.replicas`; `--help` lists its options.
 """

@@ -1,6 +1,6 @@
-"""Measure the price of a worker process: the same streams with the model in a thread of the engine and in a process.
+"""Measure the cost of a worker process: the same streams with the model in a thread of the engine and in a process.
 
-Both engines live in this process at once, and one is idle while the other is measured, so both see the same machine.
+Both engines are open in this process, and one is idle while the other is measured, so both have the same machine.
 
 Run it as `python -m trouper.bench.studies.parallel.worker`; `--help` lists its options.
 """

@@ -1,6 +1,7 @@
-"""Measurement of a real server: short requests beside long prompts, and streams beside one, as ratios within one run.
+"""Measure fairness on a real server: short requests and streams during long prompts, as ratios within one run.
 
-A server for each order is started in turn, and asked by threads over HTTP.  Prompts are random token ids, so no prefix is shared.
+A server is started for each scheduling order, and threads send requests over HTTP. Prompts are random token ids, so
+they share no prefix. `fairness.py` has the command.
 """
 
 import http.client

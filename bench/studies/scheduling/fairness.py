@@ -1,7 +1,7 @@
-"""Measurement of fair steps: short requests beside long prompts, streams beside documents, keys beside a greedy one.
+"""Measure fairness: how long short requests, streams and other keys wait for long prompts.
 
-In virtual time: the real policy, and a machine whose steps take what was fitted to measured ones.  A figure is a ratio to
-the same request alone on the machine, or to the same workload in the order of arrival.
+By default the real policy runs in virtual time, on a model of a machine fitted to measured step times. Figures are
+ratios to the same request on an idle machine, or to the same workload in order of arrival.
 
 Run it as `python -m trouper.bench.studies.scheduling.fairness [--machine cpu-7b] [--server]`.
 """

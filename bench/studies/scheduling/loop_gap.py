@@ -1,7 +1,7 @@
-"""Measurement of how long the event loop is kept from running while requests run.
+"""Measure how long the event loop is blocked while requests run.
 
-A heartbeat sleeps for an interval and records by how much it wakes too late.  The same heartbeat beside an
-idle engine gives the floor, which is due to timers and the operating system.
+A heartbeat sleeps for an interval and records how late it wakes. The same heartbeat with an idle engine gives the
+baseline of timers and the operating system.
 
 Run it as `python -m trouper.bench.studies.scheduling.loop_gap`; `--help` lists its options.
 """

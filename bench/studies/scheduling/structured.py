@@ -1,7 +1,7 @@
-"""Measurement of structured outputs: what a schema costs beside the same requests without one.
+"""Measure the cost of structured outputs: requests with a schema relative to the same requests without one.
 
-Requests with and without a schema generate the same number of tokens, so their times compare.  Free and bound streams
-take turns, and the ratio is the median of the rounds' own, so that it does not measure how the machine drifted.
+Both kinds generate the same number of tokens, so their times are comparable. They alternate, and the result is the
+median of the ratios of each round, so that a drift of the machine cancels.
 
 Run it as `python -m trouper.bench.studies.scheduling.structured`; `--help` lists its options.
 """

@@ -1,7 +1,7 @@
-"""Play requests against the real scheduling policy, on a device that takes virtual time.
+"""Run requests through the real scheduling policy on a device in virtual time.
 
-What a step takes is what a model of a machine says, times noise.  So the latencies of minutes of load are known in a second,
-and they do not depend on what else this machine does.
+A model of a machine gives the duration of each step, with noise. Latencies of minutes of load are computed in a second,
+and do not depend on what else runs on this machine.
 """
 
 import math

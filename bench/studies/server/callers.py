@@ -1,9 +1,9 @@
-"""Many HTTP clients in one thread, on connections that are used again.
+"""Run many HTTP clients in one thread, on reused connections.
 
-They share the machine with the server, so they do next to nothing: a frame is counted, not read, and nothing is kept
-of it; and they look at what has come twice in a millisecond.  Clients elsewhere would not take a core from the server for each frame
-either, which is 6,500 times a second from the thread that computes.  So what they measure is up to half a millisecond longer.
-As other clients do, they ask again on a new connection where an old one was closed before a word came.
+The clients share the machine with the server, so they must cost little: frames are counted but not parsed or stored,
+and connections are checked twice per millisecond. Clients on other machines would not wake a core of the server 6,500
+times a second either. The measured latencies are therefore up to half a millisecond too long. Like other clients, they
+repeat a request on a new connection if an idle connection was closed by the server before any answer.
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""A server in this event loop, and a client in a process of its own that asks it one thing, again and again."""
+"""Run a server in this event loop, and a client in another process that repeats one request."""
 
 import json
 import subprocess

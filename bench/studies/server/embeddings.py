@@ -1,23 +1,22 @@
-"""Embeddings on a real model beside its peers: documents per second, what HTTP takes, what the actors add.
+"""Compare embeddings with peers on a real model: documents per second, the cost of HTTP, and of the actors.
 
     python -m trouper.bench.studies.server.embeddings MODEL_DIR [--num-docs 1000] [--engines st:float32,trouper:float32,…]
         [--num-rounds 5] [--vllm-python PYTHON] [--output FILE.json]
 
-The same texts for all: pieces of the standard library's sources, 85 tokens each on average.  Every engine runs in a
-process of its own; all are loaded, and warmed up with the first 64 texts, before the first round, and then they
-take turns, one at a time: machines drift by a third within minutes.  A ratio is the median of the rounds'.
+All engines embed the same texts, parts of the standard library's sources with 85 tokens on average. Every engine has its
+own process; all are loaded and warmed up with 64 texts before the first round, and then alternate, because machines
+drift by a third within minutes. A result is the median of the ratios of all rounds.
 
     st, trouper, vllm   offline
-    http, http16        `trouper serve`, 32 clients whose requests have one text each, or 16; answers as
-                        base64; the clients are one cheap thread on the same cores
-    latency             ms, p50, of one short text: through all actors, and the engine's own tokenizer, runner and
-                        post-processing called for the same embedding by the loop's thread, a hundred in turn:
-                        one model, and recordings of that thread's.  And with the runner called by
-                        `anyio.to_thread.run_sync`, which is the least that lets the loop go on meanwhile.  Alone,
-                        after the others, a process for each round; told of is the one whose difference is the
-                        median, or next above it.  On trio; `latency_asyncio` on asyncio
+    http, http16        `trouper serve` with 32 clients, whose requests have one text each, or 16; answers in base64;
+                        the clients are one thread on the same cores
+    latency             milliseconds (p50) of one short text: through all actors, and with direct calls of the same
+                        tokenizer, runner and post-processing in the loop's thread, alternately, with one model.
+                        Also with the runner called by `anyio.to_thread.run_sync`, the minimum that does not block
+                        the loop. Measured after the others, in a new process for each round; the reported round has
+                        the median difference. On trio; `latency_asyncio` on asyncio
 
-Lines of JSON, then the ratios.
+The output is lines of JSON, then the ratios.
 """
 
 import argparse

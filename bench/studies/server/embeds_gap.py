@@ -1,11 +1,11 @@
-"""Measure what large prompts of embeddings cost the others: the event loop's gaps, and the streams' inter-token latency.
+"""Measure how large prompts of embeddings delay other streams: gaps of the event loop and inter-token latency.
 
     python -m trouper.bench.studies.server.embeds_gap [--streams 32] [--requests 10] [--output FILE.json]
 
-Streams run all the time beside a heartbeat; now and then comes a prompt of 2049 or 8193 rows of 4096 bfloat16, once as
-a tensor of this process and once over HTTP, from another process.  "beside" is the time from its sending to its
-answer, "before" the pause that precedes it.  The model is random, two small layers of that width, and its prefix
-cache knows the prompt, so what is seen is not the computing of 8192 rows but the way there.
+Streams run continuously together with a heartbeat. From time to time a prompt of 2049 or 8193 rows of 4096 bfloat16
+arrives, once as a tensor in this process and once over HTTP from another process. "beside" is the time from sending the
+prompt to its answer, "before" the pause before it. The model has two small random layers of that width, and its prefix
+cache contains the prompt, so the figures show the transport of the rows and not their computation.
 """
 
 import argparse

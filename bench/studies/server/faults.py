@@ -1,8 +1,8 @@
-"""Kill an engine's worker process again and again while it streams, and compare every token with an unharmed run.
+"""Kill an engine's worker process repeatedly while it streams, and compare all tokens with an undisturbed run.
 
     python -m trouper.bench.studies.server.faults --kill-every 10 --seconds 60 --streams 16
 
-Exit status 1 if a token is lost, doubled or other than it would have been.
+The exit status is 1 if a token is lost, repeated or changed.
 """
 
 import argparse

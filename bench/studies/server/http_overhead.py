@@ -1,9 +1,9 @@
-"""Measure what HTTP costs for each streamed token, beside a bare ASGI application that streams the same bytes.
+"""Measure the cost of HTTP for each streamed token, relative to a bare ASGI application that streams the same bytes.
 
     python -m trouper.bench.studies.server.http_overhead [--streams 64] [--tokens 400] [--loop asyncio] [--profile] [--output FILE.json]
 
-The device is simulated and takes no time, so all that is counted is the processor time of this process; the
-clients are another.  Each line is for one token of one stream.
+The device is simulated and takes no time, so the processor time of this process is that of the server; the clients run
+in another process. Each line is for one token of one stream.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Measure what one request of many texts costs the event loop: the longest that a task kept it.
+"""Measure how long one request with many texts blocks the event loop.
 
     python -m trouper.bench.studies.server.many_inputs [--inputs 2048] [--requests 5] [--output FILE.json]
 
-A step of a task is measured in the loop's CPU time: what else runs on the machine does not count.  The bundled model
-embeds whole texts, or their tokens; the garbage collector is that of `trouper serve`.
+The steps of tasks are measured in the loop's CPU time, which excludes other work on the machine. The bundled model
+embeds whole texts, or their tokens; the garbage collector has the settings of `trouper serve`.
 """
 
 import argparse

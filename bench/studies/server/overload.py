@@ -1,9 +1,9 @@
-"""A crowd at the server's door: clients that leave, ten times as many as can be served, and many that all leave.
+"""Measure an overloaded server: disconnecting clients, ten times too many clients, and many that disconnect at once.
 
     python -m trouper.bench.studies.server.overload [leaving] [overload] [cancelled] [--seconds 60] [--output FILE.json]
 
-Starts `trouper serve` on the demo model for each scene, and asks it over sockets from this process. With `--output`
-the results of other scenes stay in the file.
+It starts `trouper serve` with the demo model for each scenario and sends requests from this process. With `--output`,
+results of other scenarios in the file are kept.
 """
 
 import argparse

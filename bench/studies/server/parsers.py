@@ -1,10 +1,10 @@
-"""Measure what it costs to parse answers while they are written: a delta of usual answers, and a megabyte of hostile ones.
+"""Measure the cost of parsing streamed answers: deltas of ordinary answers, and a megabyte of hostile text.
 
     python -m trouper.bench.studies.server.parsers [--answers tests/dialects/golden] [--repeat 5] [--output FILE.json]
 
-A delta is a piece of one to eight characters, as tokens are.  Hostile texts come in deltas of 1,024 characters: a slice
-is the time of one of them, and keeps the event loop for as long.  The best of the repeats counts, since nothing but the
-machine makes a run slower; times are the processor's.
+A delta has one to eight characters, like a token. Hostile texts arrive in deltas of 1,024 characters; the time of one
+blocks the event loop. The best of several repeats counts, because only the machine makes a run slower. All times are
+processor time.
 """
 
 import argparse

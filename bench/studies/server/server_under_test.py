@@ -1,4 +1,4 @@
-"""A server process on the demo model, the callers that ask it, and what both were seen to do."""
+"""Start a server process with the demo model and clients for it, and collect what both observed."""
 
 import http.client
 import os

@@ -28,7 +28,12 @@ from trouper.frontends.cli.batch.results import (
     check_output,
     results_file,
 )
-from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
+from trouper.frontends.cli.running import (
+    Interrupts,
+    resolve_offline,
+    run_engine,
+    size_for_one_prompt,
+)
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
@@ -89,6 +94,8 @@ def generate(
         if stream and (n > 1 or are_records):
             rule = "requires n = 1, and cannot be combined with --json or --output-file"
             raise typer.BadParameter(rule, param_hint="--stream")
+        if is_single:
+            size_for_one_prompt(engine_args, n)
         adapter = chosen_adapter(lora, engine_args)
         config = resolve_offline(engine_args)
         check_generates(config)

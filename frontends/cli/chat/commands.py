@@ -33,7 +33,13 @@ from trouper.frontends.cli.chat.remote import CONNECTING, RemoteOptions, RemoteS
 from trouper.frontends.cli.chat.session import Session
 from trouper.frontends.cli.chat.subjects import Ask, ChatSubject, CompletionSubject, Question
 from trouper.frontends.cli.chat.terminal import backend, quick_message, terminal_kept
-from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine, run_open
+from trouper.frontends.cli.running import (
+    Interrupts,
+    resolve_offline,
+    run_engine,
+    run_open,
+    size_for_one_prompt,
+)
 from trouper.inputs import ChatPrompt
 from trouper.lora import LoRARequest
 from trouper.params import RequestOutputKind
@@ -167,6 +173,7 @@ def _with_engine(
         raise typer.BadParameter("needs --url", param_hint="--model-name")
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
+    size_for_one_prompt(engine_args)
     adapter = chosen_adapter(lora, engine_args)
     config = resolve_offline(engine_args)
     check_generates(config)
