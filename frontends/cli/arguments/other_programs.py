@@ -313,14 +313,9 @@ OTHERS: dict[str, tuple[str, str]] = {
 # Commands of Ollama, and what to use here.
 COMMANDS = {
     "run": "use `trouper chat MODEL`",
-    "pull": "a model is downloaded when it is first used; `hf download NAME` does it ahead",
     "push": "use `hf upload`",
-    "list": "use `trouper models`",
-    "ls": "use `trouper models`",
-    "show": "use `trouper models`",
-    "ps": "ask a server: curl http://127.0.0.1:8000/v1/models",
-    "stop": "end the server by Ctrl-C",
-    "rm": "use `hf cache rm model/NAME`",
+    "ls": "use `trouper list`",
+    "stop": "end the server with Ctrl-C",
     "cp": "use --served-model-name",
-    "create": "a Modelfile is not read: give its parameters as options",
+    "create": "Modelfiles are not supported: give the parameters as options",
 }
