@@ -103,7 +103,7 @@ async def test_a_format_is_not_said_in_two_ways(client):
     both = {**GREEDY, "text": text, "structured_outputs": {"regex": "a"}}
     answer = await client.post(PATH, both)
     assert answer.status == 400
-    assert answer.error["message"] == "structured_outputs: not beside text.format"
+    assert answer.error["message"] == "structured_outputs: cannot be combined with text.format"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""The answer of a model as blocks in order: spans of reasoning, of text, and tool calls.  Pure.
+"""Group the answer of a model into blocks: reasoning, text, and tool calls, in order.  Pure.
 
-Responses show blocks as output items, Messages as content blocks.
+The Responses API shows blocks as output items, the Messages API as content blocks.
 
-Laws.  At most one block is open, the last.  White space alone makes no block of text, unless the answer has nothing
-else: models leave some between reasoning and calls, and behind reasoning that is cut nothing follows.
+Laws.  Only the last block can be open.  White space forms no text block of its own, because models write some between reasoning
+and calls; only an answer without anything else gets a block of it.  No text block follows reasoning that was cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class AnswerBlock:
 
     @property
     def text(self) -> str:
-        """The text so far; of a call its arguments."""
+        """The text so far.  For a call, these are its arguments."""
         return "".join(self._pieces)
 
     def grow(self, text: str) -> None:
@@ -46,7 +46,7 @@ class AnswerBlock:
 
 
 class BlockStarted(NamedTuple):
-    """A block as it begins, without text."""
+    """A new block, which has no text yet."""
 
     block: AnswerBlock
 
@@ -60,7 +60,7 @@ class BlockGrown(NamedTuple):
 
 
 class BlockEnded(NamedTuple):
-    """A block that gets no more; one that is cut was open when the answer reached its limit."""
+    """A finished block.  A cut one was open when the answer reached its limit."""
 
     block: AnswerBlock
     is_cut: bool = False
@@ -73,8 +73,8 @@ class AnswerBlocks:
     """All blocks of one answer.
 
     Args:
-        call_id: gives the id of the call with that index and name.
-        tokens_of: gives the tokens of the next piece of the answer, to be shown with their logprobs.
+        call_id: makes the id of a call from its index and name.
+        tokens_of: returns the tokens of the next part of the text, with their logprobs.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class AnswerBlocks:
         return self._num_calls > 0
 
     def feed(self, parts: Sequence[ParserEvent], *, is_last: bool = False) -> list[BlockEvent]:
-        """Take what has been parsed; the block that is open at the end of the last parts is left to `end`."""
+        """Take parsed parts.  With the last parts, the open block stays open until `end`."""
         events: list[BlockEvent] = []
         for part in parts:
             match part:
@@ -116,7 +116,7 @@ class AnswerBlocks:
         return events
 
     def end(self, *, is_cut: bool = False) -> list[BlockEvent]:
-        """Take the end of the answer.  One that is empty or blank gets a text; behind reasoning none is made up."""
+        """Close the last block.  An empty or blank answer gets a text block, unless it has reasoning."""
         events: list[BlockEvent] = []
         if not self.all:
             self._start("text", events)

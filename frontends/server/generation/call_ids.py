@@ -1,7 +1,7 @@
-"""Ids of the tool calls of one reply.  Pure.
+"""Make the ids of tool calls.  Pure.
 
-Chat templates of some models put the ids back into the prompt and take only those of their own form, so the form is a
-column of the table of dialects.  Ids are a function of the reply, the choice and the call: a stream repeats none.
+Some models' chat templates render the ids of earlier calls and accept only their own form of id, so the table of dialects has a
+column for the form.  An id is a function of the reply, the choice and the call, so it is unique and needs no state.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,12 @@ RANDOM = "chatcmpl-tool-"  # vLLM's
 
 
 class CallIds(NamedTuple):
-    """The ids of one reply.
+    """Makes the ids of the calls of one reply.
 
     Attributes:
-        form: the dialect's.
-        seed: of the reply, and of no other.
-        num_before: calls earlier in the conversation.
+        form: the form that the model's dialect needs.
+        seed: a string unique to the reply.
+        num_before: the number of calls earlier in the conversation.
     """
 
     form: IdForm
@@ -33,9 +33,10 @@ class CallIds(NamedTuple):
         """Return the id of a call.
 
         Args:
-            index: counts the calls of the choice.
-            name: of the tool.
-            prefix: of the API, for models that take any id; "" is vLLM's form.
+            index: the number of the call in its choice, from 0.
+            name: the name of the tool.
+            choice: the number of the choice.
+            prefix: the API's prefix, for models that accept any id; an empty one gives vLLM's form.
         """
         if self.form == "numbered":
             return f"functions.{name}:{self.num_before + index}"

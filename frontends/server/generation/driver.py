@@ -1,8 +1,8 @@
-"""The streaming driver: generation → parser chain → events, under an adapter for each API.
+"""Drive one request from the engine to the client: generation → parser chain → events of the API's adapter.
 
-All waiting of a generation request is here; adapters and parsers are pure.  Leaving, in whatever way, closes the
-generations, and that aborts them.  A failure leaves as an exception; the application makes it the reply or, in
-mid-stream, the last event.
+One driver serves all APIs, so cancellation, back-pressure and errors behave the same in each.  Everything asynchronous is here;
+adapters and parsers are pure.  Every exit closes the generations, which aborts them in the engine.  A failure is raised; the
+application renders it as the reply, or as the last event of a started stream.
 """
 
 import time
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.server.generation.parsers import End, ParserChain, Part
 
-AT_ONCE = 1024  # characters that are parsed between two turns of other tasks: 5 ms of the most hostile text
+# Characters to parse before other tasks get a turn: at most 5 ms, even for a hostile text.
+AT_ONCE = 1024
 
 
 A = TypeVar("A", bound=Adapter)
@@ -50,10 +51,10 @@ async def drive(
     request: GenerationRequest,
     api: type[Adapter],
 ) -> None:
-    """Answer one request, whole or as a stream.
+    """Answer one request, as one reply or as a stream.
 
     Raises:
-        Exception: the request is bad, or its generation has failed; parameters have the client's names.
+        Exception: the request is invalid, or its generation failed.  Parameters have the client's names.
     """
     with client_names(partial(api.client_name, request)):
         await prepare(service, context, request, api).answer()
@@ -62,7 +63,11 @@ async def drive(
 def prepare(
     service: Service, context: RequestContext, request: GenerationRequest, api: type[A]
 ) -> "Driver[A]":
-    """Read a request, and make what will answer it."""
+    """Parse a request and make its driver.  Nothing is sent to the engine yet.
+
+    Raises:
+        TrouperClientError, UnsupportedFeatureError: the request is invalid.
+    """
     model = _served_model(service, request.model)
     parsed = api.parse(request, model)
     parsed.set_options(lora_request=service.adapter(request.model))
@@ -73,7 +78,7 @@ def prepare(
 
 @contextmanager
 def client_names(name_of: Callable[[str], str]) -> Generator[None]:
-    """Name the parameter of an error as the client does, also where its message begins with it."""
+    """Rename the parameter of an error, and at the start of its message, to the client's name."""
     try:
         yield
     except (TrouperValidationError, UnsupportedFeatureError) as error:
@@ -83,7 +88,10 @@ def client_names(name_of: Callable[[str], str]) -> Generator[None]:
 
 
 class Driver(Generic[A]):
-    """One parsed request on its way through the engine to the client."""
+    """One parsed request on its way through the engine to the client.
+
+    Only the handler's task uses it.
+    """
 
     def __init__(
         self, service: Service, context: RequestContext, parsed: ParsedRequest, adapter: A
@@ -98,11 +106,12 @@ class Driver(Generic[A]):
             shows_cached=parsed.shows_cached,
             cache_block_size=config.block_size if config.scheduler.enable_prefix_caching else 0,
         )
-        self._chains: dict[int, ParserChain] = {}  # of the choices that have begun
-        self._has_begun = False  # to send outputs
+        # Parsers by choice, from the first output of the choice on.
+        self._chains: dict[int, ParserChain] = {}
+        self._has_begun = False
 
     async def answer(self, on_complete: Callable[[], None] | None = None) -> None:
-        """Send the reply; `on_complete` is called when it is known and the client has not all of it."""
+        """Send the reply.  `on_complete` is called when the reply is complete but not yet sent entirely."""
         if self._parsed.is_stream:
             await self._send_stream(on_complete)
         else:
@@ -116,7 +125,7 @@ class Driver(Generic[A]):
             await self._context.send_json(reply)
 
     async def complete(self) -> object:
-        """Return the whole reply, and send nothing."""
+        """Return the complete reply without sending it."""
         outputs = await self._final_outputs()
         async for i, output in YieldingIterator(enumerate(outputs)):
             for update in await self._updates(i, output, await self._prompt_text(i, output)):
@@ -163,14 +172,14 @@ class Driver(Generic[A]):
             await self._context.send_event(event.content, event.name)
 
     async def _prompt_text(self, i: int, output: RequestOutput) -> str:
-        """Return the text of prompt `i` if a choice in this output begins with it, and else nothing."""
+        """Return the text of prompt `i` if a choice starts with it in this output, else an empty string."""
         first = i * self._parsed.params.n
         is_new = any(first + each.index not in self._chains for each in output.outputs)
         is_shown = is_new and self._parsed.shows_prompt
         return await self._service.prompt_text(output) if is_shown else ""
 
     async def _updates(self, i: int, output: RequestOutput, prompt_text: str) -> list[ChoiceUpdate]:
-        """Return the updates, one for each choice, in an output of prompt `i`."""
+        """Return one update for each choice in an output of prompt `i`."""
         if self._parsed.is_prompt_only:
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], []
@@ -199,10 +208,10 @@ class Driver(Generic[A]):
         return ChoiceUpdate(index, is_first, parts, completion, output, prompt_text)
 
     def _generations(self) -> "Iterator[Generation[RequestOutput]]":
-        """Make one request of the engine for each prompt.
+        """Make one engine request for each prompt.
 
         Raises:
-            HTTPError: there is no place for so much.
+            HTTPError: the limits leave too little room for this request.
         """
         make, parsed = self._make(), self._parsed
         return (
@@ -210,11 +219,11 @@ class Driver(Generic[A]):
         )
 
     def _make(self) -> Make:
-        """Return what makes requests of the engine, under ids that no client can choose.
+        """Return the function that makes engine requests, with ids that no client can choose.
 
         Raises:
-            HTTPError: there is no place for so much.
-            TrouperValidationError: it names a replica that does not exist.
+            HTTPError: the limits leave too little room for this request.
+            TrouperValidationError: the request names a replica that does not exist.
         """
         service, context, parsed = self._service, self._context, self._parsed
         params, num_prompts = parsed.params, len(parsed.prompts)
@@ -245,7 +254,7 @@ def _end_of(completion: CompletionOutput) -> "End":
 async def _parsed_in_turns(
     chain: "ParserChain", text: str, end: "End", stop_reason: int | str | None
 ) -> "Sequence[Part]":
-    """Parse a text; other tasks have their turns between the slices of a long one."""
+    """Parse a text.  Long texts are parsed in slices, between which other tasks run."""
     if len(text) <= AT_ONCE or chain.is_empty:
         return chain.feed(text, end, stop_reason)
     parts: list[Part] = []

@@ -1,7 +1,7 @@
-"""The parser chain between the text of a choice and the adapter that renders it.  Pure.
+"""Find reasoning, tool calls and stop strings in the text of a choice, between the engine and the adapter.  Pure.
 
-A parser takes parts and gives parts.  Law: however the text is cut into pieces, the parts are the same once
-neighbours of one kind are joined; so a parser holds back only what may still turn out to be a mark.
+Each parser maps parts to parts, and a chain connects several.  Law: the parts do not depend on how the text is cut into chunks,
+once neighbours of one kind are joined.  So a parser holds back text only while the text may still become a mark.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +18,10 @@ from trouper.frontends.dialects.events import (
     Reasoning,
 )
 
-LATE_CHARS = 256  # of the token that completes a stop string
+# Characters held back for a late stop string: more than any token has.
+LATE_CHARS = 256
 Part = ParserEvent
-# Whether the answer ends with these parts, and how: as the model or a stop string ended it, or cut where it was.
+# How the answer ends with these parts: by the model or a stop string (whole), or at a limit (cut).  None before the end.
 End = Literal["whole", "cut"] | None
 
 
@@ -28,7 +29,7 @@ class Parser(Protocol):
     """One link of the chain, with the state of one choice."""
 
     def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
-        """Return the parts that are certain by now; with the end of the answer nothing is held back."""
+        """Return the parts known so far.  At the end of the answer nothing is held back."""
         ...
 
 
@@ -51,24 +52,29 @@ class CallsAndReasoning:
 
 
 class StopStrings:
-    """The link that cuts the content at the first stop string, and drops what comes behind it.
+    """The link that cuts the content at the first stop string and drops the rest.
 
     Args:
-        stop: the strings.
-        is_included: the string itself stays.
-        is_late: strings count only behind some tokens, so the one that the engine has found is cut, at the end.
+        stop: the stop strings.
+        is_included: whether the stop string stays in the content.
+        is_late: whether stop strings count only after `min_tokens`.  Then only the one found by the engine is cut, at the end.
     """
 
     def __init__(self, stop: Sequence[str], *, is_included: bool, is_late: bool) -> None:
         self._stop = tuple(stop)
         self._is_included = is_included
         self._is_late = is_late
-        self._reach = max(map(len, self._stop)) - 1  # a match may begin so far back
+        self._reach = (
+            max(map(len, self._stop)) - 1
+        )  # characters before the end at which a match may start
         self._num_kept = LATE_CHARS if is_late else 0 if is_included else self._reach
-        self._tail = ""  # of the content: what is kept, and what a match can reach
-        self._num_given = 0  # of the tail's characters
+        # The end of the content, as far back as a match may reach.
+        self._tail = ""
+        # Characters at the start of the tail that have been given to the next parser.
+        self._num_given = 0
         self.found: str | None = None
-        self.engines: str | None = None  # what the engine has found
+        # The stop string found by the engine.
+        self.engines: str | None = None
 
     def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
         given: list[Part] = []
@@ -95,14 +101,15 @@ class StopStrings:
             if (place := self._tail.find(stop)) >= 0
         ]
         if matches and not self._is_late:
-            end, _, self.found = min(matches)  # the one that is complete first
+            # The match that ends first wins.
+            end, _, self.found = min(matches)
             self._cut(end)
             self._give(given, 0)
         else:
             self._give(given, self._num_kept)
 
     def _cut(self, end: int) -> None:
-        """Cut the tail at a stop string that ends there."""
+        """Cut the tail at a stop string whose end is at `end`."""
         place = end if self._is_included else end - len(self.found or "")
         self._tail = self._tail[: max(place, self._num_given)]
 
@@ -115,7 +122,7 @@ class StopStrings:
 
 
 class VisibleContent:
-    """The part of an answer that its reader sees, for the engine, which ends the answer at a stop string there."""
+    """Extract the visible part of an answer, so that the engine finds stop strings only in that part."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -128,14 +135,14 @@ class VisibleContent:
 
 
 class WithoutReasoning:
-    """The link that drops the reasoning, for a client that does not want it."""
+    """The link that drops the reasoning (`include_reasoning: false`)."""
 
     def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
         return [part for part in parts if not isinstance(part, Reasoning)]
 
 
 class OneCall:
-    """The link that drops all calls but the first, for a client that wants no parallel ones."""
+    """The link that drops all calls but the first (`parallel_tool_calls: false`)."""
 
     def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
         calls = (CallStarted, Arguments, CallEnded)
@@ -143,10 +150,10 @@ class OneCall:
 
 
 class ParserChain:
-    """The parsers of one choice, each fed with what the one before it gives.
+    """The parsers of one choice; each is fed with the parts from its predecessor.
 
     Args:
-        reasoning_tokens: counts the tokens of the choice that are reasoning; None: there is none.
+        reasoning_tokens: counts the reasoning tokens of the choice, or None if the model does not reason.
     """
 
     def __init__(
@@ -164,13 +171,13 @@ class ParserChain:
 
     @property
     def is_empty(self) -> bool:
-        """Text passes as it is."""
+        """Whether text passes unchanged."""
         return not self._parsers
 
     def feed(
         self, text: str, end: End = None, stop_reason: int | str | None = None
     ) -> Sequence[Part]:
-        """Return the parts that are certain by now; `stop_reason` is the engine's, at the end."""
+        """Return the parts known so far.  `stop_reason` comes from the engine with the last text."""
         if self._stops is not None and isinstance(stop_reason, str):
             self._stops.engines = stop_reason
         parts: Sequence[Part] = (Content(text),) if text else ()
@@ -186,5 +193,5 @@ class ParserChain:
         return next((link.num_calls for link in links), nothing)
 
     def count_reasoning(self, token_ids: Sequence[int]) -> int | None:
-        """Return how many of the next tokens are reasoning; None: it is not looked for."""
+        """Return how many of the next tokens are reasoning, or None if reasoning is not counted."""
         return None if self._reasoning_tokens is None else self._reasoning_tokens.add(token_ids)

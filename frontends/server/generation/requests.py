@@ -1,6 +1,8 @@
-"""The bodies that clients send; null means "not given".  Fields that are not here are in the table of `fields.py`.
+"""Declare the request fields that several APIs share.  A null means that the field is not given.
 
-Ranges that the engine checks itself are not checked here a second time: one validator, one answer.
+The table in `fields.py` decides about all other fields.
+
+The engine checks ranges, so they are not checked here a second time: one validator gives one answer.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -22,18 +24,18 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Format that an answer must have; `structured.py` says which fields belong to which type."""
+    """OpenAI's `response_format`.  `structured.py` checks which members belong to which type."""
 
     type: str
     json_schema: dict[str, Any] | None = None  # name, schema, strict
-    schema: dict[str, Any] | None = None  # of the type json_object, as llama.cpp has it
+    schema: dict[str, Any] | None = None  # of type json_object, like llama.cpp
     structures: list[dict[str, Any]] | None = None  # of a structural tag, with the triggers
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
 
 
 class SamplingFields(ClientOptions, frozen=False, kw_only=True):  # pyright: ignore[reportGeneralTypeIssues]  # msgspec allows it
-    """The fields that every API has that generates: each means the same there, and is handed on as it is."""
+    """Fields of all generating APIs.  They have the same meaning in each and reach the engine unchanged."""
 
     OTHERS: ClassVar[fields.Others] = fields.NONE
 
@@ -67,7 +69,7 @@ class SamplingFields(ClientOptions, frozen=False, kw_only=True):  # pyright: ign
     vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
 
     def shared(self) -> dict[str, Any]:
-        """Return these fields, to be handed on to another API's request."""
+        """Return these fields by name, to construct a request of another API."""
         return {name: getattr(self, name) for name in SamplingFields.__struct_fields__}
 
 

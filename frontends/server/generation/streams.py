@@ -1,4 +1,8 @@
-"""Outputs of one or several generations, handed to one consumer."""
+"""Hand the outputs of the generations of one request to one consumer.
+
+A request with several prompts has several generations.  They run at the same time, but the consumer sees one output after the
+other, so adapters need no locks.
+"""
 
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -18,7 +22,8 @@ if TYPE_CHECKING:
     from trouper.frontends.server.http.context import RequestContext
     from trouper.frontends.server.service.service import Service
 
-# A stream's head is sent before its first token where that takes as long, so the client knows when it will come.
+# With an expected wait of at least this many seconds, a stream's head is sent before its first token, so that the client
+# reads in a header when the token is expected.
 LONG_WAIT_S = 1.0
 T = TypeVar("T", bound=RequestOutput | PoolingRequestOutput[Any])
 Consume = Callable[[int, RequestOutput], Awaitable[None]]
@@ -32,14 +37,14 @@ async def each_output(
     consume: Consume,
     begin: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Call `consume(i, output)` for each output of generation i; one call at a time.
+    """Call `consume(i, output)` for each output of generation i, one call at a time.
 
-    Leaving, in whatever way, aborts the generations that have not ended.  `places` are the client's names of the
-    prompts.  `begin` is called before the first output, if that is expected to take long.
+    Every exit aborts the unfinished generations.  `places` are the client's names of the prompts, for errors.  `begin` is
+    called before the first output if the engine predicts a long wait for it.
 
     Raises:
-        HTTPError: the first token cannot come before the client's deadline.
-        Exception: the first failure among them, perhaps in groups; the others are aborted.
+        HTTPError: the first token cannot arrive before the client's deadline.
+        Exception: the first failure of a generation, possibly inside exception groups; the others are aborted.
     """
     with _listed(service) as opened:
         await _open(service, context, generations, opened)
@@ -60,15 +65,16 @@ async def final_outputs(
     places: Sequence[str],
     whole: "EngineWork | None" = None,
 ) -> list[T]:
-    """Return the last output of each generation, in order; under FINAL_ONLY it is the whole of it.
+    """Return the last output of each generation, in order; with FINAL_ONLY it is the complete output.
 
-    `whole` is the work that these generations are a round of, which may take several.
+    `whole` is the work to which these generations belong, if it takes several rounds, like a beam search.
     """
     found: dict[int, T] = {}
 
     with _listed(service) as opened:
         await _open(service, context, generations, opened, whole)
-        if len(opened) > 1:  # a bad last prompt is found before the others run
+        # A bad last prompt is found before the others run.
+        if len(opened) > 1:
             await _wait_rendered(opened, places)
         elif opened:
             await service.foretell(context, opened[0])
@@ -76,7 +82,7 @@ async def final_outputs(
             with prompt_named(places[i]):
                 while (
                     output := generation.next_nowait()
-                ) is not None:  # outputs that are ready need no turn of the event loop
+                ) is not None:  # a ready output needs no turn of the event loop
                     found[i] = output
                 async for output in generation:
                     found[i] = output
@@ -90,10 +96,10 @@ async def _open(
     opened: "list[Generation[T]]",
     whole: "EngineWork | None" = None,
 ) -> None:
-    """Open all generations, once the request is admitted, and append them to `opened`.
+    """Append all generations to `opened`, wait for admission, and open them.
 
     Raises:
-        HTTPError: the request has been aborted meanwhile.
+        HTTPError: the request was aborted or evicted in the meantime.
     """
     async for generation in YieldingIterator(generations):
         opened.append(generation)
@@ -105,14 +111,15 @@ async def _open(
         await generation.prepare()
         context.check_wanted()
         generation.open()
-    if ticket is not None:  # not before: an unopened generation counts as over
+    # Only now, because an unopened generation counts as finished.
+    if ticket is not None:
         ticket.generations = opened if whole is None else [whole]
 
 
 async def _wait_rendered(
     generations: "Sequence[Generation[RequestOutput]]", places: Sequence[str]
 ) -> None:
-    """Wait until each prompt is known to be good."""
+    """Wait until every prompt is rendered, which finds bad ones."""
     async for generation, place in YieldingIterator(zip(generations, places, strict=True)):
         with prompt_named(place):
             await generation.submit()
@@ -122,7 +129,7 @@ async def _interleaved(
     generations: "Sequence[Generation[RequestOutput]]", consume: Consume
 ) -> None:
     error: Exception | None = None
-    # Nothing is buffered: outputs that the consumer does not take yet are merged in the reply slots.
+    # Capacity 0: while the consumer is busy, the reply slots merge new outputs.
     send, receive = anyio.create_memory_object_stream[tuple[int, RequestOutput]](0)
 
     async def put(i: int, output: RequestOutput) -> None:
@@ -152,7 +159,7 @@ async def _read(generation: "Generation[RequestOutput]", i: int, consume: Consum
 
 @contextmanager
 def _listed(service: "Service") -> "Generator[list[Any]]":
-    """Lend a list whose generations are closed, and taken out of the service's table, after the block."""
+    """Yield a list of generations.  After the block they are closed and removed from the service's table."""
     opened: list[Generation[Any]] = []
     try:
         yield opened

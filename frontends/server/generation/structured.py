@@ -1,6 +1,7 @@
-"""The fields of a request that say what its answer must match -> `StructuredOutputsParams`.  Pure.
+"""Convert a request's constraints on the answer to `StructuredOutputsParams`.  Pure.
 
-There are three ways to say it: OpenAI's `response_format`, vLLM's `structured_outputs`, and its older `guided_…`.
+A client can give them in three ways: OpenAI's `response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_…` fields.
+A request may use only one of these.
 """
 
 import json
@@ -13,7 +14,7 @@ from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.server.generation.requests import Generating, ResponseFormat
 from trouper.structured_outputs import StructuredOutputsParams
 
-# The members that belong to each type of a response_format, and those that describe a schema.
+# The members of each type of `response_format`, and those of a described schema.
 MEMBERS = {
     "text": (),
     "json_object": ("schema",),
@@ -25,10 +26,10 @@ GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def structured_outputs(request: Generating) -> StructuredOutputsParams | None:
-    """Return what the answer must match; None: it may be anything.
+    """Return the constraint on the answer.  Returns None if the answer may be any text.
 
     Raises:
-        TrouperValidationError: it is said in two ways, or not in the form of its kind.
+        TrouperValidationError: two fields constrain the answer, or one of them is malformed.
     """
     guided = {
         name: value for name in GUIDED if (value := getattr(request, f"guided_{name}")) is not None
@@ -42,7 +43,7 @@ def structured_outputs(request: Generating) -> StructuredOutputsParams | None:
     if not given:
         return None
     if len(given) > 1:
-        raise invalid(list(given)[-1], f"not beside {next(iter(given))}")
+        raise invalid(list(given)[-1], f"cannot be combined with {next(iter(given))}")
     ((name, kinds),) = given.items()
     if request.guided_whitespace_pattern is not None:
         kinds = {**kinds, "whitespace_pattern": request.guided_whitespace_pattern}
@@ -56,7 +57,7 @@ def structured_outputs(request: Generating) -> StructuredOutputsParams | None:
 
 
 def way_of(request: Generating) -> str:
-    """Return the field in which a request says what its answer must match."""
+    """Return the name of the field that constrains the answer, for errors."""
     if request.structured_outputs:
         return "structured_outputs"
     guided = [f"guided_{name}" for name in GUIDED]
@@ -92,7 +93,7 @@ def _of_format(given: ResponseFormat | None) -> dict[str, Any]:
 
 
 def _check_members(given: ResponseFormat) -> None:
-    """Refuse members that belong to another type, which would be passed over."""
+    """Refuse members of other types, which would be ignored silently."""
     own = MEMBERS.get(given.type)
     if own is None:
         raise invalid("response_format", f"type must be {', '.join(MEMBERS)}", given.type)

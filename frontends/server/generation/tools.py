@@ -1,4 +1,4 @@
-"""Tools of a chat: their check, and the calls of the answer as replies have them.  Pure."""
+"""Check the tools of a chat, and convert the calls of its answer to OpenAI's format.  Pure."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.generation.call_ids import CallIds
 
 MAX_TOOLS = 512
-MAX_NAME = 128  # characters, as Anthropic's API has it and as the tools of MCP servers need it
+# Characters of a name.  Anthropic's API and tools of MCP servers need this many.
+MAX_NAME = 128
 TOOL_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}")
 
 JSONObject = dict[str, Any]
@@ -27,7 +28,7 @@ class FunctionCall(msgspec.Struct, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call, or in a stream a piece of one; only pieces have an index."""
+    """A tool call, or a part of one in a stream.  Only parts have an index."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -35,20 +36,20 @@ class ToolCall(msgspec.Struct, kw_only=True):
     function: FunctionCall
 
 
-# of a tool without `parameters`: by OpenAI's API it takes none
+# The schema of a tool without `parameters`: by OpenAI's API it has none.
 NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}, "additionalProperties": False}
 StrictLevel = Literal["auto", "function", "parameter"]
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """The calls that an answer may hold.
+    """The tool calls that a request allows in its answer.
 
     Attributes:
-        schemas: of the parameters of the tools that may be called, by name; empty: no calls are wanted.
-        strict: names of those whose arguments must match their schema also where the model is free to call.
-        is_forced: the answer must be calls, and nothing else.
-        is_named: the request names the one tool to be called.
-        is_parallel: several calls may follow each other.
+        schemas: schemas of the parameters by tool; empty if no calls are wanted.
+        strict: names of the tools with `strict`; their arguments always match the schema, even in optional calls.
+        is_forced: whether the answer must consist of calls.
+        is_named: whether the request names the one tool to call.
+        is_parallel: whether the answer may contain several calls.
     """
 
     schemas: dict[str, JSONObject] = {}
@@ -58,14 +59,14 @@ class ToolUse(msgspec.Struct, frozen=True):
     is_parallel: bool = True
 
     def grammar(self, answers: AnswerFormat, level: StrictLevel) -> str | None:
-        """Return the grammar that the answer must match, in Lark; None: it may be anything.
+        """Return the grammar of the answer in Lark.  Returns None if the answer may be any text.
 
         Args:
-            level: what is checked of calls that the model is free to make: of strict tools the arguments (auto), of all
-                tools the name (function), or the arguments too (parameter).
+            level: the constraints on optional calls: the arguments of strict tools (auto), also the names of all tools
+                (function), or also the arguments of all tools (parameter).
 
         Raises:
-            TrouperValidationError: parameters that are no object.
+            TrouperValidationError: the schema of a tool's parameters is not an object.
         """
         dialect = answers.tools or BY_NAME["json"]
         options: dict[str, Any] = {"is_parallel": self.is_parallel, "token_ids": answers.token_ids}
@@ -81,7 +82,7 @@ class ToolUse(msgspec.Struct, frozen=True):
 def tool_use(
     tools: list[JSONObject] | None, choice: object, *, is_parallel: bool | None = None
 ) -> ToolUse:
-    """Read the tools of a request and its choice among them.
+    """Read the tools of a request and its `tool_choice`.
 
     Raises:
         TrouperValidationError: naming the field.
@@ -106,7 +107,7 @@ def tool_use(
         is_forced, names = (True, [_chosen(given, "tool_choice")]) if is_named else _allowed(given)
         for name in names:
             if name not in schemas:
-                raise invalid("tool_choice", "names a tool that is not among the tools", name)
+                raise invalid("tool_choice", "must name one of the tools", name)
     elif choice not in (None, "auto", "required"):
         raise invalid("tool_choice", "must be none, auto, required or a tool", choice)
     return ToolUse(
@@ -164,7 +165,7 @@ def _allowed(choice: JSONObject) -> tuple[bool, list[str]]:
 
 
 class CallDeltas:
-    """Numbers and names the calls of one choice."""
+    """Convert the parser's events of one choice to OpenAI's tool calls, with ids."""
 
     def __init__(self, ids: CallIds, choice: int) -> None:
         self._ids = ids
@@ -172,7 +173,7 @@ class CallDeltas:
         self.has_calls = False
 
     def render(self, parts: Sequence[ParserEvent]) -> list[ToolCall]:
-        """Return the parts that belong to calls: id and name once, then pieces of the arguments."""
+        """Return the deltas of calls: one with id and name for each new call, then parts of the arguments."""
         deltas: list[ToolCall] = []
         for part in parts:
             if isinstance(part, CallStarted):

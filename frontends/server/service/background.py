@@ -1,4 +1,4 @@
-"""Tasks that go on when the client that has started them has its answer."""
+"""Run tasks that outlive the request that started them, such as background responses."""
 
 from collections.abc import Awaitable, Callable
 
@@ -11,9 +11,9 @@ Work = Callable[[], Awaitable[None]]
 
 
 class BackgroundTasks:
-    """Runs tasks by name while `run_tasks` does.
+    """Named tasks, which run as long as `run_tasks` is running.
 
-    How many there may be is the admission gate's affair: each holds its ticket as other requests do.
+    The admission gate bounds their number: like any other request, each task holds a ticket.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class BackgroundTasks:
         return len(self._scopes)
 
     async def run_tasks(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Run what is started until cancelled, which cancels all of it."""
+        """Run all started tasks until this is cancelled, which cancels them, too."""
         async with anyio.create_task_group() as self._group:
             task_status.started()
             try:
@@ -42,18 +42,20 @@ class BackgroundTasks:
                 self._group = None
 
     def start(self, name: str, work: Work) -> None:
-        """Start work that raises nothing.
+        """Start a task, which must not raise.
 
         Raises:
             HTTPError: the server is shutting down.
         """
         if self._group is None:
-            raise unavailable("draining", "no background work is taken now")
+            raise unavailable(
+                "draining", "the server is shutting down and accepts no background work"
+            )
         scope = self._scopes[name] = anyio.CancelScope()
         self._group.start_soon(self._perform, name, scope, work, name="background")
 
     def cancel(self, name: str) -> None:
-        """Cancel the work of that name, if it runs; it may have some cleaning up to do."""
+        """Cancel the task of this name if it is running.  It may need some time to clean up."""
         scope = self._scopes.get(name)
         if scope is not None:
             scope.cancel()

@@ -1,4 +1,4 @@
-"""The server's own metrics, beside the engine's.  Label sets are fixed: nothing that clients send becomes a label."""
+"""Metrics of the server itself, in addition to the engine's.  Label sets are fixed: no input of a client becomes a label."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 class _Alone(msgspec.Struct):
-    """A registry of one family."""
+    """Present one family of metrics as a registry, which `generate_latest` expects."""
 
     family: Family
 
@@ -27,7 +27,10 @@ class _Alone(msgspec.Struct):
 
 
 async def expose(collectors: Iterable[Collector]) -> bytes:
-    """Write the metrics for Prometheus, with a checkpoint after each family: all of them take ten milliseconds."""
+    """Write all metrics in Prometheus' text format.
+
+    A checkpoint after each family lets other tasks run, because writing all of them takes ten milliseconds.
+    """
     pieces: list[bytes] = []
     for collector in collectors:
         for family in collector.collect():
@@ -37,7 +40,7 @@ async def expose(collectors: Iterable[Collector]) -> bytes:
 
 
 class ServerMetrics(Collector):
-    """Counts refusals and responses, and measures how late the event loop is."""
+    """Count refusals, responses and tool calls, and measure the lag of the event loop."""
 
     def __init__(self) -> None:
         self.level = Level.CALM
@@ -52,16 +55,16 @@ class ServerMetrics(Collector):
         self._rejections[reason] += 1
 
     def note_answer(self, route: str, status: int) -> None:
-        """Count a response; status 0 means that the client had left."""
+        """Count a response.  Status 0 means that the client disconnected before it."""
         self._answers[route, status] += 1
 
     def note_tool_calls(self, dialect: str, outcome: str, num: int) -> None:
-        """Count tool calls; the outcome content means marks behind which there was no call."""
+        """Count tool calls.  The outcome `content` means marks of a call without a valid call after them."""
         if num:
             self._tool_calls[dialect, outcome] += num
 
     def note_gap(self, gap_s: float) -> None:
-        """Note how much later than asked the event loop resumed a task."""
+        """Record by how many seconds the event loop resumed a task too late."""
         self.gaps.observe(gap_s)
         self.max_gap_s = max(self.max_gap_s, gap_s)
 

@@ -1,9 +1,8 @@
-"""The responses that clients may come back to, in memory.  Pure.
+"""Keep responses in memory, so that follow-ups can name them by id.  Pure.
 
-Laws.  The bytes that are counted never exceed the limit: what has not been used for longest goes first.  A response is
-found under its own id and by its owner only.  One that is running is not evicted; where nothing else could go, what is
-new is not kept.  The events of a response that streams in background count, too; where they find no room, they are dropped
-and the response stays.
+Laws.  The counted bytes never exceed the limit: the least recently used response is evicted first.  Only its owner finds a
+response, under its own id.  Running responses are never evicted; if nothing else can be evicted, the new response is not
+stored.  The events of a background stream count, too; without room they are dropped, and the response stays.
 """
 
 from collections import Counter, OrderedDict
@@ -12,14 +11,15 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-# An entry beside its content: the struct and its fields 200, the id 90, two slots of dicts 200 bytes.
+# Overhead of an entry in bytes: the struct and its fields 200, the id 90, two slots of dicts 200.
 ENTRY_BYTES = 512
-# A piece beside its content: its header 33, the count of its holders 130 bytes.
+# Overhead of a chunk of items in bytes: its header 33, the count of its holders 130.
 PIECE_BYTES = 168
-REFERENCE_BYTES = 8  # of each piece in each entry
+# Bytes of a reference to a chunk, in each entry that shares it.
+REFERENCE_BYTES = 8
 # An event costs its content, a header of 33 bytes and a place of 8 bytes in the list.
 EVENT_BYTES = 48
-# The most events that a reader takes at a time.
+# Maximum number of events that a reader gets at once.
 AT_ONCE = 64
 
 
@@ -27,11 +27,11 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A response, and the conversation up to its end.
 
     Attributes:
-        owner: the API key that it was made with.
-        status: as in the response.
+        owner: the API key of its request.
+        status: the status in the response.
         body: the response as JSON.
-        pieces: the items of the conversation, each piece a JSON array; follow-ups share those of what they follow.
-        num_input_pieces: the pieces before its own output.
+        pieces: the items of the conversation as JSON arrays; a follow-up shares the arrays of its predecessors.
+        num_input_pieces: the number of arrays before its own output.
         model, cache_salt, priority: what follow-ups inherit.
     """
 
@@ -50,7 +50,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own_bytes(self) -> int:
-        """The bytes that it costs without its pieces."""
+        """The bytes of the entry without the shared arrays."""
         return ENTRY_BYTES + len(self.body) + REFERENCE_BYTES * len(self.pieces)
 
 
@@ -58,8 +58,8 @@ class EventLog:
     """Keep the encoded events of one response for readers that come and go while it grows.
 
     Attributes:
-        num_bytes: what the events cost.
-        is_dropped: the events are gone, because the store had no room for them or has forgotten the response.
+        num_bytes: the memory of the events.
+        is_dropped: whether the store removed the events, for want of room or together with the response.
     """
 
     def __init__(self) -> None:
@@ -101,13 +101,14 @@ class EventLog:
 
 
 class ResponseStore:
-    """Responses by id, the one that was used last at the end.  A limit of 0 keeps none."""
+    """Responses by id, in order of their last use.  A limit of 0 bytes turns the store off."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._holders: Counter[int] = Counter()  # entries with a piece, by the piece's identity
+        # The number of entries that share an array, by the identity of the array.
+        self._holders: Counter[int] = Counter()
         self._logs: dict[str, EventLog] = {}
 
     def __repr__(self) -> str:
@@ -121,7 +122,7 @@ class ResponseStore:
         return self.max_bytes > 0
 
     def get(self, name: str, owner: str) -> StoredResponse | None:
-        """Return the response of that id, which counts as used; None: there is none of this owner's."""
+        """Return a response and mark it as used.  Returns None if this owner has no response of this id."""
         found = self._entries.get(name)
         if found is None or found.owner != owner:
             return None
@@ -129,15 +130,16 @@ class ResponseStore:
         return found
 
     def put(self, name: str, stored: StoredResponse) -> bool:
-        """Keep a response in place of the one with its id, and return whether there is room for it.
+        """Store a response, replacing an earlier version.  Returns whether there is room for it.
 
-        Its events stay.
+        The events of the earlier version stay.
         """
         self._take(name)
         alone = stored.own_bytes + sum(PIECE_BYTES + len(piece) for piece in stored.pieces)
         if alone > self.max_bytes:
             self._drop_log(name)
-            return False  # nothing is evicted in vain
+            # It cannot fit, so nothing is evicted for it.
+            return False
         self._entries[name] = stored
         self.num_bytes += stored.own_bytes
         for piece in stored.pieces:
@@ -148,20 +150,20 @@ class ResponseStore:
         return name in self._entries
 
     def remove(self, name: str) -> None:
-        """Forget a response and its events, if it is there."""
+        """Remove a response and its events, if it exists."""
         self._take(name)
         self._drop_log(name)
 
     def log(self, name: str) -> EventLog | None:
-        """Return the events of a response, if they are kept."""
+        """Return the events of a response, or None if they are not stored."""
         return self._logs.get(name)
 
     def open_log(self, name: str) -> None:
-        """Keep the events of a response that is there."""
+        """Start to store the events of an existing response."""
         self._logs[name] = EventLog()
 
     def append(self, name: str, frame: bytes) -> None:
-        """Append an event, if there is room; else all events of this response are dropped."""
+        """Append an event.  Without room for it, all events of this response are dropped."""
         log = self._logs.get(name)
         if log is None:
             return
@@ -179,7 +181,7 @@ class ResponseStore:
             log.drop()
 
     def _take(self, name: str) -> None:
-        """Take an entry out, without its events."""
+        """Remove an entry but not its events."""
         gone = self._entries.pop(name, None)
         if gone is None:
             return
@@ -191,7 +193,7 @@ class ResponseStore:
                 self.num_bytes -= PIECE_BYTES + len(piece)
 
     def _evict(self, newest: str) -> None:
-        """Make room by forgetting what is not running, then the newest entry's events, then the entry."""
+        """Make room: evict finished responses, then the newest entry's events, then the entry itself."""
         self._evict_finished(newest)
         if self.num_bytes > self.max_bytes:
             self._drop_log(newest)

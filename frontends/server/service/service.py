@@ -1,4 +1,8 @@
-"""The state that all handlers share: the engine once it is loaded, the limits, and the open requests."""
+"""Hold the state that all handlers of a server share: the engine, the limits, and the open requests.
+
+The service exists before the engine: listeners open first, so that health checks and load balancers get an answer while the
+model is loading.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -35,7 +39,8 @@ if TYPE_CHECKING:
     from trouper.actors.engine.engine import Engine
     from trouper.actors.engine.generation import Generation
 
-PLACES = 4  # × max_num_seqs sequences may be open: one runs, three wait
+# Sequences that may be open, as a multiple of max_num_seqs: one runs while three are queued.
+PLACES = 4
 MAX_ECHO = 200
 MAX_SHOWN_NAME = 100  # characters of a model's name in an error
 MAX_SHOWN_NAMES = 3  # names, so that the whole fits an error's text
@@ -44,10 +49,14 @@ POOLING_ROUTES = {
     "embed": ("makes embeddings", "/v1/embeddings"),
     "classify": ("classifies", "/classify"),
 }
-MIN_SPARE_SLOTS = 2  # in the engine's own queue, so that a slot is taken again at once
-BODIES = 8  # × max_body: the budget of all bodies under way
-PROOF_S = 1.0  # how long a round trip proves that the next would succeed
-PROBE_S = 5.0  # how long it may take
+# Requests in the engine's own queue, so that a free slot is used at once.
+MIN_SPARE_SLOTS = 2
+# The default budget for all request bodies, as a multiple of max_body.
+BODIES = 8
+# Seconds for which one successful round trip stands for the next.
+PROOF_S = 1.0
+# Timeout of a round trip in seconds.
+PROBE_S = 5.0
 
 
 UNMEETABLE = "deadline_unmeetable"
@@ -59,7 +68,10 @@ def untagged(name: str) -> str:
 
 
 class Service:
-    """The state of one server: starting until `open`, draining after `drain`."""
+    """The state of one server: starting until `open`, then open, and draining after `drain`.
+
+    Only the event loop of the server changes it.
+    """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -92,7 +104,7 @@ class Service:
         return f"<Service {state} {self.gate!r}>"
 
     def open(self, engine: "Engine") -> None:
-        """Take requests from now on."""
+        """Accept requests from now on, within limits derived from the engine's configuration and KV cache."""
         config, info = engine.config, engine.info
         num_seqs = config.scheduler.max_num_seqs * config.data_parallel_size
         limits = (self.settings.max_requests or PLACES * num_seqs, config.max_num_queued_reqs)
@@ -101,7 +113,7 @@ class Service:
         if admission.max_sequences == config.max_num_queued_reqs:
             self.gate.full_reason = "max_num_queued_reqs"
         admission.max_started = num_seqs + max(MIN_SPARE_SLOTS, num_seqs // 4)
-        # as many as the cache holds; a model that pools has none, and what fills its slots may wait
+        # The default queue holds as many tokens as the KV cache; a pooling model has no cache, so its slots count.
         room = (info.num_blocks - 1) * info.block_size * config.data_parallel_size
         room = room or num_seqs * config.max_model_len
         self.gate.min_waiting_tokens = self.settings.max_waiting_tokens or room
@@ -130,13 +142,13 @@ class Service:
         return found
 
     def note_tool_calls(self, num_calls: Mapping[str, int]) -> None:
-        """Count the tool calls of a choice that has ended, by their outcome."""
+        """Count the tool calls of a finished choice by their outcome."""
         dialect = "none" if self.answers.tools is None else self.answers.tools.name
         for outcome, num in num_calls.items():
             self.metrics.note_tool_calls(dialect, outcome, num)
 
     def drain(self) -> None:
-        """Refuse new requests from now on; readiness says so."""
+        """Refuse new requests from now on, and fail the readiness check."""
         self.is_draining = True
 
     @property
@@ -145,14 +157,14 @@ class Service:
 
     @property
     def is_device_lost(self) -> bool:
-        """Whether the model's process has died and is being started again."""
+        """Whether the worker process of a replica died and is being restarted."""
         if self._engine is None:
             return False
         return any(part.is_device_lost for part in self._engine.statistics().replicas)
 
     @property
     def engine(self) -> "Engine":
-        """The engine.  Raises HTTPError while it is loading."""
+        """The only handle of handlers for the engine.  Raises HTTPError (503) while the model is loading."""
         if self._engine is None:
             raise unavailable("starting", "the model is being loaded")
         return self._engine
@@ -167,7 +179,7 @@ class Service:
         return self.settings.served_model_names or config.served_names or (config.model.name,)
 
     def close_gate(self) -> None:
-        """Refuse the requests that wait now."""
+        """Refuse all queued requests because the server is shutting down."""
         self.gate.close(unavailable("draining", "the server is shutting down"))
 
     def check_room(self, context: RequestContext) -> None:
@@ -175,18 +187,18 @@ class Service:
         self.gate.check(context.tenant, self.counted_bytes(context.content_length, 1))
 
     def enter(self, context: RequestContext) -> AdmissionTicket:
-        """Reserve a place for a request whose body has come.  Raises HTTPError when all places are taken."""
+        """Reserve a place for a request after its body was read.  Raises HTTPError (429 or 503) if the server is full."""
         num_bytes = self.counted_bytes(context.num_body_bytes, 1)
         ticket = self.gate.enter(context.tenant, num_bytes)
         self._note_throughput()
         return ticket
 
     def counted_bytes(self, num_bytes: int, num_prompts: int) -> int:
-        """Bound the bytes of a body that count: no prompt takes more than the model's length, in whatever form it comes."""
+        """Bound the bytes that count against the limits: a prompt never counts for more than the model's context."""
         return min(num_bytes, num_prompts * self.config.max_model_len * BYTES_PER_TOKEN)
 
     def look(self, lag_s: float) -> None:
-        """Look after the engine and the load; called four times a second."""
+        """Check the engine, and adapt admission to the load; the monitor calls it four times a second."""
         if self._engine is None or self.is_draining:  # it is not there yet, or being closed
             return
         if self._engine.dead_error is not None:
@@ -204,14 +216,14 @@ class Service:
             self._give_up_one()
 
     def check_admits(self) -> None:
-        """Raises HTTPError when requests have come for some seconds and all of them were refused."""
+        """Raise HTTPError (503) if all requests of the last seconds were refused."""
         refusing_s = self.gate.refusing_s()
         if refusing_s > self.settings.max_refusing_s:
             text = f"no request has been admitted for {refusing_s:.0f} s"
             raise unavailable("overloaded", text)
 
     async def prove(self) -> None:
-        """Make a round trip through scheduler and executor, unless one was made just before and no device was lost since.
+        """Make a round trip through scheduler and executor, unless the last one is recent and a replica is available.
 
         Raises:
             HTTPError: the engine does not answer.
@@ -226,13 +238,13 @@ class Service:
         raise unavailable("no_progress", "the engine does not answer")
 
     def check_alive(self) -> None:
-        """Raises HTTPError while starting, and when the engine has failed: health in a status."""
+        """Raise HTTPError (503) while the model is loading, and after the engine failed."""
         if self.engine.dead_error is not None:
             self.died.set()
             raise unavailable("engine_failed", "the engine has failed")
 
     def check_open(self) -> None:
-        """Raises HTTPError unless requests are taken now, EngineDeadError when they never will be."""
+        """Raise HTTPError or RetryableRequestError unless requests are accepted now, and EngineDeadError if they never will be."""
         self.engine.check_alive()
         if self.is_draining:
             raise unavailable("draining", "the server is shutting down")
@@ -250,7 +262,7 @@ class Service:
         return name
 
     def _unknown_model(self, name: str) -> str:
-        """Say which models there are, as many as an error has room for."""
+        """Write the error for an unknown model.  It lists the first few model names."""
         adapters = (adapter.lora_name for adapter in self.engine.adapters.requests)
         names = [*self.model_names, *adapters]
         shown = ", ".join(f"`{clean(each, MAX_SHOWN_NAME)}`" for each in names[:MAX_SHOWN_NAMES])
@@ -259,7 +271,7 @@ class Service:
         return f"The model `{clean(name, MAX_SHOWN_NAME)}` does not exist. This server has {shown}{more}."
 
     def check_kind(self, route: Route) -> None:
-        """Refuse a route that generates where the model pools.  Raises HTTPError."""
+        """Raise HTTPError (400) if the route generates text and the model is a pooling model."""
         spec = self.config.pooler
         if spec is None or route.pools or route.choose is not None:
             return
@@ -269,13 +281,13 @@ class Service:
         raise HTTPError(400, "not_supported", text, param="model")
 
     def adapter(self, name: str | None) -> LoRARequest | None:
-        """Return the adapter of this name that requests may use, if there is one."""
+        """Return the loaded adapter of this name, or None if there is none."""
         found = self.engine.adapters.requests
         names = () if name is None else (name, untagged(name))
         return next((adapter for adapter in found if adapter.lora_name in names), None)
 
     def next_adapter_number(self) -> int:
-        """Return a number that no adapter has."""
+        """Return an unused number for a new adapter.  Numbers of unloaded adapters are not used again."""
         numbers = [adapter.lora_int_id for adapter in self.engine.adapters.requests]
         self._last_adapter = max(self._last_adapter, *numbers, 0) + 1
         return self._last_adapter
@@ -288,26 +300,27 @@ class Service:
         max_tokens: int | None,
         priority: int,
     ) -> int:
-        """Count what a request asks for against the limits; return the priority that the engine gets.
+        """Count the request against the limits, and return its priority in the engine's order (larger first).
 
         Raises:
-            HTTPError: there is no place for so much.
+            HTTPError: the limits leave too little room for this request.
         """
         if self.settings.priority_order == "vllm":
-            priority = ~priority  # turns the order round, and no int64 falls out
+            # ~ reverses the order without overflow, unlike the negative of the smallest int64.
+            priority = ~priority
         if context.ticket is not None:
             num_bytes = self.counted_bytes(context.num_body_bytes, num_prompts)
             context.ticket.size(num_bytes, num_prompts, n, max_tokens, priority)
         return priority
 
     def trace_parent(self, context: RequestContext) -> dict[str, str] | None:
-        """Return the headers that name the caller's span, where requests are traced."""
+        """Return the headers that name the caller's span, or None if tracing is off."""
         if self.config.otlp_traces_endpoint is None:
             return None
         return trace_headers(context.headers)
 
     async def prompt_text(self, output: RequestOutput) -> str:
-        """Return the text of a prompt; of one that came as token ids, special tokens are shown, too."""
+        """Return the text of a prompt.  A prompt given as token ids is decoded with its special tokens."""
         tokenizer = self.engine.tokenizer
         if output.prompt is not None or tokenizer is None:
             return output.prompt or ""
@@ -332,7 +345,7 @@ class Service:
     def abort(self, request_ids: Iterable[str] | None) -> int:
         """Abort the requests with these client-visible ids, or all of them.
 
-        Returns how many engine requests were aborted, including those that are still waiting for admission.
+        Returns the number of aborted engine requests, including those still queued for admission.
         """
         wanted = None if request_ids is None else set(request_ids)
         found = {
@@ -348,7 +361,7 @@ class Service:
         return len(found)
 
     def _give_up_one(self) -> None:
-        """Abort the newest request: those that wait for admission are newer than those of the engine."""
+        """Free memory: refuse all queued requests, or else abort the newest request of the engine."""
         if self.gate.close(unavailable("overloaded", "the server is overloaded, try again later")):
             return
         engine = self.engine
@@ -364,10 +377,10 @@ class Service:
     async def foretell(
         self, context: RequestContext, generation: "Generation[Any]"
     ) -> ExpectedToken | None:
-        """Wait until the engine has foretold the first token of a request, and put that into the head of the answer.
+        """Wait for the engine's prediction of the first token, and announce it in the header Server-Timing.
 
         Raises:
-            HTTPError: it cannot come before the deadline that the client has set.
+            HTTPError: the first token cannot arrive before the client's deadline.
         """
         has_deadline = context.header(b"x-request-timeout-ms") is not None
         is_wanted = has_deadline or not self.settings.disable_server_timing

@@ -1,7 +1,8 @@
-"""Map every exception to one response, in one table.
+"""Map every exception to one HTTP response, in one table.
 
-Laws.  Only an error that trouper raises on purpose for a request becomes a 4xx.  Any other exception, whatever its class, is
-a 500 with a neutral message, and its text and traceback go to the log.  A response never grows with the request.
+Laws.  Only errors that trouper raises on purpose for a request become a 4xx.  Every other exception becomes a 500 with
+a neutral message, and the log gets its text and traceback.  The size of a response does not depend on the request.  Codes
+are fields of the errors: this table reads no sentence.
 
 The refusal of what is known from other servers and is not built here, with what to use in its place.
 """
@@ -50,13 +51,17 @@ TYPES = {
     431: "HeadersTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
     503: "ServiceUnavailableError", 504: "DeadlineExceededError",
 }  # fmt: skip
-RETRIED = (429, 503)  # they say when
+# Statuses with which a client is asked to wait and try again.
+RETRIED = (429, 503)
 NO_RETRY = ((b"x-should-retry", b"false"),)  # what the OpenAI clients look at first
 CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]+")
 
 
 class HTTPError(TrouperError):
-    """An error response that a handler has decided on."""
+    """An error response, chosen by a handler or by the application itself.
+
+    A 429 or 503 also asks the client to wait `retry_after_s` seconds.
+    """
 
     def __init__(
         self,
@@ -78,16 +83,22 @@ class HTTPError(TrouperError):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """One error in the form that the client gets, with its status and headers."""
+    """One error as data, from which each API renders a body in its own format.
+
+    Attributes:
+        param: the client's name of the wrong field.
+        usage: tokens that the request had used when its deadline passed.
+        limit, length: the size of the context and the length of the prompt, if the prompt is too long.
+    """
 
     status: int
     code: str
     message: str
     param: str | None = None
     headers: Headers = ()
-    usage: Usage | None = None  # what a request had cost when its time was over
-    limit: int | None = None  # tokens of the context, of a prompt that is longer
-    length: int | None = None  # tokens of that prompt
+    usage: Usage | None = None
+    limit: int | None = None
+    length: int | None = None
 
     @property
     def body(self) -> dict[str, Any]:
@@ -101,7 +112,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorForm(NamedTuple):
-    """The form in which the clients of an API read errors."""
+    """The error format of one API: its bodies, and its events in a stream that has already started."""
 
     render: Callable[[ErrorBody, str], object]  # takes the request's id, too
     event: str | None  # the name of an error's event in a stream
@@ -123,11 +134,14 @@ def unavailable(code: str, message: str) -> HTTPError:
 
 
 def aborted() -> HTTPError:
-    return unavailable("aborted", "aborted before all of it had begun")
+    return unavailable("aborted", "the request was aborted before all of its parts started")
 
 
 def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a line a class
-    """Map an exception to its response.  The first class that fits decides, so the order matters."""
+    """Map an exception to its response.  The first matching class decides, so subclasses come first.
+
+    Of a group of exceptions, the first one is described.
+    """
     while isinstance(error, BaseExceptionGroup):
         error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
     match error:
@@ -153,7 +167,7 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
             )
             return ErrorBody(400, "not_supported", text, error.parameter)
         case UnsupportedFeatureError():
-            return _told(400, "not_supported", error)  # no 5xx: clients retry those
+            return _told(400, "not_supported", error)  # clients would retry a 5xx
         case QueueOverflowError():
             text = "the server is full, try again later"
             return ErrorBody(503, "overloaded", text, headers=_retry())
@@ -169,10 +183,11 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
             return ErrorBody(503, code, text, headers=_retry())
         case EngineDeadError():
             return ErrorBody(500, "engine_failed", "the engine has failed", headers=NO_RETRY)
-        case ExecutionError():  # it failed alone: the same request would fail again
+        # The step failed with only this request in it, so the same request would fail again.
+        case ExecutionError():
             text = "the model cannot be run on this request"
             return ErrorBody(500, "poisoned_request", text, headers=NO_RETRY)
-        # What the request allows, it also forbids; or its grammar is too ambiguous.
+        # No token satisfies the constraints, or the grammar is too ambiguous: the client can change both.
         case GenerationError(code="no_valid_token" | "grammar_error"):
             return ErrorBody(400, error.code, clean(str(error), MAX_RULE), headers=NO_RETRY)
         case GenerationError(
@@ -180,7 +195,7 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
         ):  # nor this one
             text = clean(str(error), MAX_RULE)
             return ErrorBody(500, error.code, text, headers=NO_RETRY)
-        case TrouperError():  # GenerationError and the others that are not the client's
+        case TrouperError():
             return ErrorBody(500, "internal_error", "the request failed inside the engine")
         case _:
             return ErrorBody(500, "internal_error", "internal server error")
@@ -189,7 +204,7 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
 def log(problem: ErrorBody, error: BaseException, request_id: str) -> None:
     """Log a 500 with its traceback, and other errors in one line that only --log-level debug shows.
 
-    An engine that died of a cause that is known fails every open request: one line each.
+    A dead engine with a known cause fails every open request, so each of them gets only one line.
     """
     if isinstance(error, EngineDeadError) and isinstance(error.__cause__, TrouperError):
         logger.error("request %s failed: %s", request_id, clean(str(error), MAX_MESSAGE))
@@ -212,7 +227,7 @@ def _told(status: int, code: str, error: Exception) -> ErrorBody:
 
 
 def _named_value(message: str, error: Exception) -> str:
-    """Return the end of a message that names the value, unless it is long or the message names it already."""
+    """Return `, got <value>` for the end of a message, or nothing if the value is long or already named."""
     match getattr(error, "value", None):
         case bool() | float() as value:
             shown = str(value)
@@ -227,7 +242,7 @@ def _named_value(message: str, error: Exception) -> str:
 
 
 def _retry(wait_s: float = 1.0) -> Headers:
-    """Return both headers that clients read."""
+    """Return the standard header in seconds and OpenAI's in milliseconds."""
     return (
         (b"retry-after", b"%d" % math.ceil(wait_s)),
         (b"retry-after-ms", b"%d" % (1000 * wait_s)),
@@ -237,13 +252,13 @@ def _retry(wait_s: float = 1.0) -> Headers:
 NO_MEDIA = "send text only"
 NO_TOOLS = "describe the functions in a message and parse the answer"
 NO_MEMORY = (
-    "this server has been told to keep no responses by --responses-store-bytes 0; send the whole "
+    "this server keeps no responses (--responses-store-bytes 0); send the whole "
     "conversation with every request"
 )
 NO_MEMORY_OF_ITEMS = "use previous_response_id, or send the whole conversation with every request"
 
 
 def unsupported(name: str, advice: str, value: Any = None) -> UnsupportedFeatureError:
-    """Make the refusal of a field whose name, or whose value, is not built."""
+    """Make the error for a known field that this server does not support, with advice what to use instead."""
     text = f"{name} is not supported: {advice}"
     return UnsupportedFeatureError(text, parameter=name, value=value)

@@ -1,6 +1,6 @@
 """The table of fields that other servers know: each is honoured, refused or harmless, in every API.
 
-A request's type has the fields that are honoured. Of all others this table says which of two laws holds:
+A request's type declares the honoured fields.  For every other field, this table decides which of two laws holds:
 
 * A field that would change the answer is refused with a 400 that names it, its value and what to use in its place.
 * A field that a server may pass over never ends a request. The reason why it is harmless is in the table.

@@ -1,4 +1,4 @@
-"""Counts of tokens, as replies and errors give them to clients."""
+"""Count tokens and times for replies and errors, in the formats of OpenAI and vLLM."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -8,7 +8,8 @@ from trouper.outputs import RequestOutput, RequestStateStats
 
 class CachedTokens(msgspec.Struct):
     cached_tokens: int
-    created_cache_tokens: int = 0  # that requests after this one will find in the cache
+    # Tokens that later requests will find in the cache.
+    created_cache_tokens: int = 0
 
 
 class ReasoningUsage(msgspec.Struct):
@@ -23,11 +24,11 @@ class Usage(msgspec.Struct):
     completion_tokens_details: ReasoningUsage | UnsetType | None = UNSET
 
     def without_details(self) -> "Usage":
-        """Return the usage that goes with the chunks of a stream."""
+        """Return the usage in the form for chunks of a stream, which have no details."""
         return Usage(self.prompt_tokens, self.completion_tokens, self.total_tokens)
 
     def with_nulls(self) -> "Usage":
-        """Return the usage of a whole reply, which says null for details that it does not give."""
+        """Return the usage in the form for a whole reply, in which missing details are null."""
         return Usage(
             self.prompt_tokens,
             self.completion_tokens,
@@ -38,7 +39,7 @@ class Usage(msgspec.Struct):
 
 
 class RequestMetrics(msgspec.Struct):
-    """Times of one request, as clients of vLLM read them; null where something has not happened."""
+    """Times of one request under vLLM's names.  A time is null if its event did not happen."""
 
     time_to_first_token_ms: float | None = None  # from the first step on
     generation_time_ms: float | None = None  # from the first token to the last
@@ -66,10 +67,10 @@ def _ms(seconds: float | None) -> float | None:
 
 
 class UsageCounter:
-    """The tokens of one reply so far.
+    """Count the tokens of one reply while it is generated.
 
     Args:
-        cache_block_size: the tokens of a block, of which only whole ones are kept for other requests. 0: none is kept.
+        cache_block_size: tokens of a block of the prefix cache, which keeps only whole blocks; 0 if there is no cache.
     """
 
     def __init__(self, num_prompts: int, *, shows_cached: bool, cache_block_size: int = 0) -> None:
@@ -78,16 +79,17 @@ class UsageCounter:
         self._num_cached = [0] * num_prompts
         self._shows_cached = shows_cached
         self._num_completion = 0
-        self._num_reasoning: int | None = None  # None: it is not looked for
+        # None unless reasoning is counted.
+        self._num_reasoning: int | None = None
 
     def add(self, i: int, output: RequestOutput) -> None:
-        """Count a new output of prompt `i`, which holds only tokens that no output before it held."""
+        """Count an output of prompt `i`, whose tokens must be new since the last output."""
         self._num_prompt[i] = len(output.prompt_token_ids)
         self._num_cached[i] = output.num_cached_tokens or self._num_cached[i]
         self._num_completion += sum(len(choice.token_ids) for choice in output.outputs)
 
     def add_reasoning(self, num_tokens: int | None) -> None:
-        """Count tokens that are reasoning, among those of the completion; None: it is not looked for."""
+        """Count the reasoning tokens among those of the completion.  None means that reasoning is not detected."""
         if num_tokens is not None:
             self._num_reasoning = (self._num_reasoning or 0) + num_tokens
 
