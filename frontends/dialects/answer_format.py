@@ -1,4 +1,4 @@
-"""The format of one model's answers: its dialect of tool calls and its span of reasoning, read off its chat templates."""
+"""The answer format of one model: its dialect of tool calls and its reasoning marks, detected from its chat templates."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,9 +26,9 @@ class AnswerFormat(msgspec.Struct, frozen=True):
     """How the answers of one model mark calls and reasoning.
 
     Attributes:
-        tools: the dialect of tool calls; None: no calls are looked for.
-        reasoning: the marks around the reasoning; None: it stays in the text.
-        special: texts of the special tokens, which are left out of a text unless a request wants them.
+        tools: the dialect of tool calls; calls are not parsed if it is None.
+        reasoning: the marks around the reasoning; it remains part of the text if it is None.
+        special: texts of the special tokens, which are removed from a text unless a request asks for them.
         token_ids: ids of the added tokens, by their text.
     """
 
@@ -39,23 +39,23 @@ class AnswerFormat(msgspec.Struct, frozen=True):
 
     @property
     def has_special_marks(self) -> bool:
-        """A mark is a special token: without these in the text nothing is found."""
+        """Whether a mark contains a special token: then the parser needs special tokens in the text."""
         spans = [self.reasoning or ("", "")]
         if self.tools is not None:
             spans += [self.tools.section, self.tools.call, self.tools.name_end]
         return any(token in mark for span in spans for mark in span for token in self.special)
 
     def begins_in_reasoning(self, prompt: str) -> bool:
-        """Tell whether the prompt has opened the reasoning already, as templates do."""
+        """Return whether the prompt already opens the reasoning, as some templates do."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0].rstrip())
 
     def parser(self, schemas: Schemas, prompt: str = "", max_held: int = MAX_HELD) -> AnswerParser:
         """Make the parser of one answer.
 
         Args:
-            schemas: of the tools' parameters, by name; empty: no calls are looked for.
+            schemas: JSON schemas of the tools' parameters, by name; calls are not parsed if there are none.
             prompt: the rendered prompt.
-            max_held: characters of a call's arguments that are held back until it is complete.
+            max_held: number of characters of a call's arguments that are held back until the call is complete.
         """
         return AnswerParser(
             self.tools or BY_NAME["json"],
@@ -75,16 +75,16 @@ def answer_format(
     reasoning_parser: str = AUTO,
     more: Sequence[Dialect] = (),
 ) -> AnswerFormat:
-    """Find the format of a model.
+    """Find the answer format of a model.
 
     Args:
-        token_ids: of the added tokens, by their text.
-        special: texts of those that are special.
-        tool_call_parser, reasoning_parser: auto reads it off the templates, none looks for nothing; else a name.
-        more: dialects that are looked at before those of the table.
+        token_ids: ids of the added tokens, by their text.
+        special: texts of the special ones among them.
+        tool_call_parser, reasoning_parser: a name; auto detects it from the templates, none disables parsing.
+        more: dialects that take precedence over those of the table.
 
     Raises:
-        TrouperValidationError: a name that is not known.
+        TrouperValidationError: a name is unknown.
     """
     check_parser_names(tool_call_parser, reasoning_parser, more)
     template, dialects = "\n".join(chat_templates), (*more, *DIALECTS)
@@ -102,7 +102,11 @@ def answer_format(
 def check_parser_names(
     tool_call_parser: str, reasoning_parser: str, more: Sequence[Dialect] = ()
 ) -> None:
-    """Refuse the name of a parser that there is not, and name those that are spelled alike."""
+    """Check the names of parsers.
+
+    Raises:
+        TrouperValidationError: a name is unknown; the error suggests similar names.
+    """
     dialects = (*DIALECTS, *more)
     _check_name("tool_call_parser", tool_call_parser, by_name(dialects))
     _check_name("reasoning_parser", reasoning_parser, by_reasoning_name(dialects))
@@ -112,23 +116,23 @@ def _check_name(option: str, name: str, known: Iterable[str]) -> None:
     names = (AUTO, NONE, *known)
     if name not in names:
         near = difflib.get_close_matches(name, names, cutoff=0.5)
-        rule = f"is none of the parsers; near it: {', '.join(near)}" if near else ""
+        rule = f"is not a known parser; similar names: {', '.join(near)}" if near else ""
         raise invalid(option, rule or f"must be one of {', '.join(sorted(names))}", name)
 
 
 def _detect_reasoning(template: str, dialects: Iterable[Dialect]) -> Span | None:
-    """Find the first span whose end the template holds."""
+    """Find the first span with its end mark in the template."""
     spans = (each.reasoning for each in dialects)
     return next((span for span in spans if span is not None and span[1] in template), None)
 
 
 class ReasoningTokens:
-    """Counts the tokens of one answer that are inside its reasoning, without the marks.
+    """Counts the tokens of one answer that belong to its reasoning, without the marks.
 
     Args:
-        span: the marks.
-        begins_inside: the prompt has opened the reasoning already.
-        text_of: gives the text of a token.
+        span: the marks around the reasoning.
+        begins_inside: whether the prompt already opens the reasoning.
+        text_of: returns the text of a token.
     """
 
     def __init__(self, span: Span, *, begins_inside: bool, text_of: Callable[[int], str]) -> None:
@@ -136,10 +140,10 @@ class ReasoningTokens:
         self._is_inside = begins_inside
         self._is_over = False
         self._text_of = text_of
-        self._tail = ""  # of the text, where a mark may have begun
+        self._tail = ""  # end of the text, which may contain the beginning of a mark
 
     def add(self, token_ids: Iterable[int]) -> int:
-        """Take the next tokens of the answer and return how many of them are reasoning."""
+        """Count the reasoning tokens among the next tokens of the answer."""
         return 0 if self._is_over else sum(map(self._is_reasoning, token_ids))
 
     def _is_reasoning(self, token_id: int) -> bool:

@@ -1,7 +1,7 @@
-"""Read the calls of an answer, each body in its dialect's way.
+"""Readers of the calls of an answer, one for each kind of call body.
 
-A reader of calls begins behind the opening mark and returns when the calls have ended. It leaves it to its caller to
-give back as content what turned out to be no call.
+A reader starts behind the opening mark and returns when the calls end.  Its caller returns text to the content if it turns
+out not to be a call.
 """
 
 import json
@@ -19,7 +19,7 @@ _NAME_STOPS = ' \t\r\n"{}()[]<>,;'
 
 
 def read_section(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read all calls behind the first mark of an answer, and the mark that ends them."""
+    """Read all calls behind the first mark of an answer, and the closing mark."""
     read_body = _BODIES[dialect.body]
     begin, end = dialect.section
     if not begin or not dialect.call[0]:
@@ -36,17 +36,17 @@ def read_section(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[N
 
 
 def _closing(reader: Reader, mark: str) -> Parse[None]:
-    """Read a closing mark and the blanks before it; a model may leave it out."""
+    """Read a closing mark and the blanks before it.  A model may omit both."""
     if mark:
         yield from reader.skip_blanks_before((mark,))
         yield from reader.accept(mark)
 
 
-# {"name": ..., "arguments": {...}}
+# Format: {"name": ..., "arguments": {...}}
 
 
 def read_object(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read one call, and further ones behind the dialect's separators."""
+    """Read one call, and further calls behind the dialect's separators."""
     while (yield from _object(reader, calls)):
         if not dialect.separators:
             return
@@ -56,19 +56,22 @@ def read_object(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[No
 
 
 def _object(reader: Reader, calls: CallWriter) -> Parse[bool]:
-    """Read a JSON object that names a tool and gives its arguments.  Returns whether it was one, and complete."""
+    """Read a JSON object with the name of a tool and its arguments.  Returns whether it is a complete call."""
     yield from reader.skip_blanks()
     if not (yield from reader.accept("{")):
         return False
     seen: set[str] = set()
     is_complete = yield from _members(reader, calls, seen)
-    # the last brackets may be missing
+    # The model may have omitted the last brackets.
     is_whole = is_complete or (reader.is_at_end and "arguments" in seen)
     return calls.end(is_whole=is_whole) and is_complete
 
 
 def _members(reader: Reader, calls: CallWriter, seen: set[str]) -> Parse[bool]:
-    """Read members to the closing bracket; one that is there twice means nothing.  Returns whether it came."""
+    """Read members up to the closing bracket.  Returns whether the bracket was found.
+
+    A member that occurs twice is an error, because its meaning is undefined.
+    """
     while True:
         yield from reader.skip_blanks()
         if (yield from reader.accept("}")):
@@ -90,7 +93,7 @@ def _members(reader: Reader, calls: CallWriter, seen: set[str]) -> Parse[bool]:
 
 
 def _member_value(reader: Reader, calls: CallWriter, member: str) -> Parse[bool]:
-    """Read the value of a member.  Returns whether it is complete and right."""
+    """Read the value of a member.  Returns whether it is complete and valid."""
     if member == "name":
         name = yield from _string(reader)
         return name is not None and calls.start(name)
@@ -100,7 +103,7 @@ def _member_value(reader: Reader, calls: CallWriter, member: str) -> Parse[bool]
 
 
 def _arguments(reader: Reader, calls: CallWriter) -> Parse[bool]:
-    """Read arguments: an object as it stands, a string that holds one, or null.  Returns whether they are complete."""
+    """Read arguments: an object, a string that contains one, or null.  Returns whether they are complete."""
     char = yield from reader.peek()
     if char == "{":
         return (yield from reader.json_value(calls.arguments))
@@ -116,27 +119,28 @@ def _arguments(reader: Reader, calls: CallWriter) -> Parse[bool]:
 
 
 def _string(reader: Reader) -> Parse[str | None]:
-    """Read a JSON string and return what it says; None if there is none."""
+    """Read a JSON string.  Returns its value, or None if there is no valid string."""
     pieces: list[str] = []
     if (yield from reader.peek()) != '"' or not (yield from reader.json_value(pieces.append)):
         return None
     try:
         text: str = json.loads("".join(pieces), strict=False)
-        text.encode()  # a lone surrogate could not be sent
+        # This raises an error for a lone surrogate, which could not be sent.
+        text.encode()
     except ValueError:
         return None
     return text
 
 
 def _ignore(text: str) -> None:
-    """Take what is of no interest."""
+    """Discard a value."""
 
 
-# [{"name": ..., "arguments": {...}}, ...]
+# Format: [{"name": ..., "arguments": {...}}, ...]
 
 
 def read_array(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read an array of such objects, or one of them alone."""
+    """Read an array of objects, or a single object."""
     yield from reader.skip_blanks()
     if not (yield from reader.accept("[")):
         yield from _object(reader, calls)
@@ -149,11 +153,11 @@ def read_array(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[Non
     yield from reader.accept("]")
 
 
-# name{...}
+# Format: name{...}
 
 
 def read_named(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read a name and then its arguments, with a mark between them or without; or an array instead."""
+    """Read a name and its arguments, with or without a mark between them; or an array."""
     yield from reader.skip_blanks()
     if (yield from reader.peek()) == "[":
         yield from read_array(reader, dialect, calls)
@@ -162,7 +166,8 @@ def read_named(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[Non
     if dialect.call_id and (yield from reader.accept(dialect.call_id)):
         yield from reader.word(_NAME_STOPS, MAX_NAME)
     mark = yield from reader.accept(*dialect.name_end)
-    if mark and name == "function":  # a kind, and then the name
+    # The word was a kind; the name follows.
+    if mark and name == "function":
         name = yield from reader.word(_NAME_STOPS, MAX_NAME)
     yield from reader.skip_blanks()
     is_fenced = bool((yield from reader.accept("```json")))
@@ -178,17 +183,17 @@ def read_named(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[Non
 
 
 def _plain_name(name: str, dialect: Dialect) -> str:
-    """Take the dialect's prefix and the number of the call off, as in "functions.get_weather:0"."""
+    """Remove the dialect's prefix and the number of the call, as in "functions.get_weather:0"."""
     if dialect.name_prefix:
         name = name.removeprefix(dialect.name_prefix).partition(":")[0]
     return name
 
 
-# <function=name><parameter=key>value</parameter></function>
+# Format: <function=name><parameter=key>value</parameter></function>
 
 
 def read_tagged(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read calls whose arguments are written key by key."""
+    """Read calls with arguments in tags, one for each key."""
     tags = dialect.tags
     assert tags is not None
     while True:
@@ -238,7 +243,7 @@ def _tagged_arguments(
 
 
 def _key_and_kind(text: str) -> tuple[str, str]:
-    """Take `key" string="true` apart: the key, and what the model says of its value, if anything."""
+    """Split `key" string="true` into the key and the kind of value that the model declares, if any."""
     key, _, rest = text.partition('"')
     kind = "string" if 'string="true"' in rest else "other" if 'string="false"' in rest else ""
     return key.strip(), kind
@@ -247,7 +252,10 @@ def _key_and_kind(text: str) -> tuple[str, str]:
 def _tagged_value(
     reader: Reader, tags: Tags, written: ObjectWriter, key: str, types: ValueTypes
 ) -> Parse[bool]:
-    """Read a value up to its end: a string piece by piece, anything else when it is whole.  Returns whether it ended."""
+    """Read a value up to its end.  Returns whether it ended.
+
+    A string is passed on as it arrives, any other value when it is complete.
+    """
     pad = "\n" if any(mark.startswith("\n") for mark in tags.value_end) else ""
     if pad:
         yield from reader.accept(pad)
@@ -269,11 +277,11 @@ def _tagged_value(
     return True
 
 
-# [name(key=value), ...]
+# Format: [name(key=value), ...]
 
 
 def read_python(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read calls as Python writes them."""
+    """Read calls in Python syntax."""
     yield from read_calls(reader, calls)
 
 

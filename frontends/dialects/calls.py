@@ -1,4 +1,4 @@
-"""Write down the calls that a parser finds, as events."""
+"""Convert the calls that a parser finds to events."""
 
 import json
 import re
@@ -9,69 +9,72 @@ from trouper.frontends.dialects.events import Arguments, CallEnded, CallStarted,
 from trouper.frontends.dialects.reader import Reader
 from trouper.frontends.dialects.value_types import ValueTypes, property_types
 
-Schemas = Mapping[str, Mapping[str, Any]]  # JSON schema of the parameters, by name of the tool
+# JSON schemas of the parameters, by the name of the tool.
+Schemas = Mapping[str, Mapping[str, Any]]
 
 
-# Marks, keys and values that are read one by one in an answer; what comes behind them is content.  At 15 µs each, the most
-# hostile answer costs some 30 ms, however long it is.  JSON arguments and lists of numbers count as one.
+# The number of marks, keys and values that are read one by one in an answer; everything after them is content.  At 15 µs
+# each, the most hostile answer costs about 30 ms, regardless of its length.  JSON arguments and lists of numbers count as one.
 MAX_STEPS = 2048
-# Characters of a call's arguments that wait for its end: some 300 tokens, a few seconds.
+# The number of characters of a call's arguments that wait for its end: about 300 tokens, a few seconds.
 MAX_HELD = 1024
 
 
 class CallWriter:
-    """Turns a name and pieces of arguments into events, one call after the other.
+    """Converts names and arguments to events, one call after the other.
 
-    A call is held back until it is complete, and dropped where its arguments are no JSON object: then it is content.  One
-    with long arguments is given out before, since its reader must not wait for minutes.
+    A call is held back until it is complete, and becomes content if its arguments are not a JSON object.  A call with long
+    arguments is released earlier, so that its recipient does not wait for minutes.
 
     Args:
-        reader: of the answer; what it holds is the text behind the last call that was given out.
-        max_held: characters of arguments that are held back; 0 for calls that a grammar makes, which are right.
+        reader: the reader of the answer; it holds the text behind the last released call.
+        max_held: number of characters of arguments to hold back; 0 for calls by a grammar, which are always valid.
     """
 
     def __init__(
         self, events: EventList, schemas: Schemas, reader: Reader, max_held: int = MAX_HELD
     ) -> None:
         self.schemas = schemas
-        self.num_started = 0  # calls that were given out
-        self.is_dropped = False  # the last call, and it was the end of the calls
+        self.num_started = 0  # released calls
+        # Whether the last call was dropped, which ends the calls of the answer.
+        self.is_dropped = False
         self._reader = reader
         self._max_held = max_held
         self._num_steps = 0
-        self._types: dict[tuple[str, str], ValueTypes] = {}  # of the keys that were read
+        self._types: dict[tuple[str, str], ValueTypes] = {}  # by tool and key
         self._events = events
         self._name: str | None = None
         self._held: list[str] = []
-        self._num_arguments = 0  # characters of the open call's
+        self._num_arguments = 0  # characters of the open call
         self._is_given_out = False
-        self.accepts: Callable[[str], bool] = bool  # whether a call of this name may start
+        # Decides whether a call with this name may start.
+        self.accepts: Callable[[str], bool] = bool
 
     def __repr__(self) -> str:
         return f"<CallWriter: {self.num_started} calls, {'in one' if self.is_open else 'between'}>"
 
     @property
     def is_open(self) -> bool:
-        """A call has begun and not ended."""
+        """Whether a call has started and not ended."""
         return self._name is not None
 
     @property
     def has_named(self) -> bool:
-        """A call has begun, at some time."""
+        """Whether the answer has started any call."""
         return self.is_open or self.num_started > 0
 
     @property
     def has_arguments(self) -> bool:
-        """Arguments of the open call have come."""
+        """Whether the open call has received arguments."""
         return self._num_arguments > 0
 
     def step(self) -> bool:
-        """Count a mark, a key or a value that takes a step of its own; False: it is one too many for an answer."""
+        """Count a mark, key or value as a step.  Returns False if the answer exceeds its number of steps."""
         self._num_steps += 1
         return self._num_steps <= MAX_STEPS
 
     def start(self, name: str) -> bool:
-        """Begin a call; arguments may have come before.  Returns whether it may start."""
+        """Begin a call, which may already have arguments.  Returns whether the call may start."""
         if _NAME.fullmatch(name) is None or not self.accepts(name) or not self.step():
             return False
         self._name = name
@@ -79,7 +82,7 @@ class CallWriter:
         return True
 
     def arguments(self, text: str) -> None:
-        """Add a piece of the call's arguments."""
+        """Append text to the call's arguments."""
         self._num_arguments += len(text)
         if self._is_given_out:
             self._events.add(Arguments(self.num_started - 1, text))
@@ -89,13 +92,13 @@ class CallWriter:
             self._give_out()
 
     def end(self, *, is_whole: bool) -> bool:
-        """End the call, if one is open; one that is whole without arguments has `{}`.
+        """End the open call, if there is one.  A complete call without arguments gets `{}`.
 
         Args:
-            is_whole: its arguments are complete.
+            is_whole: whether its arguments are complete.
 
         Returns:
-            Whether it was a call; a call that is no more than cut is one.
+            Whether it was a call.  A valid call that the end of the answer cuts off is one.
         """
         is_call = self._name is not None and self._is_call(is_whole=is_whole)
         if is_call:
@@ -126,7 +129,7 @@ class CallWriter:
         self._reader.hold()
 
     def types_of(self, key: str) -> ValueTypes:
-        """Return the types that the open call's schema allows for a parameter."""
+        """Return the types that the schema of the open call allows for a parameter."""
         place = (self._name or "", key)
         if place not in self._types:
             self._types[place] = property_types(self.schemas.get(place[0], {}), key)
@@ -141,7 +144,7 @@ class ObjectWriter:
         self._num_keys = 0
 
     def step(self) -> bool:
-        """Count as `CallWriter.step`."""
+        """Count a step; see `CallWriter.step`."""
         return self._calls.step()
 
     def key(self, key: str) -> None:
@@ -151,21 +154,24 @@ class ObjectWriter:
         self._calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
 
     def value(self, text: str) -> None:
-        """Add JSON as it stands."""
+        """Append JSON text."""
         self._calls.arguments(text)
 
     def string_piece(self, text: str) -> None:
-        """Add a part of a string between its quotes."""
+        """Append a part of a string, which is quoted."""
         self._calls.arguments(quoted(text))
 
     def end(self) -> None:
-        """Close the object, which is complete; without a member there is none, and the call's `end` writes `{}`."""
+        """Close the object.  An object without members is not written, because the call's `end` writes `{}`."""
         if self._num_keys:
             self._calls.arguments("}")
 
 
 def json_object(text: str) -> str | None:
-    """Return a text that holds a JSON object, raw line breaks in its strings escaped; "" if it is blank, None if it holds none."""
+    """Return the JSON object in a text, with raw line breaks in strings escaped.
+
+    Returns "" for a blank text, and None if it does not contain a JSON object.
+    """
     if not text.strip() or _is_object(text):
         return text.strip()
     try:
@@ -187,12 +193,12 @@ def _no_constant(word: str) -> None:
 
 
 def spaced(numbers: str) -> str:
-    """Write what matches `NUMBERS` with a blank behind each comma."""
+    """Write a text that matches `NUMBERS` with a blank behind each comma."""
     return numbers.replace(" ", "").replace(",", ", ")
 
 
 def quoted(text: str) -> str:
-    """Write a part of a string as JSON has it between the quotes; a lone surrogate stays an escape."""
+    """Escape a part of a string like JSON does between quotes.  A lone surrogate remains an escape."""
     return json.dumps(text, ensure_ascii=not _is_encodable(text))[1:-1]
 
 
@@ -200,8 +206,8 @@ def _is_encodable(text: str) -> bool:
     return _SURROGATE.search(text) is None
 
 
-# A number as JSON and Python both write it, and several of which each is followed by one.
+# A number in the syntax that JSON and Python share, and several of them, each followed by another one.
 NUMBER = re.compile(r"-?+(?:[1-9][0-9]{0,17}+|0)(?:\.[0-9]{1,17}+)?+")
 NUMBERS = re.compile(f"(?:{NUMBER.pattern}, *+)+(?=[-0-9])")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # as tools may be called
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # the names that tools may have
 _SURROGATE = re.compile("[\ud800-\udfff]")

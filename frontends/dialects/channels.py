@@ -1,7 +1,7 @@
-"""Read an answer that is written in channels: gpt-oss's `<|channel|>analysis<|message|>...<|end|>`.
+"""Parse an answer in channels: the format of gpt-oss, `<|channel|>analysis<|message|>...<|end|>`.
 
-A message of the channel `analysis` is reasoning, one that is addressed to a function is a call, everything else
-is content.  An answer may begin inside a message's header, since the prompt ends with `<|start|>assistant`.
+A message in the channel `analysis` is reasoning, a message to a function is a call, and everything else is content.  An
+answer may begin inside the header of a message, because the prompt ends with `<|start|>assistant`.
 """
 
 from trouper.frontends.dialects.calls import CallWriter
@@ -13,7 +13,7 @@ MAX_HEADER = 512
 
 
 def read_channels(reader: Reader, calls: CallWriter, content: Sink, reason: Sink) -> Parse[None]:
-    """Read message after message to the end of the answer."""
+    """Read messages up to the end of the answer."""
     marks = (CHANNEL, START, *ENDS)
     while calls.step() and (mark := (yield from reader.until(marks, content))):
         if mark in ENDS:
@@ -21,7 +21,8 @@ def read_channels(reader: Reader, calls: CallWriter, content: Sink, reason: Sink
         text, found = yield from reader.until_soon((MESSAGE, *ENDS), MAX_HEADER)
         if found == MESSAGE:
             yield from _message(reader, mark, text, calls, content, reason)
-        elif mark == CHANNEL or not found:  # not a header after all
+        # The text is not a header.
+        elif mark == CHANNEL or not found:
             content(mark + text + found)
     yield from reader.rest(content)
 
@@ -46,8 +47,9 @@ def _message(
 
 
 def _arguments(reader: Reader, calls: CallWriter) -> Parse[bool]:
-    """Read arguments, which may be missing, and the mark behind them; where they are none what is up to the mark is read.
-    Returns whether they are complete.
+    """Read arguments, which may be absent, and the mark behind them.  Returns whether they are complete.
+
+    If the text is not valid arguments, everything up to the mark is read.
     """
     yield from reader.skip_blanks()
     is_whole = (yield from reader.peek()) != "{" or (yield from reader.json_value(calls.arguments))

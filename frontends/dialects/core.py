@@ -1,15 +1,15 @@
-"""Parse a model's answer while it is written: text, reasoning and tool calls.  Pure.
+"""Parse a model's answer during its generation into text, reasoning and tool calls.  The parser is pure.
 
 Laws:
-1. However the text is cut into pieces, the events are the same, neighbours of one kind merged.
-2. Arguments are a JSON object, or the beginning of one where the answer is cut; what is no such object is content.  Those
-   that are JSON are slices of what the model wrote, but for raw line breaks in strings, which become escapes.  Only a call
-   that was given out before its end (`MAX_HELD`) may turn out to be none.
-3. Arguments that are written key by key become JSON by the types in the tool's schema; what is no literal of its
-   type stays a string.  Nothing is evaluated.
-4. A character is scanned at most twice, and nesting and the number of steps are bounded: a long answer costs little
-   more than its copying.
-5. What turns out to be no call is content.  Nothing is lost and nothing raises.
+  1. The events do not depend on how the text is split, if adjacent events of one kind are merged.
+  2. Arguments are a JSON object, or the beginning of one if the answer is cut off; anything else is content.  Arguments in
+     JSON are slices of the model's text, except that raw line breaks in strings become escapes.  Only a call that was
+     released before its end (`MAX_HELD`) may turn out to be invalid.
+  3. Arguments in another format become JSON by the types in the tool's schema.  A text that is not a literal of its type
+     remains a string.  Nothing is evaluated.
+  4. A character is scanned at most twice, and nesting and the number of steps are bounded, so a long answer costs little
+     more than copying it.
+  5. Text that turns out not to be a call is content.  No text is lost, and no error is raised.
 """
 
 from collections.abc import Mapping
@@ -21,19 +21,20 @@ from trouper.frontends.dialects.events import Content, EventList, ParserEvent, R
 from trouper.frontends.dialects.reader import Parse, Reader
 from trouper.frontends.dialects.table import Dialect, Span
 
-MAX_BARE = 256  # characters of an answer that may be a call without marks, until it names a tool
+# The number of characters of an answer that may be a call without marks, until it names a tool.
+MAX_BARE = 256
 FENCES = ("```json", "```tool_call", "```python", "```")
 
 
 class AnswerParser:
-    """Turns the text of one answer into events.
+    """Converts the text of one answer to events.
 
     Args:
-        dialect: how the model marks what.
-        schemas: JSON schemas of the tools' parameters, by name; empty: no calls are looked for.
-        reasoning: the marks around the reasoning; None: none is looked for.
-        begins_in_reasoning: the prompt has opened the reasoning already.
-        max_held: characters of a call's arguments that are held back until it is complete.
+        dialect: the dialect of the model.
+        schemas: JSON schemas of the tools' parameters, by name; calls are not parsed if there are none.
+        reasoning: the marks around the reasoning; reasoning is not parsed if it is None.
+        begins_in_reasoning: whether the prompt already opens the reasoning.
+        max_held: number of characters of a call's arguments that are held back until the call is complete.
     """
 
     def __init__(
@@ -60,17 +61,17 @@ class AnswerParser:
         return f"<AnswerParser {self._dialect.name}: {self._reader!r}>"
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Take a piece of the answer and return what it settles."""
+        """Parse more text of the answer.  Returns the events that are certain now."""
         if text:
             self._reader.feed(text)
             self._go_on()
         return self._events.take()
 
     def end(self, *, is_cut: bool = False) -> list[ParserEvent]:
-        """Take the end of the answer and return what was held back.
+        """Parse the end of the answer.  Returns the events that were held back.
 
         Args:
-            is_cut: the model would have gone on; a call that is not complete is a cut call then, and content otherwise.
+            is_cut: whether the answer was cut off.  An incomplete call is then a call, and otherwise content.
         """
         self._reader.end(is_cut=is_cut)
         self._go_on()
@@ -78,7 +79,7 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> Mapping[str, int]:
-        """Calls so far: with marks (ok), without them (bare), and marks behind which there was none (content)."""
+        """The number of calls so far: with marks (ok), without marks (bare), and marks without a call (content)."""
         num_marked = self._calls.num_started - self._num_bare
         return {"ok": num_marked, "bare": self._num_bare, "content": self._num_refused}
 
@@ -110,7 +111,7 @@ class AnswerParser:
         yield from reader.rest(self._content)
 
     def _read_reasoning(self, start: str, end: str) -> Parse[None]:
-        """Read the span of reasoning that an answer may begin with."""
+        """Read the reasoning at the beginning of an answer, if there is any."""
         reader = self._reader
         reader.hold()
         yield from reader.skip_blanks()
@@ -124,7 +125,7 @@ class AnswerParser:
             yield from reader.skip_blanks()
 
     def _read_marked_calls(self, calls: CallWriter) -> Parse[None]:
-        """Read to the end: content, and the calls behind the dialect's marks."""
+        """Read content, and the calls behind the dialect's marks, up to the end."""
         reader, marks = self._reader, self._dialect.marks
         while calls.step() and (mark := (yield from reader.until(marks, self._content))):
             num_before = calls.num_started
@@ -139,9 +140,9 @@ class AnswerParser:
                 yield from reader.skip_blanks_before(marks)
 
     def _read_bare_calls(self, calls: CallWriter) -> Parse[None]:
-        """Read calls that an answer begins with although the dialect would mark them.
+        """Read calls at the beginning of an answer without the dialect's marks.
 
-        Small models leave the marks out. What looks like a call is held back until it names a tool that was declared.
+        Small models omit the marks.  A text that looks like a call is held back until it names a declared tool.
         """
         reader = self._reader
         reader.hold()
@@ -149,7 +150,8 @@ class AnswerParser:
             name in self._schemas and (calls.has_named or reader.num_held <= MAX_BARE)
         )
         attempt = self._try_bare_calls(calls)
-        for _ in attempt:  # it waits for more text
+        # The parser needs more text.
+        for _ in attempt:
             if not calls.has_named and reader.num_held > MAX_BARE:
                 attempt.close()
                 break

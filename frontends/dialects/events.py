@@ -1,16 +1,16 @@
-"""Events that a parser of a model's answer yields, piece by piece."""
+"""Events that the parser of a model's answer yields."""
 
 import msgspec
 
 
 class Content(msgspec.Struct, frozen=True):
-    """Text for the reader."""
+    """Text for the user."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Text that the model wrote to itself before it answered."""
+    """Text that the model wrote for itself before the answer."""
 
     text: str
 
@@ -23,14 +23,14 @@ class CallStarted(msgspec.Struct, frozen=True):
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """A piece of the arguments of call `index`: all pieces in order are its JSON object."""
+    """A part of the arguments of call `index`: all parts in order are its JSON object."""
 
     index: int
     text: str
 
 
 class CallEnded(msgspec.Struct, frozen=True):
-    """Call `index` is complete, or will get no more."""
+    """Call `index` is complete, or gets no more arguments."""
 
     index: int
 
@@ -39,14 +39,15 @@ ParserEvent = Content | Reasoning | CallStarted | Arguments | CallEnded
 
 
 class EventList:
-    """Collects events; neighbours of one kind become one."""
+    """Collects events, and merges adjacent events of one kind."""
 
     def __init__(self) -> None:
         self._events: list[ParserEvent] = []
-        self._pieces: list[str] = []  # of the last event: joined once, so that many are cheap
+        # The texts of the last event, which are joined once, so that many are cheap.
+        self._pieces: list[str] = []
 
     def add(self, event: ParserEvent) -> None:
-        """Append the event, or its text to the last one if that is of its kind."""
+        """Append the event, or append its text to the last event of the same kind."""
         if isinstance(event, CallStarted | CallEnded):
             self._close()
             self._events.append(event)
@@ -57,7 +58,7 @@ class EventList:
             self._pieces.append(event.text)
 
     def take(self) -> list[ParserEvent]:
-        """Return what has been collected since the last call."""
+        """Return the events since the last call."""
         self._close()
         events, self._events = self._events, []
         return events

@@ -15,8 +15,10 @@ from trouper.frontends.dialects.value_types import (
 )
 from trouper.lark import Lark, joined, repeated
 
-MAX_CALLS = 16  # of one answer: a model that must call does not stop by itself
-MAX_ITEMS = 256  # of an array that the dialect writes in its own way
+# The largest number of calls in one answer: a model that must call does not stop by itself.
+MAX_CALLS = 16
+# The largest number of items of an array in the dialect's own syntax.
+MAX_ITEMS = 256
 SIMPLE = frozenset({"integer", "number", "boolean", "null"})
 JSONSchema = Mapping[str, Any]
 
@@ -24,12 +26,12 @@ JSONSchema = Mapping[str, Any]
 def forced_calls(
     dialect: Dialect, tools: Schemas, *, is_parallel: bool, token_ids: Mapping[str, int]
 ) -> str:
-    """Return the grammar of an answer that is one call of these tools, or several.
+    """Return the grammar of an answer with one or several calls of these tools.
 
     Args:
         tools: schemas of their parameters, by name.
-        is_parallel: several calls may follow each other.
-        token_ids: of the added tokens, by their text.
+        is_parallel: whether several calls may follow each other.
+        token_ids: ids of the added tokens, by their text.
     """
     lark = Lark(token_ids)
     opening, rest = _calls(lark, _with_arrays(dialect, token_ids), tools, is_parallel)
@@ -39,9 +41,9 @@ def forced_calls(
 def strict_calls(
     dialect: Dialect, tools: Schemas, *, is_parallel: bool, token_ids: Mapping[str, int]
 ) -> str | None:
-    """Return the grammar of an answer that may be anything, but whose calls match the schemas of these tools.
+    """Return the grammar of an arbitrary answer with calls that match the schemas of these tools.
 
-    None: the dialect has no mark behind which a call must follow.
+    Returns None if the dialect has no mark that introduces a call.
     """
     if not dialect.marks or dialect.body == "channels":
         return None
@@ -53,13 +55,13 @@ def strict_calls(
 
 
 def _with_arrays(dialect: Dialect, token_ids: Mapping[str, int]) -> Dialect:
-    """Replace Mistral's dialect by the older one where the vocabulary has no token between name and arguments."""
+    """Use Mistral's older dialect if the vocabulary has no token between name and arguments."""
     is_older = bool(dialect.call_id) and dialect.name_end[0] not in token_ids
     return BY_NAME["granite"].with_mark(dialect.call[0]) if is_older else dialect
 
 
 def _calls(lark: Lark, dialect: Dialect, tools: Schemas, is_parallel: bool) -> tuple[str, str]:
-    """Return the mark that opens the calls, which may be "", and the expression of what follows it."""
+    """Return the mark that opens the calls, which may be "", and the expression for the text behind it."""
     write = _BODIES[dialect.body]
     call = lark.one_of([write(lark, dialect, name, tools[name]) for name in tools])
     most = MAX_CALLS if is_parallel else 1
@@ -105,7 +107,7 @@ def _named(lark: Lark, dialect: Dialect, name: str, schema: JSONSchema) -> str:
 
 def _channel(lark: Lark, dialect: Dialect, name: str, schema: JSONSchema) -> str:
     opening = lark.literal(f"<|channel|>commentary to=functions.{name}<|message|>")
-    again = lark.literal("<|start|>assistant")  # behind reasoning
+    again = lark.literal("<|start|>assistant")  # after reasoning
     return lark.rule(f"({again})? {opening} {_arguments(lark, name, schema)}")
 
 
@@ -142,7 +144,7 @@ def _tagged_member(lark: Lark, tags: Tags, schema: JSONSchema, key: str) -> str:
 
 
 def _python(lark: Lark, dialect: Dialect, name: str, schema: JSONSchema) -> str:
-    """Write a call as Python does; JSON is near enough to its literals for the parser."""
+    """Write a call in Python syntax.  The parser also accepts JSON in place of Python's literals."""
     keywords = _members(schema, name, lambda key: f"{lark.literal(key + '=')} {_value(lark, schema, key)}")  # fmt: skip
     return lark.rule(f'{lark.literal(name + "(")} {joined(*keywords, lark.literal(", "))} ")"')
 
@@ -162,7 +164,7 @@ def _literals(lark: Lark, dialect: Dialect, name: str, schema: JSONSchema) -> st
 
 
 def _literal(lark: Lark, quote: str, schema: JSONSchema) -> str:
-    """Match a value with the dialect's quotes around strings; arrays hold values of one kind."""
+    """Match a value with the dialect's quotes around strings.  Arrays contain values of one kind."""
     if isinstance(reference := schema.get("$ref"), str):
         schema = {**_mapping(resolved(reference, schema)), **_definitions(schema)}
     types, mark, kind = value_types(schema, schema), lark.literal(quote), schema.get("type")
@@ -185,10 +187,10 @@ def _literal(lark: Lark, quote: str, schema: JSONSchema) -> str:
 
 
 def _checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the schema of a tool's parameters, which are an object.
+    """Return the schema of a tool's parameters.
 
     Raises:
-        TrouperValidationError: they are something else.
+        TrouperValidationError: the schema is not that of an object.
     """
     kind = schema.get("type", "object")
     if kind != "object":

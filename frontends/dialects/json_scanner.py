@@ -1,45 +1,47 @@
-"""Find where a JSON object, array or string ends, in text that comes in pieces.
+"""Find the end of a JSON object, array or string in text that arrives in parts.
 
-Only strings, escapes and the depth of brackets are understood, not their kinds: what a model wrote is passed on, right or
-wrong.  A short piece is read bracket by bracket, a long one by array operations, which cost the same for every text.
+The scanner understands strings, escapes and the depth of brackets, but not the kinds of brackets, because the model's
+text is passed on whether it is valid or not.  A short text is scanned bracket by bracket.  A long one is scanned by array
+operations, which take the same time for every text.
 """
 
 import re
 
 import numpy as np
 
-MAX_DEPTH = 64  # of nested JSON; what is deeper is no call
-LONG = 96  # characters; from here on array operations are faster at their worst than the other way
-AT_ONCE = 1 << 16  # characters: the arrays of one pass take a megabyte
+MAX_DEPTH = 64  # nesting of JSON; a deeper text is not a call
+# From this number of characters on, array operations are faster in the worst case.
+LONG = 96
+# The number of characters of one pass; its arrays take a megabyte.
+AT_ONCE = 1 << 16
 _TELLING = re.compile(r'["\\{}\[\]\x00-\x1f]')
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
-_DEPTHS = np.zeros(256, dtype=np.int8)  # by how much each character changes the depth
+_DEPTHS = np.zeros(256, dtype=np.int8)  # change of the depth by each character
 _DEPTHS[[ord("{"), ord("[")]] = 1
 _DEPTHS[[ord("}"), ord("]")]] = -1
 
 
 class JSONScanner:
-    """The state of one value, which begins with a bracket or a quote."""
+    """The state of the scan of one value, which begins with a bracket or a quote."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
-        self._is_escaped = False  # the character that comes next
+        self._is_escaped = False  # applies to the next character
         self.is_too_deep = False
-        self.raw: list[int] = []  # places of control characters in strings, of the last text
-        self._length = (
-            LONG  # read at once; it grows, so that a short value has little read behind its end
-        )
+        self.raw: list[int] = []  # indices of control characters in strings of the last text
+        # The number of characters to scan at once.  It grows, so that the scan of a short value reads little behind its end.
+        self._length = LONG
 
     def __repr__(self) -> str:
         return f"<JSONScanner: depth {self._depth}{', in a string' if self._in_string else ''}>"
 
     def end_in(self, text: str, start: int) -> int:
-        """Read on.
+        """Continue the scan.
 
         Returns:
-            The position behind the value's last character; where it became too deep, the position of the bracket;
-            -1: the value goes on behind this text.
+            The index behind the value's last character; the index of the bracket that nests too deeply; or -1 if the value
+            continues behind this text.
         """
         self.raw.clear()
         while start < len(text):
@@ -83,7 +85,7 @@ class JSONScanner:
         escaped = self._escaped(codes)
         if escaped is not None:
             is_quote &= ~escaped
-        # odd: inside a string; a closing quote is outside again
+        # An odd number means inside a string; a closing quote is outside.
         num_quotes = np.cumsum(is_quote, dtype=np.int32) + int(self._in_string)
         is_inside = (num_quotes & 1).astype(bool)
         steps = _DEPTHS[codes]
@@ -116,18 +118,18 @@ class JSONScanner:
             self.raw += (np.flatnonzero(is_raw[:end]) + start).tolist()
 
     def _escaped(self, codes: np.ndarray) -> np.ndarray | None:
-        """Tell which characters have an odd number of backslashes before them; None: there is no backslash."""
+        """Return which characters follow an odd number of backslashes, or None if there are no backslashes."""
         is_backslash = codes == _BACKSLASH
         was_escaped, self._is_escaped = self._is_escaped, False
         if not was_escaped and not is_backslash.any():
             return None
         places = np.arange(len(codes), dtype=np.int32)
-        # of the last character before each place that is no backslash; one before the text if it was escaped
+        # The index of the last other character before each index; one before the text if the text begins escaped.
         is_other = ~is_backslash
         if was_escaped:
             is_other[0] = True
         last_other = np.maximum.accumulate(np.where(is_other, places, np.int32(-1)))
-        num_before = np.empty_like(places)  # backslashes right before each place
+        num_before = np.empty_like(places)  # backslashes directly before each index
         num_before[0] = 0
         num_before[1:] = places[:-1] - last_other[:-1]
         escaped = (num_before & 1).astype(bool)

@@ -1,8 +1,9 @@
-"""Read calls with bare keys, and strings between quotes of the dialect's own: `call:name{key:<escape>value<escape>,other:1}`.
+"""Read calls in two syntaxes without JSON, and write their arguments as JSON.
 
-Read calls as Python writes them, `[f(x=1, names=['a']), g()]`, and write their arguments as JSON.
+    read_literals   call:name{key:<escape>value<escape>,other:1}   bare keys, strings between the dialect's quotes
+    read_calls      [f(x=1, names=['a']), g()]                     Python syntax
 
-Nothing is evaluated: strings, numbers, True, False, None, lists, tuples and dicts are all that is known.
+Nothing is evaluated: the readers know strings, numbers, True, False, None, lists, tuples and dicts.
 """
 
 import ast
@@ -42,7 +43,7 @@ def read_literals(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[
 
 
 def _literal(reader: Reader, quote: str, calls: CallWriter, depth: int) -> Parse[bool]:
-    """Read one value and write it as JSON; False where it is cut off or too deep."""
+    """Read one value and write it as JSON.  Returns False if it is cut off or nested too deeply."""
     sink = calls.arguments
     yield from reader.skip_blanks()
     if numbers := reader.matching(NUMBERS):
@@ -99,7 +100,7 @@ _WORD_STOPS = " \t\r\n\"'{}()[]<>,:="
 
 
 def read_calls(reader: Reader, calls: CallWriter) -> Parse[None]:
-    """Read calls, in brackets or one a line, until something else comes."""
+    """Read calls in brackets, or one on each line, until other text follows."""
     yield from reader.skip_blanks()
     is_list = bool((yield from reader.accept("[")))
     while (yield from _call(reader, calls)):
@@ -112,7 +113,7 @@ def read_calls(reader: Reader, calls: CallWriter) -> Parse[None]:
 
 
 def _call(reader: Reader, calls: CallWriter) -> Parse[bool]:
-    """Read one call; False if there is none, or it is cut off."""
+    """Read one call.  Returns False if there is none, or if it is cut off."""
     yield from reader.skip_blanks()
     name = yield from reader.word(_NAME_STOPS, MAX_NAME)
     if not name or not (yield from reader.accept("(")) or not calls.start(name):
@@ -141,7 +142,11 @@ def _keywords(reader: Reader, written: ObjectWriter) -> Parse[bool]:
 
 
 def _value(reader: Reader, written: ObjectWriter, sink: Sink, depth: int) -> Parse[bool]:
-    """Read one value; `sink` takes it as JSON, `written` counts the steps."""
+    """Read one value and write it as JSON to `sink`.  Returns whether it is complete.
+
+    Args:
+        written: counts the steps.
+    """
     yield from reader.skip_blanks()
     if numbers := reader.matching(NUMBERS):
         sink(spaced(numbers))
@@ -177,7 +182,7 @@ def _items(
             if not (yield from reader.accept(",")):
                 return False
             yield from reader.skip_blanks()
-            if (yield from reader.accept(closing)):  # a comma behind the last
+            if (yield from reader.accept(closing)):  # a trailing comma
                 return True
             sink(", ")
         is_first = False
@@ -196,7 +201,10 @@ def _items(
 
 
 def _string(reader: Reader, sink: Sink) -> Parse[bool]:
-    """Read a string literal: piece by piece, or whole where it has escapes that need Python's rules."""
+    """Read a string literal.  Returns whether it is complete.
+
+    Text is passed on as it arrives, or as a whole if it has escapes that need Python's rules.
+    """
     quote = yield from reader.accept("'''", '"""', "'", '"')
     sink('"')
     while True:
@@ -212,7 +220,7 @@ def _string(reader: Reader, sink: Sink) -> Parse[bool]:
 
 
 def _escape(reader: Reader) -> Parse[str]:
-    """Read what is behind a backslash and return the character that it means."""
+    """Read the characters behind a backslash, and return the character that they represent."""
     kind = yield from reader.take(1)
     digits = {"x": 2, "u": 4, "U": 8}.get(kind)
     if digits is None:
@@ -228,5 +236,5 @@ _SIMPLE = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0",
     "\\": "\\", "'": "'", '"': '"', "\n": "", "": "\\",
 }  # fmt: skip
-# Several simple escapes, one behind the other, without the first backslash.
+# Several consecutive simple escapes, without the first backslash.
 _PAIRS = re.compile(r"""(?:[ntrbfav\\'"]\\)+(?=[ntrbfav\\'"])[ntrbfav\\'"]""")

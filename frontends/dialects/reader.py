@@ -1,10 +1,10 @@
-"""Read a text that comes in pieces as if it were all there.
+"""Read a text that arrives in parts as if it were complete.
 
-A parser is a generator: it asks for more text by a bare `yield` and reads on when `Reader.feed` has brought some,
-or when the text has ended. So a format is written down once, top to bottom, and how the text was cut into pieces
-cannot change what is found.
+A parser is a generator.  A bare `yield` asks for more text, and the parser continues after `Reader.feed` has added some, or
+after the text has ended.  So each format is written once, from top to bottom, and the way the text is split cannot change
+the result.
 
-Every character is looked at once by a scan and copied once: a scan that has to wait goes on where it was.
+Every character is scanned once and copied once: a scan that waits continues where it stopped.
 """
 
 import json
@@ -21,21 +21,21 @@ Sink = Callable[[str], None]
 
 BLANK = frozenset(" \t\r\n")
 MAX_MARK = 64  # characters of the longest mark
-MAX_BLANKS = 256  # characters that are held back to see what follows them
+# The number of blanks that are held back until the text behind them is known.
+MAX_BLANKS = 256
 _BLANKS = re.compile(r"[ \t\r\n]+")
 
 
 class Reader:
-    """The text so far and how far it has been read."""
+    """The text so far, and the position up to which it has been read."""
 
     def __init__(self) -> None:
         self._text = ""
         self._position = 0
         self._has_ended = False
         self._was_cut = False
-        self._held: list[str] | None = (
-            None  # what has been read since `hold`, but for the rest below
-        )
+        # The text read since `hold`, except for the part that is still in `_text`.
+        self._held: list[str] | None = None
         self._held_from = 0
 
     def __repr__(self) -> str:
@@ -43,7 +43,7 @@ class Reader:
         return f"<Reader: {state}, {len(self._text) - self._position} characters not read>"
 
     def feed(self, text: str) -> None:
-        """Add what has come; what has been read is forgotten, unless it is held."""
+        """Append text, and forget the text that has been read, unless it is held."""
         if self._held is not None:
             self._held.append(self._text[self._held_from : self._position])
             self._held_from = 0
@@ -51,43 +51,43 @@ class Reader:
         self._position = 0
 
     def end(self, *, is_cut: bool = False) -> None:
-        """No more will come; a text that is cut would have gone on."""
+        """End the text.  `is_cut` means that the model was interrupted."""
         self._has_ended, self._was_cut = True, is_cut
 
     @property
     def is_at_end(self) -> bool:
-        """All has been read, and no more will come."""
+        """Whether all text has been read and no more will arrive."""
         return self._has_ended and self._position == len(self._text)
 
     @property
     def is_cut(self) -> bool:
-        """All has been read of a text that would have gone on."""
+        """Whether all text of an interrupted answer has been read."""
         return self._was_cut and self.is_at_end
 
     def hold(self) -> None:
-        """Keep what is read from here on, until `give_back`."""
+        """Keep the text from here on, until `give_back` or `rewind`."""
         self._held, self._held_from = [], self._position
 
     @property
     def num_held(self) -> int:
-        """Characters read since `hold`."""
+        """The number of characters read since `hold`."""
         return sum(map(len, self._held or ())) + self._position - self._held_from
 
     def rewind(self) -> None:
-        """Read again what has been read since `hold`."""
+        """Return to the position of `hold`."""
         self._text = self.give_back() + self._text[self._position :]
         self._position = 0
 
     def give_back(self) -> str:
-        """Return what has been read since `hold`, and keep no more."""
+        """Return the text read since `hold`, and stop keeping it."""
         held = [*(self._held or ()), self._text[self._held_from : self._position]]
         self._held = None
         return "".join(held)
 
-    # Each of these is a generator: `result = yield from reader.peek()`
+    # The following methods are generators: `result = yield from reader.peek()`.
 
     def peek(self) -> Parse[str]:
-        """Give the next character without reading it; "" at the end."""
+        """Return the next character without reading it, or "" at the end."""
         while self._position == len(self._text):
             if self._has_ended:
                 return ""
@@ -105,7 +105,7 @@ class Reader:
         return "".join(skipped)
 
     def skip_blanks_before(self, marks: Iterable[str]) -> Parse[None]:
-        """Read white space if one of the marks follows it, or the end; else read nothing."""
+        """Read white space if one of the marks, or the end, follows it.  Otherwise read nothing."""
         marks, num_blanks = tuple(marks), 0
         while True:
             start = self._position + num_blanks
@@ -124,7 +124,7 @@ class Reader:
             yield
 
     def accept(self, *marks: str) -> Parse[str]:
-        """Read the first of the marks that comes next, and return it; "" and nothing is read if none does."""
+        """Read and return the first of the marks that follows directly.  Returns "" without reading if there is none."""
         while True:
             rest = len(self._text) - self._position
             for mark in marks:
@@ -139,13 +139,13 @@ class Reader:
             yield
 
     def until(self, marks: Iterable[str], sink: Sink) -> Parse[str]:
-        """Read up to and with the first of the marks; what is before it goes to `sink` as it comes.
+        """Read up to and including the first mark.  The text before it goes to `sink` as it arrives.
 
         Args:
-            marks: none is the beginning of another.
+            marks: none of them is the beginning of another.
 
         Returns:
-            The mark, or "" at the end of the text.  Only what may be the beginning of a mark is held back.
+            The mark, or "" at the end of the text.  Only the possible beginning of a mark is held back.
         """
         marks = tuple(marks)
         pattern, longest = _any_of(marks), max(map(len, marks))
@@ -163,11 +163,11 @@ class Reader:
             yield
 
     def until_soon(self, marks: tuple[str, ...], max_length: int) -> Parse[tuple[str, str]]:
-        """Read up to and with the first of the marks, if it comes soon.
+        """Read up to and including the first mark, if it follows within `max_length` characters.
 
         Returns:
-            The text before the mark and the mark.  Without a mark before the text is longer than `max_length`, or ends,
-            the mark is "" and the text one character longer, or all that is left.
+            The text before the mark, and the mark.  If there is no such mark, the mark is "", and the text is one character
+            longer than `max_length`, or all the remaining text.
         """
         pattern, longest = _any_of(marks), max(map(len, marks))
         while True:
@@ -182,7 +182,7 @@ class Reader:
             yield
 
     def take(self, length: int) -> Parse[str]:
-        """Read so many characters, or fewer at the end."""
+        """Read this number of characters, or fewer at the end."""
         while len(self._text) - self._position < length and not self._has_ended:
             yield
         taken = self._text[self._position : self._position + length]
@@ -190,7 +190,7 @@ class Reader:
         return taken
 
     def rest(self, sink: Sink) -> Parse[None]:
-        """Read everything that is still to come."""
+        """Read all the remaining text."""
         while True:
             sink(self._text[self._position :])
             self._position = len(self._text)
@@ -199,7 +199,7 @@ class Reader:
             yield
 
     def _overlap(self, marks: tuple[str, ...], longest: int) -> int:
-        """Characters at the end of the text that may begin a mark."""
+        """Count the characters at the end of the text that may begin a mark."""
         tail = self._text[max(self._position, len(self._text) - longest + 1) :]
         for i, char in enumerate(tail):
             for mark in marks:
@@ -208,7 +208,7 @@ class Reader:
         return 0
 
     def word(self, stops: str, max_length: int) -> Parse[str]:
-        """Read a word: everything up to one of the `stops`, or up to `max_length` characters."""
+        """Read a word: the text up to one of the `stops`, at most `max_length` characters."""
         pattern, start = _none_of(stops), 0
         while True:
             found = pattern.match(self._text, self._position + start, self._position + max_length)
@@ -222,7 +222,7 @@ class Reader:
             yield
 
     def matching(self, pattern: re.Pattern[str]) -> str:
-        """Read what matches the pattern in the text that is here, "" if nothing does.  Waits for nothing."""
+        """Read the match of a pattern in the text that has arrived, or "" if there is none.  It does not wait."""
         found = pattern.match(self._text, self._position)
         if found is None:
             return ""
@@ -230,11 +230,12 @@ class Reader:
         return found[0]
 
     def json_value(self, sink: Sink) -> Parse[bool]:
-        """Read one JSON value; its characters go to `sink` as they stand, but raw line breaks and other control
-        characters in strings, which JSON does not allow, go as escapes.
+        """Read one JSON value and write its characters to `sink`.
+
+        Raw line breaks and other control characters in strings, which JSON does not allow, become escapes.
 
         Returns:
-            Whether it was complete and not too deep.
+            Whether the value is complete and not nested too deeply.
         """
         if (yield from self.peek()) not in ('"', "{", "["):
             word = yield from self.word(_AFTER_LITERAL, MAX_LITERAL)
@@ -253,7 +254,7 @@ class Reader:
 
 
 def _with_escapes(text: str, start: int, end: int, places: Iterable[int]) -> str:
-    """Return a part of a text in which the characters at these places are escapes of JSON."""
+    """Return a part of a text with the characters at these indices as JSON escapes."""
     pieces: list[str] = []
     for place in places:
         pieces += (text[start:place], json.dumps(text[place])[1:-1])
@@ -267,7 +268,7 @@ _AFTER_LITERAL = ",}] \t\r\n;<"
 
 @cache
 def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Match the first mark in the text; of several at one place the longest."""
+    """Match the first mark in the text, and the longest of several at one position."""
     longest_first = sorted(marks, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)))
 

@@ -1,56 +1,70 @@
-"""The dialects: how models mark reasoning and tool calls.  A new format is a row here and a golden file."""
+"""The table of dialects: how models mark reasoning and tool calls.
+
+A new format needs a row here and a golden file.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 
-AUTO = "auto"  # a dialect is found by the model's chat template
+# Detects the dialect from the model's chat template.
+AUTO = "auto"
 
-Span = tuple[str, str]  # the marks around something
+Span = tuple[str, str]  # opening and closing mark
 Body = Literal["object", "array", "named", "tagged", "python", "literals", "channels"]
-# any id; nine letters and digits; `functions.name:0`, numbered through the conversation
+# The form of call ids: any; nine letters and digits; or `functions.name:0`, numbered through the conversation.
 IdForm = Literal["random", "letters", "numbered"]
 
 
 class Tags(msgspec.Struct, frozen=True):
-    """The marks of a call whose arguments are written key by key."""
+    """The marks of a call with arguments in tags, one for each key."""
 
-    name: str  # before the name of the function; "" where the call's own mark is before it
+    # Before the name of the function; "" if the call's own mark precedes it.
+    name: str
     name_end: tuple[str, ...]
     key: str
     key_end: str
     value_end: tuple[str, ...]
-    end: str  # behind the last argument; "" where the call's own mark ends it
-    value: str = ""  # before the value, where the key's end is not
-    has_kind: bool = False  # the key says whether the value is a string
+    # Behind the last argument; "" if the call's own mark ends it.
+    end: str
+    # Before the value, unless the end of the key precedes it.
+    value: str = ""
+    # Whether the key declares if the value is a string.
+    has_kind: bool = False
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """One row.
+    """One row of the table.
 
-    Marks of a call may be "": then the whole answer is the call, or it has no end mark of its own.
+    The marks of a call may be "": then the whole answer is the call, or the call has no closing mark.
     """
 
     name: str
-    aliases: tuple[str, ...] = ()  # vLLM's names of its parsers
+    aliases: tuple[str, ...] = ()  # vLLM's names
     reasoning_aliases: tuple[str, ...] = ()
     reasoning: Span | None = ("<think>", "</think>")
     section: Span = ("", "")  # around all calls
     call: Span = ("", "")  # around one
     body: Body = "object"
     name_end: tuple[str, ...] = ()  # between name and JSON
-    call_id: str = ""  # behind the name: an id, which is passed over
-    name_prefix: str = ""  # left out of the name
+    # Introduces an id behind the name, which is skipped.
+    call_id: str = ""
+    name_prefix: str = ""  # removed from names
     literal_quote: str = ""  # around strings
     tags: Tags | None = None
     separators: tuple[str, ...] = ()  # between calls
-    arguments_key: str = "arguments"  # of an object, as the dialect writes it; either is read
-    id_form: IdForm = "random"  # that the chat template takes in conversations
+    # The key of the arguments that the dialect writes; the parser accepts `parameters` as well.
+    arguments_key: str = "arguments"
+    # The form that the chat template expects in conversations.
+    id_form: IdForm = "random"
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the strings that begin the calls of an answer; a chat template that holds the first is of this dialect."""
+        """The strings that begin the calls of an answer.
+
+        A chat template that contains the first one has this dialect.
+        """
         return tuple(mark for mark in (self.section[0] or self.call[0],) if mark)
 
     def with_mark(self, mark: str) -> "Dialect":
@@ -80,7 +94,7 @@ def _invoke(prefix: str) -> Tags:
     )
 
 
-# In the order in which a chat template is searched: what has longer or rarer marks comes first.
+# In the order in which a chat template is searched: rows with longer or rarer marks come first.
 DIALECTS: tuple[Dialect, ...] = (
     Dialect(
         name="openai",
@@ -235,12 +249,12 @@ DIALECTS: tuple[Dialect, ...] = (
 
 
 def by_name(dialects: Iterable[Dialect]) -> dict[str, Dialect]:
-    """Return the dialects by their names and vLLM's."""
+    """Return the dialects by their own names and vLLM's."""
     return {name: each for each in dialects for name in (each.name, *each.aliases)}
 
 
 def by_reasoning_name(dialects: Iterable[Dialect]) -> dict[str, Dialect]:
-    """Return the dialects by the names that vLLM gives their parsers of reasoning."""
+    """Return the dialects by vLLM's names of reasoning parsers."""
     return {name: each for each in dialects for name in (each.name, *each.reasoning_aliases)}
 
 
@@ -248,7 +262,7 @@ BY_NAME: Mapping[str, Dialect] = by_name(DIALECTS)
 
 
 def detect(chat_template: str, dialects: Iterable[Dialect] = DIALECTS) -> Dialect:
-    """Find the dialect of a chat template: the first row all of whose telling marks it holds, else `json`."""
+    """Detect the dialect of a chat template: the first row with all its distinctive marks in the template, or else `json`."""
     for dialect in dialects:
         marks = [*dialect.marks]
         if dialect.tags is not None:

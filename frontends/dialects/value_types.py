@@ -1,11 +1,11 @@
-"""The JSON types that a schema allows for a value, and JSON of a value that a model wrote bare.  Pure."""
+"""The JSON types that a schema allows for a value, and the conversion of a bare value to JSON.  Pure."""
 
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
-MAX_DEPTH = 16  # of references and unions that are followed
-MAX_PARSED = 1 << 16  # characters of a value that is no string
+MAX_DEPTH = 16  # references and unions to follow
+MAX_PARSED = 1 << 16  # characters of a value other than a string
 Schema = Mapping[str, Any]
 
 
@@ -13,8 +13,8 @@ class ValueTypes(NamedTuple):
     """The values that a schema allows.
 
     Attributes:
-        names: the JSON types that it allows; None: it says nothing.
-        choices: the values that it lists; None: it lists none.
+        names: the allowed JSON types, or None if the schema does not restrict them.
+        choices: the listed values, or None if the schema lists none.
     """
 
     names: frozenset[str] | None = None
@@ -22,7 +22,7 @@ class ValueTypes(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """A string is allowed: then what a model wrote bare is one, whatever else it looks like."""
+        """Whether a string is allowed: then a bare value is a string, even if it looks like another type."""
         return self.names is not None and "string" in self.names
 
     @property
@@ -30,7 +30,7 @@ class ValueTypes(NamedTuple):
         return self.names is not None and "null" in self.names
 
     def without_text(self) -> "ValueTypes":
-        """Return the types of a value that the model itself has marked as no string."""
+        """Return the types of a value that the model has declared not to be a string."""
         names = None if self.names is None else self.names - {"string"}
         return ValueTypes(names or None)
 
@@ -39,17 +39,17 @@ TEXT = ValueTypes(frozenset({"string"}))
 
 
 def property_types(schema: Schema, key: str) -> ValueTypes:
-    """Return what the schema of an object says of one of its properties; references are followed in that schema."""
+    """Return the types that the schema of an object allows for a property.  References within the schema are followed."""
     return value_types(_member(property_table(schema), key), schema)
 
 
 def value_types(schema: object, root: Schema) -> ValueTypes:
-    """Return what a schema says of a value; `root` is where its references lead."""
+    """Return the types that a schema allows for a value.  `root` is the schema that references point into."""
     return _types(schema, root, 0)
 
 
 def property_table(schema: Schema) -> Schema:
-    """Return the properties of an object with their schemas, also those that a reference or `allOf` gives it."""
+    """Return the properties of an object with their schemas, including those from references and `allOf`."""
     found: dict[str, Any] = {}
     for part in _object_parts(schema, schema, 0):
         own = part.get("properties")
@@ -58,7 +58,7 @@ def property_table(schema: Schema) -> Schema:
 
 
 def required_names(schema: Schema) -> frozenset[str]:
-    """Return the names of the properties that an object must have."""
+    """Return the names of the required properties of an object."""
     return frozenset(
         str(name)
         for part in _object_parts(schema, schema, 0)
@@ -67,10 +67,10 @@ def required_names(schema: Schema) -> frozenset[str]:
 
 
 def as_json(text: str, types: ValueTypes = ValueTypes()) -> str:  # noqa: B008  # it is frozen
-    """Make JSON of a value that a model wrote bare, of a type that the tool's schema allows.
+    """Convert a bare value to JSON by the types that the tool's schema allows.
 
-    Where a string is allowed it is one, but for a listed value and for null.  What is a literal of an allowed type is
-    passed on as it stands.  Everything else is a string.
+    If a string is allowed the value is a string, except for a listed value and null.  A literal of an allowed type is passed
+    on unchanged.  Everything else is a string.
     """
     stripped = text.strip()
     literal = _PYTHON_LITERALS.get(stripped, stripped)
@@ -89,7 +89,7 @@ def as_json(text: str, types: ValueTypes = ValueTypes()) -> str:  # noqa: B008  
 
 class _Parsed(NamedTuple):
     value: Any
-    source: str  # as it stands, where that is JSON
+    source: str  # the text, if it is JSON
 
 
 _NO_JSON = _Parsed(None, "")
@@ -105,7 +105,8 @@ def _parsed(text: str) -> _Parsed:
         pass
     if not text.startswith(("{", "[")):
         return _NO_JSON
-    try:  # raw line breaks in its strings
+    # Accepts raw line breaks in strings.
+    try:
         value = json.loads(text, parse_constant=_no_constant, strict=False)
     except (ValueError, RecursionError):
         return _NO_JSON
@@ -117,7 +118,7 @@ def _no_constant(word: str) -> None:
 
 
 def _chosen(text: str, literal: str, value: _Parsed, choices: Iterable[Any]) -> str | None:
-    """Return the listed value that a text spells, as JSON; one that is text comes first."""
+    """Return the listed value that a text spells, as JSON.  Strings take precedence."""
     for candidate in (text, text.strip()):
         if any(isinstance(choice, str) and choice == candidate for choice in choices):
             return json.dumps(candidate, ensure_ascii=False)
@@ -147,7 +148,7 @@ _PYTHON_TYPES: tuple[tuple[str, Any], ...] = (
     ("array", list), ("object", dict), ("null", object),
 )  # fmt: skip
 _ALL_VALUES = {"null": (None,), "boolean": (True, False)}
-# Keywords that concern values of one type only: a schema that has them and no `type` means that one.
+# Keywords that apply to values of one type.  A schema with such a keyword and without `type` means that type.
 _IMPLIED = {
     "object": ("properties", "required", "additionalProperties", "patternProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
@@ -156,7 +157,7 @@ _IMPLIED = {
 
 
 def _types(schema: object, root: Schema, depth: int) -> ValueTypes:
-    """Return what a schema says: what all of its parts allow."""
+    """Return the types that all parts of a schema allow."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return ValueTypes()
     given = cast("Schema", schema)
@@ -218,7 +219,7 @@ def _either(parts: list[ValueTypes]) -> ValueTypes:
 
 
 def resolved(reference: str, root: Schema) -> object:
-    """Return what a reference into the same schema leads to; None where that is nothing."""
+    """Return the target of a reference into the same schema, or None if it does not exist."""
     if not reference.startswith("#"):
         return None
     found: object = root
@@ -228,7 +229,7 @@ def resolved(reference: str, root: Schema) -> object:
 
 
 def _object_parts(schema: object, root: Schema, depth: int) -> Iterable[Schema]:
-    """Yield the schemas that an object must match, its own at the end."""
+    """Yield the schemas that an object must match, its own last."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return
     given = cast("Schema", schema)
@@ -240,5 +241,5 @@ def _object_parts(schema: object, root: Schema, depth: int) -> Iterable[Schema]:
 
 
 def _member(value: object, key: str) -> object:
-    """Return a member of a JSON object; None where the value is none, or has none of this name."""
+    """Return a member of a JSON object, or None if the value is not an object or has no such member."""
     return cast("Schema", value).get(key) if isinstance(value, Mapping) else None
