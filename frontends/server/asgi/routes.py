@@ -26,7 +26,14 @@ from trouper.frontends.server.openai import tokens
 from trouper.frontends.server.openai.chat import create_chat
 from trouper.frontends.server.openai.chat_batch import create_chat_batch
 from trouper.frontends.server.openai.completions import create_completion
-from trouper.frontends.server.openai.infill import InfillReply, InfillRequest, create_infill
+from trouper.frontends.server.openai.llama_cpp import (
+    InfillReply,
+    InfillRequest,
+    LlamaCompletionReply,
+    LlamaCompletionRequest,
+    create_infill,
+    create_llama_completion,
+)
 from trouper.frontends.server.openai.replies import ChatReply, CompletionReply
 from trouper.frontends.server.openai.requests import (
     ChatBatchRequest,
@@ -81,6 +88,7 @@ GENERATING = (
     ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
     ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
     ("/infill", create_infill, InfillRequest, InfillReply),
+    ("/completion", create_llama_completion, LlamaCompletionRequest, LlamaCompletionReply),
 )
 OLLAMA_GENERATING = (
     ("chat", ollama.chat, OllamaChatRequest),
@@ -239,7 +247,6 @@ for _route in ROUTES:
 
 # Paths of other APIs and of other programs, each with the path here that does the same.
 ELSEWHERE = {
-    "/completion": "/v1/completions",
     "/generate": "/v1/completions",
     "/embedding": "/v1/embeddings",
     "/docs": "/openapi.json",

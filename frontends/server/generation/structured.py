@@ -23,6 +23,8 @@ MEMBERS = {
 }
 DESCRIBING = {"name", "description", "schema", "strict"}
 GUIDED = ("json", "regex", "choice", "grammar")
+# Objects below these keywords hold for one value together, so closing each would leave no value that fits.
+JOINED = ("allOf", "$ref", "if", "then", "else", "not")
 
 
 def structured_outputs(request: Generating) -> StructuredOutputsParams | None:
@@ -105,3 +107,31 @@ def _check_members(given: ResponseFormat) -> None:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))[:128]
+
+
+def closed(schema: Any) -> Any:
+    """Copy a JSON schema whose objects have no other properties than those described, unless it says so itself.
+
+    llama.cpp's grammars, and so Ollama's, allow no others; small models that may invent properties go on inventing them.
+    """
+    if isinstance(schema, list):
+        return [closed(each) for each in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    given = cast("dict[str, Any]", schema)
+    if any(name in given for name in JOINED):
+        return given
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            found[name] = {k: closed(v) for k, v in cast("dict[str, Any]", value).items()}
+        elif name in ("items", "prefixItems", "anyOf", "oneOf"):
+            found[name] = closed(value)
+        else:
+            found[name] = value
+    is_open = not {"additionalProperties", "unevaluatedProperties", "patternProperties"} & set(
+        given
+    )
+    if "properties" in given and is_open:
+        found["additionalProperties"] = False
+    return found

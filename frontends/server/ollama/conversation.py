@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from trouper.errors import invalid
 from trouper.frontends.server.generation.requests import ResponseFormat
+from trouper.frontends.server.generation.structured import closed
 from trouper.frontends.server.ollama.requests import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -17,8 +18,6 @@ from trouper.frontends.server.shared.errors import NO_MEDIA, unsupported
 
 JSONObject = dict[str, Any]
 EFFORTS = ("low", "medium", "high", "max")
-# Objects below these keywords hold for one value together, so closing each would leave no value that fits.
-JOINED = ("allOf", "$ref", "if", "then", "else", "not")
 
 
 def chat_of(request: OllamaChatRequest, options: OllamaOptions) -> DerivedChat:
@@ -59,34 +58,6 @@ def completion_of(
         shared["logprobs"] = request.top_logprobs or 0
     shared.setdefault("max_tokens", max_tokens)
     return CompletionRequest(prompt=request.prompt, suffix=request.suffix, **shared)
-
-
-def closed(schema: Any) -> Any:
-    """Copy a JSON schema whose objects have no other properties than those described, unless it says so itself.
-
-    Ollama's grammars (llama.cpp's) allow no others, and small models that may invent properties go on inventing them.
-    """
-    if isinstance(schema, list):
-        return [closed(each) for each in cast("list[Any]", schema)]
-    if not isinstance(schema, dict):
-        return schema
-    given = cast("JSONObject", schema)
-    if any(name in given for name in JOINED):
-        return given
-    found: JSONObject = {}
-    for name, value in given.items():
-        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            found[name] = {k: closed(v) for k, v in cast("JSONObject", value).items()}
-        elif name in ("items", "prefixItems", "anyOf", "oneOf"):
-            found[name] = closed(value)
-        else:
-            found[name] = value
-    is_open = not {"additionalProperties", "unevaluatedProperties", "patternProperties"} & set(
-        given
-    )
-    if "properties" in given and is_open:
-        found["additionalProperties"] = False
-    return found
 
 
 def _shared(request: OllamaRequest, options: OllamaOptions) -> JSONObject:

@@ -319,6 +319,17 @@ INFILL = Others(
     },
     HARMLESS,
 )
+LLAMA_COMPLETION = Others(
+    {
+        **{
+            name: why
+            for name, why in REFUSED.items()
+            if name not in ("n_probs", "json_schema", "return_tokens", "response_fields")
+        },
+        "grammar": "use json_schema, or structured_outputs of /v1/completions",
+    },
+    HARMLESS,
+)
 TOKENIZE = Others({}, dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ONLY_MEDIA))
 ADAPTERS = Others(
     {"is_3d_lora_weight": "weights of experts in one tensor are not read"},

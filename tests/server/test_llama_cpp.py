@@ -1,4 +1,4 @@
-"""Filling in the middle over HTTP: `suffix` of completions, and llama.cpp's /infill."""
+"""llama.cpp's /completion and /infill, and filling in the middle by `suffix` of completions."""
 
 import json
 
@@ -155,3 +155,76 @@ async def test_a_model_without_marks_says_so(client, path, body, param):
     answer = await client.post(path, body)
     assert (answer.status, answer.error["param"]) == (400, param)
     assert "no tokens for filling in the middle" in answer.error["message"]
+
+
+SAMPLED = {"n_predict": 6, "temperature": 0}
+
+
+async def test_completion_says_the_same_as_openai_s(client):
+    asked = {"prompt": "Hello", "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    (theirs,) = (await client.post(COMPLETIONS, asked)).json["choices"]
+    body = {"prompt": "Hello", **SAMPLED, "return_tokens": True, "cache_prompt": True}
+    mine = (await client.post("/completion", body)).json
+    assert (mine["content"], mine["tokens"]) == (theirs["text"], theirs["token_ids"])
+    assert mine["stop_type"] == "limit"
+    assert mine["prompt"] == "Hello"
+    assert mine["generation_settings"]["n_predict"] == 6
+    ids = (await client.post("/tokenize", {"prompt": "Hello"})).json["tokens"]
+    assert (await client.post("/completion", {"prompt": ids, **SAMPLED})).json["content"]
+    streamed = (await client.post("/completion", {**body, "stream": True})).events
+    assert "".join(part["content"] for part in streamed) == mine["content"]
+    assert [part["stop"] for part in streamed] == [False] * (len(streamed) - 1) + [True]
+
+
+async def test_completion_of_several_prompts_is_a_list(client):
+    found = (await client.post("/completion", {"prompt": ["Hello", "Good"], **SAMPLED})).json
+    assert [each["index"] for each in found] == [0, 1]
+    (one,) = (await client.post("/completion", {"prompt": ["Hello"], **SAMPLED})).json
+    assert one["content"] == found[0]["content"]
+
+
+async def test_completion_shows_probabilities_and_only_the_fields_asked_for(client):
+    fields = ["content", "completion_probabilities", "generation_settings/n_probs"]
+    body = {"prompt": "Hello", **SAMPLED, "n_probs": 2, "response_fields": fields}
+    found = (await client.post("/completion", body)).json
+    assert found.keys() == {"content", "completion_probabilities", "n_probs"}
+    assert len(found["completion_probabilities"]) == 6
+    first = found["completion_probabilities"][0]
+    assert isinstance(first["id"], int)
+    assert len(first["top_logprobs"]) == 2
+
+
+async def test_completion_keeps_to_a_closed_schema_and_a_bias(client):
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    body = {"prompt": "JSON: ", "temperature": 0, "n_predict": 200, "json_schema": schema}
+    found = (await client.post("/completion", body)).json
+    assert json.loads(found["content"]).keys() == {"ok"}
+    whole = (
+        await client.post("/completion", {"prompt": "Hello", **SAMPLED, "return_tokens": True})
+    ).json
+    first = whole["tokens"][0]
+    for bias in ([[first, False]], {str(first): -100}):
+        body = {"prompt": "Hello", **SAMPLED, "return_tokens": True, "logit_bias": bias}
+        other = (await client.post("/completion", body)).json
+        assert first not in other["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"grammar": "root ::= x"}, "grammar"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [5, "x"]}, "prompt"),
+        ({"prompt": ["x", ""]}, "prompt[1]"),
+        ({"n_predict": -3}, "n_predict"),
+        ({"n_probs": 10**6}, "n_probs"),
+        ({"logit_bias": [["word", 1]]}, "logit_bias"),
+        ({"logit_bias": [[1, True]]}, "logit_bias"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+async def test_completion_refuses_by_name(client, fields, named):
+    answer = await client.post("/completion", {"prompt": "x", **SAMPLED, **fields})
+    assert answer.status == 400
+    assert answer.error["param"] == named
