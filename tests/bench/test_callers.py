@@ -37,7 +37,7 @@ def test_frames_are_counted_however_an_answer_is_cut(answer, num, mark):
             wire.socket.close()
 
 
-def test_a_connection_that_was_closed_while_it_was_idle_is_no_error():
+def test_connection_closed_while_it_was_idle_is_no_error():
     ended = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -69,6 +69,6 @@ def test_turns_are_one():
     assert both["cores"] == {"server": 0.5, "clients": 0.25}
 
 
-def test_a_turn_is_compared_with_the_calm_ones_around_it_by_nearness():
+def test_turn_is_compared_with_calm_ones_around_it_by_nearness():
     rates = [30.0, 0.0, 0.0, 60.0, 0.0, 0.0, 0.0]
     assert [_calm(rates, i) for i in (1, 2, 4, 5)] == [40.0, 50.0, 40.0, 20.0]

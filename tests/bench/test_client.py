@@ -64,7 +64,7 @@ async def asked(*pieces, status=200):
     return outcome
 
 
-async def test_a_whole_answer_is_counted_as_the_server_counts():
+async def test_whole_answer_is_counted_as_server_counts():
     outcome = await asked(*WHOLE)
     assert outcome.error is None
     assert (outcome.num_prompt_tokens, outcome.num_output_tokens) == (3, 4)
@@ -73,7 +73,7 @@ async def test_a_whole_answer_is_counted_as_the_server_counts():
     assert sum(outcome.gaps) == pytest.approx(outcome.last - outcome.first)
 
 
-async def test_a_chats_deltas_are_texts_and_its_role_is_none():
+async def test_chats_deltas_are_texts_and_its_role_is_none():
     chunks = [
         event(choices=[{"delta": delta, "finish_reason": reason}])
         for delta, reason in (
@@ -184,7 +184,7 @@ async def test_requests_say_what_they_want():
         (httpx2.Response(200, text="hello"), "lists no models"),
     ],
 )
-async def test_a_server_without_a_model_is_told_in_one_line(answer, message):
+async def test_server_without_model_is_told_in_one_line(answer, message):
     async with client_of(lambda _: answer) as client:
         with pytest.raises(serve.ServerError, match=message) as raised:
             await serve.first_model(client)
@@ -208,7 +208,7 @@ def test_goodput_counts_requests_that_keep_every_limit():
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=12))
-def test_the_most_that_were_open_at_once_by_brute_force(spans):
+def test_most_open_at_once_by_brute_force(spans):
     outcomes = [Outcome(due=0, sent=begin, ended=begin + length) for begin, length in spans]
     expected = max(
         (sum(o.sent <= moment < o.ended for o in outcomes) for moment in range(30)), default=0

@@ -196,7 +196,7 @@ OF_RANKS = {"shared_sum", "shared_sum, by gloo"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_sum_of_ranks_is_right_and_measured_beside_gloos(report, dtype):
+def test_sum_of_ranks_is_right_and_measured_beside_gloos(report, dtype):
     chosen = [word for name in OF_RANKS for word in ("--op", name)]
     found = report("kernels", "-m", DEMO_MODEL, "--dtype", dtype, *chosen, *QUICK)["results"]
     are_there = units.kind_of(getattr(torch, dtype)) is not None
@@ -229,7 +229,7 @@ def test_every_triton_kernel_is_right_and_has_its_figures(report):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_kernels_on_a_device_that_is_not_there_is_one_line(bench):
+def test_kernels_on_device_not_one_line(bench):
     pytest.importorskip("triton")
     assert "--device cuda: " in bench("kernels", "--device", "cuda", code=2).err
 
@@ -259,7 +259,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
         next(measure([step], roofs.Roofs(1.0, 1.0), ["wrong"], table=OPS))
 
 
-def test_the_share_of_the_roof_is_that_of_the_nearer_one():
+def test_share_of_roof_is_that_of_nearer_one():
     machine = roofs.Roofs(bytes_s=10.0, flops_s=100.0)
     assert machine.share(10, 50, 2.0) == 0.5
     assert machine.share(1, 100, 2.0) == 0.5
@@ -280,14 +280,14 @@ def test_startup_runs_the_programs_that_it_names(tmp_path):
     assert startup.until_output(commands["import trouper"]) > 0
 
 
-def test_a_server_is_timed_until_it_is_ready_and_ended(tmp_path):
+def test_server_is_timed_until_it_is_ready_and_ended(tmp_path):
     serve = startup.commands(None, 7)["trouper serve, ready"]
     assert startup.timed(serve) > 0
     with pytest.raises(startup.StartError, match="model"):
         startup.timed([*serve, "--model", str(tmp_path)])
 
 
-def test_a_cold_start_finds_no_cache_but_the_hubs(monkeypatch):
+def test_cold_start_finds_no_cache_but_hubs(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/mine")
     monkeypatch.delenv("HF_HOME", raising=False)
     with startup.empty_caches() as environment:
@@ -297,7 +297,7 @@ def test_a_cold_start_finds_no_cache_but_the_hubs(monkeypatch):
         assert "/mine" not in folders
 
 
-def test_a_command_that_fails_is_told_by_its_last_line():
+def test_command_that_fails_is_reported_by_its_last_line():
     with pytest.raises(startup.StartError, match=r"^no such luck$"):
         startup.until_output(["sh", "-c", "echo first >&2; echo no such luck >&2; exit 3"])
 
@@ -363,7 +363,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES, ids=[line for line, _ in MISTAKES])
-def test_a_mistake_is_one_line_before_anything_is_loaded(bench, line, message):
+def test_mistake_is_one_line_before_anything_is_loaded(bench, line, message):
     printed = bench(*line.split(), code=2)
     assert printed.out == ""
     assert printed.err.startswith("trouper: ")
@@ -385,7 +385,7 @@ def test_wishes_that_contradict_each_other_are_value_errors(wishes):
         core.RunOptions(**wishes).check(EngineArgs(), "random")
 
 
-def test_options_of_the_engine_are_given_to_every_backend():
+def test_options_of_engine_are_given_to_every_backend():
     args = EngineArgs(max_num_seqs=3, seed=7)
     assert core.given_options(args) == {"max_num_seqs": 3, "seed": 7}
     assert core.model_path(args) == str(DEMO_MODEL)

@@ -22,7 +22,7 @@ VOCABULARY = range(100, 200)
 
 
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(1, 40), st.floats(0, 0.99), st.integers())
-def test_random_requests_have_the_lengths_that_were_asked_for(num, num_in, num_out, ratio, seed):
+def test_random_requests_have_lengths_that_were_asked_for(num, num_in, num_out, ratio, seed):
     def made():
         return random_requests(
             num, num_in, num_out, VOCABULARY, random.Random(seed), range_ratio=ratio, prefix_len=3
@@ -42,7 +42,7 @@ def test_random_requests_have_the_lengths_that_were_asked_for(num, num_in, num_o
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.0])
-def test_a_range_ratio_outside_of_its_range_is_named(ratio):
+def test_range_ratio_outside_of_its_range_is_named(ratio):
     with pytest.raises(TrouperValidationError, match="random_range_ratio"):
         random_requests(1, 1, 1, VOCABULARY, random.Random(0), range_ratio=ratio)
 
@@ -72,7 +72,7 @@ def sampled(path, num=2, **options):
     return sharegpt_requests(path, num, lambda text: text.encode(), random.Random(0), **options)
 
 
-def test_the_first_question_and_the_length_of_its_answer_are_taken(tmp_path):
+def test_first_question_and_length_of_its_answer_are_taken(tmp_path):
     unusable = [
         conversation("only a question"),
         conversation("hi", "too short a question"),
@@ -109,14 +109,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         sampled(str(tmp_path / "none.json"))
 
 
-def test_what_the_model_cannot_hold_is_told_before_the_run():
+def test_what_model_cannot_hold_is_told_before_run():
     requests = [SampleRequest((1, 2), 2), SampleRequest((1, 2, 3), 2)]
     check_fit(requests, 5)
     with pytest.raises(TrouperValidationError, match=r"prompt 2 \(3 tokens\) and its output \(2\)"):
         check_fit(requests, 4)
 
 
-def test_edits_ask_for_functions_of_the_library_again_and_are_greedy():
+def test_edits_ask_for_functions_of_library_again_and_are_greedy():
     encode = str.encode
     made = [
         edit_requests(5, encode, random.Random(3), input_len=2000, output_len=9) for _ in range(2)
@@ -131,7 +131,7 @@ def test_edits_ask_for_functions_of_the_library_again_and_are_greedy():
         assert (request.temperature, request.output_len) == (0.0, 9)
 
 
-def test_records_are_asked_for_by_a_schema_and_are_greedy():
+def test_records_are_asked_for_by_schema_and_are_greedy():
     made = [schema_requests(5, str.encode, random.Random(3), output_len=90) for _ in range(2)]
     assert made[0] == made[1]
     assert len({request.text for request in made[0]}) == 5

@@ -31,7 +31,7 @@ def test_what_the_other_layers_add_is_weakened():
 
 
 @pytest.mark.slow
-def test_a_pair_that_says_the_same_accepts_every_draft(tmp_path):
+def test_pair_that_says_same_accepts_every_draft(tmp_path):
     config, tensors = draft_model.read_folder(DEMO_MODEL)
     draft_model.write_folder(tmp_path / "draft", *draft_model.first_layers(config, tensors, 1))
     draft_model.write_folder(tmp_path / "model", config, draft_model.weakened(tensors, 1, 0.0))

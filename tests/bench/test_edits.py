@@ -113,7 +113,7 @@ def compare(monkeypatch, seconds):
     return edits.compare(engines, [[1, 2], [1, 2, 3]], 8, 3)
 
 
-def test_each_prompt_is_asked_alone_and_the_first_engine_is_compared(monkeypatch):
+def test_each_prompt_is_asked_alone_and_first_engine_is_compared(monkeypatch):
     found = compare(monkeypatch, {True: 0.5, False: 1.5})
     assert found["trouper with drafts"]["output_tok_s"] == 16.0
     assert found["trouper"]["all_s"] == [3.0, 3.0, 3.0]

@@ -7,7 +7,7 @@ import pytest
 from trouper.bench.studies.server.embeddings import Apart, bodies, documents, ratios
 
 
-def test_the_texts_are_the_same_each_time_and_as_many_as_asked_for():
+def test_texts_are_reproducible_and_complete():
     texts = documents(40)
     assert texts == documents(40)
     assert len(texts) == 40
@@ -36,7 +36,7 @@ for _ in sys.stdin:
 """
 
 
-def test_an_engine_apart_is_asked_for_each_round_and_ends_with_the_block():
+def test_separate_engine_serves_each_round_and_ends():
     with ExitStack() as stack:
         engine = Apart("trouper:float32", [sys.executable, "-c", TALKATIVE], stack)
         for _ in range(2):
@@ -55,7 +55,7 @@ def test_an_engine_that_ends_ends_the_run():
             Apart("vllm:float32", [sys.executable, "-c", "print('hello')"], stack)
 
 
-def test_each_text_is_in_one_request_alone_or_in_a_list():
+def test_each_text_is_in_one_request_alone_or_in_list():
     docs = documents(5)
     assert [json.loads(body)["input"] for body in bodies(docs, 1)] == docs
     assert [json.loads(body)["input"] for body in bodies(docs, 2)] == [

@@ -86,7 +86,7 @@ def test_a_conversation_stays_where_its_prefix_is():
     assert quantiles(each.first_token_s for each in turns)["p95"] < 1.5
 
 
-def test_a_short_request_joins_a_long_prompt_and_not_a_crowd():
+def test_short_request_joins_long_prompt_and_not_crowd():
     crowd = [VirtualClient(0.2, 500, 4, "crowd", "k") for _ in range(30)]
     clients = [VirtualClient(0.0, 20_000, 4, "long", "k"), *crowd, VirtualClient(0.3, 300, 4, "", "k")]  # fmt: skip
     played, _ = play(clients, 2, by_tokens=False)

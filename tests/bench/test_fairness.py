@@ -36,20 +36,20 @@ def test_short_requests_beside_long_prompts_take_little_more_than_alone(workload
     assert short["over_alone"]["p95"] <= max(3.5, 1 + 2 * step_s / MACHINE.alone_s(161))
 
 
-def test_long_prompts_are_late_by_the_work_of_the_short_ones_and_little_more():
+def test_long_prompts_are_delayed_by_short_work_only():
     clients = WORKLOADS["titles-1"](MACHINE)
     work_s = sum(MACHINE.alone_s(client.num_prompt) for client in clients)
     assert played("titles-1", "fair")["kinds"]["long"]["first_token_s"]["max"] <= 1.1 * work_s
 
 
-def test_the_gap_of_streams_beside_a_prompt_is_a_step():
+def test_gap_of_streams_beside_prompt_is_step():
     fair = played("stream-and-prompt", "fair")["kinds"]["stream"]["gap_s"]
     before = played("stream-and-prompt", "arrival")["kinds"]["stream"]["gap_s"]
     assert fair["p99"] <= before["p99"] / 2
     assert fair["p99"] <= 1.5 * (0.028 / 0.08 + 0.03)
 
 
-def test_a_greedy_key_does_not_delay_the_long_prompt_of_another():
+def test_greedy_key_does_not_delay_long_prompt_of_another():
     assert played("greedy-key", "fair")["kinds"]["long"]["over_alone"]["max"] <= 2.2
 
 
@@ -73,7 +73,7 @@ def test_first_tokens_are_foretold(workload):
     assert played(workload, "fair", 0.03)["kinds"]["short"]["foretold"] >= 0.9
 
 
-def test_in_order_of_arrival_the_long_prompt_ahead_is_foretold():
+def test_in_order_of_arrival_long_prompt_ahead_is_foretold():
     policy = policy_of(MACHINE, policy="fcfs")
     teach(policy.turns.times, MACHINE)
     clients = [VirtualClient(0.0, 8000, 4), VirtualClient(0.5, 300, 4)]
@@ -137,13 +137,13 @@ def test_the_command_shows_each_workload_in_each_order(study, capsys):
 
 
 @pytest.mark.parametrize("option", ["workload", "order", "machine"])
-def test_an_unknown_name_is_an_error_that_lists_the_known(capsys, option):
+def test_unknown_name_is_error_that_lists_known(capsys, option):
     assert run_study(fairness, [f"--{option}", "x"]) == 2
     assert f"{option}: must be one of " in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_server_answers_short_requests_beside_a_long_prompt():
+def test_server_answers_short_requests_beside_long_prompt():
     (found,) = fair_server.measure(None, ["fair"], num_long=(1,), long_tokens=4000)
     beside = found["beside"][1]
     assert beside["num_short"] >= 1

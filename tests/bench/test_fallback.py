@@ -18,7 +18,7 @@ def test_the_written_configuration_is_a_model_that_resolves(tmp_path, kind):
     assert json.loads((tmp_path / kind / "config.json").read_text())["num_hidden_layers"] == 2
 
 
-def test_ways_of_computing_take_turns_and_the_first_turn_does_not_count(monkeypatch):
+def test_ways_alternate_and_first_round_is_warm_up(monkeypatch):
     """Own code takes a second and more, the library three times as long."""
     clock, calls, turns_s = [0.0], [], {"trouper": [50, 2, 1, 3], "transformers": [9, 3, 6, 9]}
 

@@ -28,7 +28,7 @@ def test_the_workload_is_the_one_that_others_publish():
     assert (sum(map(len, prompts)), sum(lengths)) == (142_827, 133_966)
 
 
-def test_a_goal_is_reached_by_its_share_of_the_floor_and_by_a_busy_device():
+def test_goal_needs_share_of_floor_and_busy_device():
     goal = GOALS[0]
     fast, slow = floor_s(goal, Ceilings()) / 0.75, floor_s(goal, Ceilings()) / 0.6
     records = [
@@ -54,7 +54,7 @@ def test_pieces_run_once_and_what_fails_runs_again(tmp_path):
     assert again == [lines[0], "good: done before"]
 
 
-def test_a_piece_that_takes_too_long_is_ended_and_one_that_cannot_fit_is_not_begun(tmp_path):
+def test_slow_measurement_is_ended_and_unfitting_one_skipped(tmp_path):
     endless = Piece("endless", 0.5, ("-c", "import time; time.sleep(600)"))
     assert list(run.run_pieces([endless], tmp_path, 60)) == [
         "endless: FAILED after 0.5 s; see endless.log"
@@ -73,7 +73,7 @@ def test_every_goals_model_has_its_pieces(is_tiny):
     assert len(names) == len(set(names)) == 12
 
 
-def test_a_piece_for_two_gpus_is_left_out_where_there_is_one(tmp_path, monkeypatch):
+def test_piece_for_two_gpus_is_left_out_where_one(tmp_path, monkeypatch):
     two = Piece("two", 20, ("-c", WRITE, run.REPORT), num_gpus=2)
     monkeypatch.setattr(run, "num_devices", lambda: 1)
     assert list(run.run_pieces([two], tmp_path, 60)) == [
@@ -106,7 +106,7 @@ def test_a_shrunk_goal_is_small():
 
 @pytest.mark.slow  # it is a benchmark
 @pytest.mark.timeout(600)
-def test_all_of_it_can_be_tried_without_a_gpu(tmp_path):
+def test_all_of_it_can_be_tried_without_gpu(tmp_path):
     command = [sys.executable, "-m", "trouper.bench.h200", "--tiny", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

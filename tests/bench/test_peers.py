@@ -135,7 +135,7 @@ print(json.dumps({{"pp": int(options["-npp"]), "t_pp": 0.5, "t_tg": 0.25 * int(o
 """
 
 
-def test_llama_cpps_own_program_is_asked_for_the_same_lengths(tmp_path):
+def test_llama_cpps_own_program_is_asked_for_same_lengths(tmp_path):
     path = program(tmp_path, LLAMA.format(python=sys.executable), "llama-batched-bench")
     peer = peers.LlamaBinary(path, {"model": "x.gguf", "threads": 2})
     assert peer.measure([[1, 2], [3, 4]], 5) == (0.5 + 4 * 0.25, 10)
@@ -145,14 +145,14 @@ def test_llama_cpps_own_program_is_asked_for_the_same_lengths(tmp_path):
         broken.measure([[1]], 1)
 
 
-def test_who_is_missing_and_was_not_asked_for_is_left_out():
+def test_missing_optional_peers_are_left_out():
     settings = peers.Settings(model="x", dtype="float32")
     assert settings.engines() == ["trouper", "transformers"]
     assert peers.Settings(model="x", dtype="float32", peers=()).engines() == ["trouper"]
 
 
 @pytest.mark.slow
-def test_trouper_and_transformers_make_the_same_number_of_tokens(bench, tmp_path):
+def test_trouper_and_transformers_make_same_number_of_tokens(bench, tmp_path):
     path = tmp_path / "report.json"
     options = ["--dtype", "float32", "--workload", "2x5x3", "--repeat", "1", "--output-json", path]
     out = bench("peers", "--peer", "transformers", *options).out

@@ -47,7 +47,7 @@ def test_a_report_names_versions_processor_and_arguments():
     assert about["arguments"] == ["bench", "latency"]
 
 
-def test_a_report_names_neither_host_nor_user_nor_folders():
+def test_report_names_neither_host_nor_user_nor_folders():
     text = json.dumps(report.about(["bench"]))
     for secret in (socket.gethostname(), str(Path.home()), str(Path.cwd()), getpass.getuser()):
         assert secret not in re.findall(r"[\w/.-]+", text)
@@ -81,14 +81,14 @@ def test_a_percentile_is_numpys(values, q):
 
 
 @given(VALUES)
-def test_percentiles_grow_from_the_least_to_the_largest_value(values):
+def test_percentiles_grow_from_least_to_largest_value(values):
     found = [percentile(values, q) for q in (0, 10, 50, 90, 100)]
     assert (found[0], found[-1]) == (min(values), max(values))
     assert all(a <= b or math.isclose(a, b) for a, b in pairwise(found))
 
 
 @pytest.mark.parametrize(("values", "q"), [([], 50), ([1.0], -1), ([1.0], 101)])
-def test_a_percentile_that_makes_no_sense_is_an_error(values, q):
+def test_percentile_that_makes_no_sense_is_error(values, q):
     with pytest.raises(ValueError, match="percentile"):
         percentile(values, q)
 
@@ -118,7 +118,7 @@ NAMES = st.sampled_from(["ttft", "tpot", "e2el"])
     st.lists(st.dictionaries(NAMES, st.integers(0, 9)), max_size=20),
     st.dictionaries(NAMES, st.integers(0, 9)),
 )
-def test_a_request_is_good_if_no_figure_is_over_its_limit(requests, objectives):
+def test_request_is_good_if_no_figure_is_over_its_limit(requests, objectives):
     bad = 0
     for request in requests:
         for name, value in request.items():
@@ -131,7 +131,7 @@ def test_a_request_is_good_if_no_figure_is_over_its_limit(requests, objectives):
 @given(
     st.integers(0, 200), st.floats(0.01, 1000), st.integers(0, 2**32), st.sampled_from([0.3, 1, 8])
 )
-def test_arrivals_are_in_order_and_last_as_long_as_the_rate_says(num, rate, seed, burstiness):
+def test_arrivals_are_ordered_and_follow_rate(num, rate, seed, burstiness):
     times = arrival_times(num, rate, random.Random(seed), burstiness=burstiness)
     assert times == arrival_times(num, rate, random.Random(seed), burstiness=burstiness)
     assert len(times) == num
@@ -180,7 +180,7 @@ def draw(monkeypatch, tmp_path):
     return draw
 
 
-def test_the_picture_has_a_title_and_names_on_all_axes(draw):
+def test_picture_has_title_and_names_on_all_axes(draw):
     found = points([{**RECORD, "max_concurrency": 8}, RECORD])
     figure = draw(found, title="a model at a server", concurrency="open requests")
     assert figure.get_suptitle() == "a model at a server"
@@ -196,7 +196,7 @@ def test_the_picture_has_a_title_and_names_on_all_axes(draw):
     assert (median, tail) == ([4, 8, 10.0, 10.0], [4, 8, 20.0, 20.0])
 
 
-def test_a_run_without_a_completed_request_leaves_a_gap_in_the_others(draw):
+def test_run_without_completed_request_leaves_gap_in_others(draw):
     with_batch = Point(1, 5.0, {"time of a batch": Latency(1.0, 2.0)})
     figure = draw([with_batch, Point(2, 0.0, {})], title="t", concurrency="prompts")
     assert [*figure.axes[0].lines[0].get_xdata()] == [1, 2]

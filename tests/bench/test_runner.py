@@ -42,7 +42,7 @@ def test_prompts_take_the_adapters_in_turn(api):
     assert wanted.items() <= engine._llm.options.items()
 
 
-def test_an_engine_without_adapters_is_not_told_of_any(api):
+def test_engine_without_adapters_is_not_told_of_any(api):
     engine = runner.Offline({**OPTIONS, "adapters": [], "rank": 16}, api)
     assert engine.generate([[1]], 2) == 2
     assert engine._llm.chosen is None

@@ -9,7 +9,7 @@ def kernel(at, us, name="gemm", cat="kernel"):
     return {"ts": at, "dur": us, "name": name, "cat": cat}
 
 
-def test_gaps_between_steps_are_idle_and_gaps_between_kernels_are_not():
+def test_only_gaps_between_steps_are_idle():
     """Ten steps of 100 µs: kernels of 40 + 40 with 2 between, a copy of 3 beside them, 18 of nothing."""
     events = [{"cat": "cpu_op", "ts": 0, "dur": 9999, "name": "python"}]
     for i in range(10):

@@ -9,7 +9,7 @@ from trouper.frontends.dialects.table import DIALECTS
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_bound_of_structured_outputs_that_is_missed_is_named():
+def test_bound_of_structured_outputs_missed_is_named():
     kept = {"ratio": 0.96, "new_schema_ms": 9.0, "loop_gap_ms": {"p99": 4.0}}
     assert structured.missed(kept) == []
     assert structured.missed({**kept, "ratio": 0.94}) == ["ratio"]

@@ -16,7 +16,7 @@ SMALL += ["--num-gpu-blocks-override", "8"]
 TINY = [*SMALL, "--num-prompts", "3", "--input-len", "5", "--output-len", "4"]
 
 
-def test_structured_compares_streams_by_a_schema_with_free_ones(study):
+def test_structured_compares_streams_by_schema_with_free_ones(study):
     options = (
         "--num-streams",
         "2",
@@ -93,7 +93,7 @@ def test_ranks_are_measured_beside_one_process(study):
     assert all(record["ratio"] > 0 and record["num_ranks"] == 2 for record in found)
 
 
-def test_the_front_of_replicas_is_measured_with_hits_and_balance(study):
+def test_front_of_replicas_is_measured_with_hits_and_balance(study):
     options = ("-dp", "1,2", "--streams", "4", "--output-len", "6", "--num-iters", "1")
     found = study(replicas.replicas, *options)["results"]
     assert all(found["front"][count]["us_per_token"] > 0 for count in ("1", "2"))

@@ -223,7 +223,7 @@ def test_a_cut_answer_names_what_cut_it(limit, max_tokens, usage, line):
         ([10] * 8, 0, 3),
     ],
 )
-def test_the_oldest_turns_give_way_until_half_is_free(sizes, fixed, num):
+def test_oldest_turns_give_way_until_half_is_free(sizes, fixed, num):
     assert num_dropped(sizes, fixed, most=75, wanted=50) == num
 
 
@@ -295,7 +295,7 @@ def test_history_is_private_and_bounded(tmp_path):
     assert [each.name for each in path.parent.iterdir()] == ["chat_history"]
 
 
-def test_a_history_that_cannot_be_written_is_no_error(tmp_path):
+def test_history_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").touch()
     history = MessageHistory(tmp_path / "file" / "chat_history")
     history.store_string("x")
@@ -331,7 +331,7 @@ def test_parameters_of_a_file_are_checked(parameters):
 
 
 @pytest.mark.anyio
-async def test_a_line_that_is_no_text_is_passed_over(monkeypatch):
+async def test_line_that_is_no_text_is_passed_over(monkeypatch):
     lines = b'one\r\n\xff\nthree \\\nfour\n"""five'
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
     reader = PipeReader(joins_lines=True)

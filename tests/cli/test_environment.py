@@ -38,7 +38,7 @@ def test_no_cgroups_are_no_limits(tmp_path):
     assert found == {"cpus": None, "memory_bytes": None}
 
 
-def test_the_narrowest_limit_on_the_way_to_the_root_counts(cgroup):
+def test_narrowest_limit_on_way_to_root_counts(cgroup):
     files = {
         "memory.max": "3000\n", "a/memory.max": "1000\n", "a/b/memory.max": "max\n",
         "cpu.max": "max 100000\n", "a/b/cpu.max": "150000 100000\n", "other/memory.max": "1\n",
@@ -105,7 +105,7 @@ assert run_line(["collect-env"]) == 0
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_misspelt_variable_is_named_with_the_likely_one(monkeypatch, capsys):
+def test_misspelt_variable_is_named_with_likely_one(monkeypatch, capsys):
     monkeypatch.setenv("TROUPER_APIKEY", "x")
     assert run_line(["collect-env"]) == 0
     line = "the environment variable TROUPER_APIKEY has no effect; did you mean TROUPER_API_KEY?"

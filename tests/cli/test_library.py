@@ -54,7 +54,7 @@ def test_show_describes_a_model_of_the_cache(cache, capsys):
     assert "{%" in out
 
 
-def test_show_of_an_unknown_name_offers_what_there_is(cache, capsys):
+def test_show_of_unknown_name_offers_what_there_is(cache, capsys):
     code, _, err = run(capsys, "show", "acme/dem", "--download-dir", cache)
     assert code == 2
     assert "acme/demo" in err

@@ -42,7 +42,7 @@ def test_lines_are_prompts(read):
     assert read("noname", "a\x0bb\u2028c\n") == [(1, "a\x0bb\u2028c")]
 
 
-def test_a_line_that_is_no_text_is_an_error_in_its_place(read):
+def test_line_no_text_is_error_in_its_place(read):
     assert read("a.txt", b"one\n\xff\xfe\nthree\n") == [
         (1, "one"), (2, "! not text in UTF-8"), (3, "three"),
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def test_rows_are_prompts(read):
     assert read("noname", "text\none\n", input_format="csv") == [(2, "one")]
 
 
-def test_a_quote_that_is_never_closed_swallows_one_line(read):
+def test_quote_that_is_never_closed_swallows_one_line(read):
     found = read(
         "a.csv", 'text,n\none,1\n"two,2\nthree,3\n"four\nand",4\n"five"x,5\nsix,6\n"seven,7\n'
     )
@@ -119,7 +119,7 @@ def test_a_quote_that_is_never_closed_swallows_one_line(read):
         ("a.parquet", "PAR1", {}, "--input-format"),
     ],
 )
-def test_a_file_that_does_not_fit_is_a_mistake(read, name, content, options, message):
+def test_file_that_does_not_fit_is_mistake(read, name, content, options, message):
     with pytest.raises(typer.BadParameter) as caught:
         read(name, content, **options)
     assert message in str(caught.value)
@@ -172,7 +172,7 @@ RECORDS = [
 ]
 
 
-def test_results_are_an_array_with_a_row_for_each_prompt(tmp_path):
+def test_results_are_array_with_row_for_each_prompt(tmp_path):
     write(tmp_path / "a.npy", *RECORDS)
     found = np.load(tmp_path / "a.npy")
     assert found.dtype == np.float32
@@ -212,7 +212,7 @@ def test_results_are_lines(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.npy", "a.parquet"])
-def test_an_interrupted_run_leaves_a_file_that_can_be_read(tmp_path, capsys, name):
+def test_interrupted_run_leaves_file_that_can_be_read(tmp_path, capsys, name):
     (tmp_path / name).write_text("old")
     with pytest.raises(KeyboardInterrupt), results_file(str(tmp_path / name), COLUMNS) as file:
         file.write(RECORDS[1])
@@ -234,7 +234,7 @@ def test_an_interrupted_run_leaves_a_file_that_can_be_read(tmp_path, capsys, nam
         ("a.npy", {"embed": "matrix"}, "not an array of numbers"),
     ],
 )
-def test_an_output_that_does_not_fit_is_a_mistake(tmp_path, name, columns, message):
+def test_output_that_does_not_fit_is_mistake(tmp_path, name, columns, message):
     with pytest.raises(TrouperValidationError, match=message):
         check_output(str(tmp_path / name), columns)
 
@@ -252,6 +252,6 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         check_output(str(tmp_path / "a.parquet"), COLUMNS)
 
 
-def test_an_output_that_cannot_be_written_is_a_mistake(tmp_path):
+def test_output_that_cannot_be_written_is_mistake(tmp_path):
     with pytest.raises(TrouperValidationError, match="cannot be written: No such"):
         write(tmp_path / "nowhere" / "a.npy")

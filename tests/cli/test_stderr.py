@@ -36,7 +36,7 @@ def test_what_is_written_arrives(pipe):
     assert os.read(reader, 100) == b"one\n"
 
 
-def test_lines_that_a_full_pipe_does_not_take_are_counted_and_said_when_it_does(pipe):
+def test_lines_lost_to_full_pipe_are_reported(pipe):
     reader, writer = pipe
     stream = DroppingStream(writer)
     stream.write(b"x" * PIECE_BYTES)
@@ -49,7 +49,7 @@ def test_lines_that_a_full_pipe_does_not_take_are_counted_and_said_when_it_does(
     assert os.read(reader, 1000) == b"more\n"
 
 
-def test_a_long_text_is_written_in_pieces_and_cut_where_there_is_no_room(pipe):
+def test_long_text_is_written_in_parts_or_cut(pipe):
     reader, writer = pipe
     assert DroppingStream(writer).write(b"y" * 10_000) == 10_000
     assert os.read(reader, 20_000) == b"y" * PIECE_BYTES
@@ -67,7 +67,7 @@ def test_no_reader_no_space_and_no_descriptor_are_no_errors(pipe):
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2> >(exec true)", "<&- 2>&-"])
-def test_a_command_ends_as_it_would_whatever_becomes_of_its_messages(redirection):
+def test_command_ends_as_it_would_whatever_becomes_of_its_messages(redirection):
     for arguments, code in (("--version", 0), ("generate --no-such-option x", 2)):
         line = f"sleep 0.05; exec {sys.executable} -m trouper {arguments} {redirection}"
         found = subprocess.run(["bash", "-c", line], stdout=subprocess.PIPE, check=False)

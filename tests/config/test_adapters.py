@@ -79,7 +79,7 @@ async def test_a_pinned_one_stays():
     assert loaded(device) == [1, 4]
 
 
-async def test_with_all_in_use_a_load_may_be_tried_again_later():
+async def test_with_all_in_use_load_may_be_tried_again_later():
     device = Device()
     held = []
     for number in (1, 2):
@@ -104,7 +104,7 @@ async def full(device):
     return held
 
 
-async def test_those_that_wait_for_a_slot_take_turns_and_others_pass_them():
+async def test_requests_waiting_for_adapter_slot_take_turns():
     device = Device()
     held = await full(device)
     order = []
@@ -127,7 +127,7 @@ async def test_those_that_wait_for_a_slot_take_turns_and_others_pass_them():
     assert order == [2, 3, 4, 5]
 
 
-async def test_one_that_leaves_its_turn_gives_it_to_the_next():
+async def test_one_that_leaves_its_turn_gives_it_to_next():
     device = Device()
     (first, _) = await full(device)
     async with anyio.create_task_group() as tasks:
@@ -140,7 +140,7 @@ async def test_one_that_leaves_its_turn_gives_it_to_the_next():
     assert loaded(device) == [2, 4]
 
 
-async def test_an_unloaded_adapter_makes_room_for_one_that_waits():
+async def test_unloaded_adapter_makes_room_for_one_that_waits():
     device = Device()
     (first, _) = await full(device)
     device.adapters.pin(1)
@@ -179,7 +179,7 @@ async def test_the_engines_end_ends_the_waiting():
         device.adapters.leave(first)
 
 
-async def test_an_unloaded_one_keeps_its_slot_until_its_last_request_ends():
+async def test_unloaded_one_keeps_its_slot_until_its_last_request_ends():
     device = Device()
     await device.adapters.load(named(1))
     held = [device.adapters.enter(named(1)) for _ in range(2)]
@@ -191,7 +191,7 @@ async def test_an_unloaded_one_keeps_its_slot_until_its_last_request_ends():
     assert device.adapters.num_free_slots == 2
 
 
-async def test_loading_in_place_serves_new_requests_and_leaves_old_ones_alone():
+async def test_loading_in_place_affects_only_new_requests():
     device = Device()
     await device.adapters.load(named(1))
     before = device.adapters.enter(named(1))
@@ -215,7 +215,7 @@ async def test_a_load_that_fails_changes_nothing():
 
 
 @pytest.mark.parametrize("has_replicas", [False, True])
-async def test_a_slot_that_some_replicas_may_have_loaded_is_nobodys(has_replicas):
+async def test_slot_that_some_replicas_may_have_loaded_is_nobodys(has_replicas):
     device = Device(num_slots=1, has_replicas=has_replicas)
     await device.adapters.load(named(1))
     device.is_lost = True
@@ -260,7 +260,7 @@ async def test_a_request_checks_its_fields(fields, parameter):
     assert caught.value.parameter == parameter
 
 
-async def test_a_named_one_gives_way_and_is_loaded_again():
+async def test_named_one_gives_way_and_is_loaded_again():
     device = Device()
     for number in (1, 2, 3):
         await device.adapters.load_named(named(number))
@@ -271,7 +271,7 @@ async def test_a_named_one_gives_way_and_is_loaded_again():
     assert set(device.slots.values()) == {b"/1", b"/3"}
 
 
-async def test_the_name_and_number_of_one_that_has_given_way_are_its_own():
+async def test_evicted_adapter_keeps_name_and_number():
     device = Device(num_slots=1)
     for number in (1, 2):
         await device.adapters.load_named(named(number))
@@ -283,7 +283,7 @@ async def test_the_name_and_number_of_one_that_has_given_way_are_its_own():
 @pytest.mark.parametrize(
     "num_turns", range(4)
 )  # of the event loop, which reading takes and loading
-async def test_one_that_is_unloaded_while_it_is_loaded_again_stays_so(num_turns):
+async def test_one_unloaded_while_it_is_loaded_again_stays_so(num_turns):
     device = Device(num_slots=1)
     for number in (1, 2):
         await device.adapters.load_named(named(number))
@@ -304,7 +304,7 @@ async def test_one_that_is_unloaded_while_it_is_loaded_again_stays_so(num_turns)
         await device.adapters.load_in_turn(named(1), is_open, loads_new=False)
 
 
-async def test_one_whose_files_do_not_fit_any_more_is_not_found_and_others_stay():
+async def test_adapter_with_changed_files_is_not_found():
     device = Device(num_slots=1)
     for number in (1, 2):
         await device.adapters.load_named(named(number))

@@ -96,7 +96,7 @@ def test_what_is_not_implemented_is_accepted_at_its_default_only(name):
         EngineArgs(**{name: "something else"})
 
 
-def test_the_length_of_steps_is_learnt_for_none_and_free_by_default():
+def test_step_length_is_learnt_or_unlimited():
     lengths = [resolve(EngineArgs(**wish)).scheduler.max_step_ms for wish in MAX_STEPS]
     assert lengths == [0, None, 0, 250]
 
@@ -191,7 +191,7 @@ def test_lengths_may_be_written_for_people(folder, wished, length):
 
 
 @pytest.mark.parametrize(("num_ranks", "length"), [(1, 1024), (2, 2048), (4, 4096), (8, 4096)])
-def test_the_longest_sequence_is_what_a_rank_has_memory_for(folder, num_ranks, length):
+def test_longest_sequence_is_what_rank_has_memory_for(folder, num_ranks, length):
     """Four KV heads: two ranks keep the same one where there are eight."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "hidden_size": 128}  # fmt: skip
     args = EngineArgs(
@@ -248,7 +248,7 @@ def test_an_unusable_config_says_what_is_wrong(tmp_path, text, message):
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_a_geometry_is_a_model_of_dummy_weights_with_the_demos_tokenizer(name, monkeypatch):
+def test_geometry_is_model_of_dummy_weights_with_demos_tokenizer(name, monkeypatch):
     monkeypatch.setattr("trouper.config.resolve.available_bytes", lambda **_: 2**40)
     config = resolve(EngineArgs(name, load_format="dummy"))
     assert config.model.hf_config.items() >= GEOMETRIES[name].items()
@@ -259,7 +259,7 @@ def test_a_geometry_is_a_model_of_dummy_weights_with_the_demos_tokenizer(name, m
 @pytest.mark.parametrize(
     "wish", [{"model": "qwen3-0.6b"}, {"model": "qwen3", "load_format": "dummy"}], ids=str
 )
-def test_a_geometry_needs_dummy_weights_and_a_known_name(wish):
+def test_geometry_needs_dummy_weights_and_known_name(wish):
     with pytest.raises(TrouperValidationError, match=r"load_format=.dummy. knows qwen3-0\.6b, "):
         resolve(EngineArgs(**wish))
 
@@ -277,7 +277,7 @@ def test_a_nested_text_config_is_lifted(folder):
     assert (model.architecture, model.vocab_size, model.eos_token_ids) == ("Outer", 100, (2,))
 
 
-def test_a_text_config_has_the_sizes_of_its_class_where_it_is_silent(folder):
+def test_silent_text_config_has_sizes_of_its_class(folder):
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
     path = folder({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
     model = ModelConfig.load(EngineArgs(path))
@@ -306,7 +306,7 @@ def test_yarn_stretches_the_longest_sequence(folder):
     ("kind", "model_type", "length"),
     [("linear", "llama", 4096), ("linear", "gemma3_text", 1024), ("dynamic", "llama", 1024)],
 )
-def test_linear_scaling_stretches_the_longest_sequence_and_dynamic_does_not(
+def test_linear_scaling_stretches_longest_sequence_and_dynamic_does_not(
     folder, kind, model_type, length
 ):
     own = {"model_type": model_type, "max_position_embeddings": 1024}
@@ -406,7 +406,7 @@ def test_weights_are_compressed_for_few_sequences_or_on_request(options, expecte
 
 
 @pytest.mark.parametrize("own", ["awq", "gptq", "fp8", "compressed-tensors", "mxfp4"])
-def test_the_method_of_the_checkpoint_itself_is_no_rounding(folder, own):
+def test_method_of_checkpoint_itself_is_no_rounding(folder, own):
     path = folder({**CONFIG, "quantization_config": {"quant_method": own}})
     assert resolve(EngineArgs(path, quantization=own)).quantization is None
     other = "fp8" if own != "fp8" else "awq"
@@ -418,12 +418,12 @@ def test_the_method_of_the_checkpoint_itself_is_no_rounding(folder, own):
         resolve(EngineArgs(folder(CONFIG), quantization=own))
 
 
-def test_vllms_names_of_kernels_are_those_of_the_method(folder):
+def test_vllms_names_of_kernels_are_those_of_method(folder):
     path = folder({**CONFIG, "quantization_config": {"quant_method": "gptq"}})
     assert resolve(EngineArgs(path, quantization="gptq_marlin")).quantization is None
 
 
-def test_a_model_with_a_recurrent_state_is_refused_for_it(folder):
+def test_model_with_recurrent_state_is_refused_for_it(folder):
     sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
     for kind in ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlstm"):
         config = {"architectures": ["XForCausalLM"], "model_type": kind, **sizes}
@@ -445,7 +445,7 @@ def test_metrics_show_the_served_name_and_no_path(folder, tmp_path, served, want
 
 
 @pytest.mark.parametrize("name", ["org/model", "trouper-demo"])
-def test_metrics_show_the_name_of_a_model_of_the_hub(folder, name):
+def test_metrics_show_name_of_model_of_hub(folder, name):
     config = resolve(EngineArgs(folder()))
     config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, name=name))
     assert config.shown_name == name

@@ -65,7 +65,7 @@ def test_auto_is_the_longest_that_fits_the_memory(folder, shape, dtype, token_by
     assert longest(path, kv_cache_memory_bytes=2**40, **options) == 10_000
 
 
-def test_auto_without_a_known_shape_is_the_models_own(folder):
+def test_auto_without_known_shape_is_models_own(folder):
     assert longest(folder(), kv_cache_memory_bytes=1) == 10_000
 
 
@@ -116,7 +116,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_value_of_the_wrong_type_names_its_parameter(folder, name, value):
+def test_value_of_wrong_type_names_its_parameter(folder, name, value):
     options = {"model": folder(), name: value}
     with pytest.raises(TrouperValidationError, match=f"parameter={name}"):
         resolve(EngineArgs(**options))
@@ -138,7 +138,7 @@ def test_what_would_be_ignored_is_refused(folder, name, value):
         resolve(EngineArgs(folder(), **{name: value}))
 
 
-def test_what_a_cpu_has_no_use_for_is_told(folder, caplog):
+def test_what_cpu_has_no_use_for_is_told(folder, caplog):
     caplog.set_level(logging.INFO, "trouper")
     path = folder()
     resolve(EngineArgs(path))

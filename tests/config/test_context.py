@@ -91,7 +91,7 @@ def test_the_whole_context_is_taken_where_it_fits(folder, memory, name, length):
     assert context_line(config) is None
 
 
-def test_little_memory_gives_a_shorter_context_and_one_line_says_so(folder, memory):
+def test_little_memory_gives_shorter_context_and_one_line_says_so(folder, memory):
     memory(19 * 10**9)
     config = dummy(folder(SHAPES["Llama-3.1-8B"]))
     assert LEAST_CONTEXT < config.max_model_len < 131_072
@@ -100,7 +100,7 @@ def test_little_memory_gives_a_shorter_context_and_one_line_says_so(folder, memo
     assert line.endswith("--kv-cache-memory-bytes for more")
 
 
-def test_the_cache_takes_half_of_what_weights_and_program_leave(folder, memory):
+def test_cache_takes_half_of_what_weights_and_program_leave(folder, memory):
     memory(8 * GIB)
     config = dummy(folder())
     left = 8 * GIB - PROGRAM_BYTES
@@ -127,7 +127,7 @@ def test_replicas_have_weights_of_their_own(folder, memory):
     assert 2 * two.kv_cache_bytes < one.kv_cache_bytes - GIB
 
 
-def test_the_least_context_may_have_all_that_is_left(folder, memory):
+def test_least_context_may_have_all_that_is_left(folder, memory):
     path = folder(SHAPES["Llama-3.1-8B"])
     weights = 16.1 * 10**9
     needed = LEAST_CONTEXT * 32 * 2 * 8 * 128 * 2
@@ -135,7 +135,7 @@ def test_the_least_context_may_have_all_that_is_left(folder, memory):
     assert dummy(path).max_model_len >= LEAST_CONTEXT
 
 
-def test_a_model_that_has_no_room_is_refused_in_a_sentence(folder, memory):
+def test_model_that_has_no_room_is_refused_in_sentence(folder, memory):
     path = folder(SHAPES["Llama-3.1-8B"])
     memory(16 * 10**9)
     with pytest.raises(
@@ -157,7 +157,7 @@ def test_a_length_that_was_given_is_never_shortened(folder, memory):
     assert context_line(config) is None
 
 
-def test_a_length_that_was_given_gets_more_than_half_of_the_memory(folder, memory):
+def test_length_given_gets_more_than_half_of_memory(folder, memory):
     memory(GIB)
     room = GIB - PROGRAM_BYTES
     length = int(0.9 * room / TINY_TOKEN_BYTES) // 128 * 128
@@ -183,7 +183,7 @@ def test_memory_may_be_given_with_a_suffix(folder):
         dummy(folder(), kv_cache_memory_bytes="much")
 
 
-def test_files_of_weights_are_counted_at_the_dtype_that_they_get(folder, memory):
+def test_files_of_weights_are_counted_at_dtype_that_they_get(folder, memory):
     path = folder({**TINY, "dtype": "float32"})
     with open(f"{path}/model.safetensors", "wb") as file:
         file.truncate(8 * GIB)  # a hole: it takes no room on the disk
@@ -193,7 +193,7 @@ def test_files_of_weights_are_counted_at_the_dtype_that_they_get(folder, memory)
     assert half - float32 == pytest.approx(KV_SHARE * 4 * GIB, rel=0.01)
 
 
-def test_a_model_that_pools_keeps_no_cache_and_its_length(folder, memory):
+def test_model_that_pools_keeps_no_cache_and_its_length(folder, memory):
     memory(GIB)
     config = dummy(folder(SHAPES["SmolLM2-360M"]), runner="pooling")
     assert config.max_model_len == 8192
@@ -210,7 +210,7 @@ def test_the_devices_have_the_last_word(folder, memory):
     assert fitted(given, 3) is given
 
 
-def test_an_engine_works_with_the_length_that_fits_and_says_so_once(caplog, memory):
+def test_engine_works_with_length_that_fits_and_says_so_once(caplog, memory):
     caplog.set_level(logging.WARNING, "trouper")
     options = {"block_size": 16, "max_num_seqs": 2, "model": "tiny", "load_format": "dummy"}
     with LLM(num_gpu_blocks_override=3, **options) as llm:
@@ -224,7 +224,7 @@ def test_an_engine_works_with_the_length_that_fits_and_says_so_once(caplog, memo
     assert len(caplog.messages) == 1
 
 
-def test_the_model_has_vllms_names_and_the_length_in_force():
+def test_model_has_vllms_names_and_length_in_force():
     options = {"block_size": 16, "max_num_seqs": 2, "served_model_name": "small"}
     with LLM("tiny", load_format="dummy", num_gpu_blocks_override=3, **options) as llm:
         model = llm.get_model_config()
@@ -248,7 +248,7 @@ def test_the_model_has_vllms_names_and_the_length_in_force():
     assert not hasattr(model, "no_such_name")
 
 
-def test_only_a_given_length_that_does_not_fit_is_an_error(memory):
+def test_only_given_length_that_does_not_fit_is_error(memory):
     memory(8 * GIB)
     options = {"model": "tiny", "load_format": "dummy", "max_num_seqs": 2, "block_size": 16}
     with pytest.raises(TrouperValidationError) as error:

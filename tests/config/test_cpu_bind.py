@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch, text, words):
     assert caught.value.parameter == CPU_BIND
 
 
-def test_a_model_in_the_engines_process_is_not_bound(monkeypatch):
+def test_model_in_engines_process_is_not_bound(monkeypatch):
     monkeypatch.setenv(CPU_BIND, "0")
     with pytest.raises(TrouperValidationError, match="device_worker is inline"):
         resolve(EngineArgs(device_worker="inline"))

@@ -83,7 +83,7 @@ def test_each_cause_is_named(machine):
     assert cuda_problem() == "torch is not installed"
 
 
-def test_a_model_that_pools_is_not_for_a_gpu(machine):
+def test_model_that_pools_is_not_for_gpu(machine):
     with pytest.raises(UnsupportedFeatureError, match="pool"):
         choose_device("cuda", pools=True)
 

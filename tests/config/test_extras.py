@@ -29,7 +29,7 @@ def test_the_hint_names_the_packages_of_the_extra(monkeypatch, extra, command):
     assert extras.install_hint(extra) == command
 
 
-def test_a_feature_of_requests_whose_package_is_missing_is_named(monkeypatch):
+def test_feature_of_requests_whose_package_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(extras, "REQUEST_EXTRAS", {"a": ("json", "grammar"), "b": ("no_such", "b")})
     assert extras.missing_features() == {"b": "install trouper with its extra `b`"}
 
@@ -41,7 +41,7 @@ def test_the_server_brings_every_package_that_requests_need():
         assert set(brought[extra]) <= set(brought["server"])
 
 
-def test_sources_that_are_not_installed_still_have_a_hint(monkeypatch):
+def test_sources_that_are_not_installed_still_have_hint(monkeypatch):
     def missing(_):
         raise metadata.PackageNotFoundError
 

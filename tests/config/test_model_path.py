@@ -76,7 +76,7 @@ def place(model, **changes):
         ("IQ4_XS/x", "IQ4_XS/x.gguf"), ("Q6_K", "Q6_K/x-Q6_K-00001-of-00002.gguf"),
     ],
 )  # fmt: skip
-def test_a_quant_is_whole_parts_of_a_name_in_any_case_online_and_offline(hub, quantization, wanted):
+def test_quant_matches_whole_parts_of_name(hub, quantization, wanted):
     files = [
         "README.md", "x-q4_k_m.gguf", "x-Q4_K_S.gguf", "x-UD-Q4_K_XL.gguf", "x.f16.gguf", "x-BF16.gguf", "x_Q8_0.gguf",
         "IQ4_XS/x.gguf", "Q6_K/x-Q6_K-00001-of-00002.gguf", "Q6_K/x-Q6_K-00002-of-00002.gguf",
@@ -101,34 +101,34 @@ def test_a_quant_is_whole_parts_of_a_name_in_any_case_online_and_offline(hub, qu
         ("", r"several models among its GGUF files, name one as org/x:QUANT: a-IQ4_K"),
     ],
 )  # fmt: skip
-def test_a_quant_of_none_or_several_lists_the_files(quantization, rule):
+def test_quant_of_none_or_several_lists_files(quantization, rule):
     names = ["a-Q4_K_M.gguf", "a-Q4_K_S.gguf", "b-Q4_K_M.gguf", "a-IQ4_K.gguf"]
     with pytest.raises(TrouperValidationError, match=rule):
         choose_gguf(names, quantization, "org/x")
     assert choose_gguf(names, "a-Q4_K_M", "org/x") == ["a-Q4_K_M.gguf"]
 
 
-def test_a_split_is_one_model_and_the_files_of_no_other():
+def test_split_is_one_model_and_files_of_no_other():
     others = ["X-Q4_K_M-00001-of-00002.gguf", "X-Q4_K_M.gguf", "X-Q4_K_M-b-00002-of-00003.gguf"]
     assert gguf_models(SPLIT[::-1]) == {"X-Q4_K_M": SPLIT}
     found = sorted(gguf_models([*SPLIT, *others]).values())
     assert found == [others[:1], SPLIT, others[1:2]]
 
 
-def test_a_split_in_a_folder_of_the_repository_is_fetched_whole(hub):
+def test_split_in_folder_of_repository_is_fetched_whole(hub):
     hub = hub("README.md", *(f"Q4_K_M/{name}" for name in SPLIT), "Q8_0/X-Q8_0.gguf")
     assert place("org/x:Q4_K_M") == hub.folder / "Q4_K_M" / SPLIT[0]
     assert hub.fetched == [f"Q4_K_M/{name}" for name in SPLIT]
 
 
-def test_names_that_are_patterns_are_fetched_as_they_are(hub):
+def test_names_patterns_are_fetched_unchanged(hub):
     hub = hub("x[1]-Q8_0.gguf", "x1-Q4_0.gguf")
     assert place("org/x:Q8_0") == hub.folder / "x[1]-Q8_0.gguf"
     assert hub.fetched == ["x[1]-Q8_0.gguf"]
 
 
 @pytest.mark.parametrize("extra", [[], ["config.json"]])
-def test_a_repository_of_gguf_files_runs_if_it_holds_one_and_lists_them_if_more(hub, extra):
+def test_repository_with_several_gguf_files_lists_them(hub, extra):
     one = hub(*extra, "README.md", "X-Q8_0.gguf", "mmproj-F16.gguf")
     for one.is_reached in (True, False):
         assert place("org/x") == one.folder / "X-Q8_0.gguf"
@@ -157,7 +157,7 @@ def test_a_repository_without_gguf_files_says_so(hub):
         place("org/x")
 
 
-def test_offline_a_quant_that_was_not_fetched_says_what_was(hub):
+def test_offline_quant_not_fetched_says_what_was(hub):
     hub = hub("X-Q8_0.gguf", "X-Q4_0.gguf")
     place("org/x:Q8_0")
     hub.is_reached = False
@@ -170,13 +170,13 @@ def test_offline_a_quant_that_was_not_fetched_says_what_was(hub):
         place("org/x:Q4_0")
 
 
-def test_an_id_without_a_slash_is_one_of_the_hub(hub):
+def test_id_without_slash_is_one_of_hub(hub):
     hub = hub(*PLAIN, "x-Q8_0.gguf")
     assert place("gpt2") == hub.folder
     assert place("gpt2:Q8_0") == hub.folder / "x-Q8_0.gguf"
 
 
-def test_an_unknown_short_name_is_shown_whole_and_explained(hub):
+def test_unknown_short_name_is_shown_whole_and_explained(hub):
     hub(*PLAIN, "x-Q8_0.gguf")
     with pytest.raises(TrouperValidationError, match=r"ORG/NAME:QUANT.*'qwen2\.5:0\.5b'"):
         place("qwen2.5:0.5b")
@@ -187,7 +187,7 @@ def test_an_unknown_short_name_is_shown_whole_and_explained(hub):
         place("hf.co/org/x:Q8_0")
 
 
-def test_a_file_of_another_name_is_known_by_its_first_bytes(tmp_path):
+def test_file_of_another_name_is_known_by_its_first_bytes(tmp_path):
     blob = tmp_path / "sha256-0"
     blob.write_bytes(b"GGUF")
     assert place(str(blob)) == blob
@@ -225,7 +225,7 @@ def test_a_folder_may_have_any_name(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["{folder}/typo.gguf", "./typo.gguf", "models/typo.gguf"])
-def test_a_missing_file_is_named_as_a_file_with_those_beside_it(tmp_path, monkeypatch, form):
+def test_missing_file_is_named_as_file_with_those_beside_it(tmp_path, monkeypatch, form):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for folder in (tmp_path, tmp_path / "models"):

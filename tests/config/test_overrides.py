@@ -25,14 +25,14 @@ GROUPS = {
             {"rope_scaling": LLAMA3, "rope_theta": 5e5}, {"rope_theta": 5e5}],
 )  # fmt: skip
 @pytest.mark.parametrize("key", ["rope_type", "type"])
-def test_a_scaling_wins_under_either_name_and_keeps_the_frequency(own, name, key):
+def test_scaling_wins_under_either_name_and_keeps_frequency(own, name, key):
     wish = {key: "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     (rope,) = decoder_traits(overridden(BASE | own, {name: wish}), "LlamaForCausalLM").ropes
     found = (rope.kind, rope.theta, rope.factor, rope.original_max_position)
     assert found == ("yarn", 5e5, 4.0, 64)
 
 
-def test_a_scaling_of_the_same_kind_is_changed_field_by_field():
+def test_scaling_of_same_kind_is_changed_field_by_field():
     own = {"rope_parameters": DEFAULT | LLAMA3}
     found = overridden(own, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}})
     assert found == {"rope_parameters": DEFAULT | LLAMA3 | {"factor": 2.0}}
@@ -41,13 +41,13 @@ def test_a_scaling_of_the_same_kind_is_changed_field_by_field():
     assert own == {"rope_parameters": DEFAULT | LLAMA3}
 
 
-def test_a_kind_that_there_is_not_is_refused_by_name():
+def test_kind_that_not_is_refused_by_name():
     for name in ("rope_scaling", "rope_parameters"):
         with pytest.raises(TrouperValidationError, match=r"hf_overrides: rope_type.*nonsense"):
             overridden({"rope_parameters": DEFAULT}, {name: {"rope_type": "nonsense"}})
 
 
-def test_layers_of_the_whole_context_are_those_that_are_stretched():
+def test_layers_of_whole_context_are_those_stretched():
     for name in ("rope_scaling", "rope_parameters"):
         found = overridden({"rope_parameters": GROUPS}, {name: YARN})["rope_parameters"]
         assert found["full_attention"] == YARN | {"rope_theta": 1e6}
@@ -67,7 +67,7 @@ def test_frequencies_go_where_the_config_has_them():
     assert [group["rope_theta"] for group in found.values()] == [2e6, 2e4]
 
 
-def test_a_field_that_only_the_text_config_has_is_replaced_there():
+def test_field_that_only_text_config_has_is_replaced_there():
     own = {
         "model_type": "outer",
         "text_config": {"model_type": "inner", "rope_parameters": DEFAULT},

@@ -200,7 +200,7 @@ def test_values_are_normalised(given, name, kept):
     assert getattr(SamplingParams(**given), name) == kept
 
 
-def test_a_temperature_too_small_is_raised_with_a_warning():
+def test_temperature_too_small_is_raised_with_warning():
     with pytest.warns(UserWarning, match=r"temperature 0.001 is raised to 0.01"):
         assert SamplingParams(temperature=0.001).temperature == 0.01
 
@@ -258,7 +258,7 @@ def test_a_clone_is_independent():
     assert params.extra_args == {"deep": [1]}
 
 
-def test_a_clone_of_a_raised_temperature_does_not_warn_again():
+def test_clone_of_raised_temperature_does_not_warn_again():
     with pytest.warns(UserWarning, match="is raised"):
         params = SamplingParams(temperature=0.001)
     with warnings.catch_warnings(action="error"):
@@ -282,7 +282,7 @@ def test_what_depends_on_the_model_is_verified_later(given, name):
         SamplingParams(**given).verify(vocab_size=10, max_logprobs=5)
 
 
-def test_max_logprobs_of_minus_one_allows_the_whole_vocabulary():
+def test_max_logprobs_of_minus_one_allows_whole_vocabulary():
     SamplingParams(logprobs=-1, prompt_logprobs=10).verify(vocab_size=10, max_logprobs=-1)
 
 
@@ -347,7 +347,7 @@ class Unseen(list):
 
 
 @pytest.mark.parametrize(("name", "limit"), MAX_STRINGS.items())
-def test_a_list_of_strings_is_counted_before_it_is_looked_at(name, limit):
+def test_list_of_strings_is_counted_before_it_is_looked_at(name, limit):
     with pytest.raises(TrouperValidationError, match=f"may hold {limit} strings") as caught:
         SamplingParams(**{name: Unseen(["x"] * (limit + 1))})
     assert (caught.value.parameter, caught.value.value) == (name, limit + 1)
@@ -363,7 +363,7 @@ def test_each_string_of_a_list_has_a_length(name):
     assert len(str(caught.value)) < 300
 
 
-def test_all_strings_of_a_list_have_a_length_together():
+def test_all_strings_of_list_have_length_together():
     fitting = [f"{i:0256}" for i in range(MAX_STRINGS_CHARS // 256)]
     assert SamplingParams(bad_words=fitting).bad_words == fitting
     with pytest.raises(TrouperValidationError, match="characters together") as caught:
@@ -374,6 +374,6 @@ def test_all_strings_of_a_list_have_a_length_together():
 @pytest.mark.parametrize(
     "params", [{"temperature": 10**400}, {"logit_bias": {1: -(10**400)}}], ids=list
 )
-def test_an_integer_that_no_float_holds_is_not_finite(params):
+def test_integer_that_no_float_holds_is_not_finite(params):
     with pytest.raises(TrouperValidationError, match="finite"):
         SamplingParams(**params)

@@ -44,7 +44,7 @@ def _folder(tmp_path):
         ("output_kind", RequestOutputKind.DELTA),
     ],
 )  # fmt: skip
-def test_a_value_that_cannot_be_is_refused_by_name(name, value):
+def test_value_that_cannot_be_is_refused_by_name(name, value):
     with pytest.raises(TrouperValidationError, match=f"parameter={name}"):
         PoolingParams(**{name: value})
 
@@ -74,7 +74,7 @@ def test_removed_tasks_name_their_replacement():
         ({"mode": "cache_query", "query_key": "a", "query_uses": 0}, "query_uses"),
     ],
 )
-def test_late_interaction_needs_a_mode_a_key_and_uses(given, name):
+def test_late_interaction_needs_mode_key_and_uses(given, name):
     with pytest.raises(TrouperValidationError, match=f"parameter={name}"):
         LateInteractionParams(**given)
 
@@ -89,7 +89,7 @@ def test_what_is_left_open_comes_from_the_model():
     assert PoolingParams(task="embed").resolve(wished).use_activation is False
 
 
-def test_the_dimensions_that_a_model_has_are_taken_by_any():
+def test_dimensions_that_model_has_are_taken_by_any():
     # as OpenAI's embedding models do: clients send the size that their index was made with
     params = PoolingParams(task="embed", dimensions=8)
     for config in ({}, {"is_matryoshka": True}, {"matryoshka_dimensions": [2, 4]}):
@@ -135,7 +135,7 @@ def test_model_and_engine_have_defaults_of_their_own(architecture, task, engine_
     assert (made.task, made.engine_task) == (task, engine_task)
 
 
-def test_an_explicit_wish_beats_the_files_which_beat_the_architecture(tmp_path):
+def test_explicit_wish_beats_files_which_beat_architecture(tmp_path):
     assert spec("BertModel").seq_pooling_type == "CLS"
     assert spec("Qwen3ForCausalLM").seq_pooling_type == "LAST"
     (tmp_path / "1_Pooling").mkdir()
@@ -155,7 +155,7 @@ def write(folder, name, **content):
     (folder / name).write_text(json.dumps(content))
 
 
-def test_a_folder_saved_long_ago_says_its_length_under_its_own_models_name(tmp_path):
+def test_old_folder_names_length_by_model_key(tmp_path):
     (tmp_path / "modules.json").write_text('[{"path": "", "type": "x.Transformer"}]')
     write(tmp_path, "sentence_xlm-roberta_config.json", max_seq_length=128)
     assert spec("XLMRobertaModel", tmp_path).max_length == 128
@@ -163,7 +163,7 @@ def test_a_folder_saved_long_ago_says_its_length_under_its_own_models_name(tmp_p
     assert spec("XLMRobertaModel", tmp_path).max_length == 64
 
 
-def test_without_a_length_of_its_own_a_folder_reads_as_much_as_its_tokenizer_says(tmp_path):
+def test_missing_length_is_taken_from_tokenizer(tmp_path):
     assert spec("BertModel", tmp_path).max_length is None
     write(tmp_path, "tokenizer_config.json", model_max_length=48)
     assert spec("BertModel", tmp_path).max_length == 48
@@ -179,7 +179,7 @@ def test_a_tokenizer_that_names_no_length_limits_nothing(length, tmp_path):
     assert spec("BertModel", tmp_path).max_length is None
 
 
-def test_a_default_prompt_is_read_where_texts_are_embedded(tmp_path):
+def test_default_prompt_is_read_where_texts_are_embedded(tmp_path):
     name, prompts = "config_sentence_transformers.json", {"query": "query: ", "document": ""}
     for default, found in (("document", ""), (None, ""), ("query", "query: ")):
         write(tmp_path, name, default_prompt_name=default, prompts=prompts)
@@ -195,7 +195,7 @@ def test_a_default_prompt_is_read_where_texts_are_embedded(tmp_path):
         spec("BertModel", tmp_path)
 
 
-def test_the_folder_says_how_queries_and_documents_are_read(tmp_path):
+def test_folder_says_how_queries_and_documents_are_read(tmp_path):
     assert spec("HF_ColBERT", tmp_path).late is None
     write(tmp_path, "artifact.metadata", query_token_id="[unused7]", doc_maxlen=99, dim=128)
     stanford = spec("HF_ColBERT", tmp_path)
@@ -224,7 +224,7 @@ def test_the_folder_says_how_queries_and_documents_are_read(tmp_path):
         ({}, {"keep_only_token_ids": [5]}),
     ],
 )
-def test_an_option_of_multi_vectors_that_is_not_read_is_refused(transformer, mask, tmp_path):
+def test_option_of_multi_vectors_not_read_is_refused(transformer, mask, tmp_path):
     kinds = {"": "Transformer", "mask": "MultiVectorMask"}
     modules = [{"path": path, "type": f"x.{kind}"} for path, kind in kinds.items()]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
@@ -252,7 +252,7 @@ def test_the_activation_of_logits_is_the_models_own(config, activation):
     assert spec("BertForSequenceClassification", config=config).activation == activation
 
 
-def test_the_activation_that_a_cross_encoder_was_saved_with_comes_first(tmp_path):
+def test_activation_that_cross_encoder_was_saved_with_comes_first(tmp_path):
     own = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}
     saved = "config_sentence_transformers.json"
     write(tmp_path, saved, activation_fn="torch.nn.modules.linear.Identity")
@@ -286,7 +286,7 @@ def test_pooler_options_come_in_any_form():
         PoolerConfig.of("embed")
 
 
-def test_the_runner_follows_the_model_unless_it_is_said(tmp_path):
+def test_runner_follows_model_unless_it_is_said(tmp_path):
     assert not is_pooling("auto", "auto", tmp_path, "Qwen3ForCausalLM")
     assert is_pooling("auto", "auto", tmp_path, "BertModel")
     assert is_pooling("pooling", "auto", tmp_path, "Qwen3ForCausalLM")
@@ -314,7 +314,7 @@ def test_the_runner_follows_the_model_unless_it_is_said(tmp_path):
         ("HF_ColBERT", "embed", ("token_embed",)),
     ],
 )
-def test_a_converted_model_has_the_tasks_of_its_new_kind(architecture, convert, tasks, tmp_path):
+def test_converted_model_has_tasks_of_its_new_kind(architecture, convert, tasks, tmp_path):
     assert pooler_spec(PoolerConfig(), tmp_path, architecture, BERT, convert).tasks == tasks
 
 
@@ -323,7 +323,7 @@ def output(array, error=None):
     return PoolingRequestOutput(request_id="a", outputs=made, prompt_token_ids=[1], error=error)
 
 
-def test_results_are_made_of_arrays_of_the_right_shape():
+def test_results_are_made_of_arrays_of_right_shape():
     embedding = EmbeddingRequestOutput.from_base(output([1, 2])).outputs
     assert (embedding.embedding, embedding.hidden_size) == ([1.0, 2.0], 2)
     classes = ClassificationRequestOutput.from_base(output([0.25, 0.75])).outputs

@@ -29,7 +29,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
-def test_a_name_of_vllms_modules_is_the_class_of_that_name(module, name):
+def test_name_of_vllms_modules_is_class_of_that_name(module, name):
     found = getattr(importlib.import_module(f"trouper.{module}"), name)
     if name in trouper.__all__:
         assert found is getattr(trouper, name)
@@ -82,7 +82,7 @@ def test_dotted_options_become_one_option_of_json(given, joined):
 
 
 @pytest.mark.parametrize("given", [["--a.b"], ["--a.b", "1", "--a.b.c", "2"], ["--a.b.c", "1", "--a.b", "2"]])  # fmt: skip
-def test_a_dotted_option_that_says_nothing_or_two_things_is_an_error(given):
+def test_dotted_option_that_says_nothing_or_two_things_is_error(given):
     with pytest.raises(TrouperValidationError):
         join_dotted(given)
 
@@ -96,7 +96,7 @@ async def texts(engine, name):
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_engine_without_a_block_starts_with_its_first_requests_and_shuts_down():
+def test_engine_without_block_starts_on_first_request():
     async def main():
         engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
         assert not engine.is_running
@@ -112,7 +112,7 @@ def test_an_engine_without_a_block_starts_with_its_first_requests_and_shuts_down
     asyncio.run(main())
 
 
-def test_an_engine_that_nothing_closes_ends_with_the_program():
+def test_engine_that_nothing_closes_ends_with_program():
     async def main():
         engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
         async with engine.generate("def f(", SamplingParams(max_tokens=200)) as stream:
@@ -122,7 +122,7 @@ def test_an_engine_that_nothing_closes_ends_with_the_program():
     assert not asyncio.run(main()).is_running
 
 
-def test_an_engine_that_cannot_start_says_so_to_each_request():
+def test_engine_that_cannot_start_says_so_to_each_request():
     async def main():
         engine = AsyncLLM.from_engine_args(EngineArgs(model="/nowhere"))
         for _ in range(2):

@@ -52,7 +52,7 @@ def test_one_bound_of_the_ngrams_is_both():
     assert (found.prompt_lookup_min, found.prompt_lookup_max) == (4, 4)
 
 
-def test_more_drafts_than_are_exact_become_seven_with_a_line_in_the_log(caplog):
+def test_too_many_drafts_become_seven_and_are_logged(caplog):
     with caplog.at_level(logging.INFO, "trouper"):
         found = speculative_config({"method": "suffix", "num_speculative_tokens": 32}, "cpu")
     assert found.num_speculative_tokens == 7
@@ -82,7 +82,7 @@ def test_a_wrong_value_is_named(value, named):
     assert raised.value.parameter == "speculative_config"
 
 
-def test_a_draft_model_that_is_not_there_is_not_taken_for_the_model():
+def test_draft_model_not_not_taken_for_model():
     with pytest.raises(TrouperValidationError, match="draft model: no such model") as raised:
         resolve(EngineArgs(device="cpu", speculative_config={"model": "/no/such/folder"}))
     assert raised.value.parameter == "speculative_config"
@@ -110,7 +110,7 @@ def test_vllms_defaults_are_accepted():
     assert speculative_config({"method": "suffix", **defaults}, "cpu") == SUFFIX
 
 
-def test_it_is_refused_for_a_model_that_pools_and_on_a_gpu():
+def test_it_is_refused_for_model_that_pools_and_on_gpu():
     with pytest.raises(TrouperValidationError, match="pools"):
         speculative_config({"method": "ngram"}, "cpu", pools=True)
     with pytest.raises(UnsupportedFeatureError, match="GPU"):
@@ -176,7 +176,7 @@ def drafted(tokens, length, config, recent=None):
 
 
 @given(texts, st.integers(1, 7), st.sampled_from([NGRAM, SUFFIX, BOUNDED]))
-def test_a_draft_goes_on_as_the_text_did_behind_the_match(tokens, length, config):
+def test_draft_goes_on_as_text_did_behind_match(tokens, length, config):
     longest = 3 if config is NGRAM else config.suffix_decoding_max_tree_depth
     behind, alike = brute_force_match(tokens, longest)
     if alike < (2 if config is NGRAM else 1):
@@ -187,7 +187,7 @@ def test_a_draft_goes_on_as_the_text_did_behind_the_match(tokens, length, config
         assert drafted(tokens, length, config) == [period[i % len(period)] for i in range(wanted)]
 
 
-def test_where_few_tokens_agree_the_passage_that_is_followed_goes_before_the_latest_place():
+def test_where_few_tokens_agree_passage_followed_goes_before_latest_place():
     text = np.array([1, 2, 3, 9, 4, 5, 7, 9, 8, 9])
     assert last_match(text, text, 5) == (8, 1)
     assert last_match(text, text, 5, near=3) == (4, 1)
@@ -205,7 +205,7 @@ def answers(*texts, most=10):
     return found
 
 
-def test_an_answer_of_another_is_followed_where_more_tokens_agree():
+def test_answer_of_another_is_followed_where_more_tokens_agree():
     recent = answers(("a", [1, 2, 3, 4, 5, 6]), ("a", [7, 8])).of("a")
     assert drafted([9, 2, 3, 4], 3, SUFFIX, recent) == [5, 6]  # to its end
     assert drafted([9, 8, 3, 4], 3, SUFFIX, recent) == []  # two are too few
@@ -253,14 +253,14 @@ def test_right_drafts_make_longer_ones_and_wrong_drafts_shorter_ones(chances):
     assert wrong.length(4, 7) < new.length(4, 7)
 
 
-def test_a_place_where_drafts_were_always_wrong_has_none():
+def test_place_where_drafts_were_always_wrong_has_none():
     pace = Pace(7)
     for _ in range(30):
         pace.note(1, 3, 0)
     assert (pace.length(1, 7), pace.length(24, 7)) == (0, 7)
 
 
-def test_drafts_of_a_model_are_shorter_the_more_it_costs():
+def test_drafts_of_model_are_shorter_more_it_costs():
     paces = [Pace(7, cost, CHANCES_OF_MODEL, least=1) for cost in (0.0, 0.1, 0.2, 0.5)]
     lengths = [pace.length(0, 7) for pace in paces]
     assert lengths == sorted(lengths, reverse=True)
@@ -269,7 +269,7 @@ def test_drafts_of_a_model_are_shorter_the_more_it_costs():
     assert paces[-1].length(0, 0) == 0
 
 
-def test_drafts_of_a_model_pause_where_they_cost_more_than_they_save():
+def test_model_drafts_pause_without_gain():
     pauses = []
     for cost in (0.1, 2.0):
         pace = Pace(7, cost, CHANCES_OF_MODEL, least=1)
@@ -279,7 +279,7 @@ def test_drafts_of_a_model_pause_where_they_cost_more_than_they_save():
     assert pauses == [0, PAUSE]
 
 
-def test_drafts_that_do_not_earn_their_cost_pause_longer_each_time():
+def test_useless_drafts_pause_longer_each_time():
     pace, pauses = Pace(7), []
     for _ in range(7):
         for _ in range(RUNS):
@@ -330,7 +330,7 @@ async def test_right_drafts_save_steps_and_change_nothing():
 
 
 @pytest.mark.parametrize(("num_sequences", "most"), [(1, 7), (8, 1), (9, 0)])
-def test_a_plan_is_made_ahead_of_what_becomes_of_the_drafts_before(num_sequences, most):
+def test_plan_is_made_ahead_of_what_becomes_of_drafts_before(num_sequences, most):
     desk = Desk(max_num_seqs=16, max_steps_in_flight=2, num_speculative_tokens=7)
     for i in range(num_sequences):
         desk.admit(i, max_tokens=30)
@@ -346,7 +346,7 @@ def test_a_plan_is_made_ahead_of_what_becomes_of_the_drafts_before(num_sequences
     assert second.num_unknown_tokens == first.num_lookahead_tokens
 
 
-def test_no_plan_is_made_ahead_where_drafts_might_end_the_sequence():
+def test_no_plan_is_made_ahead_where_drafts_might_end_sequence():
     desk = Desk(max_steps_in_flight=2, num_speculative_tokens=7)
     desk.admit(max_tokens=9)
     desk.step()
@@ -362,7 +362,7 @@ def test_plans_are_made_ahead_where_no_request_wants_drafts():
 
 
 @pytest.mark.trio
-async def test_a_crowd_shares_the_rows_that_a_step_verifies():
+async def test_crowd_shares_rows_that_step_verifies():
     async with simulated_engine(max_steps_in_flight=2, num_speculative_tokens=7) as engine:
         async with anyio.create_task_group() as tasks:
             for i in range(8):

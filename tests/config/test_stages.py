@@ -59,7 +59,7 @@ def test_a_partition_is_read_and_kept():
             read_partition(text)
 
 
-def test_only_a_token_that_a_plan_reads_is_waited_for():
+def test_only_token_that_plan_reads_is_waited_for():
     feedback = stages.Feedback()
     feedback.note_plan(1, new_rows=[0], rows=[0], ends=[128], num_wanted=[0])
     assert not feedback.must_wait(0)  # an unfinished chunk: no token is sent
@@ -72,7 +72,7 @@ def test_only_a_token_that_a_plan_reads_is_waited_for():
         feedback.take(2, [7])
 
 
-def test_a_token_does_not_reach_a_row_that_another_sequence_has_taken():
+def test_token_does_not_reach_row_that_another_sequence_has_taken():
     feedback = stages.Feedback()
     feedback.note_plan(1, new_rows=[0, 1], rows=[0, 1], ends=[5, 6], num_wanted=[1, 1])
     feedback.note_plan(2, new_rows=[0], rows=[0], ends=[3], num_wanted=[0])
@@ -86,13 +86,13 @@ def test_a_failed_entry_writes_no_token():
 
 
 @given(st.integers(1, 64), st.integers(1, 8))
-def test_all_rows_decode_once_in_as_many_plans_as_there_are_stages(num_decoding, num_stages):
+def test_all_rows_decode_once_in_as_many_plans_as_stages(num_decoding, num_stages):
     quota = stages.decode_quota(num_decoding, num_stages)
     assert quota * num_stages >= num_decoding > (quota - 1) * num_stages
 
 
 @given(st.integers(1, 100_000), st.integers(1, 8), st.integers(128, 8192))
-def test_a_prompt_that_is_alone_is_cut_so_that_all_stages_work(num_tokens, num_stages, budget):
+def test_prompt_alone_is_cut_so_that_all_stages_work(num_tokens, num_stages, budget):
     chunk = stages.max_chunk(num_tokens, num_stages, budget)
     assert 0 < chunk <= budget
     if num_stages > 1 and num_tokens >= 128 * 4 * num_stages:
@@ -118,7 +118,7 @@ def test_the_model_check_finds_known_mistakes(name):
 # The wish
 
 
-def test_stages_are_resolved_into_processes_steps_and_a_cut(monkeypatch):
+def test_stages_are_resolved_into_processes_steps_and_cut(monkeypatch):
     assert resolve(EngineArgs()).num_stages == 1
     config = resolve(EngineArgs(pipeline_parallel_size=2))
     assert (config.num_stages, config.device_worker) == (2, "process")
@@ -138,14 +138,12 @@ POOLS = {"runner": "pooling"}
         ("inline", {}, True, "inline"), ("process", {}, False, "process"), ("process", POOLS, True, "process"),
     ],
 )  # fmt: skip
-def test_a_server_runs_a_generating_model_in_a_process_unless_it_is_told_otherwise(
-    wanted, options, serves, found
-):
+def test_server_runs_generating_model_in_worker_by_default(wanted, options, serves, found):
     args = EngineArgs(device_worker=wanted, **options)
     assert resolve(args, frontend="server" if serves else "library").device_worker == found
 
 
-def test_without_memory_files_a_server_runs_inline_and_a_process_is_refused(monkeypatch):
+def test_without_memory_files_server_runs_inline_and_process_is_refused(monkeypatch):
     monkeypatch.delattr("os.memfd_create")
     assert resolve(EngineArgs(), frontend="server").device_worker == "inline"
     with pytest.raises(UnsupportedFeatureError, match="no memory files") as caught:
@@ -168,7 +166,7 @@ def test_a_wish_that_cannot_be_met_is_refused(options, error, parameter, words):
     assert caught.value.parameter == parameter
 
 
-def test_a_cut_of_the_environment_that_does_not_fit_is_refused(monkeypatch):
+def test_cut_of_environment_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setenv(PARTITION, "3,4")
     with pytest.raises(TrouperValidationError, match="2 positive numbers whose sum is 9"):
         resolve(EngineArgs(pipeline_parallel_size=2))

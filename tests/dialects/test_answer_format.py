@@ -19,14 +19,14 @@ def test_dialect_and_reasoning_are_read_off_the_template():
     assert make("{{ messages }}").tools.name == "json"
 
 
-def test_a_name_wins_over_the_template_and_none_looks_for_nothing():
+def test_name_wins_over_template_and_none_looks_for_nothing():
     found = make(HERMES, tool_call_parser="mistral", reasoning_parser="qwen3")
     assert (found.tools.name, found.reasoning) == ("mistral", SPAN)
     found = make(HERMES + "</think>", tool_call_parser="none", reasoning_parser="none")
     assert (found.tools, found.reasoning) == (None, None)
 
 
-def test_a_template_may_have_the_reasoning_of_another_dialect():
+def test_template_may_have_reasoning_of_another_dialect():
     assert make("[TOOL_CALLS]<think></think>").reasoning == SPAN
     assert make("[TOOL_CALLS][THINK][/THINK]").reasoning == ("[THINK]", "[/THINK]")
 

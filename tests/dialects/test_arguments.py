@@ -66,7 +66,7 @@ def test_what_is_no_object_is_content_and_nothing_is_lost(name, text):
         assert read(name, text, size=size) == ([], text)
 
 
-def test_a_broken_call_behind_a_good_one_is_content():
+def test_broken_call_behind_good_one_is_content():
     good, bad = '{"name": "f", "arguments": {"b": 1}}', '{"name": "g", "arguments": [1]}'
     text = f"[{good}, {bad}]"
     calls, content = read("json", text)
@@ -116,11 +116,11 @@ def test_a_cut_call_is_cut(name, text, arguments, max_held):
         ("glm45", "<tool_call>f</tool_call>"),
     ],
 )
-def test_a_call_that_is_complete_without_arguments_has_an_empty_object(name, text):
+def test_call_complete_without_arguments_has_empty_object(name, text):
     assert read(name, text) == ([["f", "{}"]], "")
 
 
-def test_an_object_whose_last_bracket_is_missing_is_a_call():
+def test_object_whose_last_bracket_is_missing_is_call():
     text = '<tool_call>\n{"name": "f", "arguments": {"b": 1}'
     assert read("hermes", text) == ([["f", '{"b": 1}']], "")
 
@@ -212,7 +212,7 @@ ROOT = {
         ("either", "1", 1), ("date", "2024", "2024"), ("maybe", "2", "2"), ("maybe", "null", None),
     ],
 )  # fmt: skip
-def test_a_bare_value_has_a_type_that_its_schema_allows(key, text, value):
+def test_bare_value_has_type_that_its_schema_allows(key, text, value):
     assert json.loads(as_json(text, property_types(ROOT, key))) == value
     answer = f"<tool_call>\n<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
     for size in (None, 1):

@@ -51,7 +51,7 @@ def test_every_dialect_has_a_golden_file():
 
 
 @pytest.mark.parametrize(("name", "answer", "expected", "is_cut"), CASES)
-def test_an_answer_gives_its_events_whole_and_in_every_split(name, answer, expected, is_cut):
+def test_answer_gives_its_events_whole_and_in_every_split(name, answer, expected, is_cut):
     assert parse(name, [answer], is_cut=is_cut) == expected
     assert parse(name, list(answer), is_cut=is_cut) == expected
     for i in range(len(answer)):
@@ -59,7 +59,7 @@ def test_an_answer_gives_its_events_whole_and_in_every_split(name, answer, expec
 
 
 @given(st.data())
-def test_an_answer_in_drawn_pieces_gives_the_same_events(data):
+def test_answer_in_drawn_pieces_gives_same_events(data):
     name, answer, expected, is_cut = data.draw(st.sampled_from([case.values for case in CASES]))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)))))
     pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
@@ -91,14 +91,14 @@ def test_an_answer_in_drawn_pieces_gives_the_same_events(data):
         )
     ),
 )
-def test_hostile_answers_raise_nothing_and_do_not_depend_on_the_cuts(name, pieces):
+def test_hostile_answers_raise_nothing_and_do_not_depend_on_cuts(name, pieces):
     whole = parse(name, ["".join(pieces)])
     assert parse(name, pieces) == whole
     json.dumps(whole, ensure_ascii=False).encode()
 
 
 @given(st.sampled_from(sorted(set(GOLDEN) - {"openai"})), st.text(st.sampled_from("ab {[<`.\n")))
-def test_an_answer_without_marks_is_content_and_nothing_is_lost(name, text):
+def test_answer_without_marks_is_content_and_nothing_is_lost(name, text):
     found = parse(name, [f"x{text}"])
     assert found == [["Content", f"x{text}"]]
 
@@ -115,7 +115,7 @@ def test_an_answer_may_begin_inside_the_reasoning():
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_a_template_with_the_marks_is_of_the_dialect(dialect):
+def test_template_with_marks_is_of_dialect(dialect):
     if dialect.marks:
         template = "".join(dialect.marks) + (dialect.tags.key if dialect.tags else "")
         assert detect(template) is dialect
@@ -136,7 +136,7 @@ def test_a_bare_value_becomes_json_of_its_type(text, kind, expected):
     assert as_json(text, types) == expected
 
 
-def test_the_page_names_every_dialect_as_the_option_takes_it():
+def test_page_names_every_dialect_as_option_takes_it():
     (listed,) = re.findall(r"parser names as aliases: ([^.]*)\. To add a dialect", PAGE.read_text())
     names = re.sub(r"\([^)]*\)", "", listed).replace("\n", " ").split(",")
     assert sorted(name.strip() for name in names) == sorted(d.name for d in DIALECTS)

@@ -104,7 +104,7 @@ def check(calls, text):
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("is_parallel", [False, True])
-def test_what_the_grammar_allows_is_read_as_valid_calls(grammars, tokenizer, dialect, is_parallel):
+def test_what_grammar_allows_is_read_as_valid_calls(grammars, tokenizer, dialect, is_parallel):
     lark = forced_calls(dialect, TOOLS, is_parallel=is_parallel, token_ids={})
     prototype = matcher_of(grammars, lark)
     texts = [walk(prototype.deep_copy(), tokenizer, seed) for seed in range(3)]
@@ -118,7 +118,7 @@ def test_what_the_grammar_allows_is_read_as_valid_calls(grammars, tokenizer, dia
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "qwen3_coder", "glm45", "gemma4"])
-def test_marks_that_are_tokens_stand_in_the_grammar_by_their_ids(grammars, name):
+def test_marks_tokens_stand_in_grammar_by_their_ids(grammars, name):
     dialect = BY_NAME[name]
     marks = {*dialect.section, *dialect.call, *dialect.name_end, dialect.literal_quote} - {"", "\n"}
     token_ids = {mark: 100 + i for i, mark in enumerate(sorted(marks))}
@@ -129,7 +129,7 @@ def test_marks_that_are_tokens_stand_in_the_grammar_by_their_ids(grammars, name)
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v31", "olmo3"])
-def test_under_auto_a_call_behind_its_mark_matches_its_schema(grammars, tokenizer, name):
+def test_under_auto_call_behind_its_mark_matches_its_schema(grammars, tokenizer, name):
     lark = strict_calls(BY_NAME[name], TOOLS, is_parallel=True, token_ids={})
     prototype = matcher_of(grammars, lark)
 

@@ -23,13 +23,13 @@ UNREAD = re.compile(r"(\d+) characters not read")
 
 
 @pytest.mark.parametrize(("name", "beginning", "pattern"), HOSTILE)
-def test_what_is_endless_gives_the_same_events_in_pieces(name, beginning, pattern):
+def test_what_is_endless_gives_same_events_in_pieces(name, beginning, pattern):
     text = hostile_text(beginning, pattern, 40_000)
     pieces = [text[i : i + 997] for i in range(0, len(text), 997)]
     assert parse(name, pieces) == parse(name, [text])
 
 
-def test_behind_the_last_step_of_an_answer_calls_are_content():
+def test_behind_last_step_of_answer_calls_are_content():
     call = '<tool_call>{"name":"f","arguments":{}}</tool_call>'
     found = parse("hermes", [call * MAX_STEPS])
     calls = [event for event in found if event[0] == "CallStarted"]
@@ -38,7 +38,7 @@ def test_behind_the_last_step_of_an_answer_calls_are_content():
     assert found[-1][1].endswith(call)
 
 
-def test_a_list_of_numbers_is_one_step_however_long():
+def test_list_of_numbers_is_one_step_however_long():
     numbers = ", ".join(map(str, range(3 * MAX_STEPS)))
     (_, arguments, _) = parse("pythonic", [f"[f(l=[{numbers}])]"])
     assert arguments == ["Arguments", 0, f'{{"l": [{numbers}]}}']
@@ -49,7 +49,7 @@ def test_a_list_of_numbers_is_one_step_however_long():
     st.text(st.sampled_from('[]{}"\\aü\ud800'), max_size=300),
     st.integers(1, 300),
 )
-def test_the_end_of_a_value_is_the_same_by_steps_and_by_arrays(opening, text, cut):
+def test_end_of_value_is_same_by_steps_and_by_arrays(opening, text, cut):
     text = opening + text
     stepped, swept = JSONScanner(), JSONScanner()
     expected = stepped._step(text, 0, len(text))
@@ -59,7 +59,7 @@ def test_the_end_of_a_value_is_the_same_by_steps_and_by_arrays(opening, text, cu
     assert (found, swept.is_too_deep) == (expected, stepped.is_too_deep)
 
 
-def test_a_value_that_is_too_deep_is_no_argument():
+def test_value_that_is_too_deep_is_no_argument():
     deep = "[" * (MAX_DEPTH + 1) + "1" * json_scanner.AT_ONCE
     assert JSONScanner().end_in(deep, 0) == MAX_DEPTH
     assert parse("json", [deep]) == [["Content", deep]]

@@ -46,7 +46,7 @@ def test_keys_types_and_counts_may_not(subject, difference):
     assert found(REPLY, subject) == [difference]
 
 
-def test_a_key_that_only_some_entries_have_is_seen():
+def test_key_that_only_some_entries_have_is_seen():
     both = {"choices": [{"a": 1}, {"a": 1}]}
     one = {"choices": [{"a": 1}, {}]}
     assert found(both, one) == ["$.choices[].a: number -> absent or number"]
@@ -80,7 +80,7 @@ def test_a_status_says_it_all():
     assert [str(each) for each in differences(*answers)] == ["status: 200 -> 404 no route"]
 
 
-def test_chunks_of_a_stream_are_compared_by_their_kind():
+def test_chunks_of_stream_are_compared_by_their_kind():
     def stream(*choices):
         return Answer(200, events=[{"choices": [choice]} for choice in choices] + ["[DONE]"])
 
@@ -104,7 +104,7 @@ def test_cases_have_names_of_their_own():
 
 
 @pytest.mark.parametrize("row", ACCEPTED)
-def test_an_accepted_difference_is_of_a_real_case_and_in_the_docs(row):
+def test_accepted_difference_is_of_real_case_and_in_docs(row):
     assert any(re.fullmatch(row.cases, case.name) for case in CASES)
     page = Path(__file__).parents[2] / "docs" / "coming-from-vllm.md"
     assert f"| {row.reason} |" in page.read_text()

@@ -74,7 +74,7 @@ async def test_deltas_add_up_to_the_whole(autojump_clock):
     assert [id for o in parts for id in o.outputs[0].token_ids] == expected(PROMPT, 8)
 
 
-async def test_outputs_do_not_depend_on_steps_in_flight_or_chunks_or_cache(autojump_clock):
+async def test_outputs_are_independent_of_schedule_and_cache(autojump_clock):
     seen = []
     for options in (
         {"max_steps_in_flight": 1},
@@ -106,7 +106,7 @@ async def test_n_completions_come_back_by_index(autojump_clock):
         await assert_idle(engine, idle)
 
 
-async def test_a_request_id_in_flight_is_refused_and_free_again_at_the_end(autojump_clock):
+async def test_request_id_is_unique_while_open(autojump_clock):
     async with simulated_engine() as engine:
         async with engine.generate(PROMPT, greedy(), "same"):
             with pytest.raises(ValueError, match="in flight"):
@@ -114,7 +114,7 @@ async def test_a_request_id_in_flight_is_refused_and_free_again_at_the_end(autoj
         await finish(engine, "same")
 
 
-async def test_ids_and_params_of_a_wrong_type_are_refused_at_once(autojump_clock):
+async def test_ids_and_params_of_wrong_type_are_refused_at_once(autojump_clock):
     async with simulated_engine() as engine:
         with pytest.raises(TypeError, match="request_id must be a string"):
             engine.generate(PROMPT, greedy(), 7)
@@ -236,7 +236,7 @@ async def test_an_iterator_dropped_while_open_warns_and_aborts(autojump_clock):
         await assert_idle(engine, idle)
 
 
-async def test_an_iterator_collected_in_another_thread_aborts_and_the_engine_goes_on():
+async def test_iterator_collected_in_another_thread_aborts_and_engine_goes_on():
     async with simulated_engine() as engine:
         idle = engine.statistics()
         stream = engine.generate(PROMPT, greedy(100), "a")
@@ -282,7 +282,7 @@ async def test_what_cannot_be_ordered_is_refused_and_hurts_nobody(autojump_clock
         await finish(engine, "good")
 
 
-async def test_abort_by_another_gives_the_reader_one_final_output(autojump_clock):
+async def test_abort_by_another_gives_reader_one_final_output(autojump_clock):
     async with simulated_engine() as engine:
         idle = engine.statistics()
         stream = engine.generate(PROMPT, greedy(100), "a")
@@ -295,7 +295,7 @@ async def test_abort_by_another_gives_the_reader_one_final_output(autojump_clock
         await assert_idle(engine, idle)
 
 
-async def test_abort_while_rendering_gives_the_reader_one_final_output(autojump_clock):
+async def test_abort_while_rendering_gives_reader_one_final_output(autojump_clock):
     async with simulated_engine(threads=StuckThreads()) as engine:
         stream = engine.generate(PROMPT, greedy(), "a")
         stream.open()
@@ -319,7 +319,7 @@ class Poison(Conditions):
         return StepError("boom") if self.sequence in sequences else None
 
 
-async def test_a_poison_request_fails_alone_and_the_others_do_not_notice(autojump_clock):
+async def test_poison_request_fails_alone_and_others_do_not_notice(autojump_clock):
     async with simulated_engine(conditions=Poison(2)) as engine:
         idle = engine.statistics()
         ends = {}
@@ -343,7 +343,7 @@ class Broken(Conditions):
         raise RuntimeError("device lost")
 
 
-async def test_a_broken_device_reaches_every_waiter_and_every_later_call(autojump_clock):
+async def test_broken_device_reaches_every_waiter_and_every_later_call(autojump_clock):
     with pytest.raises(EngineDeadError) as outcome:
         async with simulated_engine(conditions=Broken(STEP_S)) as engine:
             errors = []
@@ -364,7 +364,7 @@ async def test_a_broken_device_reaches_every_waiter_and_every_later_call(autojum
     assert str(outcome.value.__cause__) == "device lost"
 
 
-async def test_an_error_in_the_block_leaves_it_as_it_is(autojump_clock):
+async def test_error_in_block_leaves_it_as_it_is(autojump_clock):
     with pytest.raises(KeyError, match="mine"):
         async with simulated_engine() as engine:
             await finish(engine, "a")
@@ -372,7 +372,7 @@ async def test_an_error_in_the_block_leaves_it_as_it_is(autojump_clock):
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
-async def test_an_exit_out_of_the_block_is_not_wrapped(autojump_clock, error):
+async def test_exit_out_of_block_is_not_wrapped(autojump_clock, error):
     with pytest.raises(type(error)) as caught:
         async with simulated_engine():
             raise error

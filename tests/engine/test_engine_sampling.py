@@ -47,7 +47,7 @@ def ended(completion):
 # Ends
 
 
-async def test_the_primary_eos_stops_without_a_reason_and_stays_in_the_ids(autojump_clock):
+async def test_primary_eos_stops_without_reason_and_stays_in_ids(autojump_clock):
     async with engine_with_eos(EOS, SECOND_EOS) as engine:
         found = await last(engine, greedy(allowed_token_ids=[EOS]))
     assert ended(found) == ("stop", None)
@@ -70,7 +70,7 @@ async def test_ignore_eos_goes_on_to_the_length(autojump_clock):
             assert found.token_ids == [token] * 8
 
 
-async def test_a_stop_token_ends_at_its_first_place_and_reports_its_id(autojump_clock):
+async def test_stop_token_ends_output_and_is_reported(autojump_clock):
     tokens = expected(PROMPT, 8)
     async with simulated_engine() as engine:
         for i in (0, 3):
@@ -116,7 +116,7 @@ def plain(positions):
 
 
 @pytest.mark.parametrize("num_candidates", [0, 1, 5])
-async def test_each_token_has_its_logprobs_the_sampled_one_first(num_candidates, autojump_clock):
+async def test_each_token_has_its_logprobs_sampled_one_first(num_candidates, autojump_clock):
     async with simulated_engine() as engine:
         found = await last(engine, greedy(5, logprobs=num_candidates))
     wanted = [one(7 + i, token, num_candidates) for i, token in enumerate(found.token_ids)]
@@ -134,7 +134,7 @@ async def test_the_whole_vocabulary_can_be_asked_for(autojump_clock):
     assert [len(position) for position in found.logprobs] == [VOCAB_SIZE] * 2
 
 
-async def test_more_logprobs_than_the_engine_allows_fail_that_request(autojump_clock):
+async def test_more_logprobs_than_engine_allows_fail_that_request(autojump_clock):
     async with simulated_engine() as engine:
         with pytest.raises(TrouperValidationError, match="max_logprobs"):
             await last(engine, greedy(logprobs=21))
@@ -148,7 +148,7 @@ async def test_without_logprobs_there_are_none_and_no_sum(autojump_clock):
 
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL])
-async def test_logprobs_are_as_many_as_the_token_ids_beside_them(kind, autojump_clock):
+async def test_logprobs_are_as_many_as_token_ids_beside_them(kind, autojump_clock):
     async with simulated_engine() as engine:
         outputs = await run(engine, greedy(6, logprobs=1, output_kind=kind))
     completions = [o.outputs[0] for o in outputs]
@@ -189,7 +189,7 @@ async def test_a_prompt_of_one_token_has_one_entry(autojump_clock):
     ("engine_interval", "own_interval", "sizes"),
     [(1, None, [1] * 10), (4, None, [1, 4, 4, 1]), (1, 3, [1, 3, 3, 3]), (4, 2, [1, 4, 4, 1])],
 )
-async def test_the_first_token_then_every_interval_then_the_last(
+async def test_first_token_then_every_interval_then_last(
     engine_interval, own_interval, sizes, autojump_clock
 ):
     async with engine_with_eos(stream_interval=engine_interval) as engine:
@@ -202,7 +202,7 @@ async def test_the_first_token_then_every_interval_then_the_last(
 # Order and n
 
 
-async def test_the_larger_priority_runs_first_and_equals_in_order_of_arrival(autojump_clock):
+async def test_larger_priority_runs_first_and_equals_in_order_of_arrival(autojump_clock):
     order = []
     async with simulated_engine(max_num_active_seqs=1) as engine, trio.open_nursery() as nursery:
 

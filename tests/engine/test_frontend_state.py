@@ -22,7 +22,7 @@ def greedy(max_tokens=6):
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def test_a_stepped_engine_has_metrics_and_a_log_line(caplog):
+def test_stepped_engine_has_metrics_and_log_line(caplog):
     caplog.set_level(logging.DEBUG, "trouper")
     with LLMEngine.from_engine_args(EngineArgs(**SMALL, max_num_queued_reqs=1)) as engine:
         for request_id in "ab":  # an offline engine ignores the limit

@@ -56,7 +56,7 @@ async def settle():
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-async def test_keep_freezes_and_the_tokens_after_it_are_those_without_it(autojump_clock, level):
+async def test_keep_freezes_and_tokens_after_it_are_those_without_it(autojump_clock, level):
     async with simulated_engine() as engine, anyio.create_task_group() as tg:
         client = Client(engine, tg)
         await anyio.sleep(5.5 * STEP_S)
@@ -102,7 +102,7 @@ async def test_wait_lets_what_runs_finish_and_keeps_what_never_ran(autojump_cloc
         assert waits.token_ids == expected(PROMPT, 20)
 
 
-async def test_admission_while_paused_queues_or_refuses_as_the_table_says(autojump_clock):
+async def test_admission_while_paused_queues_or_refuses_as_table_says(autojump_clock):
     async with simulated_engine() as engine:
         for how, refuses in (
             (lambda: engine.controls.sleep(0, "abort"), False),
@@ -143,7 +143,7 @@ async def test_the_paused_block_restores_what_it_found(autojump_clock):
         assert not engine.lifecycle.is_paused
 
 
-async def test_nested_and_overlapping_paused_blocks_leave_what_the_others_want(autojump_clock):
+async def test_nested_and_overlapping_paused_blocks_leave_what_others_want(autojump_clock):
     async with simulated_engine() as engine:
         async with engine.controls.paused("keep"):
             async with engine.controls.paused("abort"):
@@ -162,7 +162,7 @@ async def test_nested_and_overlapping_paused_blocks_leave_what_the_others_want(a
         assert not engine.lifecycle.is_paused
 
 
-async def test_a_sleep_inside_a_paused_block_outlasts_it_and_hides_no_error(autojump_clock):
+async def test_sleep_inside_paused_block_outlasts_it_and_hides_no_error(autojump_clock):
     async with simulated_engine() as engine:
         with pytest.raises(KeyError):
             async with engine.controls.paused():
@@ -172,7 +172,7 @@ async def test_a_sleep_inside_a_paused_block_outlasts_it_and_hides_no_error(auto
         assert await engine.controls.wake()
 
 
-async def test_a_deeper_sleep_that_is_cancelled_leaves_it_asleep(autojump_clock):
+async def test_deeper_sleep_that_is_cancelled_leaves_it_asleep(autojump_clock):
     async with simulated_engine() as engine:
         await engine.controls.sleep(1)
         with anyio.CancelScope() as scope:
@@ -183,7 +183,7 @@ async def test_a_deeper_sleep_that_is_cancelled_leaves_it_asleep(autojump_clock)
         assert await engine.controls.wake()
 
 
-async def test_sleeping_after_a_partial_wake_gives_the_memory_back_again(autojump_clock):
+async def test_sleeping_after_partial_wake_gives_memory_back_again(autojump_clock):
     async with simulated_engine() as engine:
         await engine.controls.sleep(1)
         await engine.controls.wake(["kv_cache"])
@@ -192,7 +192,7 @@ async def test_sleeping_after_a_partial_wake_gives_the_memory_back_again(autojum
         assert await engine.controls.wake()
 
 
-async def test_a_partial_wake_stays_asleep_until_all_memory_is_there(autojump_clock):
+async def test_partial_wake_stays_asleep_until_all_memory_is_there(autojump_clock):
     async with simulated_engine() as engine:
         await engine.controls.sleep(1)
         assert not await engine.controls.wake(["scheduling"])
@@ -204,7 +204,7 @@ async def test_a_partial_wake_stays_asleep_until_all_memory_is_there(autojump_cl
         assert not engine.lifecycle.is_sleeping
 
 
-async def test_waking_the_memory_of_a_mere_pause_leaves_it_paused(autojump_clock):
+async def test_waking_memory_of_mere_pause_leaves_it_paused(autojump_clock):
     async with simulated_engine() as engine:
         await engine.controls.sleep(0)
         assert not await engine.controls.wake(["weights"])
@@ -276,7 +276,7 @@ class NoWake(Conditions):
         return STEP_S
 
 
-async def test_a_wake_that_fails_is_asleep_again_and_can_be_retried(autojump_clock):
+async def test_wake_that_fails_is_asleep_again_and_can_be_retried(autojump_clock):
     async with (
         simulated_engine(conditions=NoWake(STEP_S)) as engine,
         anyio.create_task_group() as tg,
@@ -292,7 +292,7 @@ async def test_a_wake_that_fails_is_asleep_again_and_can_be_retried(autojump_clo
         assert client.token_ids == expected(PROMPT, 20)
 
 
-async def test_the_prefix_cache_is_reset_only_when_no_block_is_held(autojump_clock):
+async def test_prefix_cache_is_reset_only_when_no_block_is_held(autojump_clock):
     async with simulated_engine() as engine, anyio.create_task_group() as tg:
         client = Client(engine, tg)
         await anyio.sleep(5.5 * STEP_S)
@@ -312,7 +312,7 @@ async def test_after_the_end_every_call_says_so(autojump_clock):
         engine.generate(PROMPT, greedy(), "a").open()
 
 
-async def test_each_step_of_a_stepped_engine_is_one_iteration(autojump_clock):
+async def test_each_step_of_stepped_engine_is_one_iteration(autojump_clock):
     async with simulated_engine(is_stepped=True) as engine:
         stream = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=3), "a")
         await stream.submit()
@@ -338,7 +338,7 @@ async def test_wait_drives_a_stepped_engine_by_itself(autojump_clock):
         assert output.outputs[0].token_ids == expected(PROMPT, 5)
 
 
-async def test_every_state_has_a_way_to_stop_and_to_fail():
+async def test_every_state_has_way_to_stop_and_to_fail():
     for state in EngineState:
         if state not in (EngineState.STOPPED, EngineState.FAILED):
             assert (state, Event.STOP) in TRANSITIONS
@@ -351,7 +351,7 @@ async def test_an_illegal_transition_is_named():
         lifecycle.move(Event.WOKEN)
 
 
-async def test_profiles_that_are_given_up_leave_room_for_the_next_question(autojump_clock):
+async def test_profiles_given_up_leave_room_for_next_question(autojump_clock):
     async with simulated_engine(conditions=Conditions(1.0)) as engine:
         stream = engine.generate(PROMPT, greedy(3), "a")
         stream.open()

@@ -10,7 +10,7 @@ from trouper.params import SamplingParams
 pytestmark = pytest.mark.trio
 
 
-async def test_it_waits_for_the_steps_before_it_and_for_nothing_else(autojump_clock):
+async def test_it_waits_for_steps_before_it_and_for_nothing_else(autojump_clock):
     async with simulated_engine() as engine:
         await engine.controls.probe()
         async with engine.generate([1, 2, 3], SamplingParams(max_tokens=50), "a") as stream:
@@ -20,7 +20,7 @@ async def test_it_waits_for_the_steps_before_it_and_for_nothing_else(autojump_cl
             assert anyio.current_time() - begin < 3.5 * STEP_S  # in flight, and in the inbox
 
 
-async def test_many_at_once_and_given_up_ones_never_fill_the_executors_inbox(autojump_clock):
+async def test_executor_inbox_never_fills(autojump_clock):
     async with simulated_engine() as engine, anyio.create_task_group() as tg:
         async with engine.generate([1, 2, 3], SamplingParams(max_tokens=50), "a") as stream:
             await anext(stream)

@@ -8,9 +8,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("sends_first", [True, False])
 @pytest.mark.parametrize("num_waiting", [1, 2])
-async def test_a_message_that_comes_as_its_receiver_is_cancelled_is_not_lost(
-    sends_first, num_waiting
-):
+async def test_message_survives_cancelled_receiver(sends_first, num_waiting):
     sender, inbox = anyio.create_memory_object_stream[int](1)
     scopes, received = [], []
 

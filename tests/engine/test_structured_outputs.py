@@ -110,7 +110,7 @@ def test_whatever_finishes_matches_its_expression_whole(llm, regex):
     assert all(re.fullmatch(regex, text) for text in finished)
 
 
-def test_a_choice_is_one_of_the_texts_whatever_the_penalties(llm):
+def test_choice_is_one_of_texts_whatever_penalties(llm):
     options = {"min_tokens": 30, "ignore_eos": True, "repetition_penalty": 1.3}
     params = [
         wanted(seed=i, choice=["yes", 'no"\n', "maybe so"], options=options) for i in range(9)
@@ -139,12 +139,12 @@ def test_neighbours_do_not_notice(llm):
     assert [o.token_ids for (o,) in alone] == [beside[i][0].token_ids for i in (0, 2)]
 
 
-def test_logprobs_are_of_the_model_and_the_token_of_the_grammar(llm):
+def test_logprobs_are_of_model_and_token_of_grammar(llm):
     ((output,),) = ask(llm, ["x"], wanted(regex="[0-9]{3}", options={"logprobs": 1}))
     assert [next(iter(entry)) for entry in output.logprobs] == list(output.token_ids)
 
 
-def test_the_same_tokens_when_preempted_and_with_any_chunks(llm):
+def test_same_tokens_when_preempted_and_with_any_chunks(llm):
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 60}
     params = [wanted(seed=i, max_tokens=80, json=schema) for i in range(6)]
     expected = [o.token_ids for (o,) in ask(llm, ["numbers: "] * 6, *params)]
@@ -155,12 +155,12 @@ def test_the_same_tokens_when_preempted_and_with_any_chunks(llm):
     assert found == expected
 
 
-def test_what_a_request_allows_and_its_grammar_forbids_ends_it_alone(llm):
+def test_what_request_allows_and_its_grammar_forbids_ends_it_alone(llm):
     with pytest.raises(GenerationError, match="it also forbids"):
         ask(llm, ["x"], wanted(regex="[0-9]+", options={"allowed_token_ids": [0]}))
 
 
-def test_a_grammar_that_takes_too_many_steps_ends_its_own_request(llm):
+def test_grammar_that_takes_too_many_steps_ends_its_own_request(llm):
     with pytest.raises(GenerationError, match="more steps than it may"):
         ask(llm, ["x"], wanted(grammar='start: ("a"{1000}){1000}'))
     ((output,),) = ask(llm, ["x"], wanted(regex="[0-9]{2}"))

@@ -53,7 +53,7 @@ async def check_alive(engine):
 
 
 @pytest.mark.parametrize("is_wake", [False, True], ids=["sleep", "wake"])
-async def test_engine_and_device_agree_about_memory_wherever_a_change_was_cut(is_wake):
+async def test_engine_and_device_agree_about_memory_wherever_change_was_cut(is_wake):
     for num_turns in itertools.count(1):
         async with engine_of() as engine:
             if is_wake:
@@ -72,7 +72,7 @@ async def test_engine_and_device_agree_about_memory_wherever_a_change_was_cut(is
     assert num_turns > 5
 
 
-async def test_a_paused_block_that_is_cut_leaves_the_engine_as_it_was():
+async def test_paused_block_cut_leaves_engine_unchanged():
     async def block(engine):
         async with engine.controls.paused():
             await asyncio.sleep(0)
@@ -87,7 +87,7 @@ async def test_a_paused_block_that_is_cut_leaves_the_engine_as_it_was():
     assert num_turns > 5
 
 
-async def test_a_block_that_is_cut_while_another_change_takes_too_long_holds_nothing(monkeypatch):
+async def test_block_cut_while_another_change_takes_too_long_holds_nothing(monkeypatch):
     monkeypatch.setattr(controls, "RESTORE_GRACE_S", 1e-3)
 
     async def block(engine, entered, leave):
@@ -109,7 +109,7 @@ async def test_a_block_that_is_cut_while_another_change_takes_too_long_holds_not
         await check_alive(engine)
 
 
-async def test_a_profile_that_began_can_be_ended_wherever_its_start_was_cut():
+async def test_profile_can_end_after_cancelled_start():
     for num_turns in itertools.count(1):
         conditions = Watched()
         async with engine_of(conditions) as engine:
@@ -124,7 +124,7 @@ async def test_a_profile_that_began_can_be_ended_wherever_its_start_was_cut():
     assert num_turns > 3
 
 
-async def test_changes_that_are_given_up_leave_room_for_the_next_question():
+async def test_changes_given_up_leave_room_for_next_question():
     async with engine_of() as engine:
         await engine.controls.sleep(1)
         for _ in range(9):

@@ -52,13 +52,13 @@ def test_a_grammar_begins_behind_the_reasoning(llm):
         assert re.fullmatch(r"(?s).+</think>[0-9]{3}", output.text)
 
 
-def test_a_grammar_holds_from_the_first_token_where_the_model_does_not_reason(llm):
+def test_grammar_holds_from_first_token_where_model_does_not_reason(llm):
     digits = StructuredOutputsParams(regex="[0-9]{3}")
     for output in ask(llm, ["x"] * 4, *(budgeted(5, seed=i, structured_outputs=digits) for i in range(4))):  # fmt: skip
         assert re.fullmatch(r"(?s)[0-9]{3}|<think>.*</think>[0-9]{3}", output.text)
 
 
-def test_the_same_tokens_when_preempted_and_in_any_chunks(llm):
+def test_same_tokens_when_preempted_and_in_any_chunks(llm):
     digits = StructuredOutputsParams(regex="[0-9]{60}")
     params = [
         budgeted(20 + i, seed=i, max_tokens=80, structured_outputs=digits if i % 2 else None)
@@ -87,7 +87,7 @@ def test_marks_that_are_not_whole_are_refused(config):
         LLM(reasoning_config=config)
 
 
-def test_drafts_change_neither_the_reasoning_nor_what_comes_behind_it(llm):
+def test_drafts_change_neither_reasoning_nor_what_comes_behind_it(llm):
     digits = StructuredOutputsParams(regex="([0-9]{3},){4}")
     params = [
         budgeted(12, seed=i, structured_outputs=grammar, ignore_eos=False)

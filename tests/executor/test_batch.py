@@ -68,7 +68,7 @@ def attended(rows, *columns):
     )
 
 
-def test_a_prompt_is_attended_together_and_outputs_token_by_token_however_they_are_cut():
+def test_cuts_do_not_change_kind_of_attention():
     length = SHORT_PROMPT + 4
     rows = slots_with(length, SHORT_PROMPT, 0)
     whole, output = (0, 0, length, "prompt"), (0, length, 1, "alone")
@@ -86,7 +86,7 @@ def test_a_prompt_is_attended_together_and_outputs_token_by_token_however_they_a
     )
 
 
-def test_a_step_of_short_prompts_and_few_outputs_can_be_recorded():
+def test_step_of_short_prompts_and_few_outputs_can_be_recorded():
     rows = slots_with(20, SHORT_PROMPT)
     short = [(1, p, 1, "alone") for p in range(SHORT_PROMPT)]
     assert attended(rows, (1, 0, SHORT_PROMPT)) == (short, True)
@@ -94,7 +94,7 @@ def test_a_step_of_short_prompts_and_few_outputs_can_be_recorded():
     assert not attended(rows, (0, 20, SHORT_ENTRY + 1))[1]
 
 
-def test_only_the_last_tokens_of_columns_that_sample_are_read_of_prompts():
+def test_only_sampled_positions_of_prompts_are_read():
     rows = slots_with(5, 9, 32)
 
     def read(*columns):

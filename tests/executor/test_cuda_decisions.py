@@ -39,7 +39,7 @@ def plans(draw, max_num_seqs=8):
 
 
 @given(plans(), st.one_of(st.none(), st.lists(st.integers(1, 400), max_size=6)))
-def test_a_step_runs_in_the_least_captured_shape_that_holds_it(plan, sizes):
+def test_step_runs_in_least_captured_shape_that_holds_it(plan, sizes):
     captured = graph_shapes(sizes, 8, 256)
     own = shape_of(plan)
     chosen = padded(own, captured)
@@ -69,7 +69,7 @@ def test_steps_with_adapters_have_graphs_of_their_own():
 
 
 @given(st.integers(1, 512), st.integers(1, 8192))
-def test_every_decode_step_is_captured_by_default_and_every_small_mixed_one(seqs, extra):
+def test_decode_and_small_mixed_steps_are_captured(seqs, extra):
     tokens = seqs + extra
     shapes = graph_shapes((), seqs, tokens)
     assert shapes == tuple(sorted(shapes, reverse=True))
@@ -83,7 +83,7 @@ def test_every_decode_step_is_captured_by_default_and_every_small_mixed_one(seqs
 
 
 @given(plans(), st.integers(0, 3))
-def test_the_inputs_say_what_the_plan_says_and_padding_is_empty(plan, padding):
+def test_inputs_say_what_plan_says_and_padding_is_empty(plan, padding):
     num = len(plan.request_slots) + padding
     array = torch.from_numpy(pack(plan, num + 1))
     found = Inputs(*(x.tolist() for x in inputs_of(array, num)))
@@ -149,7 +149,7 @@ def new_rows(draw, row):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_placed_row_holds_its_sequence_and_other_rows_are_left_alone(data):
+def test_placing_a_row_changes_no_other(data):
     layout = Layout(M, LONGEST, NUM_BLOCKS, VOCAB)
     arena = torch.full((layout.num_words,), POISON, dtype=torch.int32)
     row = data.draw(st.integers(0, M - 1))

@@ -190,7 +190,7 @@ def test_a_draft_of_the_truth_stays_whole(sampling):
     assert row.draw(len(PROMPT), draft) == wanted
 
 
-def test_a_failure_within_a_draft_keeps_what_came_before():
+def test_failure_within_draft_keeps_what_came_before():
     grammar = grammar_of([(1, 2, 3, 4)], error_behind=1)
     assert one_by_one(grammar, Sampling()) == [1, 2, GRAMMAR_ERROR]
     assert Row(grammar, Sampling()).draw(len(PROMPT), [1, 2, 3]) == [1, 2, GRAMMAR_ERROR]
@@ -199,7 +199,7 @@ def test_a_failure_within_a_draft_keeps_what_came_before():
 
 
 @given(texts, st.lists(symbols | st.just(FORCED), max_size=20), st.integers(0, 7))
-def test_a_draft_follows_the_grammar_and_leaves_history_and_matcher_alone(texts, before, room):
+def test_draft_follows_grammar_and_leaves_history_and_matcher_alone(texts, before, room):
     history = History(np.array(before, dtype=np.int32))
     known = history.shapes.copy()
     masks = Row(grammar_of(texts), Sampling()).sampler.grammars
@@ -222,7 +222,7 @@ def test_a_draft_follows_the_grammar_and_leaves_history_and_matcher_alone(texts,
     assert [again.take(each.token) for each in drafted] == [True] * len(drafted)
 
 
-def test_behind_another_name_comes_what_came_behind_the_names_before():
+def test_behind_another_name_comes_what_came_behind_names_before():
     name = (13, 14, 15)
     fields = [1, FORCED, 2, 3, 20, 4, 1, FORCED, 2, 3, 21, 4]  # of two other names
     third = [1, *name, 2, 3, 22]
@@ -248,7 +248,7 @@ def brute_force_places(shapes, longest):
 
 
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(NUM_MATCHING, 6))
-def test_the_places_are_those_where_the_last_shapes_stood(shapes, longest):
+def test_places_are_those_where_last_shapes_stood(shapes, longest):
     alike, best = matching_positions(np.array(shapes, dtype=np.int32), longest)
     found = brute_force_places(shapes, longest)
     two = [end for end, num in found.items() if num >= NUM_MATCHING]
@@ -258,12 +258,12 @@ def test_the_places_are_those_where_the_last_shapes_stood(shapes, longest):
 
 
 @given(st.lists(st.floats(0, 1), max_size=7))
-def test_the_length_is_the_one_that_saves_the_most(chances):
+def test_length_is_one_that_saves_most(chances):
     saved = [WORTH_IN_GRAMMAR * sum(chances[:k]) - STEP_COSTS[k] for k in range(len(chances) + 1)]
     assert saved[best_length(chances, WORTH_IN_GRAMMAR)] == pytest.approx(max(saved))
 
 
-def test_what_is_forced_is_drafted_even_alone_and_what_is_unlikely_is_not():
+def test_forced_tokens_are_drafted_and_unlikely_not():
     assert best_length([1.0], WORTH_IN_GRAMMAR) == 1
     assert best_length([1.0] * 7, WORTH_IN_GRAMMAR) == 7
     assert best_length([0.05, 0.01], WORTH_IN_GRAMMAR) == 0
@@ -303,7 +303,7 @@ def finish(drafts, slots, sampler, grammar, family, outputs):
     return num_steps
 
 
-def test_an_answer_is_foreseen_when_its_like_was_given_before_in_the_family():
+def test_similar_answer_in_family_is_drafted():
     slots = RequestSlots(1, 64, 16)
     sampler = Sampler(slots)
     drafts = bound(slots, sampler)
@@ -326,7 +326,7 @@ def test_a_separator_and_an_end_are_not_drafted():
         assert look_ahead(history, ahead, 7, 8, Shares(PRIOR_WEIGHT), 0.0) == []
 
 
-def test_where_no_grammar_is_followed_the_text_alone_is_drafted():
+def test_where_no_grammar_is_followed_text_alone_is_drafted():
     history = History(np.array([1, 2, 3, 1, 2, 3, 1], dtype=np.int32))
     drafted = look_ahead(history, FreeAhead((END,)), 4, 8, Shares(PRIOR_WEIGHT))
     assert [each.token for each in drafted] == [2, 3, 1, 2]

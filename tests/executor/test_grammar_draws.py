@@ -105,7 +105,7 @@ def drawn_by_mask(logits_V, allowed, sampling, end):
     ],
     ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else str(value),
 )
-def test_the_token_is_the_one_that_a_mask_gives(grammars, kind, options, ignore_eos):
+def test_token_is_one_that_mask_gives(grammars, kind, options, ignore_eos):
     grammar = compiled(grammars, KINDS[kind], ignore_eos)
     numbers = torch.Generator().manual_seed(len(kind))
     for seed in range(2):
@@ -123,7 +123,7 @@ def test_the_token_is_the_one_that_a_mask_gives(grammars, kind, options, ignore_
             assert matcher.consume_token(expected)
 
 
-def test_a_token_that_fits_is_drawn_once_and_one_that_does_not_twice(grammars):
+def test_unfitting_token_is_drawn_twice(grammars):
     grammar = compiled(grammars, {"regex": "[a-z]{100}"})
     fits = sorted(allowed_by(grammar.matcher(), ignore_eos=False))[0]
     for token, num_drawn in ((fits, 1), (EOS[0], 2)):
@@ -134,7 +134,7 @@ def test_a_token_that_fits_is_drawn_once_and_one_that_does_not_twice(grammars):
         assert row.num_drawn == num_drawn
 
 
-def test_what_a_grammar_forces_is_drawn_whatever_the_logits(grammars, tokenizer):
+def test_what_grammar_forces_is_drawn_whatever_logits(grammars, tokenizer):
     row = Row(compiled(grammars, {"choice": ["a sentence of words"]}), Sampling())
     numbers = torch.Generator().manual_seed(1)
     ids = []
@@ -144,20 +144,20 @@ def test_what_a_grammar_forces_is_drawn_whatever_the_logits(grammars, tokenizer)
     assert row.num_drawn <= len(ids) + 2
 
 
-def test_logits_that_are_not_finite_fail_whatever_the_grammar(grammars):
+def test_logits_that_are_not_finite_fail_whatever_grammar(grammars):
     logits_V = torch.zeros(V)
     logits_V[7] = torch.nan
     assert Row(compiled(grammars, {"regex": "[a-z]+"}), Sampling()).draw(logits_V) == NOT_FINITE
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}])
-def test_a_grammar_that_takes_too_many_steps_later_fails_there(grammars, options):
+def test_grammar_that_takes_too_many_steps_later_fails_there(grammars, options):
     row = Row(compiled(grammars, {"grammar": ENDLESS}), Sampling(**options))
     assert GRAMMAR_ERROR in [row.draw(torch.zeros(V)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_asking_after_a_token_and_its_bit_say_the_same(grammars, kind):
+def test_asking_after_token_and_its_bit_say_same(grammars, kind):
     numbers = np.random.default_rng(3)
     matcher = compiled(grammars, KINDS[kind]).matcher()
     for _ in range(8):
@@ -192,7 +192,7 @@ class Slot:
         return set(np.flatnonzero(bits).tolist())
 
 
-def test_forced_tokens_are_those_that_the_masks_allow_one_after_the_other(grammars, tokenizer):
+def test_forced_tokens_are_those_that_masks_allow_one_after_other(grammars, tokenizer):
     schema = {"type": "object", "properties": {"long_name": {"const": "a value"}}, "required": ["long_name"]}  # fmt: skip
     grammar = compiled(grammars, {"json": schema})
     outputs = tokenizer.encode('{"', add_special_tokens=False)
@@ -204,7 +204,7 @@ def test_forced_tokens_are_those_that_the_masks_allow_one_after_the_other(gramma
         slot.slots.token_ids[0, slot.end + i] = token
 
 
-def test_nothing_is_forced_where_there_is_a_choice_or_no_grammar(grammars):
+def test_nothing_is_forced_where_choice_or_no_grammar(grammars):
     slot = Slot(compiled(grammars, {"regex": "[0-9]{3}"}))
     assert slot.masks.ahead(0, slot.end).forced() == []
     slot.masks.place(0, None)

@@ -57,7 +57,7 @@ def test_a_rounded_layer_is_observed_rounded():
 @pytest.mark.parametrize("turn", [
     lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x.mT, lambda x: x[None].expand(2, -1, -1, -1),
 ])  # fmt: skip
-def test_any_strides_of_the_input_give_the_same_product(turn):
+def test_any_strides_of_input_give_same_product(turn):
     torch.manual_seed(0)
     x = turn(torch.randn(64, 64, 64))
     weight = torch.randn(32, 64)

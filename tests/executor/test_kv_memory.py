@@ -9,7 +9,7 @@ WIDE = KVCacheSpec(num_layers=2, num_heads=4, head_dim=8, windows=(None,))
 NARROW = KVCacheSpec(num_layers=3, num_heads=1, head_dim=16, windows=(64,))
 
 
-def test_a_token_takes_keys_and_values_of_every_layer():
+def test_token_takes_keys_and_values_of_every_layer():
     assert WIDE.token_size == 2 * 2 * 4 * 8
     cache = KVCache.allocate([WIDE, NARROW], num_blocks=5, block_size=4, empty=torch.zeros)
     assert cache.num_bytes == 5 * 4 * (WIDE.token_size + NARROW.token_size) * 4
@@ -18,7 +18,7 @@ def test_a_token_takes_keys_and_values_of_every_layer():
     ] * 3
 
 
-def test_a_block_is_copied_in_all_layers_of_all_groups_and_copies_follow_each_other():
+def test_block_copies_cover_all_layers_in_order():
     cache = KVCache.allocate([WIDE, NARROW], num_blocks=4, block_size=2, empty=torch.zeros)
     for layer in cache.layers:
         layer.copy_(torch.arange(4).repeat_interleave(2).view(1, 1, 8, 1))

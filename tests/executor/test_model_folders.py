@@ -65,7 +65,7 @@ def refused(path, **options):
     ],
     ids=repr,
 )  # fmt: skip
-def test_a_field_of_the_wrong_type_or_size_is_named_with_its_value(folder, field, value):
+def test_wrong_field_is_named_with_value(folder, field, value):
     error = refused(folder(**{field: value}))
     assert f"config.json: {field}: " in str(error)
     assert error.parameter == "model"
@@ -81,13 +81,13 @@ def test_a_nested_text_config_must_be_an_object(folder):
     [("temperature", -1), ("top_p", 0), ("top_k", 1.5), ("min_p", "x"), ("max_new_tokens", 0),
      ("repetition_penalty", 0.0), ("repetition_penalty", [1.1])],
 )  # fmt: skip
-def test_a_sampling_default_that_no_request_could_use_is_named(folder, field, value):
+def test_sampling_default_that_no_request_could_use_is_named(folder, field, value):
     error = refused(folder({"generation_config.json": {field: value}}))
     assert "generation_config.json: " in str(error)
     assert error.value == value
 
 
-def test_a_default_length_is_no_longer_than_the_engines(folder):
+def test_default_length_is_no_longer_than_engines(folder):
     path = folder({"generation_config.json": {"max_new_tokens": 10**6}})
     assert resolve(EngineArgs(str(path))).model.default_sampling == {"max_tokens": 512}
     short = resolve(EngineArgs(str(path), max_model_len=64))
@@ -102,7 +102,7 @@ def test_a_file_that_is_no_json_is_named(folder, name, text):
     assert name in str(error)
 
 
-def test_a_file_that_is_too_large_is_not_parsed(folder):
+def test_file_that_is_too_large_is_not_parsed(folder):
     path = folder()
     with open(path / "generation_config.json", "wb") as file:
         file.truncate(MAX_TEXT_BYTES + 1)
@@ -112,7 +112,7 @@ def test_a_file_that_is_too_large_is_not_parsed(folder):
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "model.safetensors", INDEX, "vocab.txt"]
 )
-def test_a_pipe_or_a_device_in_the_folder_is_not_opened(folder, name):
+def test_pipe_or_device_in_folder_is_not_opened(folder, name):
     path = folder()
     (path / name).unlink(missing_ok=True)
     os.mkfifo(path / name)
@@ -123,7 +123,7 @@ def test_a_pipe_or_a_device_in_the_folder_is_not_opened(folder, name):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "merges.txt"])
-def test_a_pipe_in_a_tokenizers_folder_is_not_opened(make_folder, name):
+def test_pipe_in_tokenizers_folder_is_not_opened(make_folder, name):
     path = make_folder("bytes")
     (path / name).unlink(missing_ok=True)
     os.mkfifo(path / name)
@@ -226,7 +226,7 @@ def place(tmp_path_factory):
     ),
     changes=changes,
 )
-def test_any_config_is_read_or_refused_with_a_typed_error(place, architecture, base, changes):
+def test_any_config_is_read_or_refused_with_typed_error(place, architecture, base, changes):
     config = {**BASE, **base, "architectures": [architecture], **changes}
     (place / "config.json").write_text(json.dumps(config))
     with suppress(TrouperValidationError, UnsupportedFeatureError):
@@ -241,7 +241,7 @@ def test_any_config_is_read_or_refused_with_a_typed_error(place, architecture, b
 
 @given(st.dictionaries(st.sampled_from(["temperature", "top_k", "top_p", "min_p", "max_new_tokens",
                                         "repetition_penalty", "eos_token_id"]), values))  # fmt: skip
-def test_any_generation_config_is_read_or_refused_with_a_typed_error(place, config):
+def test_any_generation_config_is_read_or_refused_with_typed_error(place, config):
     (place / "config.json").write_text(json.dumps(BASE))
     (place / "generation_config.json").write_text(json.dumps(config))
     try:

@@ -27,7 +27,7 @@ def in_a_thread(function):
     return found[0]
 
 
-def test_a_thread_computes_with_as_many_as_it_says_and_others_as_before():
+def test_thread_count_applies_to_one_thread():
     before = in_a_thread(torch.get_num_threads)
 
     def computed():
@@ -43,7 +43,7 @@ def nice(thread=0):
 
 
 @pytest.mark.parametrize("own", [0, NICEST - 1])
-def test_torchs_helpers_are_nicer_than_the_thread_that_has_them(own):
+def test_torchs_helpers_are_nicer_than_thread_that_has_them(own):
     def computed():
         num_threads = torch.get_num_threads()
         torch.set_num_threads(3)
@@ -79,7 +79,7 @@ def test_threads_of_others_that_start_meanwhile_are_left_alone():
 
 
 @pytest.mark.parametrize("system", ["Darwin", "Windows"])
-def test_where_threads_are_not_nice_one_by_one_they_are_just_started(system, monkeypatch):
+def test_threads_start_without_niceness_support(system, monkeypatch):
     started = []
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(os, "setpriority", None)

@@ -35,13 +35,13 @@ def test_the_end_is_forced_behind_the_budget(budget):
     assert progress.is_over
 
 
-def test_an_end_of_several_tokens_is_forced_one_by_one():
+def test_end_of_several_tokens_is_forced_one_by_one():
     _, forced, is_free = follow([A, END_1, END_2, A], budget=1, split=True)
     assert forced == [None, END_1, END_2, None, None]
     assert is_free == [False, False, False, True]
 
 
-def test_an_end_that_the_model_writes_itself_leaves_nothing_to_force():
+def test_end_that_model_writes_itself_leaves_nothing_to_force():
     for end in ([END], [END_1, END_2]):
         progress, forced, _ = follow([A, *end, B, B, B], budget=4)
         assert set(forced) == {None}
@@ -55,13 +55,13 @@ def test_reasoning_may_be_opened_by_the_model(opening):
     assert forced == [None] * (len(opening) + 1) + [END]
 
 
-def test_an_answer_without_reasoning_is_free_from_its_first_token():
+def test_answer_without_reasoning_is_free_from_its_first_token():
     _, forced, is_free = follow([A, START, B], begins_inside=False, budget=0, has_grammar=True)
     assert set(forced) == {None}
     assert is_free == [True] * 3
 
 
-def test_beside_a_grammar_the_rest_of_an_opening_is_forced():
+def test_beside_grammar_rest_of_opening_is_forced():
     progress, forced, is_free = follow([START_1], begins_inside=False, has_grammar=True, split=True)
     assert forced == [None, END_2]
     assert is_free == [False]

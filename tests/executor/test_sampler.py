@@ -59,7 +59,7 @@ def logits_of(n=12, seed=0, scale=1.5):
     return scale * torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_greedy_row_takes_the_first_of_the_largest():
+def test_greedy_row_takes_first_of_largest():
     logits = torch.zeros(2, V)
     logits[0, [7, 9]] = 3.0
     logits[1, 49] = 1.0
@@ -87,7 +87,7 @@ def test_top_k_keeps_the_k_best(top_k):
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.6, 0.95])
-def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(top_p):
+def test_top_p_keeps_smallest_set_that_reaches_mass(top_p):
     logits = logits_of()
     probabilities, order = logits.softmax(-1).sort(descending=True)
     num_kept = 1 + int((probabilities.cumsum(-1) < top_p).sum())
@@ -96,13 +96,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(top_p):
     assert_drawn_from(draws(Sampling(seed=8, top_p=top_p), logits, 2000), expected)
 
 
-def test_top_p_counts_the_mass_that_top_k_left():
+def test_top_p_counts_mass_that_top_k_left():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     counts = draws(Sampling(seed=9, top_k=2, top_p=0.55), logits, 300)
     assert counts.tolist() == [300, 0, 0, 0]  # 0.4 / 0.7 reaches 0.55, 0.4 alone would not
 
 
-def test_min_p_drops_what_is_improbable_beside_the_best_after_temperature():
+def test_min_p_drops_what_is_improbable_beside_best_after_temperature():
     logits = torch.tensor([0.0, -1.0, -3.0])
     counts = draws(Sampling(seed=1, min_p=0.3), logits, 400)
     assert counts[1] > 0  # e^-1 = 0.37
@@ -112,13 +112,13 @@ def test_min_p_drops_what_is_improbable_beside_the_best_after_temperature():
     assert hot[2] == 0
 
 
-def test_top_p_of_equal_tokens_keeps_the_first_of_them():
+def test_top_p_of_equal_tokens_keeps_first_of_them():
     counts = draws(Sampling(seed=3, top_p=0.9), torch.zeros(3000), 1500)
     assert int((counts > 0).sum()) > 900
     assert int(counts[2700:].sum()) == 0
 
 
-def test_top_p_of_a_large_vocabulary_equals_a_full_sort():
+def test_top_p_of_large_vocabulary_equals_full_sort():
     torch.manual_seed(0)
     logits = 3 * torch.randn(20_000)
     counts = draws(Sampling(seed=4, top_p=0.5), logits, 600)
@@ -138,7 +138,7 @@ MIXED = (
 )
 
 
-def test_a_row_draws_the_same_token_alone_and_in_any_company():
+def test_row_draws_same_token_alone_and_in_any_company():
     torch.manual_seed(1)
     logits = torch.randn(len(MIXED), V)
     for end in (3, 4, 100):
@@ -173,7 +173,7 @@ def test_a_row_that_may_draw_nothing_fails_alone():
     ]
 
 
-def test_a_row_that_may_draw_nothing_has_no_logprobs():
+def test_row_that_may_draw_nothing_has_no_logprobs():
     nothing = Sampling(allowed_token_ids=(2,), min_tokens=1, stop_ids=(2,), logprobs=1)
     sampled = Bench(nothing, Sampling(logprobs=0)).draw(torch.zeros(2, V))
     assert sampled.token_ids[0] == NOTHING_LEFT
@@ -181,7 +181,7 @@ def test_a_row_that_may_draw_nothing_has_no_logprobs():
     assert sampled.logprobs[1].token_ids == (sampled.token_ids[1],)
 
 
-def test_bad_words_mask_the_last_token_once_the_output_ends_with_the_others():
+def test_bad_words_mask_last_token_once_output_ends_with_others():
     logits = torch.zeros(1, V)
     logits[0, 9] = 5.0
     logits[0, 8] = 4.0
@@ -199,7 +199,7 @@ def test_bad_words_mask_the_last_token_once_the_output_ends_with_the_others():
     words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=9),
     outputs=st.lists(st.integers(0, 3), max_size=8),
 )
-def test_a_bad_word_is_found_wherever_the_output_ends_with_its_beginning(words, outputs):
+def test_bad_word_is_found_wherever_output_ends_with_its_beginning(words, outputs):
     found = BadWords(words).next_after(np.array(outputs, dtype=np.int64))
     expected = [w[-1] for w in words if len(w) <= len(outputs) + 1 and ends_with(outputs, w[:-1])]
     assert sorted(found) == sorted(expected)
@@ -209,7 +209,7 @@ def ends_with(tokens, end):
     return tokens[len(tokens) - len(end) :] == end
 
 
-def test_a_step_looks_at_one_token_however_many_bad_words_there_are():
+def test_bad_words_cost_one_lookup_per_step():
     class Once(dict):
         looks = 0
 
@@ -239,7 +239,7 @@ def test_bias_is_added():
     assert Bench(s).draw(logits).token_ids == [12]
 
 
-def test_repetition_counts_the_prompt_and_the_others_the_output_only():
+def test_repetition_counts_prompt_and_others_output_only():
     logits = torch.zeros(1, V)
     logits[0, 1], logits[0, 20], logits[0, 30] = 3.0, 2.9, 2.8
     repetition = Sampling(temperature=0.0, repetition_penalty=1.1)
@@ -271,9 +271,7 @@ def test_negative_logits_are_multiplied_by_the_repetition_penalty():
 
 @pytest.mark.parametrize("others", [{}, {"logit_bias": ((9, 0.5),)}])  # alone, and not
 @pytest.mark.parametrize(("penalty", "expected"), [(1e308, 4), (1e-308, 1)])
-def test_a_repetition_penalty_beyond_float32_is_a_very_large_or_small_one(
-    penalty, expected, others
-):
+def test_repetition_penalty_beyond_float32_is_very_large_or_small_one(penalty, expected, others):
     logits = torch.zeros(1, V)
     logits[0, [1, 2, 4]] = torch.tensor([3.0, -3.0, 1.0])
     s = Sampling(temperature=0.0, repetition_penalty=penalty, **others)
@@ -304,7 +302,7 @@ def test_bias_cannot_bring_back_what_is_not_allowed():
     assert Bench(s).draw(logits).token_ids == [4]
 
 
-def test_a_row_given_to_another_sequence_forgets_the_first():
+def test_row_given_to_another_sequence_forgets_first():
     logits = torch.zeros(1, V)
     logits[0, 1], logits[0, 20] = 2.0, 1.5
     bench = Bench(Sampling(temperature=0.0, repetition_penalty=2.0))
@@ -325,7 +323,7 @@ def test_a_row_that_is_not_finite_fails_alone(poison, s):
     assert sampled.token_ids == [clean[0], -1, clean[2]]
 
 
-def test_logprobs_are_raw_and_begin_with_the_sampled_token():
+def test_logprobs_are_raw_and_begin_with_sampled_token():
     logits = torch.randn(2, V)
     s = Sampling(temperature=0.0, logprobs=2, logit_bias=((9, 100.0),))
     first, nothing = Bench(s, Sampling(temperature=0.0)).draw(logits).logprobs
@@ -338,7 +336,7 @@ def test_logprobs_are_raw_and_begin_with_the_sampled_token():
 
 
 @pytest.mark.parametrize(("num_top", "length"), [(0, 1), (1, 1), (3, 3), (-1, V), (999, V)])
-def test_a_sampled_token_among_the_best_is_not_repeated(num_top, length):
+def test_sampled_token_among_best_is_not_repeated(num_top, length):
     logprobs = torch.randn(V).log_softmax(-1)
     best = int(logprobs.argmax())
     found = token_logprobs(logprobs, best, num_top)
@@ -348,7 +346,7 @@ def test_a_sampled_token_among_the_best_is_not_repeated(num_top, length):
     assert list(found.logprobs) == sorted(found.logprobs, reverse=True)
 
 
-def test_exactly_the_wanted_ids_are_reported_and_the_sampled_one():
+def test_exactly_wanted_ids_are_reported_and_sampled_one():
     logprobs = torch.randn(V).log_softmax(-1)
     found = token_logprobs(logprobs, 5, 3, (7, 5, 9))
     assert found.token_ids[0] == 5
@@ -362,7 +360,7 @@ def test_ties_are_all_counted_in_the_rank():
     assert np.isclose(found.logprobs[0], -1.0)
 
 
-def test_a_rank_without_the_logits_of_a_prompt_computes_its_part_of_the_same_pieces():
+def test_rank_without_logits_computes_its_share():
     pieces = {True: [], False: []}
     spans = [PromptSpan(0, 2, np.arange(300) % V, 1), PromptSpan(3, 302, np.arange(5), 0)]
     hidden = torch.randn(310, V)

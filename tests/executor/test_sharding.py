@@ -79,7 +79,7 @@ def is_of_kv(traits, numbers):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("architecture", READERS)
-def test_the_ranks_have_each_number_of_each_tensor_exactly_once(architecture, size):
+def test_ranks_have_each_number_of_each_tensor_exactly_once(architecture, size):
     """But KV heads that several ranks share, and what all of them keep whole."""
     traits = traits_of(architecture)
     check_shards(traits, size)
@@ -101,7 +101,7 @@ def test_the_ranks_have_each_number_of_each_tensor_exactly_once(architecture, si
 
 
 @pytest.mark.parametrize("architecture", READERS)
-def test_the_parts_have_the_sizes_that_the_traits_of_a_rank_tell(architecture):
+def test_parts_have_sizes_that_traits_of_rank_tell(architecture):
     traits = traits_of(architecture)
     for rank, size in ((0, 2), (3, 4)):
         shard = Shard(rank, size)
@@ -140,7 +140,7 @@ def test_fused_tensors_are_cut_inside_of_their_parts():
     assert [cut.rows for cut in cuts["gate_up.weight"]] == [((128, 256), (384, 512))]
 
 
-def test_the_vocabulary_is_cut_between_registers_and_the_last_part_is_shorter():
+def test_vocabulary_is_cut_between_registers_and_last_part_is_shorter():
     assert [Shard(rank, 4).vocabulary(1000) for rank in range(4)] == [
         (0, 256), (256, 512), (512, 768), (768, 1000),
     ]  # fmt: skip
@@ -158,7 +158,7 @@ def test_the_vocabulary_is_cut_between_registers_and_the_last_part_is_shorter():
         (4, {"vocab_size": 100}, "a vocabulary of 100 in multiples of 16; possible: 1, 2"),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_shared_out_is_refused_with_what_can(size, changes, message):
+def test_indivisible_model_is_refused_with_alternatives(size, changes, message):
     with pytest.raises(TrouperValidationError, match=message) as error:
         check_shards(traits_of("LlamaForCausalLM", **changes), size)
     assert (error.value.parameter, error.value.value) == ("tensor_parallel_size", size)
@@ -172,7 +172,7 @@ def test_groups_of_four_bits_are_not_cut():
         check_shards(traits, 4, quantization="int4")
 
 
-def test_the_width_of_an_mlp_that_no_layer_has_is_no_hindrance():
+def test_width_of_mlp_that_no_layer_has_is_no_hindrance():
     changes = {"intermediate_size": 99, "decoder_sparse_step": 1}
     traits = traits_of("Qwen3MoeForCausalLM", **changes)
     check_shards(traits, 2)

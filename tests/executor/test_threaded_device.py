@@ -82,7 +82,7 @@ async def test_answers_come_in_the_order_of_the_plans(config):
 
 
 @pytest.mark.anyio
-async def test_a_receiver_waits_for_a_plan_that_comes_later(config):
+async def test_receiver_waits_for_plan_that_comes_later(config):
     device = ThreadedDevice(config)
     await device.load()
     found = []
@@ -113,7 +113,7 @@ async def test_results_that_are_not_received_are_kept(config):
 
 
 @pytest.mark.anyio
-async def test_a_wait_for_a_result_that_is_cancelled_loses_none(config):
+async def test_wait_for_result_that_is_cancelled_loses_none(config):
     device = ThreadedDevice(config)
     await device.load()
     found = []
@@ -132,7 +132,7 @@ async def test_a_wait_for_a_result_that_is_cancelled_loses_none(config):
 
 
 @pytest.mark.anyio
-async def test_a_failed_step_fails_its_epoch_and_nothing_after(config, caplog):
+async def test_failed_step_fails_its_epoch_and_nothing_after(config, caplog):
     device = ThreadedDevice(config)
     await device.load()
     device.submit(next_plan(1, row=77))  # there is no such row
@@ -165,7 +165,7 @@ def _without_weights(folder):
 
 
 @pytest.mark.anyio
-async def test_closing_waits_for_what_is_queued_and_ends_the_thread(config):
+async def test_closing_waits_for_what_is_queued_and_ends_thread(config):
     device = ThreadedDevice(config)
     await device.load()
     assert len(device_threads()) == 1
@@ -181,7 +181,7 @@ async def test_closing_waits_for_what_is_queued_and_ends_the_thread(config):
 
 
 @pytest.mark.anyio
-async def test_a_device_that_was_never_loaded_closes_at_once(config):
+async def test_device_that_was_never_loaded_closes_at_once(config):
     device = ThreadedDevice(config)
     await device.aclose()
     with pytest.raises(RuntimeError, match="never loaded"):
@@ -189,7 +189,7 @@ async def test_a_device_that_was_never_loaded_closes_at_once(config):
 
 
 @pytest.mark.anyio
-async def test_sleeping_devices_fail_steps_and_wake_with_the_same_answers(config):
+async def test_sleeping_devices_fail_steps_and_wake_with_same_answers(config):
     device = ThreadedDevice(config)
     await device.load()
     device.submit(first_plan())
@@ -260,7 +260,7 @@ async def launched(runner, num):
 @pytest.mark.anyio
 @pytest.mark.skipif(platform.system() != "Linux", reason="threads that are nice one by one")
 @pytest.mark.parametrize(("is_tiny", "nicer"), [(False, NICER), (True, 0)])
-async def test_a_device_that_computes_on_every_core_is_nice_to_the_loop(
+async def test_device_that_computes_on_every_core_is_nice_to_loop(
     slow, config, monkeypatch, is_tiny, nicer
 ):
     monkeypatch.setattr(SlowRunner, "is_tiny", is_tiny)
@@ -280,7 +280,7 @@ async def test_a_device_that_computes_on_every_core_is_nice_to_the_loop(
 
 
 @pytest.mark.anyio
-async def test_a_step_is_launched_before_the_one_ahead_of_it_has_its_results(slow, config):
+async def test_step_launches_before_previous_results(slow, config):
     device = ThreadedDevice(config)
     await device.load()
     runner = SlowRunner.last
@@ -309,7 +309,7 @@ class ForgetfulQueue(queue.SimpleQueue):
 
 
 @pytest.mark.anyio
-async def test_a_silent_step_ends_though_a_wait_with_a_timeout_might_not(slow, config, monkeypatch):
+async def test_silent_step_ends_though_wait_with_timeout_might_not(slow, config, monkeypatch):
     monkeypatch.setattr(queue, "SimpleQueue", ForgetfulQueue)
     device = ThreadedDevice(config)
     await device.load()
@@ -322,7 +322,7 @@ async def test_a_silent_step_ends_though_a_wait_with_a_timeout_might_not(slow, c
 
 
 @pytest.mark.anyio
-async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, monkeypatch):
+async def test_nobody_looks_at_step_that_tells_when_it_is_ready(slow, config, monkeypatch):
     looks, acts = [], queue.SimpleQueue()
     right = SlowRunner.execute
 
@@ -353,7 +353,7 @@ async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, 
 
 
 @pytest.mark.anyio
-async def test_a_call_and_the_end_wait_for_the_steps_ahead_of_them(slow, config):
+async def test_call_and_end_wait_for_steps_ahead_of_them(slow, config):
     device = ThreadedDevice(config)
     await device.load()
     runner = SlowRunner.last
@@ -369,7 +369,7 @@ async def test_a_call_and_the_end_wait_for_the_steps_ahead_of_them(slow, config)
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [ValueError("late"), torch.OutOfMemoryError("no memory")])
-async def test_an_error_that_comes_late_fails_what_was_launched_after_it(slow, config, error):
+async def test_error_that_comes_late_fails_what_was_launched_after_it(slow, config, error):
     device = ThreadedDevice(config)
     await device.load()
     runner = SlowRunner.last

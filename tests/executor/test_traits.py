@@ -63,7 +63,7 @@ def test_every_architecture_reads_the_common_numbers_alone(architecture):
     assert msgspec.convert(msgspec.to_builtins(traits), type(traits)) == traits
 
 
-def test_an_unknown_architecture_is_answered_with_the_known_ones():
+def test_unknown_architecture_is_answered_with_known_ones():
     with pytest.raises(UnsupportedFeatureError, match=r"'NoSuchModel'.*LlamaForCausalLM.*Qwen3"):
         decoder_traits(BASE, "NoSuchModel")
 
@@ -77,7 +77,7 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones():
         ("GPT2LMHeadModel", "GPT2LMHeadModel"),
     ],
 )
-def test_a_decoder_that_pools_is_read_as_its_known_sibling(architecture, sibling):
+def test_decoder_that_pools_is_read_as_its_known_sibling(architecture, sibling):
     assert generating_sibling(architecture) == sibling
 
 
@@ -97,7 +97,7 @@ def test_without_kv_heads_every_query_head_has_its_own():
     assert traits_of("Llama", num_key_value_heads=None).num_kv_heads == 4
 
 
-def test_rope_is_the_same_in_its_old_and_its_new_spelling():
+def test_rope_is_same_in_its_old_and_its_new_spelling():
     scaling = {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
@@ -158,7 +158,7 @@ def test_layer_types_of_another_length_are_refused():
         traits_of("Gemma2", layer_types=["full_attention"] * 2)
 
 
-def test_gemma3_has_one_rope_for_its_windows_and_one_for_the_rest():
+def test_gemma3_has_two_ropes():
     old = traits_of(
         "Gemma3",
         rope_theta=1e6,
@@ -194,7 +194,7 @@ def test_multipliers_of_granite_and_gemma():
     )
 
 
-def test_an_activation_that_is_not_known_is_an_unsupported_feature():
+def test_activation_that_is_not_known_is_unsupported_feature():
     with pytest.raises(UnsupportedFeatureError, match="xielu"):
         traits_of("Llama", hidden_act="xielu")
 
@@ -208,12 +208,12 @@ def test_fused_checkpoints_are_read_as_they_are():
     assert [name.rsplit(".", 2)[1] for name, _ in split["gate_up.bias"]] == ["gate_proj", "up_proj"]
 
 
-def test_a_tied_head_is_not_asked_of_the_checkpoint():
+def test_tied_head_is_not_asked_of_checkpoint():
     assert [p.name for p in outer_parameters(traits_of("Gemma2"))] == ["embedding", "norm"]
     assert [p.name for p in outer_parameters(traits_of("Llama"))] == ["embedding", "norm", "head"]
 
 
-def test_a_matrix_by_group_is_cut_into_queries_keys_and_values():
+def test_matrix_by_group_is_cut_into_queries_keys_and_values():
     """Of two KV heads and four query heads of 16 numbers: q q k v q q k v."""
     traits = traits_of("Falcon", new_decoder_architecture=True, num_kv_heads=2)
     (qkv,) = (p for p in layer_parameters(traits, 0) if p.name == "qkv.weight")
@@ -233,7 +233,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("architecture", "changes"), REFUSED)
-def test_a_field_that_no_trait_computes_is_refused_by_name(architecture, changes):
+def test_field_that_no_trait_computes_is_refused_by_name(architecture, changes):
     with pytest.raises(UnsupportedFeatureError, match=next(iter(changes))):
         decoder_traits(BASE | changes, architecture)
 
@@ -251,7 +251,7 @@ def test_a_contradiction_of_falcons_fields_is_named(changes, name):
         decoder_traits(BASE | changes, "FalconForCausalLM")
 
 
-def test_layers_without_experts_are_those_that_the_config_names():
+def test_layers_without_experts_are_those_that_config_names():
     config = BASE | EXPERTS | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
     traits = decoder_traits(config, "Qwen3MoeForCausalLM")
     assert [layer.is_sparse for layer in traits.layers] == [False, True, False, False]
@@ -262,7 +262,7 @@ def test_layers_without_experts_are_those_that_the_config_names():
 
 
 @pytest.mark.parametrize("lacking", ["num_experts_per_tok", "moe_intermediate_size", "num_experts"])
-def test_a_mixture_of_experts_says_which_number_it_lacks(lacking):
+def test_mixture_of_experts_says_which_number_it_lacks(lacking):
     config = {name: n for name, n in (BASE | EXPERTS).items() if name != lacking}
     # Mixtral's name for the number is the other that is looked for
     name = "num_local_experts" if lacking == "num_experts" else lacking
@@ -270,13 +270,13 @@ def test_a_mixture_of_experts_says_which_number_it_lacks(lacking):
         decoder_traits(config, "Qwen3MoeForCausalLM")
 
 
-def test_a_token_cannot_use_more_experts_than_there_are():
+def test_token_cannot_use_more_experts_than_there_are():
     with pytest.raises(TrouperValidationError, match="there are 8 experts") as error:
         decoder_traits(BASE | EXPERTS | {"num_experts_per_tok": 9}, "MixtralForCausalLM")
     assert (error.value.parameter, error.value.value) == ("num_experts_per_tok", 9)
 
 
-def test_windows_of_a_sparse_qwen2_are_those_of_every_other_layer_of_the_first():
+def test_sparse_qwen2_windows_alternate():
     config = BASE | EXPERTS | {
         "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3,
     }  # fmt: skip

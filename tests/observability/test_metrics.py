@@ -121,7 +121,7 @@ def test_buckets_are_those_of_the_spec():
         assert [float(b) for b in found[name].buckets] == [*bounds, float("inf")]
 
 
-def test_a_loss_of_the_workers_is_counted_by_its_cause_with_its_pause():
+def test_worker_losses_are_counted_by_cause():
     metrics = Metrics("m", 64, num_workers=2)
     assert [Reading(metrics.values())("worker_up", rank) for rank in "01"] == [1, 1]
     metrics.note_loss(DeviceLost("it died", cause="hang"))
@@ -163,7 +163,7 @@ async def test_what_is_read_is_what_prometheus_scrapes(autojump_clock):
 
 
 @in_virtual_time
-async def test_times_of_a_request_that_waits_for_its_turn(autojump_clock):
+async def test_times_of_request_that_waits_for_its_turn(autojump_clock):
     options = {"max_num_active_seqs": 1, "max_steps_in_flight": 1}
     async with simulated_engine(**options) as engine, trio.open_nursery() as nursery:
         nursery.start_soon(finish, engine, "first")
@@ -191,7 +191,7 @@ async def test_times_of_a_request_that_waits_for_its_turn(autojump_clock):
 
 
 @in_virtual_time
-async def test_rendering_counts_into_latency_and_not_into_the_queue(autojump_clock):
+async def test_rendering_counts_into_latency_and_not_into_queue(autojump_clock):
     class SlowThreads:
         async def run(self, function, *args):
             await trio.sleep(0.5)
@@ -380,7 +380,7 @@ async def test_prompt_tokens_in_prefill_close_the_door(autojump_clock):
     assert reading("admission_rejections", "max_num_queued_tokens") == 2
 
 
-def test_an_estimate_counts_ids_exactly_text_by_its_length_and_nothing_else():
+def test_estimate_uses_ids_or_text_length():
     chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 40}]}] * 3}
     nested = []
     for _ in range(10_000):
@@ -410,7 +410,7 @@ async def test_without_statistics_nothing_is_recorded(autojump_clock):
 
 
 @in_virtual_time
-async def test_the_cache_is_described_by_the_labels_of_vllms_dashboards(autojump_clock):
+async def test_cache_is_described_by_labels_of_vllms_dashboards(autojump_clock):
     async with simulated_engine(num_blocks=33) as engine:
         labels = cache_labels(engine.config, engine.info)
     assert labels["num_gpu_blocks"] == "32"

@@ -72,7 +72,7 @@ def levels(caplog):
     return [record.levelname for record in caplog.records if record.name == "trouper"]
 
 
-async def test_a_line_an_interval_is_info_while_busy_and_debug_while_idle(autojump_clock, caplog):
+async def test_line_interval_is_info_while_busy_and_debug_while_idle(autojump_clock, caplog):
     caplog.set_level(logging.DEBUG, "trouper")
     async with trio.open_nursery() as nursery:
         with Stage(nursery) as stage:
@@ -92,7 +92,7 @@ async def test_a_line_an_interval_is_info_while_busy_and_debug_while_idle(autoju
     assert "generation throughput: 3.0 tokens/s, running: 0" in caplog.messages[2]
 
 
-async def test_the_line_comes_in_time_however_many_facts_there_are(autojump_clock, caplog):
+async def test_line_comes_in_time_however_many_facts_there_are(autojump_clock, caplog):
     caplog.set_level(logging.INFO, "trouper")
     async with trio.open_nursery() as nursery:
         with Stage(nursery) as stage:
@@ -103,7 +103,7 @@ async def test_the_line_comes_in_time_however_many_facts_there_are(autojump_cloc
     assert len(levels(caplog)) in (2, 3)
 
 
-async def test_the_line_says_what_happened_since_the_one_before():
+async def test_line_says_what_happened_since_one_before():
     before = stats(num_prompt_tokens=100, num_generation_tokens=10)
     now = stats(
         num_prompt_tokens=300, num_generation_tokens=60, num_running=3, num_waiting=2,
@@ -125,7 +125,7 @@ async def test_facts_without_room_are_dropped_and_counted_and_nobody_waits():
         assert reporter.num_dropped == 3
 
 
-async def test_reporting_to_an_observer_that_is_gone_is_harmless():
+async def test_reporting_to_observer_that_is_gone_is_harmless():
     to_observer, inbox = anyio.create_memory_object_stream[ObserverInbox](2)
     inbox.close()
     with Reporter(to_observer) as reporter:
@@ -145,7 +145,7 @@ async def test_counters_are_the_schedulers_own_whatever_was_dropped():
             assert value(stage.metrics, "iteration_tokens_total") == 2
 
 
-async def test_a_failure_inside_is_logged_and_the_next_fact_is_taken(caplog):
+async def test_failure_inside_is_logged_and_next_fact_is_taken(caplog):
     def note_ended(ended):
         raise RuntimeError("no span today")
 
@@ -194,7 +194,7 @@ async def test_it_pauses_its_intake_unless_a_flush_waits(mock_clock):
             await stage.settle()
 
 
-async def test_a_flush_is_answered_behind_the_facts_before_it():
+async def test_flush_is_answered_behind_facts_before_it():
     async with trio.open_nursery() as nursery:
         with Stage(nursery) as stage:
             for _ in range(50):
@@ -203,7 +203,7 @@ async def test_a_flush_is_answered_behind_the_facts_before_it():
             assert value(stage.metrics, "iteration_tokens_total") == 50
 
 
-async def test_what_is_in_the_inbox_at_the_end_is_still_counted():
+async def test_what_is_in_inbox_at_end_is_still_counted():
     async with trio.open_nursery() as nursery:
         with Stage(nursery) as stage:
             await stage.settle()

@@ -39,7 +39,7 @@ async def finish(engine, request_id, max_tokens=5, n=1, **options):
     ][-1]
 
 
-async def test_a_span_tells_a_requests_parameters_usage_and_times(autojump_clock):
+async def test_span_tells_requests_parameters_usage_and_times(autojump_clock):
     exporter = InMemorySpanExporter()
     async with tracing_engine(SimpleSpanProcessor(exporter)) as engine:
         output = await finish(engine, "mine", trace_headers=HEADERS)
@@ -104,7 +104,7 @@ class Sick(Conditions):
         return False
 
 
-async def test_a_failed_request_has_a_span_with_an_error(autojump_clock):
+async def test_failed_request_has_span_with_error(autojump_clock):
     exporter = InMemorySpanExporter()
     async with tracing_engine(SimpleSpanProcessor(exporter), conditions=Sick(STEP_S)) as engine:
         with pytest.raises(GenerationError):
@@ -116,7 +116,7 @@ async def test_a_failed_request_has_a_span_with_an_error(autojump_clock):
     assert "gen_ai.latency.time_to_first_token" not in span.attributes
 
 
-async def test_requests_that_the_end_of_the_engine_aborts_have_spans(autojump_clock):
+async def test_requests_that_end_of_engine_aborts_have_spans(autojump_clock):
     exporter = InMemorySpanExporter()
     async with tracing_engine(SimpleSpanProcessor(exporter)) as engine:
         stream = engine.generate(PROMPT, SamplingParams(max_tokens=200), "a")
@@ -137,7 +137,7 @@ class Witness(SpanProcessor):
         self.is_shut_down = True
 
 
-async def test_tracing_works_without_statistics_and_ends_with_the_engine(autojump_clock):
+async def test_tracing_works_without_statistics_and_ends_with_engine(autojump_clock):
     witness = Witness()
     async with tracing_engine(witness, log_stats=False) as engine:
         assert (await finish(engine, "a")).metrics is None

@@ -113,7 +113,7 @@ async def test_text_grows_by_whole_characters_and_ends_with_its_reason(stage):
     assert stage.num_tracked == 0
 
 
-async def test_a_stop_string_ends_the_sequence_and_tells_the_scheduler_once(stage):
+async def test_stop_string_ends_sequence_and_tells_scheduler_once(stage):
     id, slot = stage.track(stop=["sat"])
     ids = stage.text("the cat sat on")
     await stage.tell(news(id, ids))
@@ -127,13 +127,13 @@ async def test_a_stop_string_ends_the_sequence_and_tells_the_scheduler_once(stag
     assert stage.stopped() == ()
 
 
-async def test_all_that_stop_in_one_step_are_named_in_one_message(stage):
+async def test_stops_of_one_step_share_one_message(stage):
     requests = [stage.track(stop=["cat"])[0] for _ in range(3)]
     await stage.tell(*(news(id, stage.text("the cat")) for id in requests))
     assert stage.stopped() == tuple(requests)
 
 
-async def test_a_stop_string_in_the_last_step_needs_no_stop_message(stage):
+async def test_stop_string_in_last_step_needs_no_stop_message(stage):
     id, slot = stage.track(stop=["cat"])
     await stage.tell(news(id, stage.text("the cat sat"), "length"))
     assert completion(slot).finish_reason == "stop"
@@ -141,7 +141,7 @@ async def test_a_stop_string_in_the_last_step_needs_no_stop_message(stage):
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "the cat"), (True, "the cat<|im_end|>")])
-async def test_the_text_of_a_stop_token_is_left_out_unless_asked_for(stage, include, text):
+async def test_text_of_stop_token_is_left_out_unless_asked_for(stage, include, text):
     id, slot = stage.track(include_stop_str_in_output=include, skip_special_tokens=False)
     eos = stage.tokenizer.eos_token_id
     await stage.tell(news(id, [*stage.text("the cat"), eos], "stop", stop_reason=eos))
@@ -149,7 +149,7 @@ async def test_the_text_of_a_stop_token_is_left_out_unless_asked_for(stage, incl
     assert (answer.text, answer.token_ids[-1], answer.stop_reason) == (text, eos, eos)
 
 
-async def test_what_a_stop_string_held_back_comes_with_an_abort(stage):
+async def test_what_stop_string_held_back_comes_with_abort(stage):
     id, slot = stage.track(stop=["never, never"])
     await stage.tell(news(id, stage.text("the cat")))
     assert completion(slot).text == ""
@@ -164,7 +164,7 @@ async def test_without_detokenize_there_are_tokens_and_no_text(stage):
     assert (answer.text, answer.token_ids) == ("", list(stage.text("the cat")))
 
 
-async def test_without_a_tokenizer_there_are_tokens_and_logprobs_without_text():
+async def test_without_tokenizer_tokens_and_logprobs_without_text():
     async with open_stage(None) as stage:
         id, slot = stage.track(logprobs=0)
         await stage.tell(news(id, [7], "length", logprobs=(TokenLogprobs((7,), (-1.0,), 3),)))
@@ -172,7 +172,7 @@ async def test_without_a_tokenizer_there_are_tokens_and_logprobs_without_text():
         assert (answer.text, answer.logprobs) == ("", [{7: Logprob(-1.0, 3, None)}])
 
 
-async def test_n_sequences_have_their_own_text_and_end_one_by_one(stage):
+async def test_n_sequences_have_separate_texts_and_ends(stage):
     id, slot = stage.track(n=2, output_kind=RequestOutputKind.FINAL_ONLY)
     await stage.tell(news(id, stage.text("cat")), news(id + 1, stage.text("mat"), "length"))
     assert stage.num_tracked == 1
@@ -186,7 +186,7 @@ async def test_news_of_unknown_sequences_are_late_and_ignored(stage):
     assert stage.stopped() == ()
 
 
-async def test_an_error_in_the_engine_fails_the_request_with_its_message(stage):
+async def test_error_in_engine_fails_request_with_its_message(stage):
     id, slot = stage.track()
     await stage.tell(
         news(id, finish_reason="error", error=RequestError("numerical_error", "not finite"))
@@ -198,7 +198,7 @@ async def test_an_error_in_the_engine_fails_the_request_with_its_message(stage):
     assert stage.num_tracked == 0
 
 
-async def test_a_failure_in_one_request_fails_that_one_alone(stage, monkeypatch):
+async def test_failure_in_one_request_fails_that_one_alone(stage, monkeypatch):
     bad, bad_slot = stage.track(n=2, stop=["x"])
     good, good_slot = stage.track()
     stream = stage.tokenizer.stream
@@ -217,7 +217,7 @@ async def test_a_failure_in_one_request_fails_that_one_alone(stage, monkeypatch)
     assert stage.num_tracked == 0
 
 
-async def test_no_text_work_is_done_for_a_reader_who_left(stage, monkeypatch):
+async def test_no_text_work_is_done_for_reader_who_left(stage, monkeypatch):
     id, slot = stage.track()
     slot.close()
     monkeypatch.setattr(stage.tokenizer, "stream", None)  # calling it would fail
@@ -228,14 +228,14 @@ async def test_no_text_work_is_done_for_a_reader_who_left(stage, monkeypatch):
     assert stage.stopped() == ()
 
 
-async def test_an_aborted_request_whose_reader_waits_gets_its_last_output(stage):
+async def test_aborted_request_whose_reader_waits_gets_its_last_output(stage):
     id, slot = stage.track()
     slot.cancel()
     await stage.tell(news(id, stage.text("cat"), "abort"))
     assert completion(slot).finish_reason == "abort"
 
 
-async def test_logprobs_have_ranks_and_texts_and_end_with_the_match(stage):
+async def test_logprobs_have_ranks_and_texts_and_end_with_match(stage):
     id, slot = stage.track(logprobs=2, stop=["cat"])
     the, cat, on = (stage.text(word) for word in ("the", " cat", " on"))
     ids = (*the, *cat, *on)
@@ -249,7 +249,7 @@ async def test_logprobs_have_ranks_and_texts_and_end_with_the_match(stage):
     assert answer.cumulative_logprob == -3.0 * len(answer.token_ids)
 
 
-async def test_a_sampled_token_among_the_candidates_takes_its_place_in_the_ranks(stage):
+async def test_sampled_token_among_candidates_takes_its_place_in_ranks(stage):
     id, slot = stage.track(logprobs=2)
     repeated = TokenLogprobs((70, 65, 70), (-2.0, -1.0, -2.0), 2)
     left_out = TokenLogprobs((70, 65, 66), (-2.0, -1.0, -3.0), 2)
@@ -279,7 +279,7 @@ async def test_prompt_logprobs_arrive_in_chunks_with_corrected_texts(stage):
     assert stage.tokenizer.token_text(ids[0]) + "".join(texts) == "a 🎊"
 
 
-async def test_the_loop_gets_a_turn_within_a_long_step(stage):
+async def test_loop_gets_turn_within_long_step(stage):
     requests = [stage.track() for _ in range(60)]
     await stage.settled()
     turns = 0
@@ -297,7 +297,7 @@ async def test_the_loop_gets_a_turn_within_a_long_step(stage):
     assert turns >= 60 * len(ids) // 256
 
 
-async def test_a_scheduler_that_is_gone_is_no_failure_of_the_detokenizer(stage):
+async def test_scheduler_gone_is_no_failure_of_detokenizer(stage):
     id, slot = stage.track(stop=["cat"])
     stage.scheduler_inbox.close()
     await stage.tell(news(id, stage.text("cat")))

@@ -74,7 +74,7 @@ def result(request):
     return request.admit.slot.read_nowait()
 
 
-async def test_the_small_results_of_a_step_share_one_hop(stage, request_of):
+async def test_small_results_of_step_share_one_hop(stage, request_of):
     send, threads, _ = stage
     requests = [request_of([i, 1]) for i in range(5)]
     await send(*requests)
@@ -129,7 +129,7 @@ async def test_who_left_while_queued_costs_nothing(stage, request_of):
     assert result(failed).error.code == "execution_error"
 
 
-async def test_late_interaction_ends_in_the_score_and_forgets_the_query(stage, request_of):
+async def test_late_interaction_ends_in_score_and_forgets_query(stage, request_of):
     send, _, pooler = stage
     keep = LateInteractionParams(mode="cache_query", query_key="k", query_uses=2)
     meet = LateInteractionParams(mode="score_doc", query_key="k")

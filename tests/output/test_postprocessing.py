@@ -36,7 +36,7 @@ def test_an_embedding_is_shortened_and_then_normalised():
     assert not np.shares_memory(plain, raw)  # the step's other results are free to go
 
 
-def test_a_document_is_scored_without_the_rows_that_are_skipped():
+def test_document_is_scored_without_rows_that_are_skipped():
     query, document = numbers(3, 8), numbers(5, 8)
     params = PoolingParams(task="token_embed", use_activation=False)
     score = finish(document, params, spec(), query=query, skipped_rows=(1, 4))
@@ -60,7 +60,7 @@ def test_logits_are_calibrated_and_activated(activation, want):
     np.testing.assert_allclose(made, want((torch.from_numpy(raw) - 0.5) / 2).numpy(), rtol=1e-5)
 
 
-def test_step_pooling_keeps_the_step_tokens_and_the_asked_columns():
+def test_step_pooling_keeps_step_tokens_and_asked_columns():
     raw = numbers(4, 6)
     params = PoolingParams(
         task="token_classify", use_activation=False, step_tag_id=7, returned_token_ids=[1, 4]
@@ -93,7 +93,7 @@ def test_what_is_large_is_finite_nonetheless():
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e15, 1e-30, 0.0])
-def test_an_embedding_alone_is_normalised_to_the_bits_it_has_among_others(scale):
+def test_embedding_alone_is_normalised_to_bits_it_has_among_others(scale):
     raw = np.float32(scale) * numbers(50, 384)
     assert (normalized(raw) == [normalized(row) for row in raw]).all()
 

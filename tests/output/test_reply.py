@@ -53,7 +53,7 @@ async def test_cumulative_replaces(open_slot):
     assert slot.read_nowait() is None
 
 
-async def test_delta_hands_out_only_what_is_new_and_merges_what_was_not_read(open_slot):
+async def test_delta_merges_unread_outputs(open_slot):
     slot = open_slot(DELTA)
     slot.write(0, "a", (1,))
     slot.read_nowait()
@@ -63,7 +63,7 @@ async def test_delta_hands_out_only_what_is_new_and_merges_what_was_not_read(ope
     assert (texts(output), ids(output)) == ({0: "bc"}, {0: [2, 3]})
 
 
-async def test_final_only_waits_for_the_last_of_n_and_is_handed_out_once(open_slot):
+async def test_final_only_waits_for_all_n(open_slot):
     slot = open_slot(FINAL_ONLY, n=2)
     slot.write(1, "b", (2,), finish_reason="length")
     slot.write(0, "a", (1,))
@@ -86,7 +86,7 @@ async def test_what_was_handed_out_does_not_change_any_more(open_slot):
     assert ids(first) == {0: [1]}
 
 
-async def test_n_completions_come_as_they_change_and_finish_with_the_last(open_slot):
+async def test_n_completions_come_as_they_change_and_finish_with_last(open_slot):
     slot = open_slot(n=2)
     slot.write(1, "b", (2,), finish_reason="stop")
     first = slot.read_nowait()
@@ -96,7 +96,7 @@ async def test_n_completions_come_as_they_change_and_finish_with_the_last(open_s
     assert (texts(last), last.finished) == ({0: "a"}, True)
 
 
-async def test_the_interval_passes_the_first_every_nth_and_the_last_token(open_slot):
+async def test_interval_passes_first_every_nth_and_last_token(open_slot):
     slot = open_slot(DELTA, interval=3)
     seen = []
     for token in range(8):
@@ -139,7 +139,7 @@ async def test_an_abort_before_rendering_ends_every_completion(open_slot):
     assert [c.finish_reason for c in output.outputs] == ["abort", "abort"]
 
 
-async def test_an_abort_keeps_the_reasons_of_those_that_had_finished(open_slot):
+async def test_abort_keeps_reasons_of_those_that_had_finished(open_slot):
     slot = open_slot(FINAL_ONLY, n=2)
     slot.write(0, "a", (1,), finish_reason="length")
     slot.abort()
@@ -170,7 +170,7 @@ async def test_a_request_error_travels_in_the_output(open_slot):
     assert slot.read_nowait().error.message == "NaN"
 
 
-async def test_cumulative_logprob_is_a_float_exactly_when_logprobs_were_asked_for(open_slot):
+async def test_cumulative_logprob_is_float_exactly_when_logprobs_were_asked_for(open_slot):
     position = {7: Logprob(-0.5, 1, "x")}
     asked, not_asked = open_slot(logprobs=0), open_slot()
     for slot in (asked, not_asked):
@@ -182,7 +182,7 @@ async def test_cumulative_logprob_is_a_float_exactly_when_logprobs_were_asked_fo
     assert not_asked.read_nowait().outputs[0].cumulative_logprob is None
 
 
-async def test_an_aborted_request_with_logprobs_has_zero_cumulative_logprob(open_slot):
+async def test_aborted_request_with_logprobs_has_zero_cumulative_logprob(open_slot):
     slot = open_slot(logprobs=1)
     slot.abort()
     assert slot.read_nowait().outputs[0].cumulative_logprob == 0.0
@@ -288,7 +288,7 @@ async def test_closing_is_idempotent_aborts_and_swallows_writes(open_slot):
     assert "closed" in repr(slot)
 
 
-async def test_cancelling_the_scope_aborts_but_leaves_the_slot_readable(open_slot):
+async def test_cancelling_scope_aborts_but_leaves_slot_readable(open_slot):
     slot = open_slot()
     slot.cancel()
     assert slot.is_aborted

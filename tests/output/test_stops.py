@@ -49,7 +49,7 @@ def model(texts, stop, include, min_tokens):
         (["abc", "bc"], True, "xabc", "abc"),
     ],
 )
-def test_two_that_complete_together_are_decided_by_the_list(stop, include, text, reason):
+def test_two_that_complete_together_are_decided_by_list(stop, include, text, reason):
     assert push_all(["xabc"], stop, include_stop=include) == (text, 1, reason)
 
 
@@ -61,7 +61,7 @@ def test_the_match_that_completes_first_wins(texts, include, text):
     assert push_all(texts, ["world", "lo"], include_stop=include)[::2] == (text, "lo")
 
 
-def test_what_may_be_the_head_of_a_match_is_held_back():
+def test_what_may_be_head_of_match_is_held_back():
     sequence = state(["abEN"], ["END"])
     assert sequence.push([0]).text == "ab"
 
@@ -70,7 +70,7 @@ def test_nothing_is_held_back_when_stop_strings_are_included():
     assert state(["abEN"], ["END"], include_stop=True).push([0]).text == "abEN"
 
 
-def test_what_is_held_back_comes_out_at_the_end():
+def test_what_is_held_back_comes_out_at_end():
     sequence = state(["abEN"], ["END"])
     assert sequence.push([0]).text + sequence.push([], is_last=True).text == "abEN"
 
@@ -79,16 +79,16 @@ def test_a_match_may_be_split_over_steps():
     assert push_all(["one\n", "\ntwo"], ["\n\n"], cuts=[1]) == ("one", 2, "\n\n")
 
 
-def test_tokens_behind_the_match_are_dropped_and_those_of_the_match_stay():
+def test_tokens_behind_match_are_dropped_and_those_of_match_stay():
     assert push_all(["a", "EN", "D", "b", "c"], ["END"]) == ("a", 3, "END")
 
 
-def test_the_text_of_a_stop_token_is_left_out_but_the_token_counts():
+def test_text_of_stop_token_is_left_out_but_token_counts():
     news = state(["a", "</s>"]).push([0, 1], is_last=True, ends_with_stop_token=True)
     assert (news.text, news.num_tokens) == ("a", 2)
 
 
-def test_the_text_of_a_stop_token_stays_when_stops_are_included():
+def test_text_of_stop_token_stays_when_stops_are_included():
     sequence = state(["a", "</s>"], include_stop=True)
     assert sequence.push([0, 1], is_last=True, ends_with_stop_token=True).text == "a</s>"
 
@@ -104,7 +104,7 @@ def test_stop_strings_rest_until_more_than_min_tokens_exist():
     assert push_all(texts, ["x"], min_tokens=2) == ("xx", 3, "x")
 
 
-def test_no_match_begins_in_the_text_of_the_first_min_tokens():
+def test_no_match_begins_in_text_of_first_min_tokens():
     assert push_all(["a", "E", "ND", "END"], ["END"], min_tokens=2) == ("aEND", 4, "END")
 
 
@@ -112,7 +112,7 @@ def test_without_stop_strings_everything_comes_at_once():
     assert state(["abc"]).push([0]).text == "abc"
 
 
-def test_the_tail_stays_short_however_long_the_text_grows():
+def test_tail_stays_short_however_long_text_grows():
     sequence = state(["some text "], ["never"])
     for _ in range(1000):
         sequence.push([0])
@@ -129,9 +129,7 @@ letters = st.text("ab", max_size=4)
     include=st.booleans(),
     min_tokens=st.integers(0, 4),
 )
-def test_however_it_is_cut_into_steps_the_result_is_that_of_the_model(
-    texts, stop, cuts, include, min_tokens
-):
+def test_chunking_does_not_change_results(texts, stop, cuts, include, min_tokens):
     got = push_all(texts, stop, cuts, include_stop=include, min_tokens=min_tokens)
     assert got == model(texts, stop, include, min_tokens)
 

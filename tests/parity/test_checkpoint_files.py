@@ -101,7 +101,7 @@ def test_a_folder_is_read_as_transformers_reads_it(kind, strays, missing):
             assert all(torch.equal(found[n], expected[n]) for n in found)
 
 
-def test_a_tensor_in_two_files_is_refused_with_both_names(tmp_path):
+def test_tensor_in_two_files_is_refused_with_both_names(tmp_path):
     write(tmp_path, "shards", {"model_old.safetensors"}, None)
     with pytest.raises(TrouperValidationError, match=f"{FIRST} and in model_old.safetensors"):
         Checkpoint(tmp_path)

@@ -76,7 +76,7 @@ def expected(folder):
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_streams_go_on_when_a_rank_is_killed_and_ranks_sleep_together(folder, expected, crew):
+async def test_streams_survive_killed_rank_and_sleep(folder, expected, crew):
     found = {}
 
     async def ask(engine, i, *, kill_at=None):

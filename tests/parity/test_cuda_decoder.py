@@ -58,7 +58,7 @@ def device_tokens(rows, columns, *, padding):
     "case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )
 @torch.no_grad()
-def test_hidden_states_and_caches_equal_those_of_the_cpu_path(case, tmp_path):
+def test_hidden_states_and_caches_equal_those_of_cpu_path(case, tmp_path):
     from trouper.kernels.cuda.ops import TritonOps
 
     tiny_model(*CASES[case], tmp_path)

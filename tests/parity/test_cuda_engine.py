@@ -50,7 +50,7 @@ def expected(folder):
         return tokens(run(llm, GREEDY)), tokens(run(llm, MIXED))
 
 
-def test_tokens_equal_those_of_the_cpu_with_two_steps_in_flight(folder, expected, machines):
+def test_tokens_equal_those_of_cpu_with_two_steps_in_flight(folder, expected, machines):
     with open_llm(folder, "cuda") as llm:
         assert tokens(run(llm, MIXED)) == expected[1]
         # rows and blocks that others have used
@@ -123,9 +123,7 @@ def _ranks(logprobs):
 
 
 @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_sleep_gives_the_memory_back_and_wakes_with_the_same_tokens(
-    level, folder, expected, machines
-):
+def test_sleep_gives_memory_back_and_wakes_with_same_tokens(level, folder, expected, machines):
     with open_llm(folder, "cuda", **GRAPHS) as llm:
         assert tokens(run(llm, GREEDY, PROMPTS[1:3])) == expected[0][1:3]
         llm.sleep(level)
@@ -160,7 +158,7 @@ async def test_a_request_that_is_left_harms_nobody(folder, expected):
 
 
 @emulated
-def test_a_step_without_memory_is_tried_again_in_smaller_ones(folder, expected, machines, caplog):
+def test_step_without_memory_is_tried_again_in_smaller_ones(folder, expected, machines, caplog):
     """Neither an upload nor a launch finds memory for more than eight tokens."""
 
     def fail(host):

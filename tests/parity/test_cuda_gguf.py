@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.usefixtures("machines"), pytest.mark.timeout(300)]  # 
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", pytest.param("Q4_1", marks=pytest.mark.slow)])
-def test_a_file_of_integers_gives_the_tokens_of_the_cpu(tmp_path, kind, machines):
+def test_file_of_integers_gives_tokens_of_cpu(tmp_path, kind, machines):
     model = tiny_model("Llama", {"num_hidden_layers": 4}, tmp_path)
     path = converted(model, tmp_path / "m.gguf", "llama", kind=gguf.GGMLQuantizationType[kind])
     params = SamplingParams(temperature=0, max_tokens=3)

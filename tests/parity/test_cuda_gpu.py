@@ -60,7 +60,7 @@ def test_in_float32_tokens_equal_those_of_the_cpu(options, expected):
     assert answers(device="cuda", dtype="float32", **options) == expected
 
 
-def test_in_bfloat16_greedy_tokens_differ_only_where_two_are_as_good():
+def test_bfloat16_greedy_tokens_differ_only_in_ties():
     """To the first difference, which is a near tie; from there on the contexts differ."""
     params = SamplingParams(temperature=0, max_tokens=64, logprobs=5)
     found = {}
@@ -100,13 +100,13 @@ def test_batch_invariant_bits_depend_on_nobody_else(dtype):
 
 @two_gpus
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
-def test_in_float32_the_tokens_of_two_gpus_equal_those_of_the_cpu(options, expected):
+def test_in_float32_tokens_of_two_gpus_equal_those_of_cpu(options, expected):
     found = answers(device="cuda", dtype="float32", tensor_parallel_size=2, **options)
     assert found == expected
 
 
 @two_gpus
-def test_two_gpus_have_the_same_bits_in_every_crowd_and_after_a_sleep():
+def test_two_gpus_are_batch_invariant():
     asking = SamplingParams(temperature=0, max_tokens=32, logprobs=3)
     options = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True, **BASE}
     with LLM(tensor_parallel_size=2, enable_prefix_caching=False, **options) as llm:
@@ -126,7 +126,7 @@ def test_two_gpus_have_the_same_bits_in_every_crowd_and_after_a_sleep():
 
 @two_gpus
 @pytest.mark.anyio
-async def test_streams_of_two_gpus_go_on_when_a_rank_is_killed(expected):
+async def test_streams_of_two_gpus_go_on_when_rank_is_killed(expected):
     """NCCL's kernels of the rank that is left spin until its process is killed, too."""
     config = resolve(EngineArgs(device="cuda", dtype="float32", tensor_parallel_size=2, **BASE))
     peers = []

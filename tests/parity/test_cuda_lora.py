@@ -58,7 +58,7 @@ def expected(folder, adapters):
     }
 
 
-def test_a_mixture_gives_each_request_what_peft_gives_with_its_adapter(
+def test_mixture_gives_each_request_what_peft_gives_with_its_adapter(
     folder, adapters, expected, machines
 ):
     first, second, third = adapters
@@ -70,7 +70,7 @@ def test_a_mixture_gives_each_request_what_peft_gives_with_its_adapter(
     assert all(machine.num_replays > 3 for machine in machines)
 
 
-def test_adapters_survive_a_sleep_and_give_their_memory_back(folder, adapters, expected, machines):
+def test_adapters_survive_sleep_and_give_their_memory_back(folder, adapters, expected, machines):
     with open_llm(folder, "cuda", **{**OPTIONS, "max_loras": 1, "max_cpu_loras": 1}) as llm:
         for level, adapter in ((1, adapters[0]), (2, adapters[1])):  # the second takes the slot
             wanted = expected[adapter.lora_int_id][:1]
@@ -81,7 +81,7 @@ def test_adapters_survive_a_sleep_and_give_their_memory_back(folder, adapters, e
             compare(run(llm, PROMPTS[:1], adapter, GREEDY), wanted)
 
 
-def test_a_runner_that_is_closed_keeps_no_adapter_on_the_device(folder, adapters, machines):
+def test_runner_closed_keeps_no_adapter_on_device(folder, adapters, machines):
     from trouper.actors.executor.runners.cuda.runner import CudaRunner
 
     config = resolve(EngineArgs(**{**BASE, **OPTIONS}, model=folder, device="cuda"))
@@ -103,7 +103,7 @@ def test_no_prefix_crosses_adapters(folder, adapters):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ordered_dots")
-def test_eight_adapters_in_a_batch_are_each_alone_bit_by_bit(folder, tmp_path):
+def test_eight_adapters_in_batch_are_each_alone_bit_by_bit(folder, tmp_path):
     """With the products whose rows do not depend on their number."""
     names = [*VARIANTS][:8]
     chosen = []

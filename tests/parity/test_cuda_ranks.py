@@ -98,14 +98,12 @@ def same_as_on_one(processes, folder, adapter=None, **options):
     return num_replays
 
 
-def test_two_ranks_give_the_tokens_and_logprobs_of_one(tmp_path, two):
+def test_two_ranks_give_tokens_and_logprobs_of_one(tmp_path, two):
     make_model("qwen3-tied", tmp_path)
     same_as_on_one(two, tmp_path, **EAGER)
 
 
-def test_where_batches_must_not_change_bits_a_sum_is_that_of_float32_in_the_order_of_ranks(
-    tmp_path, two
-):
+def test_batch_invariant_sum_is_ordered_float32(tmp_path, two):
     make_model("qwen3-tied", tmp_path)
     parts = [torch.randn(3, 64).bfloat16() for _ in range(2)]
     with ranked(two, engine_config(tmp_path, **SIZES), tmp_path / "group") as model:
@@ -149,7 +147,7 @@ def test_an_adapter_is_cut_as_the_weights_are(tmp_path, two):
     same_as_on_one(two, tmp_path, adapter, **lora, **EAGER)
 
 
-def test_a_tied_head_stays_a_part_of_the_embedding_wherever_they_go(tmp_path):
+def test_tied_head_stays_part_of_embedding_wherever_they_go(tmp_path):
     make_model("qwen3-tied", tmp_path)
     config = engine_config(tmp_path)
     traits = decoder_traits(config.model.hf_config, config.model.architecture)
@@ -164,7 +162,7 @@ def test_a_tied_head_stays_a_part_of_the_embedding_wherever_they_go(tmp_path):
         assert head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
 
 
-def test_without_the_library_of_the_sums_ranks_are_refused(tmp_path):
+def test_without_library_of_sums_ranks_are_refused(tmp_path):
     """As by a build of torch for the CPU; the tests' own way is gloo."""
     machine = EmulatedMachine()
     machine.backend = "mpi"

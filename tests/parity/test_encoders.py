@@ -174,7 +174,7 @@ def test_decoders_that_see_ahead_do_not_generate(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_hidden_states_by_the_native_kernels_equal_those_of_transformers(kind, tmp_path):
+def test_hidden_states_by_native_kernels_equal_those_of_transformers(kind, tmp_path):
     """Heads of 16 numbers, rows of whole registers."""
     model = save_tiny(kind, AutoModel, tmp_path, **NARROW.get(kind, WIDE))
     for ids, mine in zip(prompts(), run(tmp_path, "token_embed"), strict=True):
@@ -184,7 +184,7 @@ def test_hidden_states_by_the_native_kernels_equal_those_of_transformers(kind, t
 
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet", "modernbert"])
-def test_in_bfloat16_nobody_else_in_the_batch_changes_a_bit(kind, tmp_path):
+def test_in_bfloat16_nobody_else_in_batch_changes_bit(kind, tmp_path):
     save_tiny(kind, AutoModel, tmp_path, **WIDE)
     if not units.can_multiply():
         pytest.skip("this machine does not multiply bfloat16")
@@ -196,7 +196,7 @@ def test_in_bfloat16_nobody_else_in_the_batch_changes_a_bit(kind, tmp_path):
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("num_tokens", "num_threads"), [(FEW_TOKENS, 1), (FEW_TOKENS + 1, 2)])
-def test_a_step_of_few_tokens_runs_on_one_thread(num_tokens, num_threads, tmp_path, monkeypatch):
+def test_step_of_few_tokens_runs_on_one_thread(num_tokens, num_threads, tmp_path, monkeypatch):
     save_tiny("bert", AutoModel, tmp_path)
     right, counts, elsewhere = Encoder.forward, [], []
 
@@ -215,7 +215,7 @@ def test_a_step_of_few_tokens_runs_on_one_thread(num_tokens, num_threads, tmp_pa
     sizes=st.lists(st.integers(1, 2 * SLICE_TOKENS), min_size=1, max_size=40),
     num_threads=st.integers(1, 4),
 )
-def test_a_plan_is_cut_into_passes_of_about_equal_tokens(sizes, num_threads):
+def test_plan_is_cut_into_passes_of_about_equal_tokens(sizes, num_threads):
     columns = tuple(PoolEntry((7,) * size, None, "embed") for size in sizes)
     parts = slices(columns, num_threads)
     assert tuple(column for part in parts for column in part) == columns
@@ -233,7 +233,7 @@ def test_equal_texts_are_as_many_in_each_threads_pass():
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_who_is_done_with_a_plan_begins_the_next(tmp_path, monkeypatch):
+def test_who_is_done_with_plan_begins_next(tmp_path, monkeypatch):
     """One pass of the first plan waits for a pass of the second."""
     save_tiny("bert", AutoModel, tmp_path)
     config = resolve(
@@ -281,7 +281,7 @@ def test_passes_side_by_side_give_what_each_text_gives_alone(dtype, tmp_path, mo
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_a_pass_that_raises_fails_the_step_when_the_others_have_ended(tmp_path, monkeypatch):
+def test_pass_that_raises_fails_step_when_others_have_ended(tmp_path, monkeypatch):
     save_tiny("bert", AutoModel, tmp_path)
     monkeypatch.setattr(pooling_runner, "LEAST_TOKENS", 1)
     finish = PoolingRunner._finish
@@ -408,7 +408,7 @@ def with_adapters(tensors):
 
 
 @pytest.mark.parametrize("task", [None, TASKS[1]])
-def test_jina_s_first_files_equal_those_with_the_task_merged(task, tmp_path):
+def test_jina_s_first_files_equal_those_with_task_merged(task, tmp_path):
     save_tiny("jina-v3", AutoModel, tmp_path, type_vocab_size=1)
     stored, merged = with_adapters(load_file(tmp_path / "model.safetensors"))
     if task is not None:
@@ -449,7 +449,7 @@ def test_token_logits_equal_those_of_transformers(kind, tmp_path):
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
 
 
-def test_the_head_of_a_decoders_classifier_reads_each_token_too(tmp_path):
+def test_head_of_decoders_classifier_reads_each_token_too(tmp_path):
     model = save_tiny("qwen3", AutoModelForSequenceClassification, tmp_path, num_labels=3)
     for ids, mine in zip(prompts(), run(tmp_path, "token_classify"), strict=True):
         with torch.no_grad():
@@ -464,7 +464,7 @@ def rename(folder, before, after):
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_a_generating_model_with_a_score_matrix_becomes_a_classifier(kind, tmp_path):
+def test_generating_model_with_score_matrix_becomes_classifier(kind, tmp_path):
     model = save_tiny(kind, AutoModelForSequenceClassification, tmp_path, num_labels=3)
     rename(tmp_path, "ForSequenceClassification", "ForCausalLM")
     for ids, mine in zip(prompts(), run(tmp_path, "classify", convert="classify"), strict=True):
@@ -509,7 +509,7 @@ def test_tokens_behind_the_keys_are_what_transformers_masks(kind, sizes, tmp_pat
         np.testing.assert_allclose(hidden, theirs.numpy(), atol=1e-4)
 
 
-def test_a_recorded_text_may_have_keys_of_any_number(tmp_path):
+def test_recorded_text_may_have_keys_of_any_number(tmp_path):
     save_tiny("bert", AutoModel, tmp_path, **WIDE)
     if not units.can_multiply():
         pytest.skip("this machine does not multiply bfloat16")
@@ -532,7 +532,7 @@ def test_what_expands_a_query_must_see_it(tmp_path):
         run(tmp_path, "token_embed")
 
 
-def test_a_model_with_fewer_positions_than_its_config_says_is_refused(tmp_path):
+def test_model_with_fewer_positions_than_its_config_says_is_refused(tmp_path):
     save_tiny("roberta", AutoModel, tmp_path)
     config = tmp_path / "config.json"
     told = json.loads(config.read_text())
@@ -543,7 +543,7 @@ def test_a_model_with_fewer_positions_than_its_config_says_is_refused(tmp_path):
     assert len(run(tmp_path, "embed", max_model_len=62)) == len(LENGTHS)
 
 
-def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path):
+def test_second_text_of_pair_has_its_own_token_type(tmp_path):
     def types(ids):
         return tuple(int(i >= len(ids) // 2) for i in range(len(ids)))
 
@@ -560,7 +560,7 @@ def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path):
     ("mode", "reduce"),
     [("cls", lambda x: x[0]), ("mean", lambda x: x.mean(0)), ("lasttoken", lambda x: x[-1])],
 )
-def test_a_sentence_transformers_folder_decides_how_to_pool_and_project(mode, reduce, tmp_path):
+def test_sentence_transformers_folder_decides_how_to_pool_and_project(mode, reduce, tmp_path):
     model = save_tiny("bert", AutoModel, tmp_path)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense")]
     listed = [{"path": p, "type": f"sentence_transformers.models.{t}"} for p, t in modules]

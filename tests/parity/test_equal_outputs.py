@@ -58,7 +58,7 @@ def test_tokens_do_not_depend_on(options, baseline):
             assert llm.llm_engine.statistics().scheduler.num_preemptions > 0
 
 
-def test_tokens_are_the_same_alone_and_in_a_crowd_and_from_the_cache(baseline):
+def test_tokens_are_same_alone_and_in_crowd_and_from_cache(baseline):
     with LLM(**BASE) as llm:
         alone = {}
         for i in range(len(PROMPTS)):

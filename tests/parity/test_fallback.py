@@ -148,7 +148,7 @@ def quantise(name, weight):
 @pytest.mark.parametrize(
     ("family", "method"), [("deepseek_v3", {"weight_block_size": [32, 32]}), ("gpt_oss", {})]
 )
-def test_a_quantised_checkpoint_has_the_answers_of_its_plain_weights(family, method, tmp_path):
+def test_quantised_checkpoint_has_answers_of_its_plain_weights(family, method, tmp_path):
     plain, narrow = tmp_path / "plain", tmp_path / "narrow"
     tiny_model(family, plain)
     narrow.mkdir()
@@ -186,7 +186,7 @@ def test_own_models_run_this_way_on_request(tmp_path):
     assert answers[0] == answers[1]
 
 
-def test_own_code_alone_refuses_a_model_that_it_does_not_know(foreign):
+def test_own_code_alone_refuses_model_that_it_does_not_know(foreign):
     with pytest.raises(UnsupportedFeatureError, match="GraniteMoeSharedForCausalLM"):
         LLM(foreign, **ENGINE, model_impl="trouper")
     with pytest.raises(TrouperValidationError, match="model_impl"):
@@ -285,7 +285,7 @@ def folder_with_code(tmp_path):
     return tmp_path, mark
 
 
-def test_code_of_a_folder_runs_only_when_it_is_allowed(folder_with_code, tmp_path, monkeypatch):
+def test_code_of_folder_runs_only_when_it_is_allowed(folder_with_code, tmp_path, monkeypatch):
     from transformers import dynamic_module_utils
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -273,7 +273,7 @@ def test_plain_types_are_read_as_they_are(tmp_path, name):
 
 
 @pytest.mark.parametrize("arch", MODELS)
-def test_tokens_and_logprobs_equal_those_of_the_model_that_was_converted(tmp_path, arch):
+def test_tokens_and_logprobs_equal_those_of_model_converted(tmp_path, arch):
     name, changes, numbers = MODELS[arch]
     model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)
     path = converted(model, tmp_path / "m.gguf", arch, numbers)
@@ -356,7 +356,7 @@ def test_keys_of_attention_and_positions_are_read(case, tmp_path):
     ("rope.freq_base_swa", 500.0), ("rope.scaling.yarn_log_multiplier", 0.1), ("rope.dimension_count", 8),
     ("rope.a_key_of_tomorrow", "x"), ("rope.scaling.yarn_attn_factor", 0.5), ("expert_gating_func", 2),
 ])  # fmt: skip
-def test_keys_that_are_not_read_are_refused_by_name(key, value, tmp_path):
+def test_keys_not_read_are_refused_by_name(key, value, tmp_path):
     model = tiny_model("Llama", {"num_hidden_layers": 4}, tmp_path)
     path = converted(model, tmp_path / "m.gguf", "llama", {key: value})
     word = "partial_rotary_factor" if key == "rope.dimension_count" else key
@@ -372,7 +372,7 @@ def test_keys_that_are_not_read_are_refused_by_name(key, value, tmp_path):
         ("xverse", {"attention.head_count_kv": 2}, "head_count_kv"),
     ],
 )
-def test_what_a_converter_stores_in_another_way_is_refused(arch, numbers, word, tmp_path):
+def test_what_converter_stores_in_another_way_is_refused(arch, numbers, word, tmp_path):
     name, changes, own = MODELS[arch]
     model = tiny_model(name, {"num_hidden_layers": 4, **changes}, tmp_path)
     path = converted(model, tmp_path / "m.gguf", arch, own | numbers)
@@ -393,7 +393,7 @@ def test_a_file_of_minicpm_must_have_its_scales(key, tmp_path):
 @pytest.mark.parametrize(
     ("arch", "kind"), [*itertools.product(MIXED, ["F32", "Q8_0"]), ("gpt-oss", "MXFP4")]
 )
-def test_experts_of_a_file_equal_those_of_their_dequantised_weights(tmp_path, arch, kind):
+def test_experts_of_file_equal_those_of_their_dequantised_weights(tmp_path, arch, kind):
     name, changes, numbers = MIXED[arch]
     model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)
     kind = gguf.GGMLQuantizationType[kind]
@@ -411,7 +411,7 @@ def test_experts_of_a_file_equal_those_of_their_dequantised_weights(tmp_path, ar
     check_against(model, driver.run(prompts, 16, Sampling(temperature=0.0, logprobs=-1)))
 
 
-def test_another_number_of_experts_than_the_tensors_have_is_refused(tmp_path):
+def test_another_number_of_experts_than_tensors_have_is_refused(tmp_path):
     table, experts = np.zeros((10, 64), np.float32), np.zeros((4, 96, 64), np.float32)
     tensors = [("token_embd.weight", table, None), ("blk.0.ffn_gate_exps.weight", experts, None)]
     path = write(tmp_path / "m.gguf", "qwen3moe", tensors, EXPERT_NUMBERS)
@@ -419,7 +419,7 @@ def test_another_number_of_experts_than_the_tensors_have_is_refused(tmp_path):
         ModelConfig.load(EngineArgs(model=str(path)))
 
 
-def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path):
+def test_frequencies_are_divided_by_factors_of_file(tmp_path):
     config = {"num_hidden_layers": 4, "rope_parameters": LLAMA3}
     model = tiny_model("Llama", config, tmp_path)
     plain = 10000.0 ** -(np.arange(0, 16, 2, dtype=np.float32) / 16)
@@ -450,7 +450,7 @@ def test_integers_stay_what_they_are(tmp_path, kind, fmt):
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ1_M", "IQ2_XS", "IQ3_S", "IQ4_XS", "TQ1_0"])
-def test_integers_of_few_bits_are_those_of_the_reference(tmp_path, kind):
+def test_integers_of_few_bits_are_those_of_reference(tmp_path, kind):
     number = gguf.GGMLQuantizationType[kind]
     blocks = np.random.default_rng(0).integers(0, 60, (96, gguf.GGML_QUANT_SIZES[number][1]))
     blocks = blocks.astype(np.uint8)
@@ -474,7 +474,7 @@ def test_memory_of_weights_counts_bytes_that_are_held(tmp_path):
     assert weight_bytes(args, model, "float32") == 10 * 256 * (4 + 4) + 96 * 256 * 4
 
 
-def test_parts_of_several_types_are_bytes_in_the_smallest_groups():
+def test_parts_of_several_types_are_bytes_in_smallest_groups():
     q = torch.randint(0, 16, (3, 64), dtype=torch.int8)
     coarse = Affine(q, torch.rand(3, 2), torch.rand(3, 2))
     fine = Affine(q - 8, torch.rand(3, 4))
@@ -484,7 +484,7 @@ def test_parts_of_several_types_are_bytes_in_the_smallest_groups():
     assert torch.equal(dequantized_affine(both), wanted)
 
 
-def test_the_tokenizer_and_the_template_come_from_the_file(tmp_path):
+def test_tokenizer_and_template_come_from_file(tmp_path):
     table = np.zeros((10, 64), np.float32)
     path = write(tmp_path / "m.gguf", tensors=[("token_embd.weight", table, None)])
     tokenizer = Tokenizer.load(path)
@@ -514,7 +514,7 @@ def test_texts_are_split_as_the_name_says(name, tmp_path):
     assert [item for item, _ in splitter.pre_tokenize_str("it's 1234 up!\n")] == PIECES[name]
 
 
-def test_a_folder_with_one_file_and_a_quantization_name_it(tmp_path):
+def test_folder_with_one_file_and_quantization_name_it(tmp_path):
     write(tmp_path / "m-Q4_0.gguf")
     assert find_gguf(tmp_path) == tmp_path / "m-Q4_0.gguf"
     write(tmp_path / "m-Q8_0.gguf")
@@ -557,7 +557,7 @@ def changed(content, at, form, value):
         (lambda c: changed(c, c.index(b"output_norm.weight") + 18 + 4 + 8, "<I", 77), "unknown type"),
     ],
 )  # fmt: skip
-def test_a_bad_header_is_refused_by_what_is_wrong(tmp_path, change, rule):
+def test_bad_header_is_refused_by_what_is_wrong(tmp_path, change, rule):
     path = tmp_path / "m.gguf"
     path.write_bytes(change(small(path)))
     with pytest.raises(TrouperValidationError, match=rule):
@@ -576,7 +576,7 @@ def test_what_is_not_read_here_is_named(tmp_path):
         read_gguf(path)
 
 
-def test_types_with_tables_need_a_package_and_say_which(tmp_path, monkeypatch):
+def test_types_with_tables_need_package_and_say_which(tmp_path, monkeypatch):
     table = np.zeros((10, 98), np.uint8)
     kind = gguf.GGMLQuantizationType.IQ3_XXS
     path = write(tmp_path / "m.gguf", tensors=[("token_embd.weight", table, kind)])
@@ -587,7 +587,7 @@ def test_types_with_tables_need_a_package_and_say_which(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
-def test_a_vector_of_a_packed_type_is_refused_by_its_name(tmp_path, kind):
+def test_vector_of_packed_type_is_refused_by_its_name(tmp_path, kind):
     name, changes, numbers = MODELS["llama"]
     model = tiny_model(name, {"num_hidden_layers": 2, **changes}, tmp_path)
     path = converted(model, tmp_path / "m.gguf", "llama", numbers)
@@ -630,7 +630,7 @@ EDITS = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=
 
 @settings(max_examples=200, deadline=None)
 @given(which=st.integers(0, 3), edits=EDITS)
-def test_a_mutated_file_loads_or_ends_in_a_typed_error(targets, which, edits):
+def test_mutated_file_loads_or_ends_in_typed_error(targets, which, edits):
     load_changed(targets[0], targets[1][which].read_bytes(), edits)
 
 
@@ -642,7 +642,7 @@ def test_ten_thousand_mutated_files_load_or_end_in_typed_errors(targets, which, 
     load_changed(targets[0], targets[1][which].read_bytes(), edits)
 
 
-def test_a_folder_that_is_written_of_a_file_has_its_numbers(tmp_path):
+def test_folder_written_of_file_has_its_numbers(tmp_path):
     name, changes, numbers = MODELS["llama"]
     model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)
     write_folder(converted(model, tmp_path / "m.gguf", "llama", numbers), tmp_path / "folder")
@@ -668,7 +668,7 @@ def test_a_real_model_answers_in_its_own_words():
 
 
 @needs_smollm2
-def test_a_real_tokenizer_gives_the_ids_of_the_reference():
+def test_real_tokenizer_gives_ids_of_reference():
     from transformers import AutoTokenizer
 
     path = Path(SMOLLM2)
@@ -693,7 +693,7 @@ def test_a_real_tokenizer_gives_the_ids_of_the_reference():
 
 @needs_smollm2
 @torch.no_grad()
-def test_a_real_model_gives_the_logits_of_its_dequantised_weights(tmp_path):
+def test_real_model_gives_logits_of_its_dequantised_weights(tmp_path):
     config = engine_config(SMOLLM2, max_model_len=256)
     hf = AutoConfig.for_model(
         **{k: v for k, v in config.model.hf_config.items() if k != "quantization_config"}
@@ -709,7 +709,7 @@ def test_a_real_model_gives_the_logits_of_its_dequantised_weights(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "name"), [(None, None), (3, "LAST"), (1, "MEAN")])
-def test_a_decoder_of_a_file_embeds_as_the_model_that_was_converted(tmp_path, number, name):
+def test_decoder_of_file_embeds_as_model_converted(tmp_path, number, name):
     model = tiny_model("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-6}, tmp_path)
     numbers = {"block_count": model.config.num_hidden_layers}
     numbers |= {} if number is None else {"pooling_type": number}

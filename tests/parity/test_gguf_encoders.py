@@ -107,7 +107,7 @@ def converted(model, folder, arch, **options):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hidden_states_equal_those_of_the_model_that_was_converted(case, tmp_path):
+def test_hidden_states_equal_those_of_model_converted(case, tmp_path):
     kind, numbers = CASES[case]
     model = save_tiny(kind, AutoModel, tmp_path)
     path = converted(model, tmp_path, case.split()[0], numbers=numbers)
@@ -202,7 +202,7 @@ def test_unigram_pieces_are_those_of_xlm_roberta(tmp_path):
     assert own.decode(ids) == "hello a"
 
 
-def test_what_a_file_of_an_encoder_lacks_or_contradicts_is_named(tmp_path):
+def test_what_file_of_encoder_lacks_or_contradicts_is_named(tmp_path):
     model = save_tiny("bert", AutoModel, tmp_path)
     refused = {
         "attention.head_count_kv": 2, "rope.a_key_of_tomorrow": 1, "attention.sliding_window": 8, "pooling_type": 9,

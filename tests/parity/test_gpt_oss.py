@@ -53,7 +53,7 @@ def write(tmp_path, changes=None, **fields):
     return plain, narrow
 
 
-def test_experts_of_four_bits_have_the_answers_of_plain_ones(tmp_path):
+def test_experts_of_four_bits_have_answers_of_plain_ones(tmp_path):
     plain, narrow = write(tmp_path)
     (_, ids, logprobs), (runner, found_ids, found) = run(plain), run(narrow)
     assert isinstance(runner, CpuRunner)

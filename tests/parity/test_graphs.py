@@ -125,9 +125,7 @@ DRAWN = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.3, seed=5)
     ids=["plain", "edited", "told"],
 )
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS_OF_FEW], ids=["long", "few"])
-def test_tokens_are_drawn_in_the_recording_unless_a_row_needs_more(
-    folder, sampling, are_drawn, prompts
-):
+def test_tokens_are_drawn_in_recording_unless_row_needs_more(folder, sampling, are_drawn, prompts):
     each = [sampling[i == 3] for i in range(5)]
     found, made = [], None
     for is_eager in (True, False):
@@ -138,7 +136,7 @@ def test_tokens_are_drawn_in_the_recording_unless_a_row_needs_more(
     assert {is_drawn for _, is_drawn in made._steps} == are_drawn
 
 
-def test_the_steps_of_a_sequence_and_its_drafts_are_recorded_at_load(folder):
+def test_steps_of_sequence_and_its_drafts_are_recorded_at_load(folder):
     runner = runner_of(folder, speculative_config={"method": "suffix", "num_speculative_tokens": 4})
     runner.load()
     assert sizes_of(runner.steps.recorded) == [1, 2, 3, 4, 5]
@@ -146,7 +144,7 @@ def test_the_steps_of_a_sequence_and_its_drafts_are_recorded_at_load(folder):
     runner.close()
 
 
-def test_a_recorded_step_ends_with_the_weights_and_the_memory_it_was_recorded_of(folder):
+def test_recorded_step_expires_with_weights_and_memory(folder):
     runner = runner_of(folder)
     driver = Driver(runner)
     expected = [s.token_ids for s in driver.run(PROMPTS[:2], 10)]
@@ -161,7 +159,7 @@ def test_a_recorded_step_ends_with_the_weights_and_the_memory_it_was_recorded_of
         del garbage
 
 
-def test_a_step_that_fails_before_its_replay_can_be_done_again(folder, monkeypatch):
+def test_step_that_fails_before_its_replay_can_be_done_again(folder, monkeypatch):
     runner = runner_of(folder)
     (expected,) = Driver(runner).run([PROMPTS[0]], 4)
     runner.execute(plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (3, 1)),)))
@@ -173,7 +171,7 @@ def test_a_step_that_fails_before_its_replay_can_be_done_again(folder, monkeypat
     assert again == expected.token_ids[1:]
 
 
-def test_rows_that_are_preempted_share_blocks_and_take_copies(folder):
+def test_rows_preempted_share_blocks_and_take_copies(folder):
     """The same plans, whose decode steps read foreign blocks and rows that came back elsewhere."""
     answers = []
     for is_eager in (True, False):
@@ -203,7 +201,7 @@ def test_rows_that_are_preempted_share_blocks_and_take_copies(folder):
     assert sizes_of(runner.steps.recorded) == [2]
 
 
-def test_a_head_that_torch_multiplies_leaves_the_layers_recorded(tmp_path):
+def test_head_that_torch_multiplies_leaves_layers_recorded(tmp_path):
     tiny_model("Llama", {"num_hidden_layers": 2}, tmp_path)
     expected, _ = bits_of(tmp_path, enforce_eager=True)
     found, made = bits_of(tmp_path)
@@ -273,9 +271,7 @@ def test_passes_of_several_texts_are_replayed_whatever_their_lengths(tmp_path, m
         runner.close()
 
 
-def test_a_recorded_pass_serves_all_of_about_its_size_and_the_eldest_is_forgotten(
-    tmp_path, monkeypatch
-):
+def test_recorded_passes_serve_sizes_and_expire(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded_steps, "MAX_PASSES", 2)
     save_tiny("bert", AutoModel, tmp_path, **WIDE)
     eager, replayed = (encoder_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
@@ -293,7 +289,7 @@ def test_a_recorded_pass_serves_all_of_about_its_size_and_the_eldest_is_forgotte
     ]  # fmt: skip
 
 
-def test_an_encoder_in_whose_steps_torch_computes_is_not_recorded(tmp_path):
+def test_encoder_in_whose_steps_torch_computes_is_not_recorded(tmp_path):
     save_tiny("modernbert", AutoModel, tmp_path, **WIDE)
     runner = encoder_runner(tmp_path, enforce_eager=False)
     runner.execute(PoolPlan(1, 0, (PoolEntry((5, 6, 7), None, "token_embed"),)))

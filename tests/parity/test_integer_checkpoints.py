@@ -289,7 +289,7 @@ def test_what_is_not_read_is_named(config, field):
 
 
 @pytest.mark.parametrize("config", [CONFIGS["awq"], compressed(WEIGHTS | {"strategy": "channel"})])
-def test_one_group_for_all_inputs_where_the_config_says_so(config):
+def test_one_group_for_all_inputs_where_config_says_so(config):
     scheme = read_scheme({"quantization_config": {**config, "group_size": -1}})
     assert scheme is not None
     assert scheme.groups[0][1].group_size is None

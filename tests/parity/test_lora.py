@@ -112,7 +112,7 @@ def compare(outputs, expected):
         for number, name in enumerate(VARIANTS)
     ],
 )
-def test_an_adapter_gives_the_tokens_and_logprobs_of_peft(llm, model, adapters, number):
+def test_adapter_gives_tokens_and_logprobs_of_peft(llm, model, adapters, number):
     adapter = adapters[number]
     expected = greedy_of_peft(model, adapter.lora_path, PROMPTS[:2])
     compare(run(llm, PROMPTS[:2], adapter), expected)
@@ -120,7 +120,7 @@ def test_an_adapter_gives_the_tokens_and_logprobs_of_peft(llm, model, adapters, 
 
 @pytest.mark.parametrize("style", ["model.language_model.", "language_model.model."])
 @pytest.mark.parametrize("has_tower", [False, True])
-def test_an_adapter_of_a_larger_model_is_read_by_its_own_names(
+def test_adapter_of_larger_model_is_read_by_its_own_names(
     model, tmp_path, caplog, style, has_tower
 ):
     """PEFT's names lead through `language_model` where the adapter was trained on a model that also sees."""
@@ -166,7 +166,7 @@ def test_adapters_of_turned_and_grouped_matrices_equal_peft(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["glm4", "ernie4-5-biased", "hunyuan", "ministral3"])
-def test_an_adapter_follows_the_order_of_the_rows_that_it_changes(case, tmp_path):
+def test_adapter_follows_order_of_rows_that_it_changes(case, tmp_path):
     """Rows of q and k are put into halves where they are stored in pairs."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     tiny_model(*CASES[case], base)
@@ -186,7 +186,7 @@ def values(outputs):
     ]
 
 
-def test_eight_adapters_in_a_batch_are_each_alone_bit_by_bit(llm, adapters):
+def test_eight_adapters_in_batch_are_each_alone_bit_by_bit(llm, adapters):
     """Prompts of different lengths, and one without an adapter between them."""
     prompts = random_prompts((9, 33, 3, 20, 1, 14, 8, 26, 7), VOCAB, seed=5)
     params = GREEDY.clone()
@@ -248,7 +248,7 @@ def test_adapters_are_loaded_and_unloaded_by_hand(llm, adapters):
     assert llm.list_loras() == set()
 
 
-def test_a_beam_search_has_the_adapter_of_its_prompt(llm, adapters):
+def test_beam_search_has_adapter_of_its_prompt(llm, adapters):
     """One beam is the greedy answer."""
     params = BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True)
     for adapter in (adapters[0], None):

@@ -3,6 +3,6 @@
 from .models_page import PAGE, rendered
 
 
-def test_the_lists_of_models_are_those_of_the_code():
+def test_lists_of_models_are_those_of_code():
     page = PAGE.read_text()
     assert rendered(page) == page, "python -m tests.parity.models_page writes them"

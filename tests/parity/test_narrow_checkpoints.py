@@ -420,7 +420,7 @@ def test_experts_are_quantised_matrices_too(tmp_path, kind):
 
 
 @pytest.mark.parametrize("case", ["gpt-oss", "granite-moe"])
-def test_fp8_of_experts_that_are_stored_together_is_refused(case, tmp_path):
+def test_fp8_of_experts_stored_together_is_refused(case, tmp_path):
     tiny_model(*SPARSE[case], tmp_path)
     stored = load_file(tmp_path / FILE)
     narrow = {name: x.to(torch.float8_e4m3fn) if x.ndim == 3 else x for name, x in stored.items()}
@@ -433,7 +433,7 @@ def test_fp8_of_experts_that_are_stored_together_is_refused(case, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fp8_blocks", "int8_zeros", "gptq_act_order", "nvfp4"])
-def test_beside_bfloat16_the_answers_are_as_near_as_its_rounding(tmp_path, kind):
+def test_beside_bfloat16_answers_are_as_near_as_its_rounding(tmp_path, kind):
     config, quantise = KINDS[kind]
     plain, narrow = write(tmp_path, config, lambda _: quantise)
     (_, _, logprobs), (_, _, found) = run(plain, "bfloat16"), run(narrow, "auto")
@@ -441,7 +441,7 @@ def test_beside_bfloat16_the_answers_are_as_near_as_its_rounding(tmp_path, kind)
     assert (found - logprobs).abs().mean() < 0.03
 
 
-def test_experts_of_gpt_oss_are_those_of_transformers_bit_by_bit(tmp_path):
+def test_gpt_oss_experts_equal_transformers_bitwise(tmp_path):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     name = "model.layers.0.mlp.experts.down_proj"
@@ -507,7 +507,7 @@ def test_a_malformed_tensor_is_named(tmp_path, kind, changes, message):
 
 @pytest.mark.parametrize("kind", ["fp8_tensor", "nvfp4"])
 @pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.v_proj.v_scale"])
-def test_scales_of_a_kv_cache_are_left_out_with_a_line(tmp_path, caplog, kind, name):
+def test_scales_of_kv_cache_are_left_out_with_line(tmp_path, caplog, kind, name):
     def add(stored):
         stored[f"model.layers.0.{name}"] = torch.tensor(3.0)
 
@@ -587,5 +587,5 @@ def read_changed(target, edits, changes):
 
 @settings(max_examples=100, deadline=None)
 @given(index=st.integers(0, len(DRAWN) - 1), edits=EDITS, changes=CHANGES)
-def test_a_mutated_checkpoint_is_read_or_refused_with_a_typed_error(targets, index, edits, changes):
+def test_mutated_checkpoint_is_read_or_refused_with_typed_error(targets, index, edits, changes):
     read_changed(targets[index], edits, changes)

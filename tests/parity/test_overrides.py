@@ -12,7 +12,7 @@ from .test_architectures import LINEAR, LLAMA3, VOCAB, YARN, check_against, tiny
 
 
 @pytest.mark.parametrize("runner", [CpuRunner, hf_runner])
-def test_yarn_by_override_equals_transformers_beyond_the_trained_length(runner, tmp_path):
+def test_yarn_by_override_equals_transformers_beyond_trained_length(runner, tmp_path):
     tiny_model("Qwen3", {"head_dim": 16, "max_position_embeddings": 64}, tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     config.rope_parameters, config.max_position_embeddings = YARN, 256
@@ -26,7 +26,7 @@ def test_yarn_by_override_equals_transformers_beyond_the_trained_length(runner, 
 
 @pytest.mark.parametrize("wish", [LINEAR, LLAMA3, YARN], ids=lambda wish: wish["rope_type"])
 @pytest.mark.parametrize("runner", [CpuRunner, hf_runner])
-def test_the_old_name_of_a_scaling_stretches_a_config_with_the_new_one(runner, wish, tmp_path):
+def test_old_name_of_scaling_stretches_config_with_new_one(runner, wish, tmp_path):
     lengths = {"max_position_embeddings": 64 if wish is YARN else 256}
     theta = {"rope_theta": 500.0, "rope_type": "default"}
     tiny_model("Llama", {**lengths, "rope_parameters": theta}, tmp_path)

@@ -158,7 +158,7 @@ def test_parts_of_a_chat_stand_among_its_tokens(num_batched):
         assert "\U0010fffe" not in mixed.prompt
 
 
-def test_a_part_may_be_put_anywhere_by_the_template_or_be_dropped():
+def test_part_may_be_put_anywhere_by_template_or_be_dropped():
     template = "{% for m in messages[1:] %}{% for p in m.content %}[{{ p.text | trim }}]{% endfor %}{% endfor %}"
     messages = chat([part([7] * 5)], [" a ", part([8] * 3), part([9]), "\U0010fffe0\U0010fffe"])
     with LLM(enable_prompt_embeds=True, dtype="float32") as llm:
@@ -201,7 +201,7 @@ def test_what_cannot_be_is_refused_by_name(prompt, params, parameter, tmp_path):
     ],
     ids=["not enabled", "pooling", "no data", "a mark", "no tensor", "width", "too long"],
 )
-def test_a_bad_part_of_a_chat_is_refused_by_name(given, options, parameter):
+def test_bad_part_of_chat_is_refused_by_name(given, options, parameter):
     prompt = {"messages": chat(["one", given])}
     with (
         LLM(**{"enable_prompt_embeds": True, "dtype": "float32", **options}) as llm,

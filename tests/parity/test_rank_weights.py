@@ -86,7 +86,7 @@ def test_a_rank_has_its_part_of_narrow_numbers(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
-def test_a_rank_has_its_blocks_of_a_gguf_file(tmp_path, kind):
+def test_rank_has_its_blocks_of_gguf_file(tmp_path, kind):
     """Rows of q and k are in another order there."""
     model = tiny_model("Llama", {"num_hidden_layers": 4, **WIDE}, tmp_path)
     numbers = {"feed_forward_length": 128}
@@ -109,7 +109,7 @@ def test_weights_are_rounded_before_they_are_cut(tmp_path, quantization):
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2moe", "falcon"])
-def test_ranks_of_a_gguf_file_give_the_tokens_of_one(tmp_path, arch):
+def test_ranks_of_gguf_file_give_tokens_of_one(tmp_path, arch):
     name, changes, numbers = (MIXED | test_gguf.MODELS)[arch]
     model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)
     path = converted(model, tmp_path / "m.gguf", arch, numbers)
@@ -119,7 +119,7 @@ def test_ranks_of_a_gguf_file_give_the_tokens_of_one(tmp_path, arch):
         compare(outputs(runner), expected)
 
 
-def test_ranks_of_dummy_weights_give_the_tokens_of_one(tmp_path):
+def test_ranks_of_dummy_weights_give_tokens_of_one(tmp_path):
     make_model("olmoe", tmp_path)
     config = engine_config(tmp_path, load_format="dummy")
     expected = outputs(CpuRunner(config))
@@ -128,7 +128,7 @@ def test_ranks_of_dummy_weights_give_the_tokens_of_one(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-tied", "ernie4-5"])
-def test_each_rank_takes_its_part_of_an_adapter_and_refuses_a_bad_one_whole(tmp_path, case):
+def test_ranks_share_adapter_or_refuse_it(tmp_path, case):
     make_model(case, tmp_path)
     config = msgspec.structs.replace(engine_config(tmp_path), lora=LoRAConfig(num_slots=1))
     good = random_tensors(model=tmp_path)
@@ -188,7 +188,7 @@ def test_groups_of_inputs_are_not_cut(tmp_path):
     assert error.value.parameter == "tensor_parallel_size"
 
 
-def test_inputs_in_an_order_of_their_own_are_not_cut(tmp_path):
+def test_inputs_in_order_of_their_own_are_not_cut(tmp_path):
     scheme, quantise = test_narrow_checkpoints.KINDS["gptq_act_order"]
     _, narrow = test_narrow_checkpoints.write(
         tmp_path, scheme, lambda _: quantise, model=wide_model
@@ -201,7 +201,7 @@ def test_inputs_in_an_order_of_their_own_are_not_cut(tmp_path):
     assert error.value.parameter == "tensor_parallel_size"
 
 
-def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_before_anything_is_read(
+def test_indivisible_heads_are_refused_before_reading(
     tmp_path,
 ):
     make_model("llama", tmp_path)

@@ -70,7 +70,7 @@ def test_stages_of_ranks_give_the_tokens_of_one(case, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", ["gemma2", "gpt-oss"])
-def test_replicas_of_stages_of_ranks_give_the_tokens_of_one_process(case, tmp_path):
+def test_replicas_of_stages_of_ranks_give_tokens_of_one_process(case, tmp_path):
     make_model(case, tmp_path)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     wishes = [
@@ -89,7 +89,7 @@ def test_replicas_of_stages_of_ranks_give_the_tokens_of_one_process(case, tmp_pa
 
 
 @needs_kernels
-def test_logprobs_of_a_prompt_leave_the_logits_of_a_recorded_step_alone(tmp_path):
+def test_logprobs_of_prompt_leave_logits_of_recorded_step_alone(tmp_path):
     """A step with logits of its own samples for one request, and computes those of another's prompt."""
     tiny_model("Llama", {"vocab_size": 224}, tmp_path)
     config = engine_config(tmp_path)
@@ -161,7 +161,7 @@ def test_ranks_that_sleep_without_weights_keep_no_norm(tmp_path):
 
 
 @needs_kernels
-def test_a_rank_that_is_given_another_step_says_so(tmp_path):
+def test_rank_that_is_given_another_step_says_so(tmp_path):
     tiny_model(*CASES["llama"], tmp_path)
     config = engine_config(tmp_path, enforce_eager=True)
     with workers(config, 2) as crew:
@@ -192,7 +192,7 @@ def tokens_of(llm):
 @needs_kernels
 @pytest.mark.timeout(120)
 @pytest.mark.slow
-def test_two_processes_give_the_tokens_of_one_and_sleep_together():
+def test_two_processes_give_tokens_of_one_and_sleep_together():
     with LLM(**ENGINE) as llm:
         whole = tokens_of(llm)
     with LLM(tensor_parallel_size=2, **ENGINE) as llm:

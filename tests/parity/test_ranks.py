@@ -42,7 +42,7 @@ def make_model(case, folder, **changes):
 
 
 @pytest.mark.parametrize("case", each_case())
-def test_two_ranks_give_the_tokens_and_logprobs_of_one(case, tmp_path):
+def test_two_ranks_give_tokens_and_logprobs_of_one(case, tmp_path):
     make_model(case, tmp_path)
     config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))

@@ -50,19 +50,19 @@ def plan_of(*columns, **changes):
     return StepPlan(0, 0, *map(tuple, zip(*columns, strict=True)), **changes)
 
 
-def test_plans_are_made_before_the_results_of_earlier_ones_are_known(runner, answers):
+def test_plans_are_made_before_results_of_earlier_ones_are_known(runner, answers):
     """Ten plans, none of which says what a token is, then their results."""
     plans = [plan_of((2, 0, 9, 1), new_sequences=(row_of(2, PROMPTS[0], (5, 4, 9)),))]
     plans += [plan_of((2, 9 + i, 1, 1)) for i in range(9)]
     assert [runner.execute(plan).token_ids[0][0] for plan in plans] == answers[0]
 
 
-def test_the_same_request_is_the_same_in_a_crowd(runner, answers):
+def test_same_request_is_same_in_crowd(runner, answers):
     found = Driver(runner, chunk=4, shuffle=2, stagger=3).run(PROMPTS, 10)
     assert [s.token_ids for s in found] == answers
 
 
-def test_a_sampled_answer_is_the_same_in_a_crowd(folder):
+def test_sampled_answer_is_same_in_crowd(folder):
     sampling = [
         Sampling(seed=1),
         Sampling(seed=2, top_k=20, top_p=0.9),
@@ -76,14 +76,14 @@ def test_a_sampled_answer_is_the_same_in_a_crowd(folder):
     assert [s.token_ids for s in crowd] == alone
 
 
-def test_a_row_is_given_to_another_sequence_by_the_very_next_plan(runner, answers):
+def test_row_is_given_to_another_sequence_by_very_next_plan(runner, answers):
     runner.execute(plan_of((0, 0, 20, 1), new_sequences=(row_of(0, PROMPTS[1], (1, 2, 3)),)))
     plans = [plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (3, 1)),))]
     plans += [plan_of((0, 9 + i, 1, 1)) for i in range(5)]
     assert [runner.execute(plan).token_ids[0][0] for plan in plans] == answers[0][:6]
 
 
-def test_a_preempted_sequence_comes_back_with_what_it_had_generated(runner, answers):
+def test_preempted_sequence_comes_back_with_what_it_had_generated(runner, answers):
     tokens = [*PROMPTS[0], *answers[0][:4]]
     row = row_of(1, tokens, (7, 8), num_prompt=len(PROMPTS[0]))
     done = runner.execute(plan_of((1, 0, len(tokens), True), new_sequences=(row,)))
@@ -134,7 +134,7 @@ def test_an_empty_plan_is_answered(runner):
     assert runner.execute(StepPlan(3, 0, (), (), (), ())).token_ids == ()
 
 
-def test_a_column_whose_logits_are_not_finite_fails_alone(runner, answers):
+def test_column_whose_logits_are_not_finite_fails_alone(runner, answers):
     poisoned = 5
     with torch.inference_mode():
         runner.model.decoder._embedding[poisoned] = torch.nan
@@ -155,7 +155,7 @@ def test_a_column_whose_logits_are_not_finite_fails_alone(runner, answers):
     assert done.failed == ((1, "not_finite"),)
 
 
-def test_a_block_that_held_not_a_number_does_no_harm_to_its_next_owner(runner, answers):
+def test_reused_block_with_nan_is_harmless(runner, answers):
     with torch.inference_mode():
         runner.model.memory.groups[0].fill_(torch.nan)
     plans = [plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (3, 1, 2)),))]
@@ -208,7 +208,7 @@ def test_a_profile_is_written_on_stop(runner, tmp_path):
     runner.stop_profile()
 
 
-def test_kv_memory_is_as_large_as_asked_and_no_larger_than_useful(folder):
+def test_kv_memory_is_bounded_by_use(folder):
     assert CpuRunner(engine_config(folder, num_gpu_blocks_override=40)).load().num_blocks == 41
     useful = CpuRunner(engine_config(folder, kv_cache_memory_bytes=2**30)).load()
     assert useful.num_blocks == 8 * 256 // 8 + 1  # 8 sequences of 256 tokens
@@ -217,7 +217,7 @@ def test_kv_memory_is_as_large_as_asked_and_no_larger_than_useful(folder):
     assert by_bytes.num_blocks == 51
 
 
-def test_pages_of_the_kv_cache_take_memory_when_they_are_first_used(folder):
+def test_kv_pages_take_memory_on_first_use(folder):
     """A cache of 2 GiB costs nothing at start: its pages are zero until a sequence writes to them."""
     block_bytes = 2 * 2 * 2 * 16 * 8 * 4
     before = resident_bytes()
@@ -231,7 +231,7 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_sequence_that_cannot_fit_is_refused_with_the_length_that_could(folder):
+def test_sequence_that_cannot_fit_is_refused_with_length_that_could(folder):
     config = engine_config(folder, num_gpu_blocks_override=31, max_model_len=256)
     with pytest.raises(TrouperValidationError, match=r"largest max_model_len that fits is 248"):
         CpuRunner(config).load()

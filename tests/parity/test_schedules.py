@@ -78,7 +78,7 @@ def test_logprobs_do_not_depend_on_what_is_cached(options, plain):
 
 
 @pytest.mark.slow
-def test_where_torch_attends_outputs_depend_neither_on_their_company_nor_on_drafts():
+def test_torch_attention_is_independent_of_batch():
     """In float16, of which no kernel is compiled; prompts are whole, the outputs of two begin another block."""
     prompts = [9 * TEXT, 9 * TEXT + "# another\n", "class Stack:\n    def push(self, item):"]
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=25, **FIXED) for i in range(3)]

@@ -76,7 +76,7 @@ def test_a_score_is_the_cosine_of_the_embeddings(llm):
     np.testing.assert_allclose(scores, rows[1:] @ rows[0], atol=1e-6)
 
 
-def test_a_text_beyond_the_model_is_refused_unless_truncation_is_asked_for(llm):
+def test_text_beyond_model_is_refused_unless_truncation_is_asked_for(llm):
     with pytest.raises(TrouperValidationError, match="parameter=prompt"):
         llm.embed("word " * 300, use_tqdm=False)
     cut = {"truncate_prompt_tokens": 9}
@@ -129,7 +129,7 @@ def cross_encoder(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of their packages
-def test_a_cross_encoder_scores_as_sentence_transformers_saved_it(cross_encoder):
+def test_cross_encoder_scores_as_sentence_transformers_saved_it(cross_encoder):
     theirs, folder = cross_encoder
     query, *documents = texts(40)[5:]
     expected = theirs.predict([(query, document) for document in documents])

@@ -54,7 +54,7 @@ def test_an_own_table_of_the_head_counts(tmp_path):
     )
 
 
-def test_a_sparse_embedding_has_the_vocabulary_s_size_and_is_not_normalised(tmp_path):
+def test_sparse_embedding_has_vocabulary_s_size_and_is_not_normalised(tmp_path):
     save_tiny("bert", AutoModelForMaskedLM, tmp_path, **WIDE)
     save_modules(tmp_path)
     with LLM(str(tmp_path), skip_tokenizer_init=True, device="cpu") as llm:

@@ -138,7 +138,7 @@ def test_inside_a_grammar_the_schedule_does_not_matter(options, plainly_structur
 
 
 @needs_grammars
-def test_a_sequence_that_is_aborted_among_its_drafts_leaves_the_others_alone(plainly_structured):
+def test_sequence_aborted_among_its_drafts_leaves_others_alone(plainly_structured):
     given = {"temperature": 0.8, "seed": 1, "max_tokens": 50, "logprobs": 2}
     params = SamplingParams(**given, structured_outputs=STRUCTURED["list"])
     args = EngineArgs(**BASE, speculative_config={"method": "suffix"})
@@ -217,7 +217,7 @@ def drafting(model):
     return {"method": "draft_model", "model": str(model), "num_speculative_tokens": 4}
 
 
-def test_a_draft_model_that_costs_a_step_for_each_token_pauses(plain):
+def test_draft_model_that_costs_step_for_each_token_pauses(plain):
     with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
         assert run(llm, ("greedy",)) == {"greedy": plain["greedy"]}
         stats = llm.llm_engine.statistics().scheduler
@@ -225,7 +225,7 @@ def test_a_draft_model_that_costs_a_step_for_each_token_pauses(plain):
 
 
 @pytest.mark.usefixtures("costs_nothing")
-def test_a_draft_model_that_is_the_model_foresees_every_token(plain):
+def test_draft_model_that_is_model_foresees_every_token(plain):
     with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
         names = ("greedy", "seeded", "top", "stop", "several")
         assert run(llm, names) == {name: plain[name] for name in names}
@@ -236,7 +236,7 @@ def test_a_draft_model_that_is_the_model_foresees_every_token(plain):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("costs_nothing")
-def test_a_draft_model_changes_nothing_whatever_is_asked_for(plain):
+def test_draft_model_changes_nothing_whatever_is_asked_for(plain):
     with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
         assert run(llm) == plain
         assert llm.llm_engine.statistics().scheduler.num_accepted_tokens > 0
@@ -259,7 +259,7 @@ def test_a_draft_model_that_knows_nothing_changes_nothing(options, plain, untrai
 
 
 @pytest.mark.usefixtures("costs_nothing")
-def test_a_draft_model_catches_up_in_chunks_that_a_step_bounds(monkeypatch):
+def test_draft_model_catches_up_in_chunks_that_step_bounds(monkeypatch):
     """Nine sequences have no drafts; when eight have ended, it has missed what the last one has said."""
     room, passes, right = 5, [], DraftModel._draw
 
@@ -290,7 +290,7 @@ def test_a_draft_model_catches_up_in_chunks_that_a_step_bounds(monkeypatch):
 
 
 @pytest.mark.usefixtures("costs_nothing")
-def test_a_row_that_fails_behind_a_right_draft_is_computed_again(monkeypatch, plain):
+def test_row_that_fails_behind_right_draft_is_computed_again(monkeypatch, plain):
     """Such a row keeps the tokens before it; here its failure does not come again, so the answer is the one without."""
     counts, failed, draw, verify = [], [], DraftModel._draw, Drafter.verify
 
@@ -326,7 +326,7 @@ def test_drafts_go_on_after_sleep(plain):
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
 
-def test_steps_with_drafts_are_recorded_again_after_a_prompt_and_a_sleep(plain):
+def test_steps_with_drafts_are_recorded_again_after_prompt_and_sleep(plain):
     with LLM(**{**BASE, "max_num_seqs": 1}, speculative_config={"method": "suffix"}) as llm:
         for _ in range(2):
             (output,) = llm.generate(PROMPTS[0], PARAMS["logprobs"], use_tqdm=False)
@@ -336,7 +336,7 @@ def test_steps_with_drafts_are_recorded_again_after_a_prompt_and_a_sleep(plain):
             llm.wake_up()
 
 
-def test_an_answer_is_foreseen_when_it_was_given_before_under_the_same_salt(plain):
+def test_repeated_answer_under_same_salt_is_drafted(plain):
     prompt = PROMPTS[3]
     base = {**BASE, "max_num_seqs": 1}
     with LLM(**base, speculative_config={"method": "suffix"}) as llm:

@@ -84,7 +84,7 @@ EACH_CASE = [
 
 
 @pytest.mark.parametrize("case", EACH_CASE)
-def test_two_and_three_stages_give_the_tokens_of_one(case, tmp_path):
+def test_two_and_three_stages_give_tokens_of_one(case, tmp_path):
     tiny_model(*(CASES | CPU_ONLY)[case], tmp_path)
     config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))
@@ -103,7 +103,7 @@ def chunk_plan(step, start, count, *, samples=0, reads=0, **options):
     )
 
 
-def test_the_first_stage_computes_chunks_while_the_last_has_not_begun(tmp_path):
+def test_first_stage_computes_chunks_while_last_has_not_begun(tmp_path):
     """And it waits for a token only where a plan reads it."""
     tiny_model(*CASES["llama"], tmp_path)
     config = engine_config(tmp_path)
@@ -127,7 +127,7 @@ def test_the_first_stage_computes_chunks_while_the_last_has_not_begun(tmp_path):
     assert found == wanted
 
 
-def test_each_stage_takes_its_layers_of_an_adapter_and_refuses_a_bad_one_whole(tmp_path):
+def test_stages_share_adapter_or_refuse_it(tmp_path):
     tiny_model(*CASES["llama"], tmp_path)
     config = msgspec.structs.replace(engine_config(tmp_path), lora=LoRAConfig(num_slots=1))
     good = random_tensors(model=tmp_path)
@@ -163,7 +163,7 @@ def test_rounded_weights_are_the_same_in_stages(options, tmp_path):
         assert outputs(runner) == expected
 
 
-def test_the_blocks_are_those_of_the_stage_that_has_fewest(tmp_path):
+def test_blocks_are_those_of_stage_that_has_fewest(tmp_path):
     tiny_model("Llama", {"num_hidden_layers": 4}, tmp_path)
     config = engine_config(tmp_path, max_num_seqs=512)
     with stages_in_turn(config, 2, (1, 3)) as runner:
@@ -204,7 +204,7 @@ def whole():
 
 
 @pytest.mark.timeout(120)
-def test_two_processes_give_the_tokens_of_one_and_sleep_together(whole):
+def test_two_processes_give_tokens_of_one_and_sleep_together(whole):
     with LLM(pipeline_parallel_size=2, **ENGINE) as llm:
         assert tokens_of(llm) == whole
         llm.sleep(2)

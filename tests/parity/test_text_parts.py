@@ -127,7 +127,7 @@ def test_text_alone_equals_the_whole_model(case, tmp_path):
             torch.testing.assert_close(torch.tensor(found.logprobs), wanted, atol=1e-4, rtol=0)
 
 
-def test_a_prompt_that_is_read_in_both_directions_is_refused(tmp_path):
+def test_prompt_read_in_both_directions_is_refused(tmp_path):
     config = transformers.PaliGemmaConfig(
         text_config=TEXT | {"model_type": "gemma"}, vision_config=SIGLIP
     )
@@ -163,7 +163,7 @@ def test_no_other_outer_head_scales():
         (["encoder.x"], 0),
     ],
 )
-def test_names_of_a_text_part_are_those_of_the_text_model_alone(stored, found):
+def test_names_of_text_part_are_those_of_text_model_alone(stored, found):
     names = text_names(stored)
     assert len(names) == found
     assert {name.partition(".")[0] for name in names} <= {"model", "lm_head"}

@@ -57,7 +57,7 @@ def test_tensors_of_another_shape_are_named_with_both(folder):
         load(folder)
 
 
-def test_a_stored_copy_of_a_tied_head_and_old_rope_buffers_are_ignored(folder):
+def test_redundant_head_and_rope_buffers_are_ignored(folder):
     def add(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
@@ -66,7 +66,7 @@ def test_a_stored_copy_of_a_tied_head_and_old_rope_buffers_are_ignored(folder):
     load(folder)
 
 
-def test_names_and_masks_of_the_first_files_of_gpt2_are_read(tmp_path):
+def test_names_and_masks_of_first_files_of_gpt2_are_read(tmp_path):
     """They lack the prefix, and hold the mask of each layer."""
     model = tiny_model("GPT2", {}, tmp_path)
 
@@ -117,7 +117,7 @@ def test_a_broken_file_is_refused(folder):
         load(folder)
 
 
-def test_a_file_that_the_index_promises_and_is_not_there_is_refused(folder):
+def test_file_that_index_promises_and_is_not_refused(folder):
     (folder / FILE).unlink()
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}})
@@ -142,7 +142,7 @@ def test_shards_give_the_answers_of_the_single_file(folder):
     assert [s.token_ids for s in sharded] == [s.token_ids for s in whole]
 
 
-def test_dummy_weights_need_no_files_and_depend_on_the_seed(folder):
+def test_dummy_weights_need_no_files_and_depend_on_seed(folder):
     (folder / FILE).unlink()
     prompts = random_prompts((5,), VOCAB)
 
@@ -189,7 +189,7 @@ def test_an_unknown_architecture_is_an_unsupported_feature(folder):
         "score.weight",
     ],
 )
-def test_tensors_of_other_uses_are_left_out_with_a_line(folder, caplog, name):
+def test_tensors_of_other_uses_are_left_out_with_line(folder, caplog, name):
     """Layers that predict ahead, and heads that value or score."""
     rewrite(folder, lambda t: t.update({name: torch.zeros(3)}))
     with caplog.at_level("INFO", logger="trouper"):

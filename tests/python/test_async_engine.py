@@ -39,7 +39,7 @@ async def last(stream):
     return [output async for output in stream][-1]
 
 
-async def test_it_streams_with_a_bare_loop_and_inside_a_block():
+async def test_it_streams_with_bare_loop_and_inside_block():
     async with AsyncLLMEngine.from_engine_args(args()) as engine:
         with anyio.fail_after(30):
             lengths = [
@@ -89,7 +89,7 @@ async def test_validation_errors_come_out_unchanged():
             await anext(engine.generate("x " * 5000, greedy(), "b"))
 
 
-async def test_errors_of_the_block_come_out_as_they_are():
+async def test_errors_of_block_come_out_as_they_are():
     with pytest.raises(KeyError, match="mine"):
         async with AsyncLLMEngine.from_engine_args(args()):
             raise KeyError("mine")
@@ -213,7 +213,7 @@ async def collect():
     await anyio.lowlevel.checkpoint()
 
 
-async def test_a_request_is_opened_in_the_thread_of_the_loop_only():
+async def test_request_is_opened_in_thread_of_loop_only():
     async with simulated_engine() as engine:
         stream = engine.generate({"prompt_token_ids": [1, 2]}, greedy(100), "a")
         with pytest.raises(RuntimeError, match="only in the event loop and thread"):

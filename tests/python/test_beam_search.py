@@ -37,7 +37,7 @@ def test_a_salted_prompt_stays_salted(llm, monkeypatch):
     assert all(p["mm_processor_kwargs"] == {"a": 1} for p in seen)
 
 
-def test_what_a_salted_search_computed_is_not_found_without_the_salt(llm):
+def test_what_salted_search_computed_is_not_found_without_salt(llm):
     llm.reset_prefix_cache()
     prompt = {"prompt_token_ids": list(range(40, 60)), "cache_salt": "mine"}
     best = llm.beam_search(prompt, BeamSearchParams(beam_width=1, max_tokens=6))[0].sequences[0]
@@ -134,7 +134,7 @@ def all_outputs(num_tokens, prompt):
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.7, 1.0, 3.0])
-def test_beams_as_wide_as_the_space_are_the_best_of_all_outputs(length_penalty):
+def test_beams_as_wide_as_space_are_best_of_all_outputs(length_penalty):
     params = BeamSearchParams(beam_width=24, max_tokens=4, length_penalty=length_penalty)
     prompt = {"prompt_token_ids": [2, 3]}
     found = beam_search(
@@ -166,7 +166,7 @@ def test_what_has_ended_is_bounded_by_the_width():
     assert search.num_tokens == (1, 1 + 49 * 2)
 
 
-def test_a_search_that_is_aborted_ends_with_its_beams_so_far():
+def test_search_aborted_ends_with_its_beams_so_far():
     search = BeamSearch({"prompt_token_ids": [2]}, BeamSearchParams(2, 50, ignore_eos=True), LIMITS)
     search.take([answer(prompt) for prompt in search.prompts])
     search.take([answer(prompt, "abort") for prompt in search.prompts])

@@ -53,7 +53,7 @@ class Serve:
 
 
 @pytest.mark.anyio
-async def test_the_application_for_ray_serve_opens_its_engine_and_answers(monkeypatch):
+async def test_application_for_ray_serve_opens_its_engine_and_answers(monkeypatch):
     serve = Serve()
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(serve=serve))
     runpy.run_path(str(EXAMPLES / "ray_serve.py"))

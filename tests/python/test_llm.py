@@ -59,7 +59,7 @@ def test_results_are_in_the_order_of_the_prompts(llm):
     assert all(output.finished for output in outputs)
 
 
-def test_one_prompt_may_be_text_ids_or_a_dict(llm):
+def test_one_prompt_may_be_text_ids_or_dict(llm):
     ids = llm.generate("def f(", greedy(), use_tqdm=False)[0].prompt_token_ids
     seen = {
         texts(llm.generate(prompt, greedy(), use_tqdm=False))[0]
@@ -92,7 +92,7 @@ def test_no_prompt_is_an_error(llm):
         llm.generate([], greedy(), use_tqdm=False)
 
 
-def test_a_bad_prompt_among_good_ones_ends_the_call_and_the_llm_goes_on(llm):
+def test_bad_prompt_ends_call_but_not_llm(llm):
     with pytest.raises(TrouperValidationError, match="empty"):
         llm.generate(["good", "", "good"], greedy(50), use_tqdm=False)
     assert llm.generate("good", greedy(), use_tqdm=False)[0].finished
@@ -125,7 +125,7 @@ def test_a_progress_bar_may_be_brought_along(llm):
     assert made.count(1) == 4  # two rendered, two finished
 
 
-def test_chat_renders_the_template_and_equals_the_rendered_prompt(llm):
+def test_chat_renders_template_and_equals_rendered_prompt(llm):
     output = llm.chat(CHAT, greedy(), use_tqdm=False)[0]
     template = llm.get_tokenizer().apply_chat_template(
         CHAT, tokenize=False, add_generation_prompt=True
@@ -177,7 +177,7 @@ def test_the_prequeue_sequence_runs_everything_at_once(llm):
     assert llm.wait_for_completion(use_tqdm=False) == []
 
 
-def test_a_bad_prompt_in_enqueue_aborts_that_call_only(llm):
+def test_bad_prompt_in_enqueue_aborts_that_call_only(llm):
     with llm.paused():
         ids = llm.enqueue(["a"], greedy(), use_tqdm=False)
         with pytest.raises(TrouperValidationError):
@@ -193,14 +193,14 @@ def test_the_wrong_output_type_loses_nothing(llm):
     assert len(llm.wait_for_completion(use_tqdm=False)) == 2
 
 
-def test_an_exception_in_the_paused_block_leaves_the_engine_awake(llm):
+def test_exception_in_paused_block_leaves_engine_awake(llm):
     with pytest.raises(KeyError), llm.paused():
         assert llm.is_sleeping()
         raise KeyError
     assert not llm.is_sleeping()
 
 
-def test_seeds_give_the_same_tokens_alone_and_in_a_crowd(llm):
+def test_seeds_give_same_tokens_alone_and_in_crowd(llm):
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=12)
     alone = llm.generate("def f(", params, use_tqdm=False)[0].outputs[0].token_ids
     crowd = ["import os", "def f(", "class A", "x = 1", "return"]

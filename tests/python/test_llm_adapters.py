@@ -53,13 +53,13 @@ def test_each_prompt_has_its_adapter_however_many_there_are(llm, adapters):
     assert [output.lora_request for output in outputs] == [adapters[i] for i in order]
 
 
-def test_prompts_that_are_queued_wait_for_no_reader_of_the_ones_before(llm, adapters):
+def test_prompts_queued_wait_for_no_reader_of_ones_before(llm, adapters):
     ids = llm.enqueue([PROMPT] * 3, PARAMS, use_tqdm=False, lora_request=adapters[:3])
     ids += llm.enqueue([PROMPT] * 2, PARAMS, use_tqdm=False, lora_request=adapters[3:])
     assert [output.request_id for output in llm.wait_for_completion(use_tqdm=False)] == ids
 
 
-def test_a_bad_prompt_or_adapter_behind_those_that_wait_ends_them_all(llm, adapters, tmp_path):
+def test_bad_prompt_or_adapter_ends_queued_batch(llm, adapters, tmp_path):
     nowhere = LoRARequest("nowhere", 9, str(tmp_path / "nowhere"))
     for prompts, last in (
         ([PROMPT] * 5, nowhere),
@@ -81,7 +81,7 @@ def test_a_paused_engine_is_not_waited_for(llm, adapters):
         llm.wake_up()
 
 
-def test_an_engine_that_is_stepped_by_hand_says_that_a_step_is_needed(adapters):
+def test_engine_stepped_by_hand_says_that_step_is_needed(adapters):
     engine = LLMEngine.from_engine_args(EngineArgs(**OPTIONS))
     with engine:
         for number in range(2):

@@ -37,7 +37,7 @@ def test_sampling_params_of_another_type_are_refused(llm, wrong):
 
 
 @pytest.mark.parametrize("wrong", [None, 5, {"a"}, (p for p in "ab"), b"ab", object()])
-def test_what_is_neither_a_prompt_nor_a_list_is_refused(llm, wrong):
+def test_what_is_neither_prompt_nor_list_is_refused(llm, wrong):
     for call in (llm.generate, llm.enqueue):
         with pytest.raises(TrouperValidationError, match="parameter=prompts"):
             call(wrong, greedy(), use_tqdm=False)
@@ -134,7 +134,7 @@ def test_both_engines_add_requests_with_the_same_arguments():
 
 
 @pytest.mark.anyio
-async def test_a_request_may_be_added_before_it_is_read():
+async def test_request_may_be_added_before_it_is_read():
     async with AsyncLLMEngine(EngineArgs(**SMALL)) as engine:
         async with await engine.add_request("a", np.array(IDS), greedy()) as stream:
             assert engine.statistics().num_open_requests == 1

@@ -66,7 +66,7 @@ def test_ids_are_checked(engine):
     drain(engine)
 
 
-def test_a_bad_prompt_raises_from_add_request_and_leaves_nothing(engine):
+def test_bad_prompt_raises_from_add_request_and_leaves_nothing(engine):
     for prompt, params in (("", greedy()), ([10**9], greedy()), ("x " * 2000, greedy())):
         with pytest.raises(TrouperValidationError):
             engine.add_request("bad", prompt, params)
@@ -131,7 +131,7 @@ def test_paused_steps_yield_nothing_and_requests_are_kept(engine):
     assert len(drain(engine)["a"].outputs[0].token_ids) == 4
 
 
-def test_an_abort_by_sleep_is_delivered_by_the_next_step(engine):
+def test_abort_by_sleep_is_delivered_by_next_step(engine):
     engine.add_request("a", "def f(", greedy(50, ignore_eos=True))
     engine.step()
     engine.sleep(0, mode="abort")
@@ -140,7 +140,7 @@ def test_an_abort_by_sleep_is_delivered_by_the_next_step(engine):
     engine.wake_up()
 
 
-def test_the_dummy_batch_of_data_parallelism_is_executed_once(engine):
+def test_dummy_batch_of_data_parallelism_is_executed_once(engine):
     engine.should_execute_dummy_batch = True
     assert engine.step() == []
     assert not engine.should_execute_dummy_batch
@@ -155,7 +155,7 @@ def test_a_closed_engine_says_so():
             call()
 
 
-def test_inside_trio_nothing_that_would_block_is_done_and_an_engine_can_be_closed():
+def test_engine_inside_trio_never_blocks():
     before = threading.active_count()
     made_outside = LLMEngine.from_engine_args(EngineArgs(dtype="float32", **SMALL))
 

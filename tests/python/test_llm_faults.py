@@ -40,7 +40,7 @@ def assert_idle(llm):
     assert after.num_open_requests == after.num_tracked == after.scheduler.num_running == 0
 
 
-def test_an_error_of_one_request_loses_no_output_of_the_others():
+def test_error_of_one_request_loses_no_output_of_others():
     with LLMEngine.from_engine_args(EngineArgs(**SMALL)) as engine:
         for request_id in "abc":
             engine.add_request(request_id, "def f(", greedy(1))
@@ -123,7 +123,7 @@ def threads_called(name):
     return [t for t in threading.enumerate() if t.name.startswith(name)]
 
 
-def test_an_engine_dropped_in_its_own_thread_ends_all_the_same():
+def test_engine_dropped_in_its_own_thread_ends_all_same():
     before = set(threads_called("trouper"))
     engine = LLMEngine.from_engine_args(EngineArgs(**SMALL))
     portal = engine.thread._portal
@@ -136,7 +136,7 @@ def test_an_engine_dropped_in_its_own_thread_ends_all_the_same():
         assert not thread.is_alive()
 
 
-def test_an_engine_may_be_closed_in_its_own_thread():
+def test_engine_may_be_closed_in_its_own_thread():
     before = set(threads_called("trouper"))
     engine = LLMEngine.from_engine_args(EngineArgs(**SMALL))
     engine.thread._portal.call(engine.close)
@@ -147,7 +147,7 @@ def test_an_engine_may_be_closed_in_its_own_thread():
         engine.step()
 
 
-def test_an_engine_left_open_at_exit_ends_in_order():
+def test_engine_left_open_at_exit_ends_in_order():
     code = (
         "from trouper import LLM, SamplingParams\n"
         f"llm = LLM(**{SMALL!r})\n"
@@ -171,7 +171,7 @@ class ClosingBar(BrokenBar):
 
 @pytest.mark.parametrize("desc", ["prompts", "requests"])
 @pytest.mark.parametrize("what", ["make", "update", "exit"])
-def test_closing_while_it_generates_is_a_dead_engine_and_leaves_no_thread(desc, what):
+def test_closing_during_generation_leaves_no_thread(desc, what):
     before = set(threads_called("trouper"))
     with LLM(**SMALL) as llm:
 
@@ -193,7 +193,7 @@ def test_closing_while_it_generates_is_a_dead_engine_and_leaves_no_thread(desc, 
         assert not thread.is_alive()
 
 
-def test_closing_a_stepped_engine_in_a_step_is_a_dead_engine():
+def test_closing_stepped_engine_in_step_is_dead_engine():
     with LLMEngine.from_engine_args(EngineArgs(**SMALL)) as engine:
         engine.add_request("a", "x", greedy())
         generation = engine.thread.generations["a"]

@@ -99,7 +99,7 @@ def test_a_cross_encoder_reads_both_texts_at_once(save):
     assert 2 not in short.prompt_token_ids
 
 
-def test_each_text_of_a_pair_may_have_a_length_of_its_own(save):
+def test_each_text_of_pair_may_have_length_of_its_own(save):
     folder, _ = save(AutoModelForSequenceClassification.from_config, num_labels=1)
     with LLM(str(folder), dtype="float32") as llm:
         engine = llm.thread.engine
@@ -145,7 +145,7 @@ def published(make_folder, family, tokens, is_tied):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("kind", RERANKERS)
-def test_published_rerankers_score_by_the_logits_of_their_tokens(kind, is_tied, make_folder):
+def test_published_rerankers_score_by_logits_of_their_tokens(kind, is_tied, make_folder):
     family, overrides, is_difference = RERANKERS[kind]
     tokens = overrides["classifier_from_token"]
     folder, model, names, ids = published(make_folder, family, tokens, is_tied)
@@ -168,7 +168,7 @@ def test_published_rerankers_score_by_the_logits_of_their_tokens(kind, is_tied, 
     {"method": "no_post_processing", "classifier_from_token": ["no such token"]},
     {"is_original_qwen3_reranker": True},
 ])  # fmt: skip
-def test_a_bad_token_classifier_is_refused_by_its_field(overrides, make_folder):
+def test_bad_token_classifier_is_refused_by_its_field(overrides, make_folder):
     folder, *_ = published(make_folder, "Qwen2", ["the", "cat"], True)
     overrides = overrides | {"architectures": ["Qwen2ForSequenceClassification"]}
     with pytest.raises(TrouperValidationError, match="parameter=hf_overrides"):
@@ -208,7 +208,7 @@ def test_token_types_are_those_that_the_model_has(num_types, save):
         assert llm.embed(pair, use_tqdm=False)
 
 
-def test_a_token_classifier_has_a_row_for_each_token(save):
+def test_token_classifier_has_row_for_each_token(save):
     folder, model = save(AutoModelForTokenClassification.from_config, num_labels=4)
     with LLM(str(folder), dtype="float32") as llm:
         outputs = llm.encode(TEXTS, pooling_task="token_classify", use_tqdm=False)
@@ -238,7 +238,7 @@ def test_late_interaction_sums_the_best_matches(save):
         assert output.outputs.score == pytest.approx(want, abs=1e-3)
 
 
-def test_more_queries_than_the_pooler_keeps_meet_their_documents(save):
+def test_more_queries_than_pooler_keeps_meet_their_documents(save):
     folder, _ = save(AutoModel.from_config)
     queries = [f"the cat {i}" for i in range(MAX_QUERIES + 6)]
     task = {"task": "token_embed"}
@@ -329,7 +329,7 @@ def test_a_colbert_folder_marks_expands_cuts_and_skips(settings, save):
     np.testing.assert_allclose(plain.outputs.data, embedded(ids, len(ids)), atol=1e-4)
 
 
-def test_a_colbert_text_is_cut_where_its_tokenizer_says(save):
+def test_colbert_text_is_cut_where_its_tokenizer_says(save):
     """Nobody asked for it to be cut: such a text always is."""
     folder, *_ = pylate_folder(save)
     config = folder / "tokenizer_config.json"

@@ -48,7 +48,7 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
-async def test_the_loop_beats_while_a_pooling_prompt_is_rendered(kind, monkeypatch):
+async def test_loop_beats_while_pooling_prompt_is_rendered(kind, monkeypatch):
     async with beating_engine(runner="pooling") as (engine, heart):
         monkeypatch.setattr(PoolingPrompts, "_encoded", heart.hold_up(PoolingPrompts._encoded))
         async for output in engine.encode(PROMPTS[kind], PoolingParams(task="embed")):
@@ -67,7 +67,7 @@ EMBEDS = {
 
 
 @pytest.mark.parametrize("kind", ["text", "ids", "chat", *EMBEDS])
-async def test_the_loop_beats_while_a_generating_prompt_is_rendered(kind, monkeypatch):
+async def test_loop_beats_while_generating_prompt_is_rendered(kind, monkeypatch):
     prompt = {**PROMPTS, **EMBEDS}[kind]
     async with beating_engine(enable_prompt_embeds=True) as (engine, heart):
         monkeypatch.setattr(Prompts, "_form", heart.hold_up(Prompts._form))
@@ -76,7 +76,7 @@ async def test_the_loop_beats_while_a_generating_prompt_is_rendered(kind, monkey
     assert heart.count > BEATS
 
 
-async def test_the_loop_beats_while_a_multimodal_prompt_is_refused(monkeypatch):
+async def test_loop_beats_while_multimodal_prompt_is_refused(monkeypatch):
     prompt = {"prompt": "see: ", "multi_modal_data": {"image": np.zeros((512, 512, 3))}}
     async with beating_engine() as (engine, heart):
         monkeypatch.setattr(Prompts, "_form", heart.hold_up(Prompts._form))
@@ -113,7 +113,7 @@ async def test_the_loop_beats_while_a_result_is_finished(task, monkeypatch):
     assert heart.count > BEATS
 
 
-async def test_a_short_prompt_passes_a_large_one_that_is_being_rendered(monkeypatch):
+async def test_short_prompt_passes_large_one_being_rendered(monkeypatch):
     """One worker: the large prompt waits in its own lane until the short one has its result."""
     async with beating_engine(runner="pooling", renderer_num_workers=1) as (engine, _):
         is_short_done = threading.Event()
@@ -137,7 +137,7 @@ async def test_a_short_prompt_passes_a_large_one_that_is_being_rendered(monkeypa
                 assert len(output.prompt_token_ids) == 10
 
 
-async def test_an_abort_ends_a_request_that_waits_for_the_renderer(monkeypatch):
+async def test_abort_ends_request_that_waits_for_renderer(monkeypatch):
     async with beating_engine(runner="pooling", renderer_num_workers=1) as (engine, _):
         may_go_on = threading.Event()
         right = PoolingPrompts._encoded
@@ -158,7 +158,7 @@ async def test_an_abort_ends_a_request_that_waits_for_the_renderer(monkeypatch):
         assert engine.statistics().num_open_requests == 0
 
 
-async def test_a_short_prompt_passes_large_embeddings_that_are_being_rendered(monkeypatch):
+async def test_short_prompt_passes_large_embeddings_being_rendered(monkeypatch):
     monkeypatch.setattr(request_table, "LARGE_EMBEDS", 1000)
     async with beating_engine(enable_prompt_embeds=True, renderer_num_workers=1) as (engine, _):
         is_short_done = threading.Event()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
         (3 * ITEMS_PER_TURN, 3),
     ],
 )
-async def test_the_loop_has_a_turn_after_so_many_items(num_items, num_turns, monkeypatch):
+async def test_loop_has_turn_after_so_many_items(num_items, num_turns, monkeypatch):
     seen: list[int] = []
     at: list[int] = []
     right = anyio.lowlevel.checkpoint
@@ -36,7 +36,7 @@ async def test_the_loop_has_a_turn_after_so_many_items(num_items, num_turns, mon
     assert at == [ITEMS_PER_TURN * (i + 1) for i in range(num_turns)]
 
 
-async def test_who_is_cancelled_in_a_turn_has_taken_no_item():
+async def test_who_is_cancelled_in_turn_has_taken_no_item():
     items, seen = iter(range(1000)), []
     with anyio.CancelScope() as scope:
         async for item in YieldingIterator(items):

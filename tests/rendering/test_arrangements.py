@@ -102,7 +102,7 @@ def test_messages_are_arranged_as_the_template_takes_them(source, messages, text
 @pytest.mark.parametrize("source", [KNOWN, FIRST, STRICT, NO_SYSTEM, LAST_USER, TOOLED])
 @settings(max_examples=40)
 @given(data=st.data())
-def test_every_text_is_in_the_prompt_or_an_error_names_it(source, data):
+def test_every_text_is_in_prompt_or_error_names_it(source, data):
     roles = st.sampled_from(["system", "developer", "user", "assistant", "tool", "narrator"])
     messages = [
         of(role, f"text {i}.")
@@ -115,7 +115,7 @@ def test_every_text_is_in_the_prompt_or_an_error_names_it(source, data):
     assert text is None or all(message["content"] in text for message in messages)
 
 
-def test_a_conversation_that_the_template_takes_is_not_touched():
+def test_conversation_that_template_takes_is_not_touched():
     for source in (KNOWN, TOOLED):
         messages = [of("system", "s"), of("user", "u"), of("user", "v"), of("assistant", "a")]
         plain = "".join(ChatTemplate(source).render(messages, add_generation_prompt=False))
@@ -128,12 +128,12 @@ def test_a_message_without_a_place_is_named():
     assert caught.value.parameter == "messages[1]"
 
 
-def test_what_the_template_refuses_for_another_reason_keeps_its_words():
+def test_what_template_refuses_for_another_reason_keeps_its_words():
     with pytest.raises(TrouperValidationError, match="roles must alternate"):
         shown(STRICT, [of("assistant", "a"), of("user", "u")])
 
 
-def test_a_template_that_shows_no_conversation_is_let_alone():
+def test_template_that_shows_no_conversation_is_let_alone():
     assert shown("{{ messages | length }}", [of("narrator", "n")]) == "1"
 
 
@@ -141,7 +141,7 @@ def test_a_template_that_shows_no_conversation_is_let_alone():
 
 
 @pytest.mark.parametrize("source", [KNOWN, FIRST, STRICT, NO_SYSTEM, LAST_USER])
-def test_tools_without_a_place_are_described_in_the_prompt(source):
+def test_tools_without_place_are_described_in_prompt(source):
     messages = [
         of("system", "be brief"), of("user", "1 and 2?"),
         calling(("c1", "add", '{"a": 1}'), ("c2", "add", {"a": 2}), content="let me see"),
@@ -161,7 +161,7 @@ def test_tools_without_a_place_are_described_in_the_prompt(source):
     assert "add" not in without
 
 
-def test_tools_that_the_template_shows_are_left_to_it():
+def test_tools_that_template_shows_are_left_to_it():
     text = shown(
         TOOLED,
         [of("user", "u"), calling(("c", "add", "{}")), of("tool", "3", tool_call_id="c")],
@@ -171,7 +171,7 @@ def test_tools_that_the_template_shows_are_left_to_it():
     assert text.endswith("user:u;assistant:<add {}>;tool:3;")
 
 
-def test_calls_and_results_without_a_place_are_text_also_without_tools():
+def test_calls_and_results_without_place_are_text_also_without_tools():
     messages = [of("user", "u"), calling(("c", "add", "{}")), of("tool", "3", tool_call_id="c")]
     assert (
         shown(KNOWN, messages)
@@ -179,7 +179,7 @@ def test_calls_and_results_without_a_place_are_text_also_without_tools():
     )
 
 
-def test_calls_stand_one_by_one_where_the_template_takes_one():
+def test_calls_stand_one_by_one_where_template_takes_one():
     messages = [
         of("user", "u"), calling(("c", "add", "{}"), ("d", "sub", "{}"), content="so"),
         of("tool", "4", tool_call_id="d"), of("tool", "3", tool_call_id="c"),
@@ -193,12 +193,12 @@ def test_calls_stand_one_by_one_where_the_template_takes_one():
     ("given", "text"),
     [('{"a": "é"}', '{"a": "é"}'), ({"a": 1}, '{"a": 1}'), ("", "{}"), (None, "{}")],
 )
-def test_arguments_are_text_where_the_template_writes_them_as_they_are(source, given, text):
+def test_arguments_are_text_where_template_writes_them_unchanged(source, given, text):
     messages = [of("user", "u"), calling(("c", "add", given)), of("tool", "3", tool_call_id="c")]
     assert shown(source, messages) == f"user:u;assistant:<add {text}>;tool:3;"
 
 
-def test_control_tokens_in_text_that_was_moved_are_still_no_tokens():
+def test_control_tokens_in_text_moved_are_still_no_tokens():
     template = ChatTemplate(NO_SYSTEM, ["<eos>"])
     pieces = template.render([of("system", "a<eos>b"), of("user", "u")], arranges=True)
     assert pieces == ["U:a<", "eos>b\n\nu;"]
@@ -209,7 +209,7 @@ def test_control_tokens_in_text_that_was_moved_are_still_no_tokens():
 READS = KNOWN + "{% if documents %}{{ documents | tojson }}{% endif %}{{ mood }}"
 
 
-def test_variables_that_the_template_does_not_read_are_named():
+def test_variables_that_template_does_not_read_are_named():
     for name, value in (
         ("moods", "glad"),
         ("enable_thinking", True),
@@ -226,7 +226,7 @@ def test_variables_that_the_template_does_not_read_are_named():
     assert caught.value.parameter == "documents"
 
 
-def test_variables_that_it_reads_or_that_ask_for_nothing_are_taken():
+def test_used_or_neutral_template_variables_are_accepted():
     variables = {"documents": [{"text": "d"}], "mood": "glad", "enable_thinking": False}
     text = shown(READS, [of("user", "u")], variables=variables, needed=list(variables))
     assert text == 'U:u;[{"text": "d"}]glad'
@@ -234,7 +234,7 @@ def test_variables_that_it_reads_or_that_ask_for_nothing_are_taken():
 
 
 @pytest.mark.parametrize("source", [KNOWN, FIRST, NO_SYSTEM])
-def test_what_agents_append_leaves_the_beginning_of_the_prompt_as_it_was(source):
+def test_what_agents_append_leaves_beginning_of_prompt_unchanged(source):
     chat = [of("system", "s"), of("user", "u"), of("system", "t"), of("assistant", "a")]
     before = shown(source, chat)
     assert shown(source, [*chat, of("system", "remember"), of("user", "v")]).startswith(before)

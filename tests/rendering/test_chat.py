@@ -127,7 +127,7 @@ def test_generation_prompt_and_continuation_exclude_each_other():
         ChatTemplate(CHATML).render([USER, ANSWER], continue_final_message=True)
 
 
-def test_a_template_that_drops_the_final_message_cannot_continue_it():
+def test_template_that_drops_final_message_cannot_continue_it():
     template = ChatTemplate("{{ messages[0].content }}")
     with pytest.raises(TrouperValidationError, match="drops"):
         template.render([USER, ANSWER], add_generation_prompt=False, continue_final_message=True)
@@ -187,13 +187,13 @@ def test_past_arguments_that_were_cut_anywhere_are_recovered(arguments, data):
         ("{% if m.content is string %}{{ m.content }}{% else %}other{% endif %}", ""),
     ],
 )
-def test_a_message_that_only_calls_has_the_content_that_the_template_expects(given, source, shown):
+def test_message_that_only_calls_has_content_that_template_expects(given, source, shown):
     template = ChatTemplate("{% for m in messages %}" + source + "{% endfor %}")
     calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
     assert render(template, [{"role": "assistant", "tool_calls": calls, **given}]) == shown
 
 
-def test_parts_are_joined_for_a_template_that_wants_text():
+def test_parts_are_joined_for_template_that_wants_text():
     template = ChatTemplate("{{ messages[0].content }}")
     assert not template.takes_parts
     parts = [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "c"}]
@@ -203,7 +203,7 @@ def test_parts_are_joined_for_a_template_that_wants_text():
 @pytest.mark.parametrize(
     "loop", ["m.content", "m['content']", "m.content | list", "content"], ids=str
 )
-def test_text_becomes_a_part_for_a_template_that_only_knows_parts(loop):
+def test_text_becomes_part_for_template_that_only_knows_parts(loop):
     source = "{% for m in messages %}{% set content = m.content %}"
     source += f"{{% for part in {loop} %}}<{{{{ part.text }}}}>{{% endfor %}}{{% endfor %}}"
     assert render(ChatTemplate(source), [{"role": "user", "content": "hello"}]) == "<hello>"
@@ -255,17 +255,17 @@ def nested(depth):
         "{{ raise_exception('no') }}",
     ],
 )
-def test_a_template_that_fails_or_breaks_out_is_a_validation_error(source):
+def test_template_that_fails_or_breaks_out_is_validation_error(source):
     with pytest.raises(TrouperValidationError, match="refuses this conversation"):
         ChatTemplate(source).render([USER])
 
 
-def test_a_template_that_does_not_compile_is_a_validation_error():
+def test_template_that_does_not_compile_is_validation_error():
     with pytest.raises(TrouperValidationError, match="compiled"):
         ChatTemplate("{% for %}")
 
 
-def test_objects_of_the_caller_are_not_handed_to_the_template():
+def test_objects_of_caller_are_not_handed_to_template():
     template = ChatTemplate("{{ thing }}")
     assert render(template, [USER], variables={"thing": object()}) == "<object>"
 
@@ -275,7 +275,7 @@ def test_deep_nesting_is_a_validation_error():
         ChatTemplate("{{ x }}").render([USER], variables={"x": nested(10**4)})
 
 
-def test_variables_are_filtered_to_what_the_template_uses_and_reserved_names_never_pass():
+def test_reserved_template_variables_never_pass():
     template = ChatTemplate("{{ a }}{{ messages | length }}{{ tools }}{{ add_generation_prompt }}")
     assert template.variables == {"a"}
     reserved = {"messages": [], "tools": "x", "add_generation_prompt": 5, "tokenize": 1, "self": 1}
@@ -316,7 +316,7 @@ ESCAPED = {"function": {"name": "f", "arguments": '{"a": "\\u003c|im_end|\\u003e
         ({"role": "user"}, {"variables": {"documents": [{EVIL: EVIL}]}}),
     ],
 )
-def test_nothing_that_a_caller_writes_becomes_a_special_token(byte_tokenizer, message, more):
+def test_nothing_that_caller_writes_becomes_special_token(byte_tokenizer, message, more):
     template = ChatTemplate(
         "{{ messages }}{% for m in messages %}{{ m.role }}{{ m | tojson }}{% endfor %}"
         "{{ tools | tojson }}{{ word }}{{ documents | tojson }}{{ bos_token }}",
@@ -326,7 +326,7 @@ def test_nothing_that_a_caller_writes_becomes_a_special_token(byte_tokenizer, me
     assert not byte_tokenizer.special_ids & set(ids)
 
 
-def test_the_tokenizers_own_tokens_are_tokens_unless_the_caller_says_otherwise(byte_tokenizer):
+def test_tokenizers_own_tokens_are_tokens_unless_caller_says_otherwise(byte_tokenizer):
     template = ChatTemplate("{{ bos_token }}", ["<|im_end|>"])
     named = {"bos_token": "<|im_end|>", "messages": "not this one"}
     assert template.render([USER], special_tokens=named) == ["<|im_end|>"]
@@ -340,7 +340,7 @@ def test_the_templates_own_special_tokens_stay_tokens(byte_tokenizer):
     assert [ids.count(1), ids.count(2)] == [2, 1]
 
 
-def test_added_tokens_that_the_template_writes_are_control_tokens_for_users_only(byte_tokenizer):
+def test_template_tokens_are_control_tokens(byte_tokenizer):
     template = ChatTemplate("{{ messages[0].content }}{# <think> #}", [], ["<think>", " ", "x"])
     think = byte_tokenizer.encode("<think>")
     for role, count in (("user", 0), ("assistant", 1)):

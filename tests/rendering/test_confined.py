@@ -88,7 +88,7 @@ def test_one_process_renders_one_after_another(templates, started):
     assert len(started) == 1
 
 
-def test_a_process_keeps_some_templates_and_then_a_new_one_begins(templates, started):
+def test_process_keeps_some_templates_and_then_new_one_begins(templates, started):
     for number in range(MAX_TEMPLATES + 1):
         assert templates.render(TemplateSource(f"t{number}"), CHAT) == [f"t{number}"]
     assert [process.poll() is None for process, _ in started] == [False, True]
@@ -101,7 +101,7 @@ def test_a_template_that_takes_too_much_is_killed(source):
     assert error.value.parameter == "chat_template"
 
 
-def test_after_one_that_was_killed_the_next_is_rendered(templates, started, impatience):
+def test_after_one_that_was_killed_next_is_rendered(templates, started, impatience):
     assert templates.render(TemplateSource("fine"), CHAT) == ["fine"]
     with impatience(), pytest.raises(TemplateBudgetError):
         templates.render(TemplateSource(HANG), CHAT)
@@ -109,7 +109,7 @@ def test_after_one_that_was_killed_the_next_is_rendered(templates, started, impa
     assert [process.poll() is None for process, _ in started] == [False, True]
 
 
-def test_a_process_that_does_nothing_is_not_waited_for(impatience):
+def test_process_that_does_nothing_is_not_waited_for(impatience):
     with impatience(), pytest.raises(TemplateBudgetError):
         render_once(TEMPLATE, CHAT)
 
@@ -122,7 +122,7 @@ def test_an_idle_process_that_was_killed_is_replaced(templates, started):
 
 
 @pytest.mark.parametrize("num_kills", [1, 2])
-def test_a_rendering_whose_process_is_killed_is_made_once_again(
+def test_rendering_whose_process_is_killed_is_made_once_again(
     templates, started, monkeypatch, num_kills
 ):
     ask = ConfinedProcess.ask
@@ -189,7 +189,7 @@ def test_it_inherits_no_secrets(monkeypatch, started):
     assert [set(options["env"]) for _, options in started] == [{"PYTHONPATH", "TZ"}]
 
 
-def test_a_process_that_cannot_start_or_fails_is_our_fault(monkeypatch):
+def test_process_that_cannot_start_or_fails_is_our_fault(monkeypatch):
     monkeypatch.setattr(confined, "WORKER", "no_such_module")
     with pytest.raises(GenerationError, match="No module named no_such_module"):
         render_once(TEMPLATE, CHAT)
@@ -210,7 +210,7 @@ def test_a_forked_child_leaves_the_processes_alone(templates):
     assert templates.render(TemplateSource("still here"), CHAT) == ["still here"]
 
 
-def test_only_a_foreign_template_has_a_process_for_itself(make_folder, started):
+def test_only_foreign_template_has_process_for_itself(make_folder, started):
     names = [{"name": n, "template": n} for n in ("default", "rag")]
     prompts = Prompts(Tokenizer.load(make_folder("bytes", chat_template=names)), LIMITS)
     for more, text in (
@@ -225,7 +225,7 @@ def test_only_a_foreign_template_has_a_process_for_itself(make_folder, started):
         assert started[-1][0].returncode is not None
 
 
-def test_a_models_own_template_that_hangs_ends_the_request_alone(make_folder, impatience):
+def test_models_own_template_that_hangs_ends_request_alone(make_folder, impatience):
     prompts = Prompts(Tokenizer.load(make_folder("bytes", chat_template=HANG)), LIMITS)
     with impatience(), pytest.raises(TemplateBudgetError):
         prompts.render(message({"messages": CHAT}))

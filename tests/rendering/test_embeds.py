@@ -66,7 +66,7 @@ def test_a_file_that_is_cut_anywhere_is_refused():
                 decode(payload[: len(payload) * i // 64])
 
 
-def test_no_change_of_the_pickle_is_run_or_read_wrongly():
+def test_no_change_of_pickle_is_run_or_read_wrongly():
     """Each byte of the pickle set to each value: refused, or a matrix within the payload's own data."""
     payload = saved(torch.arange(4.0 * WIDTH).view(4, WIDTH))
     begin = payload.index(b"\x80\x02ctorch")
@@ -132,7 +132,7 @@ def test_base64_of_several_pieces(monkeypatch):
             decode_base64(text, WIDTH, MAX_ROWS)
 
 
-def test_a_tensor_of_the_same_process_is_taken_without_a_copy():
+def test_tensor_of_same_process_is_taken_without_copy():
     x = torch.randn(1, 4, WIDTH, dtype=torch.bfloat16)
     embeds = from_tensor(x, WIDTH, MAX_ROWS)
     x[0, 0, 0] = 42
@@ -160,7 +160,7 @@ HOLLOW = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API")
 @pytest.mark.parametrize("word", HOLLOW)
-def test_a_tensor_without_rows_in_memory_is_refused_by_what_it_is(word):
+def test_non_contiguous_tensor_kind_is_named(word):
     prompt = {"prompt_embeds": HOLLOW[word]()}
     assert embeds_bytes(prompt) >= 0
     assert estimate_tokens(prompt) >= 0
@@ -178,7 +178,7 @@ def test_digests_name_each_block_by_its_rows():
     assert digests([], 4) == ()
 
 
-def test_digests_of_a_mixed_prompt_know_where_in_the_block_rows_stand_and_what_they_are():
+def test_mixed_prompt_digests_depend_on_position_and_rows():
     def named(dtype="float32", **places):
         data = memoryview(bytes(range(16)))
         rows = 16 // (2 * ITEM_BYTES[dtype])

@@ -63,9 +63,7 @@ def compiled(grammars, ignore_eos=False, **kinds):
     ],
     ids=lambda value: ascii(value)[:40],
 )
-def test_what_is_no_grammar_is_refused_with_its_code_and_the_next_one_compiles(
-    grammars, kinds, code
-):
+def test_invalid_grammar_has_code_and_next_compiles(grammars, kinds, code):
     with pytest.raises(GrammarError) as caught:
         compiled(grammars, **kinds)
     assert caught.value.code == code
@@ -127,9 +125,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("kinds", "text"), KINDS)
-def test_at_each_position_the_mask_is_that_of_a_fresh_matcher_on_the_prefix(
-    grammars, tokenizer, kinds, text
-):
+def test_masks_equal_those_of_fresh_matcher(grammars, tokenizer, kinds, text):
     grammar = compiled(grammars, **kinds)
     outputs = tokenizer.encode(text, add_special_tokens=False)
     row = Row(grammar)
@@ -143,7 +139,7 @@ def test_at_each_position_the_mask_is_that_of_a_fresh_matcher_on_the_prefix(
     assert set(EOS) <= row.allowed()
 
 
-def test_where_an_output_can_only_end_the_ends_alone_are_allowed(grammars, tokenizer):
+def test_where_output_can_only_end_ends_alone_are_allowed(grammars, tokenizer):
     for ignore_eos in (False, True):
         row = Row(compiled(grammars, ignore_eos, regex="a"))
         row.append(*tokenizer.encode("a", add_special_tokens=False))
@@ -152,9 +148,7 @@ def test_where_an_output_can_only_end_the_ends_alone_are_allowed(grammars, token
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_an_end_that_could_be_put_off_is_not_drawn_under_ignore_eos(
-    grammars, tokenizer, ignore_eos
-):
+def test_ignore_eos_avoids_optional_end(grammars, tokenizer, ignore_eos):
     row = Row(compiled(grammars, ignore_eos, regex="[0-9]{1,3}"))
     assert not row.allowed() & set(EOS)
     row.append(*tokenizer.encode("1", add_special_tokens=False))
@@ -162,7 +156,7 @@ def test_an_end_that_could_be_put_off_is_not_drawn_under_ignore_eos(
     assert not row.masks.can_only_end(1)
 
 
-def test_a_token_that_the_grammar_forbids_breaks_its_own_row_only(grammars):
+def test_token_that_grammar_forbids_breaks_its_own_row_only(grammars):
     row = Row(compiled(grammars, regex="[0-9]+"))
     row.slots.place(NewSequence(0, SequenceId(1), (5, 6), 2, (1,), Sampling()))
     row.masks.place(0, compiled(grammars, regex="[a-z]+"))
@@ -212,7 +206,7 @@ def test_tags_in_text(grammars, tokenizer):
     assert matcher.try_consume_tokens(ids) < len(ids)
 
 
-def test_defaults_of_the_engine_hold_where_a_request_says_nothing(tokenizer):
+def test_defaults_of_engine_hold_where_request_says_nothing(tokenizer):
     config = structured_outputs_config({"disable_any_whitespace": True, "backend": "xgrammar"})
     closed = Grammars(tokenizer, V, EOS, config=config)
     matcher = compiled(closed, json_object=True).matcher()

@@ -105,9 +105,7 @@ def expression(text):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_would_overflow_the_compilers_stack_is_refused_and_the_next_one_compiles(
-    grammars, name
-):
+def test_deep_grammar_is_refused_and_next_compiles(grammars, name):
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**HOSTILE[name]))
     with pytest.raises(GrammarError, match="too complex") as caught:
         grammars.compile(params)
@@ -118,7 +116,7 @@ def test_what_would_overflow_the_compilers_stack_is_refused_and_the_next_one_com
     assert grammars.compile(fine) is not None
 
 
-def test_what_takes_more_computing_than_a_trial_may_is_refused_and_remembered(trials, started):
+def test_expensive_grammar_is_refused_and_remembered(trials, started):
     for _ in range(3):
         with pytest.raises(GrammarError, match="regex: too complex") as caught:
             trials.passed(expression("a?" * 40_000))
@@ -127,7 +125,7 @@ def test_what_takes_more_computing_than_a_trial_may_is_refused_and_remembered(tr
     assert len(started) == 1
 
 
-def test_what_takes_more_memory_than_a_trial_may_is_refused():
+def test_what_takes_more_memory_than_trial_may_is_refused():
     trials = GrammarTrials(lambda: TOKENS, TrialBudget(memory=2**26))
     enough = StructuredOutputsParams(choice=["x"])
     assert trials.passed(enough)
@@ -178,7 +176,7 @@ def test_only_what_was_not_tried_must_be_tried_first(trials):
         trials.check_tried(wanted)
 
 
-def test_the_outcomes_that_were_asked_for_last_are_remembered_and_no_more(monkeypatch):
+def test_outcomes_asked_for_last_are_remembered_and_no_more(monkeypatch):
     monkeypatch.setattr(trial_processes, "MAX_REMEMBERED_BYTES", 1_500)
     trials = GrammarTrials(lambda: TOKENS)
     for text in ("a", "b", "a", "c"):
@@ -188,7 +186,7 @@ def test_the_outcomes_that_were_asked_for_last_are_remembered_and_no_more(monkey
         trials.check_tried(expression("b"))
 
 
-def test_an_error_is_raised_as_another_object_each_time(trials):
+def test_error_is_raised_as_another_object_each_time(trials):
     caught = []
     for _ in range(2):
         with pytest.raises(GrammarError) as error:
@@ -206,7 +204,7 @@ def test_an_idle_process_that_was_killed_is_replaced(trials, started):
     assert [process.poll() is None for process in started] == [False, True]
 
 
-def test_a_waiting_fork_that_was_killed_answers_nothing_that_was_not_asked(trials, started):
+def test_waiting_fork_killed_answers_nothing_not_asked(trials, started):
     trials.passed(expression("a"))
     [process] = started
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -219,9 +217,7 @@ def test_a_waiting_fork_that_was_killed_answers_nothing_that_was_not_asked(trial
     assert len(started) == 2
 
 
-def test_a_process_that_does_not_answer_is_ended_and_its_grammar_not_remembered(
-    trials, started, monkeypatch
-):
+def test_silent_trial_process_is_ended(trials, started, monkeypatch):
     trials.passed(expression("a"))
     with monkeypatch.context() as patch:
         patch.setattr(trial_processes, "WALL_S", 0.0001)
@@ -240,7 +236,7 @@ def test_the_processes_end_with_their_owner(started):
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
-def test_a_process_that_cannot_start_or_fails_is_our_fault(monkeypatch):
+def test_process_that_cannot_start_or_fails_is_our_fault(monkeypatch):
     wrong = GrammarTrials(lambda: TrialTokens(1, {999: "beyond"}))
     with pytest.raises(GenerationError, match="IndexError"):
         wrong.passed(expression("a"))
@@ -273,14 +269,14 @@ def test_a_grammar_may_take_so_much_memory(trials, kinds, is_taken):
         assert caught.value.code == "schema_too_complex"
 
 
-def test_the_memory_of_a_trial_is_that_of_its_grammar(trials):
+def test_memory_of_trial_is_that_of_its_grammar(trials):
     small, large = (
         trials.passed(StructuredOutputsParams(regex="ab" * n)).num_bytes for n in (500, 10_000)
     )
     assert large > 8 * small
 
 
-def test_a_trial_whose_process_is_killed_is_made_again(trials, started, monkeypatch):
+def test_trial_whose_process_is_killed_is_made_again(trials, started, monkeypatch):
     trials.passed(expression("a"))
     ask = ConfinedProcess.ask
 

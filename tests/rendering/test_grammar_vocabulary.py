@@ -48,7 +48,7 @@ KEYED = {"type": "object", "properties": {END: {"const": 1}}, "required": [END],
         ({"json": KEYED, "structured": True}, {1}),
     ],
 )
-def test_fixed_text_that_spells_a_special_token_is_text(llm, kinds, texts):
+def test_fixed_text_that_spells_special_token_is_text(llm, kinds, texts):
     if kinds.pop("structured", False):
         assert {json.loads(text)[END] for text in ask(llm, **kinds)} == texts
     else:
@@ -64,7 +64,7 @@ def test_a_grammar_in_lark_may_name_a_token(llm):
 @pytest.mark.parametrize(
     "vocab", [{"<s>": 5, "  ": 1, "a": 2}, [["a", 0.0], ["  ", -1.0], ["<s>", 0.0]]]
 )
-def test_added_tokens_keep_their_ids_and_have_names_that_no_text_has(vocab):
+def test_added_tokens_keep_ids_and_unreachable_names(vocab):
     found = json.loads(
         compiler_rules(json.dumps({**RULES, "model": {"vocab": vocab, "unk_token": "<s>"}}))
     )

@@ -94,7 +94,7 @@ def test_left_recursion_with_a_beginning_is_a_grammar(grammars):
     assert compiled(grammars, grammar='start: start "a" | "b"').matcher().consume_tokens([]) is True
 
 
-def test_the_grammars_that_were_asked_for_last_are_kept_by_their_bytes():
+def test_grammars_asked_for_last_are_kept_by_their_bytes():
     read = Grammars(Tokenizer.load(DEMO_MODEL), 4096, (0, 2))._read_vocabulary
     kept = Matchers(read, 3 * (1000 + ENTRY_BYTES))
     sources = {n: grammar_source(StructuredOutputsParams(regex=f"a{{{n}}}")) for n in range(1, 6)}
@@ -106,7 +106,7 @@ def test_the_grammars_that_were_asked_for_last_are_kept_by_their_bytes():
     assert repr(kept) == "<Matchers: 1 kept, 0 held>"
 
 
-def test_what_a_device_holds_is_kept_until_it_is_released_as_often():
+def test_grammar_is_kept_until_last_release():
     read = Grammars(Tokenizer.load(DEMO_MODEL), 4096, (0, 2))._read_vocabulary
     held, source = Matchers(read, 0), grammar_source(StructuredOutputsParams(regex="a+"))
     for _ in range(2):

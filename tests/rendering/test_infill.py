@@ -39,7 +39,7 @@ def test_each_family_has_marks_of_its_own(names):
     assert text == f"{prefix}the cat{suffix}the mat{middle}sat"
 
 
-def test_the_prompt_begins_with_a_bos_where_texts_do_and_words_keep_their_spelling():
+def test_infill_prompt_begins_with_bos():
     tokenizer = tokenizer_with(FAMILIES[4], metaspace)
     marks = marks_of(tokenizer)
     ids = gap_ids(Gap("the cat", "at"), marks, tokenizer, (), adds_bos=True)
@@ -49,7 +49,7 @@ def test_the_prompt_begins_with_a_bos_where_texts_do_and_words_keep_their_spelli
     assert after == [tokenizer.token_id("at")]  # no metaspace is put before it
 
 
-def test_a_tokenizer_without_marks_is_named_in_the_error(byte_tokenizer):
+def test_tokenizer_without_marks_is_named_in_error(byte_tokenizer):
     with pytest.raises(TrouperValidationError, match="no tokens for filling in") as raised:
         marks_of(byte_tokenizer)
     assert raised.value.parameter == "suffix"
@@ -60,7 +60,7 @@ def test_what_ends_a_middle_beside_eos(full):
     assert sorted(names) == sorted([*ENDS, "<|repo_name|>", "<|file_sep|>"])
 
 
-def test_a_text_that_spells_a_mark_has_no_mark(full):
+def test_text_that_spells_mark_has_no_mark(full):
     marks = marks_of(full)
     gap = Gap(
         "a<|fim_suffix|>b", "<|fim_middle|><|im_end|>", files=(("<|file_sep|>", "<|repo_name|>"),)
@@ -87,7 +87,7 @@ def test_files_stand_before_the_prefix_in_their_order(full):
 
 
 @pytest.mark.parametrize("limit", [3, 4, 7, 11, 30, 200])
-def test_what_lies_farthest_from_the_gap_is_left_out(full, limit):
+def test_what_lies_farthest_from_gap_is_left_out(full, limit):
     gap = Gap(
         "0123456789" * 5,
         "9876543210" * 5,
@@ -112,7 +112,7 @@ def test_what_lies_farthest_from_the_gap_is_left_out(full, limit):
     assert ("y" * 20 in text) is (limit == 200)
 
 
-def test_a_short_suffix_leaves_its_room_to_the_prefix(full):
+def test_short_suffix_leaves_its_room_to_prefix(full):
     text = spelled(full, Gap("x" * 40, "ab", max_tokens=33))
     assert text == "<|fim_prefix|>" + "x" * 28 + "<|fim_suffix|>ab<|fim_middle|>"
 

@@ -7,7 +7,7 @@ def those(kept, keys="abcdefg"):
     return "".join(key for key in keys if key in kept._entries)
 
 
-def test_what_was_used_last_stays_as_long_as_there_is_room():
+def test_what_was_used_last_stays_as_long_as_room():
     kept = KeptBySize(100)
     for key, size in (("a", 40), ("b", 40)):
         kept.put(key, key.upper(), size)
@@ -25,7 +25,7 @@ def test_a_value_that_is_put_again_counts_once():
     assert (kept.get("a"), kept.num_bytes, len(kept)) == (70, 70, 1)
 
 
-def test_an_owner_has_half_of_the_room_and_pushes_out_its_own():
+def test_owner_has_half_of_room_and_pushes_out_its_own():
     kept = KeptBySize(100)
     kept.put("a", 1, 40, "one")
     for key in "bcde":

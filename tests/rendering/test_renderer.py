@@ -135,7 +135,7 @@ async def open_stage(num_workers=1, function=render, threads=None, trying=None):
             slot.close()
 
 
-async def test_plain_texts_that_are_there_together_share_a_hop_and_no_fault():
+async def test_plain_texts_there_together_share_hop_and_no_fault():
     texts = ["a" * 130, "b" * 130, "c" * 2, "d" * 500]
     batches = []
 
@@ -171,7 +171,7 @@ async def test_a_prompt_reaches_the_detokenizer_and_the_scheduler():
 
 
 @pytest.mark.parametrize("error", [TrouperValidationError("no"), TypeError("no"), ValueError("no")])
-async def test_a_typed_failure_is_the_requests_own_and_the_next_one_is_served(error):
+async def test_typed_failure_is_requests_own_and_next_one_is_served(error):
     async with open_stage() as stage:
         bad = stage.ask(error)
         stage.ask("ok")
@@ -198,7 +198,7 @@ async def test_any_other_failure_is_wrapped(error):
         assert stage.handed_over() == [[1], [1]]
 
 
-async def test_what_must_be_tried_goes_to_another_renderer_and_nothing_waits_for_it():
+async def test_new_grammars_go_to_another_renderer():
     def quick(message):
         if message.prompt == "new":
             raise UntriedGrammarError
@@ -218,7 +218,7 @@ async def test_what_must_be_tried_goes_to_another_renderer_and_nothing_waits_for
         assert stage.handed_over() == [[0], [0]]
 
 
-async def test_what_must_be_tried_when_the_engine_goes_down_ends_with_it():
+async def test_pending_trial_ends_with_engine():
     def quick(message):
         raise UntriedGrammarError
 
@@ -229,7 +229,7 @@ async def test_what_must_be_tried_when_the_engine_goes_down_ends_with_it():
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-async def test_a_request_aborted_in_the_queue_is_not_rendered(is_closed):
+async def test_request_aborted_in_queue_is_not_rendered(is_closed):
     calls = []
     async with open_stage(function=calls.append) as stage:
         slot = stage.ask("ab")
@@ -242,7 +242,7 @@ async def test_a_request_aborted_in_the_queue_is_not_rendered(is_closed):
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-async def test_a_request_aborted_while_it_is_rendered_goes_to_nobody(is_closed):
+async def test_request_aborted_while_it_is_rendered_goes_to_nobody(is_closed):
     async with open_stage() as stage:
         stage.threads.gate = anyio.Event()
         slot = stage.ask("ab")
@@ -284,7 +284,7 @@ async def test_it_ends_when_its_inbox_ends():
             scheduler_inbox.receive_nowait()
 
 
-async def test_a_scheduler_that_is_gone_is_no_failure_of_the_renderer():
+async def test_scheduler_gone_is_no_failure_of_renderer():
     async with open_stage() as stage:
         stage.scheduler_inbox.close()
         stage.ask("ab")
@@ -320,7 +320,7 @@ async def test_real_threads_are_limited_and_bring_exceptions_back():
         ("x", {"stop_token_ids": [1]}, math.inf),
     ],
 )
-async def test_only_plain_texts_and_ids_have_a_size_by_which_they_share_a_hop(prompt, params, size):
+async def test_only_texts_and_ids_share_thread_calls(prompt, params, size):
     params = SamplingParams(**params)
     slot = ReplySlot("a", params)
     assert _plain_size(render_of(0, prompt, params, slot)) == size

@@ -85,7 +85,7 @@ def test_integers_of_other_libraries_are_ids_too(prompts):
     assert [type(token_id) for token_id in ids] == [int, int]
 
 
-def test_a_conversation_goes_through_the_template_and_gets_no_further_special_tokens(make_folder):
+def test_conversation_goes_through_template_and_gets_no_further_special_tokens(make_folder):
     tokenizer = Tokenizer.load(make_folder("metaspace", chat_template=CHAT))
     chat = {"messages": [{"role": "user", "content": "the cat"}]}
     track = Prompts(tokenizer, LIMITS).render(message(chat)).track
@@ -94,13 +94,13 @@ def test_a_conversation_goes_through_the_template_and_gets_no_further_special_to
 
 
 @pytest.mark.parametrize(("wish", "count"), [(None, 1), (True, 1), (False, 0)])
-def test_text_gets_special_tokens_unless_the_caller_says_no(metaspace_tokenizer, wish, count):
+def test_text_gets_special_tokens_unless_caller_says_no(metaspace_tokenizer, wish, count):
     prompts = Prompts(metaspace_tokenizer, LIMITS)
     track = prompts.render(message("the cat", add_special_tokens=wish)).track
     assert track.prompt_token_ids.count(metaspace_tokenizer.bos_token_id) == count
 
 
-def test_the_template_of_the_request_wins_over_the_engines_and_that_over_the_tokenizers(tokenizer):
+def test_template_of_request_wins_over_engines_and_that_over_tokenizers(tokenizer):
     chat = {"messages": [{"role": "user", "content": "x"}]}
     mine = chat | {"chat_template": "mine{{ word }}", "chat_template_kwargs": {"word": "!"}}
     assert Prompts(tokenizer, LIMITS).render(message(chat)).track.prompt == "<|endoftext|>x"
@@ -109,7 +109,7 @@ def test_the_template_of_the_request_wins_over_the_engines_and_that_over_the_tok
     assert engine.render(message(mine)).track.prompt == "mine!"
 
 
-def test_without_a_template_a_conversation_is_a_typed_error(byte_tokenizer):
+def test_without_template_conversation_is_typed_error(byte_tokenizer):
     chat = {"messages": [{"role": "user", "content": "x"}]}
     with pytest.raises(ChatTemplateResolutionError):
         Prompts(byte_tokenizer, LIMITS).render(message(chat))
@@ -168,12 +168,12 @@ def test_later_stages_are_unsupported_not_ignored(prompts):
             prompts.render(message({"prompt": "x", key: object()}))
 
 
-def test_a_tokenizer_with_ids_that_the_model_lacks_harms_nobody(tokenizer):
+def test_tokenizer_with_ids_that_model_lacks_harms_nobody(tokenizer):
     limits = ModelLimits(vocab_size=100, max_model_len=50)
     assert refused(Prompts(tokenizer, limits), "hello").parameter == "prompt_token_ids"
 
 
-def test_ids_around_a_text_that_no_vocabulary_has_harm_nobody(make_folder):
+def test_ids_around_text_that_no_vocabulary_has_harm_nobody(make_folder):
     tokenizer = Tokenizer.load(make_folder("bytes"))
     limits = ModelLimits(vocab_size=tokenizer.max_id + 1, max_model_len=50)
     assert Prompts(tokenizer, limits).render(message("hello")).admit.prompt_token_ids
@@ -190,7 +190,7 @@ def test_ids_around_a_text_that_no_vocabulary_has_harm_nobody(make_folder):
 
 
 @pytest.mark.parametrize("length", [50, 51, 5000])
-def test_a_prompt_that_leaves_no_room_is_refused_with_length_and_limit(prompts, length):
+def test_too_long_prompt_names_length_and_limit(prompts, length):
     text = str(refused(prompts, [5] * length))
     assert str(length) in text
     assert "50" in text
@@ -201,7 +201,7 @@ def test_the_longest_prompt_leaves_room_for_one_token(prompts):
     assert admit.params.max_tokens == 1
 
 
-def test_a_hopeless_text_is_refused_before_it_is_tokenised(tokenizer):
+def test_hopeless_text_is_refused_before_it_is_tokenised(tokenizer):
     class Untouchable(Tokenizer):
         def encode(self, text, add_special_tokens=True):
             raise AssertionError("tokenised")
@@ -219,7 +219,7 @@ def test_truncation_keeps_the_end(prompts, truncate, kept):
     assert list(track.prompt_token_ids) == kept
 
 
-def test_truncation_to_the_maximum_leaves_room_for_one_token(prompts):
+def test_truncation_to_maximum_leaves_room_for_one_token(prompts):
     track = prompts.render(message([5] * 80, truncate_prompt_tokens=-1)).track
     assert len(track.prompt_token_ids) == 49
 
@@ -236,7 +236,7 @@ def test_impossible_truncations_are_refused(prompts, truncate):
     assert error.parameter == "truncate_prompt_tokens"
 
 
-def test_a_huge_text_that_is_to_be_truncated_is_cut_before_it_is_tokenised(tokenizer):
+def test_huge_text_is_cut_before_tokenization(tokenizer):
     seen = []
 
     class Watched(Tokenizer):
@@ -258,14 +258,14 @@ def resolved(tokenizer=None, length=10, limits=LIMITS, **params):
     return resolve_sampling(SamplingParams(**params), length, limits, tokenizer)
 
 
-def test_max_tokens_none_takes_the_rest_of_the_context_and_the_callers_params_stay():
+def test_max_tokens_none_means_rest_of_context():
     params = SamplingParams(max_tokens=None)
     assert resolve_sampling(params, 10, LIMITS, None).params.max_tokens == 40
     assert params.max_tokens is None
     assert resolved(max_tokens=1000).params.max_tokens == 1000  # ends with "length" in the engine
 
 
-def test_the_first_eos_is_primary_and_the_others_are_stop_ids_behind_the_callers():
+def test_first_eos_is_primary_and_others_stop():
     answer = resolved(stop_token_ids=[3, 7])
     assert (answer.eos_token_id, answer.stop_token_ids) == (2, (3, 7, 9))
 
@@ -286,18 +286,18 @@ def test_a_model_without_eos_has_none():
     assert resolved(limits=ModelLimits(vocab_size=9, max_model_len=9)).eos_token_id is None
 
 
-def test_bad_words_are_tokenised_with_and_without_a_leading_space_once(tokenizer):
+def test_bad_words_are_tokenised_with_and_without_leading_space_once(tokenizer):
     answer = resolved(tokenizer, bad_words=["cat", " cat", "the cat"])
     forms = [tokenizer.encode(text) for text in ("cat", " cat", "the cat", " the cat")]
     assert answer.bad_words_ids == tuple(map(tuple, forms))
 
 
-def test_as_many_bad_words_as_the_parameters_allow_are_tokenised(tokenizer):
+def test_as_many_bad_words_as_parameters_allow_are_tokenised(tokenizer):
     words = [f"w{i}" for i in range(MAX_STRINGS["bad_words"])]
     assert len(resolved(tokenizer, bad_words=words).bad_words_ids) == 2 * len(words)
 
 
-def test_what_the_rows_of_a_device_have_no_room_for_is_refused(tokenizer):
+def test_what_rows_of_device_have_no_room_for_is_refused(tokenizer):
     limits = ModelLimits(
         vocab_size=400, max_model_len=9, eos_token_ids=(2,), max_edits=4, max_bad_word=3
     )
@@ -315,7 +315,7 @@ def test_what_the_rows_of_a_device_have_no_room_for_is_refused(tokenizer):
 @pytest.mark.parametrize(
     "params", [{"stop": "x"}, {"bad_words": ["x"]}, {"stop_token_ids": [VOCAB]}, {"logprobs": 21}]
 )
-def test_what_the_model_or_a_missing_tokenizer_cannot_do_is_refused(params):
+def test_what_model_or_missing_tokenizer_cannot_do_is_refused(params):
     with pytest.raises(TrouperValidationError) as caught:
         resolved(**params)
     assert caught.value.parameter == next(iter(params))

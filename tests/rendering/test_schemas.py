@@ -106,7 +106,7 @@ def test_what_cannot_be_said_in_other_words_is_refused(grammars, schema):
     assert caught.value.code == "invalid_schema"
 
 
-def test_data_and_names_of_the_caller_are_not_keywords():
+def test_data_and_names_of_caller_are_not_keywords():
     names = {
         "format": {"type": "string"},
         "propertyNames": {},
@@ -198,7 +198,7 @@ GIVEN = [*(ZOD[name] for name in ("record of an enum", "record of a pattern", "r
 
 
 @pytest.mark.parametrize("schema", GIVEN, ids=lambda schema: json.dumps(schema)[:60])
-def test_whole_answers_match_the_schema_as_it_was_given(llm, schema):
+def test_whole_answers_match_schema_as_it_was_given(llm, schema):
     wanted = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
     params = SamplingParams(n=16, seed=5, max_tokens=60, structured_outputs=wanted)
     (found,) = llm.generate(["{"], params, use_tqdm=False)

@@ -82,6 +82,6 @@ def test_a_text_matches_or_not(matches, tag, good, bad):
         {"format": {"type": "grammar", "grammar": "start: x"}},
     ],
 )  # fmt: skip
-def test_what_has_not_the_form_of_its_type_is_refused(matches, tag):
+def test_what_has_not_form_of_its_type_is_refused(matches, tag):
     with pytest.raises(GrammarError):
         matches(tag, "")

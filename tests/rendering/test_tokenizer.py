@@ -38,7 +38,7 @@ def test_it_encodes_and_decodes_as_transformers_does(pair, add_special_tokens):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
-def test_a_long_text_is_encoded_as_a_short_one(pair):
+def test_long_text_is_encoded_as_short_one(pair):
     ours, theirs = pair
     text = "the cat sat on the mat " * LONG_TEXT_CHARS
     assert ours.encode(text) == theirs.encode(text)
@@ -46,7 +46,7 @@ def test_a_long_text_is_encoded_as_a_short_one(pair):
         ours.encode("\ud800" * LONG_TEXT_CHARS)
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(byte_tokenizer):
+def test_other_threads_run_while_long_text_is_encoded(byte_tokenizer):
     ran, is_over = [], threading.Event()
 
     def beat():
@@ -90,9 +90,7 @@ def test_it_knows_what_transformers_knows(pair):
     assert type(ours.hf_tokenizer()) is type(theirs)
 
 
-def test_without_transformers_tokenizer_json_is_enough_and_everything_else_names_the_extra(
-    make_folder, tmp_path, monkeypatch
-):
+def test_only_tokenizer_json_works_without_transformers(make_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # importing it raises ImportError
     ours = Tokenizer.load(make_folder("bytes"))
     assert ours.decode(ours.encode("the cat")) == "the cat"
@@ -106,15 +104,13 @@ def test_without_transformers_tokenizer_json_is_enough_and_everything_else_names
 
 @pytest.mark.parametrize("add_bos_token", [True, False])
 @pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
-def test_add_bos_token_beside_a_tokenizer_json_means_what_it_means_to_transformers(
-    make_folder, add_bos_token, tokenizer_class
-):
+def test_add_bos_token_works_like_transformers(make_folder, add_bos_token, tokenizer_class):
     folder = make_folder("metaspace", add_bos_token=add_bos_token, tokenizer_class=tokenizer_class)
     theirs = AutoTokenizer.from_pretrained(folder)
     assert Tokenizer.load(folder).encode("the cat") == theirs.encode("the cat")
 
 
-def test_tokens_that_only_the_config_names_are_added_as_transformers_adds_them(make_folder):
+def test_config_tokens_are_added_like_transformers(make_folder):
     folder = make_folder(
         "bytes",
         pad_token={"content": "<pad>", "__type": "AddedToken"},
@@ -143,7 +139,7 @@ def test_a_folder_without_tokenizer_json_is_converted(tmp_path):
     assert tokenizer.decode([2, 5, 6, 7, 3]) == "the cats"
 
 
-def test_a_folder_without_a_tokenizer_is_a_validation_error(tmp_path):
+def test_folder_without_tokenizer_is_validation_error(tmp_path):
     with pytest.raises(TrouperValidationError, match="tokenizer") as caught:
         Tokenizer.load(tmp_path)
     assert caught.value.parameter == "tokenizer"
@@ -158,7 +154,7 @@ def test_broken_files_are_validation_errors(make_folder, name, content):
         Tokenizer.load(folder)
 
 
-def test_loading_a_tokenizer_json_imports_neither_transformers_nor_torch(make_folder):
+def test_loading_tokenizer_json_imports_neither_transformers_nor_torch(make_folder):
     script = (
         "import sys; from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer;"
         f"Tokenizer.load({str(make_folder())!r}).encode('hello');"
@@ -173,7 +169,7 @@ def test_a_lone_surrogate_is_a_validation_error(byte_tokenizer):
         byte_tokenizer.encode("a\ud800")
 
 
-def test_a_panic_in_the_library_is_an_error_like_any_other(byte_tokenizer, monkeypatch):
+def test_panic_in_library_is_error_like_any_other(byte_tokenizer, monkeypatch):
     class PanicException(BaseException):
         pass
 
@@ -221,7 +217,7 @@ def test_a_stream_gives_only_whole_characters(byte_tokenizer):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_an_incomplete_character_at_the_end_is_held_back(byte_tokenizer):
+def test_incomplete_character_at_end_is_held_back(byte_tokenizer):
     ids = byte_tokenizer.encode("a🎊")
     assert streamed(byte_tokenizer, ids[:-1]) == "a"
 
@@ -238,7 +234,7 @@ def test_a_character_that_the_prompt_began_is_completed(byte_tokenizer):
     assert streamed(byte_tokenizer, ids[-1:], ids[:-1]) == "語"
 
 
-def test_bytes_that_are_no_text_come_out_at_last_and_cost_no_more_than_that(byte_tokenizer):
+def test_invalid_bytes_are_emitted_at_end(byte_tokenizer):
     half = byte_tokenizer.encode("🎊")[0]
     text = streamed(byte_tokenizer, [half] * 100)
     assert set(text) == {"\ufffd"}
@@ -254,7 +250,7 @@ def test_unknown_ids_and_skipped_special_tokens_have_no_text(byte_tokenizer):
     assert streamed(byte_tokenizer, ids[:1] + noise + ids[1:], noise) == "the cat"
 
 
-def test_an_invalid_prefix_resets_the_stream_with_a_warning(byte_tokenizer, monkeypatch, caplog):
+def test_invalid_prefix_resets_stream_with_warning(byte_tokenizer, monkeypatch, caplog):
     class Failing:
         def __init__(self, **options):
             pass
@@ -280,7 +276,7 @@ def test_added_tokens_stand_without_spaces_when_asked(make_folder):
 
 
 @given(data=st.data(), skip=st.booleans())
-def test_the_concatenated_stream_is_the_whole_text_for_any_text(byte_tokenizer, data, skip):
+def test_concatenated_stream_is_whole_text_for_any_text(byte_tokenizer, data, skip):
     letters = st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])
     ids = byte_tokenizer.encode(data.draw(st.text(letters, max_size=40)))
     assert streamed(byte_tokenizer, ids, skip_special_tokens=skip) == byte_tokenizer.decode(
@@ -289,7 +285,7 @@ def test_the_concatenated_stream_is_the_whole_text_for_any_text(byte_tokenizer, 
 
 
 @given(ids=st.lists(st.integers(0, 340), max_size=60))
-def test_the_concatenated_stream_is_a_prefix_of_the_whole_text_for_any_tokens(byte_tokenizer, ids):
+def test_concatenated_stream_is_prefix_of_whole_text_for_any_tokens(byte_tokenizer, ids):
     text, whole = streamed(byte_tokenizer, ids), byte_tokenizer.decode(ids)
     assert whole.startswith(text)
     assert set(whole[len(text) :]) <= {"\ufffd"} or len(whole) - len(text) < token_stream.MAX_HELD
@@ -298,19 +294,19 @@ def test_the_concatenated_stream_is_a_prefix_of_the_whole_text_for_any_tokens(by
 # --- texts of single tokens ---
 
 
-def test_the_token_that_completes_a_character_has_its_text(byte_tokenizer):
+def test_token_that_completes_character_has_its_text(byte_tokenizer):
     ids = byte_tokenizer.encode("a é🎊 the")
     texts = [byte_tokenizer.token_text(id, ids[max(0, i - 3) : i]) for i, id in enumerate(ids)]
     assert "".join(texts) == "a é🎊 the"
     assert not any("\ufffd" in text for text in texts)
 
 
-def test_special_tokens_have_a_text_and_unknown_ids_have_none(byte_tokenizer):
+def test_special_tokens_have_text_and_unknown_ids_have_none(byte_tokenizer):
     assert byte_tokenizer.token_text(byte_tokenizer.eos_token_id) == "<|im_end|>"
     assert byte_tokenizer.token_text(10**9) == ""
 
 
-def test_a_folder_with_a_config_and_no_tokenizer_is_named(tmp_path):
+def test_folder_with_config_and_no_tokenizer_is_named(tmp_path):
     """transformers makes an empty tokenizer of the config's kind for such a folder."""
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     (tmp_path / "config.json").write_text(json.dumps(config))

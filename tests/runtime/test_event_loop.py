@@ -11,7 +11,7 @@ from trouper.actors.runtime.event_loop import EventLoop
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_function_that_a_thread_gives_is_called_on_the_loop():
+async def test_function_that_thread_gives_is_called_on_loop():
     loop, called, where = EventLoop(), anyio.Event(), []
 
     def act():
@@ -36,7 +36,7 @@ async def test_a_thread_and_another_loop_are_not_current():
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-async def test_after_the_loop_has_ended_a_thread_is_told(backend):
+async def test_after_loop_has_ended_thread_is_told(backend):
     async def made():
         return EventLoop()
 

@@ -30,7 +30,7 @@ llm.close()
 
 
 @pytest.mark.parametrize("last", ["llm.close", "str"], ids=["closed", "left open"])
-def test_a_forked_child_is_refused_and_exits_while_the_parent_goes_on(last):
+def test_forked_child_is_refused_and_exits_while_parent_goes_on(last):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(last=last)],
         capture_output=True,

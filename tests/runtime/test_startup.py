@@ -37,7 +37,7 @@ atexit.register(lambda: print(thread.is_alive()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_process_that_ends_meanwhile_waits_for_the_libraries():
+def test_process_that_ends_meanwhile_waits_for_libraries():
     """Or it would destroy their globals while they are made: an abort, or a segmentation fault."""
     done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (0, b"False\n"), done.stderr

@@ -17,7 +17,7 @@ async def test_results_and_exceptions_come_back():
         await threads.run(divmod, 7, 0)
 
 
-async def test_a_call_that_takes_too_long_is_given_up_and_the_next_one_runs():
+async def test_slow_call_is_abandoned_and_next_runs():
     stuck = threading.Event()
     threads = WorkerThreads(0.01)
     with pytest.raises(TimeoutError, match=r"0\.01 s"):

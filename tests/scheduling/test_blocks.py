@@ -42,7 +42,7 @@ def two_guests():
     return blocks, a, b
 
 
-def test_a_freed_table_returns_tail_first_and_hashed_blocks_go_to_the_end(two_guests):
+def test_freed_blocks_return_tail_first(two_guests):
     blocks, a, b = two_guests
     blocks.free(a)
     assert blocks.free_list == (3, 5, 6, 7, 8)
@@ -51,7 +51,7 @@ def test_a_freed_table_returns_tail_first_and_hashed_blocks_go_to_the_end(two_gu
     assert blocks.free_list == (4, 3, 5, 6, 7, 8, 2, 1)
 
 
-def test_unrelated_tokens_take_the_free_list_in_order_and_evict_what_is_cached(two_guests):
+def test_new_tokens_evict_cached_blocks_in_order(two_guests):
     blocks, a, b = two_guests
     blocks.free(a)
     blocks.free(b)
@@ -78,7 +78,7 @@ def test_allocation_is_all_or_nothing():
     assert blocks.usage == 1.0
 
 
-def test_equal_blocks_coexist_and_the_second_is_found_when_the_first_is_gone():
+def test_second_equal_block_replaces_first():
     blocks = KVBlocks(4, 4, True)
     first, second = blocks.allocate(2)
     name = block_hash(FIRST_PARENT, [1, 2, 3, 4])
@@ -92,7 +92,7 @@ def test_equal_blocks_coexist_and_the_second_is_found_when_the_first_is_gone():
     assert blocks.match([name]) == []
 
 
-def test_the_cache_is_reset_only_while_nothing_is_held():
+def test_cache_is_reset_only_while_nothing_is_held():
     blocks = KVBlocks(4, 4, True)
     table = blocks.allocate(1)
     name = block_hash(FIRST_PARENT, [1, 2, 3, 4])
@@ -111,7 +111,7 @@ def test_without_prefix_caching_nothing_is_ever_found():
     assert blocks.match([b"name"]) == []
 
 
-def test_a_hash_depends_on_the_parent_the_tokens_and_the_extra_keys():
+def test_hash_depends_on_parent_tokens_and_extra_keys():
     base = block_hash(FIRST_PARENT, [1, 2])
     others = [
         block_hash(base, [1, 2]),
@@ -123,7 +123,7 @@ def test_a_hash_depends_on_the_parent_the_tokens_and_the_extra_keys():
     assert base == block_hash(FIRST_PARENT, (1, 2))
 
 
-def test_a_pool_of_the_null_block_alone_has_no_room_and_no_usage():
+def test_empty_pool_has_no_usage():
     blocks = KVBlocks(1, 4, True)
     assert (blocks.num_usable, blocks.usage, blocks.allocate(1)) == (0, 0.0, None)
 

@@ -31,7 +31,7 @@ def test_a_short_prompt_comes_before_long_ones():
     assert Desk(("a", 20_000), ("a", 600), ("a", 20_000)).order == [1, 0, 2]
 
 
-def test_prompts_below_the_grain_are_equals_and_the_first_comes_first():
+def test_prompts_below_grain_are_equals_and_first_comes_first():
     assert Desk(("a", 240), ("a", 60), ("a", 5)).order == [0, 1, 2]
 
 
@@ -58,7 +58,7 @@ def test_a_higher_priority_comes_first_whatever_its_length():
     assert desk.order == [high, 0]
 
 
-def test_whom_the_fluid_has_finished_comes_before_all_others():
+def test_whom_fluid_has_finished_comes_before_all_others():
     desk = Desk(("a", 300), ("b", 300))
     desk.fluid.plan({0: 300})  # 150 of each
     desk.enter("c", 256)
@@ -66,7 +66,7 @@ def test_whom_the_fluid_has_finished_comes_before_all_others():
     assert desk.order[0] == 2
 
 
-def test_what_was_planned_of_one_that_leaves_is_not_given_to_others():
+def test_planned_work_of_aborted_prompt_is_dropped():
     desk = Desk(("a", 1000), ("a", 2000))
     desk.fluid.plan({0: 400})  # 200 of each in the fluid
     desk.fluid.leave(0)
@@ -115,7 +115,7 @@ def test_no_job_is_planned_later_than_exact_fractions_finish_it(steps):
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(STEPS, ENTRIES)
-def test_the_jobs_ahead_of_a_new_one_are_those_before_it_once_it_has_entered(steps, new):
+def test_jobs_ahead_match_entered_order(steps, new):
     desk = Desk()
     for step in steps:
         if isinstance(step, tuple):

@@ -50,7 +50,7 @@ def prepare(ledger):
     return order.grammar.rules.source, len(order.released)
 
 
-def test_one_is_prepared_at_a_time_the_smallest_first():
+def test_one_is_prepared_at_time_smallest_first():
     ledger = GrammarLedger()
     for source, size in (("b", 9), ("a", 2), ("c", 30)):
         ledger.use(admit(source, size))
@@ -60,7 +60,7 @@ def test_one_is_prepared_at_a_time_the_smallest_first():
     assert [prepare(ledger) for _ in range(3)] == [("b", 0), ("c", 0), None]
 
 
-def test_requests_with_one_source_share_it_and_it_is_kept_behind_them():
+def test_grammar_is_shared_and_kept():
     ledger = GrammarLedger()
     for _ in range(2):
         ledger.use(admit("a"))
@@ -72,7 +72,7 @@ def test_requests_with_one_source_share_it_and_it_is_kept_behind_them():
     assert prepare(ledger) is None
 
 
-def test_a_request_that_leaves_early_is_not_prepared_for():
+def test_request_that_leaves_early_is_not_prepared_for():
     ledger = GrammarLedger()
     ledger.use(admit("a"))
     ledger.leave(admit("a"))
@@ -80,7 +80,7 @@ def test_a_request_that_leaves_early_is_not_prepared_for():
     assert ledger.num_bytes == 0
 
 
-def test_what_nothing_uses_makes_room_and_what_is_in_use_does_not():
+def test_only_unused_grammars_are_evicted():
     ledger = GrammarLedger(10 * MIB)
     for source in "abc":
         ledger.use(admit(source, 3))
@@ -97,7 +97,7 @@ def test_what_nothing_uses_makes_room_and_what_is_in_use_does_not():
     assert ledger.num_bytes == 8 * MIB
 
 
-def test_the_small_go_by_a_large_one_that_has_no_room_and_alone_any_has_room():
+def test_small_grammars_pass_a_large_one():
     ledger = GrammarLedger(10 * MIB)
     ledger.use(admit("a", 6))
     prepare(ledger)
@@ -118,7 +118,7 @@ def test_a_key_has_half_of_the_room():
     assert found == [("a0", 0), ("a1", 0), ("b", 0), None]
 
 
-def test_one_in_whose_preparation_the_device_dies_is_tried_alone_and_then_condemned():
+def test_deadly_grammar_is_retried_then_condemned():
     ledger = GrammarLedger()
     for source, size in (("a", 2), ("b", 1)):
         ledger.use(admit(source, size))
@@ -137,7 +137,7 @@ def test_one_in_whose_preparation_the_device_dies_is_tried_alone_and_then_condem
     assert ledger.forget(is_their_doing=True) == key
 
 
-def test_a_suspect_that_can_be_prepared_is_none_any_more():
+def test_suspect_that_can_be_prepared_is_none_any_more():
     ledger = GrammarLedger()
     ledger.use(admit("a"))
     ledger.next_order()
@@ -165,7 +165,7 @@ class Class(Desk):
         return order.grammar.rules.source
 
 
-def test_a_sequence_starts_when_its_grammar_is_ready_and_others_pass_it():
+def test_sequences_pass_one_without_ready_grammar():
     desk = Class()
     desk.ask(0, "a")
     desk.ask(1, None)
@@ -178,7 +178,7 @@ def test_a_sequence_starts_when_its_grammar_is_ready_and_others_pass_it():
     assert plan.new_sequences[0].grammar.rules.source == "a"
 
 
-def test_no_step_waits_for_a_grammar_that_is_being_prepared():
+def test_no_step_waits_for_grammar_being_prepared():
     desk = Class()
     desk.ask(0, None, max_tokens=50)
     desk.ask(1, "dear")
@@ -190,7 +190,7 @@ def test_no_step_waits_for_a_grammar_that_is_being_prepared():
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_more_wait_for_their_grammars_than_a_step_looks_at_and_none_holds_up_those_behind(policy):
+def test_waiting_grammars_block_nothing_behind(policy):
     desk = Class(policy=policy)
     for id in range(200):
         desk.ask(id, f"a{id}")
@@ -198,7 +198,7 @@ def test_more_wait_for_their_grammars_than_a_step_looks_at_and_none_holds_up_tho
     assert desk.owners(desk.plan()) == [200]
 
 
-def test_a_request_that_is_aborted_while_its_grammar_is_prepared_is_gone():
+def test_request_aborted_while_its_grammar_is_prepared_is_gone():
     desk = Class()
     desk.ask(0, "a", n=2)
     assert desk.plan() is None
@@ -211,7 +211,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_prepared_is_gone():
     desk.assert_idle()
 
 
-def test_a_grammar_that_cannot_be_prepared_ends_its_requests_and_no_other():
+def test_failed_grammar_ends_only_its_requests():
     desk = Class()
     for id, source in ((0, "a"), (1, "a"), (2, "b")):
         desk.ask(id, source)
@@ -224,7 +224,7 @@ def test_a_grammar_that_cannot_be_prepared_ends_its_requests_and_no_other():
     assert desk.owners(desk.plan()) == [2]
 
 
-def test_the_grammars_of_a_device_that_was_lost_are_prepared_again_before_their_sequences_go_on():
+def test_grammars_are_prepared_again_after_loss():
     desk = Class()
     desk.ask(0, "a", max_tokens=3)
     desk.plan()
@@ -238,7 +238,7 @@ def test_the_grammars_of_a_device_that_was_lost_are_prepared_again_before_their_
     assert desk.owners(desk.plan()) == [0]
 
 
-def test_suspects_wait_for_their_grammars_and_those_of_others_for_the_end_of_the_search():
+def test_suspects_wait_for_their_grammars():
     desk = Class()
     for id in range(2):
         desk.ask(id, f"a{id}", max_tokens=9)

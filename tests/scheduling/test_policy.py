@@ -97,7 +97,7 @@ class Desk:
 # What a plan says
 
 
-def test_a_prompt_is_computed_in_chunks_and_only_the_last_yields_a_token():
+def test_prompt_is_computed_in_chunks_and_only_last_yields_token():
     desk = Desk(max_num_scheduled_tokens=4)
     desk.admit(prompt=range(10))
     plans = [
@@ -110,7 +110,7 @@ def test_a_prompt_is_computed_in_chunks_and_only_the_last_yields_a_token():
     assert plans == [((0,), (4,), (False,)), ((4,), (4,), (False,)), ((8,), (2,), (True,))]
 
 
-def test_a_row_is_told_once_and_then_only_what_is_new():
+def test_row_is_reported_once_and_then_only_what_is_new():
     desk = Desk()
     desk.admit(prompt=(1, 2, 3), max_tokens=8, seed=5)
     plan = desk.plan()
@@ -124,7 +124,7 @@ def test_a_row_is_told_once_and_then_only_what_is_new():
     assert desk.plan().new_blocks == ((new.request_slot, (2,)),)
 
 
-def test_the_second_step_in_flight_counts_the_unknown_token_as_a_placeholder():
+def test_second_step_in_flight_counts_unknown_token_as_placeholder():
     desk = Desk(max_steps_in_flight=2)
     desk.admit(max_tokens=3)
     first, second = desk.plan(), desk.plan()
@@ -136,7 +136,7 @@ def test_the_second_step_in_flight_counts_the_unknown_token_as_a_placeholder():
     assert desk.plan() is None  # two are out
 
 
-def test_a_sequence_sure_to_reach_its_limit_is_not_planned_again():
+def test_sequence_sure_to_reach_its_limit_is_not_planned_again():
     desk = Desk(max_steps_in_flight=3)
     desk.admit(max_tokens=2)
     assert desk.plan() is not None
@@ -148,7 +148,7 @@ def test_a_sequence_sure_to_reach_its_limit_is_not_planned_again():
     desk.assert_idle()
 
 
-def test_the_surplus_result_of_a_stopped_sequence_is_dropped_and_its_row_is_free_at_once():
+def test_surplus_result_is_dropped_and_row_freed():
     desk = Desk(max_steps_in_flight=2, max_num_seqs=1, max_num_active_seqs=1)
     desk.admit(0, max_tokens=9)
     desk.admit(1, max_tokens=1)
@@ -161,7 +161,7 @@ def test_the_surplus_result_of_a_stopped_sequence_is_dropped_and_its_row_is_free
     assert desk.ends() == {0: ("stop", None), 1: ("length", None)}
 
 
-def test_answers_come_in_order_or_the_engine_is_broken():
+def test_answers_come_in_order_or_engine_is_broken():
     desk = Desk(max_steps_in_flight=2)
     desk.admit()
     desk.plan()
@@ -170,7 +170,7 @@ def test_answers_come_in_order_or_the_engine_is_broken():
         desk.policy.apply(StepDone(second.step, ((7,),)))
 
 
-def test_without_chunked_prefill_a_prompt_longer_than_any_step_is_split_nevertheless():
+def test_very_long_prompt_is_split_without_chunking():
     desk = Desk(enable_chunked_prefill=False, max_num_scheduled_tokens=8)
     desk.admit(prompt=range(20), max_tokens=1)
     while desk.policy.table.sequences:
@@ -211,7 +211,7 @@ def test_the_context_ends_a_sequence_with_length():
     assert desk.ends() == {0: ("length", None)}
 
 
-def test_a_prompt_that_fills_the_context_ends_with_length_and_no_token():
+def test_prompt_that_fills_context_ends_with_length_and_no_token():
     desk = Desk(max_model_len=3)
     desk.admit()
     assert desk.plan() is None
@@ -219,7 +219,7 @@ def test_a_prompt_that_fills_the_context_ends_with_length_and_no_token():
     assert (entry.token_ids, entry.finish_reason) == ((), "length")
 
 
-def test_a_prompt_that_can_never_fit_ends_with_an_error_instead_of_waiting_for_ever():
+def test_unfittable_prompt_ends_with_error():
     desk = Desk(num_usable=2)
     desk.admit(0, prompt=range(8), n=2)
     desk.admit(10, prompt=range(7))
@@ -267,7 +267,7 @@ STAGES = [in_waiting, in_prefill, in_flight, in_decode, preempted, preempted_in_
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("n", [1, 3])
-def test_an_abort_ends_every_sequence_once_in_whatever_stage_and_frees_all_at_once(stage, n):
+def test_abort_frees_sequences_in_any_stage(stage, n):
     desk = Desk(max_num_scheduled_tokens=4)
     desk.admit(prompt=range(10), n=n)
     stage(desk)
@@ -282,7 +282,7 @@ def test_an_abort_ends_every_sequence_once_in_whatever_stage_and_frees_all_at_on
     assert len(desk.ends()) == n
 
 
-def test_the_final_news_of_an_abort_carry_the_tokens_nobody_has_heard_of():
+def test_final_news_of_abort_carry_tokens_nobody_has_heard_of():
     desk = Desk()
     desk.admit()
     plan = desk.plan()
@@ -292,7 +292,7 @@ def test_the_final_news_of_an_abort_carry_the_tokens_nobody_has_heard_of():
     assert (entry.token_ids, entry.finish_reason, entry.num_cached_tokens) == ((7,), "abort", 0)
 
 
-def test_a_sequence_that_finished_in_the_same_turn_keeps_its_own_reason():
+def test_sequence_that_finished_in_same_turn_keeps_its_own_reason():
     desk = Desk()
     desk.admit(max_tokens=1)
     plan = desk.plan()
@@ -301,7 +301,7 @@ def test_a_sequence_that_finished_in_the_same_turn_keeps_its_own_reason():
     assert [entry.finish_reason for entry in desk.take()] == ["length"]
 
 
-def test_what_the_detokenizer_stopped_is_heard_of_no_more():
+def test_what_detokenizer_stopped_is_heard_of_no_more():
     desk = Desk(max_steps_in_flight=2)
     desk.admit()
     desk.plan()
@@ -316,7 +316,7 @@ def test_what_the_detokenizer_stopped_is_heard_of_no_more():
 # Preemption
 
 
-def test_a_preempted_sequence_is_recomputed_with_what_it_had_generated():
+def test_preempted_sequence_is_recomputed_with_what_it_had_generated():
     desk = Desk(prefix_caching=False)
     desk.admit(max_tokens=4)
     desk.step(7)
@@ -329,7 +329,7 @@ def test_a_preempted_sequence_is_recomputed_with_what_it_had_generated():
     assert plan.new_sequences[0].num_prompt == 3
 
 
-def test_fcfs_preempts_the_last_and_starts_it_again_before_the_new():
+def test_fcfs_preempts_last_and_starts_it_again_before_new():
     desk = Desk(num_usable=4, policy="fcfs", max_num_scheduled_tokens=64)
     desk.admit(0, prompt=range(8), max_tokens=9)
     desk.admit(1, prompt=range(50, 58), max_tokens=9)
@@ -340,7 +340,7 @@ def test_fcfs_preempts_the_last_and_starts_it_again_before_the_new():
     assert desk.policy.table.waiting.ids == (1, 2)
 
 
-def test_a_cache_reset_with_running_requests_drops_what_is_in_flight_and_samples_it_again():
+def test_cache_reset_resamples_steps_in_flight():
     desk = Desk(max_steps_in_flight=2)
     desk.admit(max_tokens=2)
     desk.step(7)
@@ -354,7 +354,7 @@ def test_a_cache_reset_with_running_requests_drops_what_is_in_flight_and_samples
     assert desk.ends() == {0: ("length", None)}
 
 
-def test_the_watermark_keeps_blocks_free_for_those_who_run():
+def test_watermark_keeps_blocks_free_for_those_who_run():
     desk = Desk(num_usable=10, watermark=0.3)
     desk.admit(0, prompt=range(16), max_tokens=2)
     desk.admit(1, prompt=range(50, 66), max_tokens=2)
@@ -362,7 +362,7 @@ def test_the_watermark_keeps_blocks_free_for_those_who_run():
 
 
 @pytest.mark.parametrize(("reserve", "owners"), [(True, [0]), (False, [0, 1])])
-def test_reserving_the_full_prompt_looks_beyond_the_first_chunk(reserve, owners):
+def test_reserving_full_prompt_looks_beyond_first_chunk(reserve, owners):
     desk = Desk(num_usable=6, max_num_scheduled_tokens=16, reserve_full_isl=reserve)
     desk.admit(0, prompt=range(12))
     desk.admit(1, prompt=range(50, 66))
@@ -381,7 +381,7 @@ def test_nothing_is_planned_while_all_is_paused():
     assert desk.plan() is not None
 
 
-def test_a_pause_of_the_new_lets_run_what_has_run_and_its_siblings():
+def test_pause_of_new_spares_started_requests():
     desk = Desk()
     desk.admit(0, n=3, max_tokens=2)
     desk.step()
@@ -399,7 +399,7 @@ def test_a_pause_of_the_new_lets_run_what_has_run_and_its_siblings():
 # Prefix cache
 
 
-def test_a_prefix_is_shared_when_it_has_landed_and_told_with_the_first_token():
+def test_computed_prefix_is_shared_and_reported():
     desk = Desk()
     desk.admit(0, prompt=range(10))
     desk.plan()
@@ -417,7 +417,7 @@ def test_a_prefix_is_shared_when_it_has_landed_and_told_with_the_first_token():
     ("salt", "params", "num_cached"),
     [(None, {}, 8), ("s", {}, 0), (None, {"skip_reading_prefix_cache": True}, 0)],
 )
-def test_a_salt_or_a_wish_keeps_a_request_away_from_the_cache(salt, params, num_cached):
+def test_salt_or_wish_keeps_request_away_from_cache(salt, params, num_cached):
     desk = Desk()
     desk.admit(0, prompt=range(10), max_tokens=1)
     desk.step()
@@ -425,7 +425,7 @@ def test_a_salt_or_a_wish_keeps_a_request_away_from_the_cache(salt, params, num_
     assert desk.step()[0].num_cached_tokens == num_cached
 
 
-def test_output_tokens_are_cached_too_and_lookups_after_a_preemption_are_kept_apart():
+def test_outputs_are_cached_and_preemption_lookups_separate():
     desk = Desk()
     desk.admit(prompt=range(6), max_tokens=9)
     for _ in range(4):
@@ -440,7 +440,7 @@ def test_output_tokens_are_cached_too_and_lookups_after_a_preemption_are_kept_ap
 # n > 1
 
 
-def test_siblings_fork_from_the_leader_when_its_prompt_has_landed():
+def test_siblings_fork_from_leader_when_its_prompt_has_landed():
     desk = Desk()
     desk.admit(0, prompt=range(10), n=3, seed=40, max_tokens=8)
     plan = desk.plan()
@@ -456,7 +456,7 @@ def test_siblings_fork_from_the_leader_when_its_prompt_has_landed():
     assert all(plan.num_sampled_tokens)
 
 
-def test_a_fork_at_the_start_of_a_block_copies_nothing():
+def test_fork_at_start_of_block_copies_nothing():
     desk = Desk()
     desk.admit(0, prompt=range(9), n=2)
     desk.step()
@@ -464,7 +464,7 @@ def test_a_fork_at_the_start_of_a_block_copies_nothing():
     assert (plan.num_computed_tokens, plan.copies) == ((9, 8), ())
 
 
-def test_siblings_of_a_leader_that_has_ended_start_like_everybody():
+def test_siblings_of_leader_that_has_ended_start_like_everybody():
     desk = Desk()
     desk.admit(0, prompt=range(10), n=2)
     desk.step(EOS)
@@ -475,7 +475,7 @@ def test_siblings_of_a_leader_that_has_ended_start_like_everybody():
 # What the device is told about sampling
 
 
-def test_greedy_is_temperature_zero_and_an_unseeded_request_has_a_seed_of_its_own():
+def test_unseeded_requests_have_own_seeds():
     desk = Desk()
     desk.admit(0, temperature=0.0)
     desk.admit(1)
@@ -495,7 +495,7 @@ def test_stop_ids_are_told_only_where_min_tokens_masks_them():
     assert [new.sampling.stop_ids for new in desk.plan().new_sequences] == [(), (98, 99)]
 
 
-def test_the_seeds_of_children_wrap_around_in_64_bits():
+def test_seeds_of_children_wrap_around_in_64_bits():
     desk = Desk()
     desk.admit(0, n=2, seed=2**63 - 1)
     desk.step()
@@ -512,7 +512,7 @@ def test_logprobs_travel_with_their_tokens():
     assert desk.step(logprobs=((entry,),))[0].logprobs == (entry,)
 
 
-def test_tokens_behind_the_one_that_ends_a_sequence_are_dropped():
+def test_tokens_behind_one_that_ends_sequence_are_dropped():
     desk = Desk()
     desk.admit(logprobs=0, stop_token_ids=(8,))
     plan = desk.plan()
@@ -524,7 +524,7 @@ def test_tokens_behind_the_one_that_ends_a_sequence_are_dropped():
     assert desk.policy.statistics().num_generation_tokens == 2
 
 
-def test_prompt_logprobs_come_once_with_the_first_token_even_if_a_chunk_is_recomputed():
+def test_prompt_logprobs_come_once_despite_recomputation():
     desk = Desk(max_num_scheduled_tokens=4)
     desk.admit(prompt=range(6), prompt_logprobs=1)
     entries = [TokenLogprobs((i,), (-1.0,), 1) for i in range(6)]
@@ -540,7 +540,7 @@ def test_prompt_logprobs_come_once_with_the_first_token_even_if_a_chunk_is_recom
 # Failures
 
 
-def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_in_the_cache():
+def test_row_not_finite_ends_alone_and_leaves_nothing_in_cache():
     desk = Desk()
     desk.admit(0, prompt=range(10))
     desk.admit(1, prompt=range(50, 60))
@@ -555,7 +555,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_in_the_cache():
     assert desk.plan().num_computed_tokens == (11, 0)
 
 
-def test_a_storm_of_better_requests_evicts_nobody_more_than_eight_times():
+def test_storm_of_better_requests_evicts_nobody_more_than_eight_times():
     # Each better one starts beside the first, halves the room that it has left, and then evicts it.
     desk = Desk(num_usable=256)
     desk.admit(0, max_tokens=1000)
@@ -571,7 +571,7 @@ def test_a_storm_of_better_requests_evicts_nobody_more_than_eight_times():
 
 
 @pytest.mark.parametrize("policy", ["priority", "fcfs"])
-def test_a_cache_far_too_small_for_the_crowd_serves_it_with_few_recomputations(policy):
+def test_small_cache_serves_crowd_with_few_recomputations(policy):
     desk = Desk(num_usable=24, max_num_seqs=16, policy=policy)
     for id in range(16):
         desk.admit(id, max_tokens=60)
@@ -583,7 +583,7 @@ def test_a_cache_far_too_small_for_the_crowd_serves_it_with_few_recomputations(p
     desk.assert_idle()
 
 
-def test_after_a_failure_rows_are_told_again_from_what_has_landed():
+def test_after_failure_rows_are_told_again_from_what_has_landed():
     desk = Desk(max_steps_in_flight=2)
     desk.admit(max_tokens=4)
     desk.step(7)
@@ -604,7 +604,7 @@ def test_after_a_failure_rows_are_told_again_from_what_has_landed():
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 5, 8, 16])
-def test_a_poison_sequence_is_found_in_log_n_steps_and_the_others_do_not_notice(num_sequences):
+def test_poison_is_found_in_logarithmic_steps(num_sequences):
     for poison in range(num_sequences):
         desk = Desk(max_steps_in_flight=2, max_num_seqs=16)
         for id in range(num_sequences):
@@ -663,7 +663,7 @@ def test_a_device_that_always_fails_ends_everybody():
 # Adapters
 
 
-def test_a_sequence_whose_adapter_is_one_too_many_waits_and_is_passed():
+def test_sequence_without_adapter_slot_is_passed():
     desk = Desk(max_loras=1)
     for id, adapter in enumerate((1, 2, 1, None)):
         desk.admit(id, adapter=adapter, max_tokens=1)
@@ -672,7 +672,7 @@ def test_a_sequence_whose_adapter_is_one_too_many_waits_and_is_passed():
     assert desk.owners(desk.plan()) == [1]
 
 
-def test_one_that_waits_for_its_adapter_is_passed_a_bounded_number_of_times(monkeypatch):
+def test_adapter_wait_is_bounded(monkeypatch):
     monkeypatch.setattr("trouper.actors.scheduling.state.sequence_table.MAX_PASSES", 3)
     desk = Desk(max_loras=1, max_num_seqs=2)
     desk.admit(0, adapter=1, max_tokens=1)
@@ -693,7 +693,7 @@ def test_those_that_were_passed_keep_their_order():
     assert desk.policy.table.waiting.ids == (1, 2, 3)
 
 
-def test_a_prefix_is_shared_by_requests_of_one_adapter_alone():
+def test_prefix_is_shared_by_requests_of_one_adapter_alone():
     desk = Desk()
     for id, (adapter, num_cached) in enumerate([(1, 0), (2, 0), (None, 0), (1, 8), (None, 8)]):
         desk.admit(id, prompt=range(12), adapter=adapter, max_tokens=1)
@@ -703,7 +703,7 @@ def test_a_prefix_is_shared_by_requests_of_one_adapter_alone():
         desk.land()
 
 
-def test_statistics_name_the_adapters_that_run_and_that_wait():
+def test_statistics_name_adapters_that_run_and_that_wait():
     desk = Desk(max_loras=1)
     for id, adapter in enumerate((2, 1, 2, None)):
         desk.admit(id, adapter=adapter)

@@ -64,7 +64,7 @@ class Desk:
         return counts
 
 
-def test_n1_a_prompt_is_split_to_fill_the_budget_and_the_short_ones_wait():
+def test_n1_prompt_is_split_to_fill_budget():
     desk = Desk(max_num_seqs=3)
     for length in (800, 800, 10, 10):
         desk.admit(length)
@@ -72,7 +72,7 @@ def test_n1_a_prompt_is_split_to_fill_the_budget_and_the_short_ones_wait():
     assert desk.policy.table.waiting.ids == (2, 3)
 
 
-def test_n2_without_chunked_prefill_nobody_overtakes_a_prompt_that_does_not_fit():
+def test_n2_unchunked_prompt_is_not_overtaken():
     desk = Desk(max_num_seqs=3, enable_chunked_prefill=False)
     for length in (800, 800, 10, 10):
         desk.admit(length)
@@ -91,20 +91,20 @@ def test_n3_the_threshold_caps_each_chunk():
     ]
 
 
-def test_n4_the_threshold_does_not_bind_a_prompt_that_is_alone():
+def test_n4_threshold_does_not_bind_prompt_alone():
     desk = Desk(long_prefill_token_threshold=400)
     desk.admit(2000)
     assert desk.step() == {0: 1024}
 
 
-def test_n5_the_threshold_binds_as_soon_as_there_is_company():
+def test_n5_threshold_binds_as_soon_as_company():
     desk = Desk(long_prefill_token_threshold=400)
     desk.admit(2000)
     desk.admit(10)
     assert desk.step() == {0: 400, 1: 10}
 
 
-def test_n6_the_adaptive_threshold_shares_the_budget_among_all_requests():
+def test_n6_adaptive_threshold_shares_budget_among_all_requests():
     desk = Desk(long_prefill_token_threshold=100, long_prefill_token_threshold_adaptive=True)
     desk.admit(2000)
     desk.admit(10)
@@ -127,14 +127,14 @@ def test_n7_active_seats_cap_who_runs():
         pytest.param((0, 1, 1, 2), (1, 3, 2, 4), [3, 2, 1, 0], id="n9 ties by arrival"),
     ],
 )
-def test_n8_n9_the_larger_priority_is_first_and_ties_go_by_arrival(priorities, arrivals, order):
+def test_n8_n9_priority_then_arrival(priorities, arrivals, order):
     desk = Desk()
     for priority, arrival in zip(priorities, arrivals, strict=True):
         desk.admit(10, priority, arrival)
     assert list(desk.step()) == order
 
 
-def test_n10_with_one_seat_the_best_runs_and_the_rest_queue_in_order():
+def test_n10_one_slot_serves_best_first():
     desk = Desk(max_num_seqs=1)
     for priority in (0, 1, 3):
         desk.admit(10, priority)
@@ -149,7 +149,7 @@ def test_n11_fcfs_ignores_priority():
     assert list(desk.step()) == [0, 1]
 
 
-def test_n12_a_late_request_of_high_priority_is_first_in_the_first_plan():
+def test_n12_late_high_priority_is_planned_first():
     desk = Desk()
     for _ in range(5):
         desk.admit(10)
@@ -168,7 +168,7 @@ def low_then_high(high_priority):
     return desk
 
 
-def test_n13_the_lowest_priority_is_preempted_although_it_is_in_the_plan_already():
+def test_n13_planned_lowest_priority_is_preempted():
     desk = low_then_high(high_priority=5)
     desk.admit(1, priority=9)
     assert desk.step() == {1: 1}  # and nothing new is admitted in this step
@@ -183,7 +183,7 @@ def test_n14_among_equals_the_later_arrival_is_preempted():
     assert desk.policy.state(1) is State.PREEMPTED
 
 
-def test_n15_the_token_of_a_request_preempted_in_flight_is_appended():
+def test_n15_token_of_request_preempted_in_flight_is_appended():
     """With async scheduling the first needs its 6th block as soon as its token is under way."""
     desk = Desk(num_usable=10, max_steps_in_flight=2)
     desk.admit(80)
@@ -204,7 +204,7 @@ def test_n15_the_token_of_a_request_preempted_in_flight_is_appended():
 
 @pytest.mark.parametrize("num_usable", [4, 7, 100])
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_n17_any_load_drained_to_the_end_leaves_nothing(num_usable, max_steps_in_flight):
+def test_n17_any_load_drained_to_end_leaves_nothing(num_usable, max_steps_in_flight):
     desk = Desk(num_usable=num_usable, max_steps_in_flight=max_steps_in_flight, max_num_seqs=4)
     for i in range(12):
         desk.admit(10 + 3 * i, priority=i % 3, max_tokens=5 + i)

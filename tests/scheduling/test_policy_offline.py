@@ -213,6 +213,6 @@ def test_plans_are_those_of_the_reference(first):
 
 
 @pytest.mark.slow
-def test_plans_are_those_of_the_reference_in_many_workloads():
+def test_plans_are_those_of_reference_in_many_workloads():
     for seed in range(1000, 3000):
         play(seed)

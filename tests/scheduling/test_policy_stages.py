@@ -32,7 +32,7 @@ def plan_all(desk):
     return plans
 
 
-def test_sequences_that_decode_are_shared_out_among_the_stages():
+def test_sequences_that_decode_are_shared_out_among_stages():
     desk = decoding_desk(5)
     assert plan_all(desk) == [[0, 1, 2], [3, 4], [0, 1, 2]]
     desk.land()
@@ -40,7 +40,7 @@ def test_sequences_that_decode_are_shared_out_among_the_stages():
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_a_plan_reads_no_token_that_its_stages_are_still_computing(num_stages):
+def test_plan_reads_no_token_that_its_stages_are_still_computing(num_stages):
     desk = decoding_desk(8, num_stages)
     plans = [desk.plan() for _ in range(num_stages + 1)]
     for _ in range(20):
@@ -51,7 +51,7 @@ def test_a_plan_reads_no_token_that_its_stages_are_still_computing(num_stages):
         assert plans[0] is not None
 
 
-def test_a_lone_sequence_is_planned_once_before_its_token_is_due():
+def test_lone_sequence_is_planned_once_before_its_token_is_due():
     desk = decoding_desk(1)
     first = desk.plan()
     early = desk.plan()
@@ -76,7 +76,7 @@ def test_no_sequence_is_forgotten_where_answers_come_one_by_one():
     assert max(num_outputs) - min(num_outputs) <= 1
 
 
-def test_a_lone_prompt_is_cut_so_that_all_stages_have_work():
+def test_lone_prompt_is_cut_so_that_all_stages_have_work():
     desk = stage_desk(num_usable=1000, max_num_scheduled_tokens=2048)
     desk.admit(0, prompt=range(2400))
     assert [plan.num_scheduled_tokens for plan in iter(desk.plan, None)] == [(300,)] * 3
@@ -85,7 +85,7 @@ def test_a_lone_prompt_is_cut_so_that_all_stages_have_work():
     assert sum(desk.plan().num_scheduled_tokens) == 1500 + 40
 
 
-def test_a_prompt_is_not_cut_where_chunks_are_off_or_it_is_short():
+def test_short_or_unchunked_prompt_is_not_cut():
     desk = stage_desk(num_usable=1000, max_num_scheduled_tokens=2048, enable_chunked_prefill=False)
     desk.admit(0, prompt=range(2000))
     assert desk.plan().num_scheduled_tokens == (2000,)
@@ -94,7 +94,7 @@ def test_a_prompt_is_not_cut_where_chunks_are_off_or_it_is_short():
     assert desk.plan().num_scheduled_tokens == (128,)
 
 
-def test_an_abort_in_mid_prompt_frees_its_blocks_while_chunks_are_in_flight():
+def test_abort_frees_blocks_of_chunks_in_flight():
     desk = stage_desk(num_usable=1000, max_num_scheduled_tokens=2048)
     desk.admit(0, prompt=range(2400))
     for _ in range(3):
@@ -123,7 +123,7 @@ def test_preempted_sequences_of_a_pipeline_all_end():
     desk.assert_idle()
 
 
-def test_all_plans_in_flight_are_suspects_of_a_loss():
+def test_all_plans_in_flight_are_suspects_of_loss():
     desk = decoding_desk(4)
     plan_all(desk)
     desk.policy.lose_device(DeviceLost("it died", 2))
@@ -135,7 +135,7 @@ def test_all_plans_in_flight_are_suspects_of_a_loss():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_chunks_of_one_prompt_flow_and_do_not_with_the_stall(depth):
+def test_chunks_of_one_prompt_flow_and_do_not_with_stall(depth):
     for chunk in CHUNKS:
         num_chunks = 65_536 // chunk
         expected = 1.5 * num_chunks * depth / (1.5 * num_chunks + 2 * (depth - 1))

@@ -44,7 +44,7 @@ def told(policy):
     )
 
 
-def test_a_plan_holds_whole_prompts_within_the_budget_the_shortest_first():
+def test_plan_holds_whole_prompts_within_budget_shortest_first():
     p = policy()
     for id, length in ((1, 4), (2, 3), (3, 8), (4, 2)):
         p.admit(admit(id, length))
@@ -68,7 +68,7 @@ def test_a_prompt_beyond_the_budget_runs_alone():
         (2, PASS_TOKENS + 1, [4, 3]),
     ],
 )
-def test_a_plan_of_several_passes_is_its_part_of_what_is_open(num_flights, length, sizes):
+def test_plan_of_passes_takes_its_share(num_flights, length, sizes):
     p = policy(max_steps_in_flight=num_flights, max_num_scheduled_tokens=100 * PASS_TOKENS)
     for id in range(1, 8):
         p.admit(admit(id, length))
@@ -84,7 +84,7 @@ def test_the_first_in_line_is_never_passed_over():
     assert 1 in ids(p.plan())
 
 
-def test_priority_goes_before_arrival_unless_the_policy_is_fcfs():
+def test_priority_goes_before_arrival_unless_policy_is_fcfs():
     for name, first in (("priority", 2), ("fcfs", 1)):
         p = policy(policy=name)
         p.admit(admit(1, 9, priority=0))
@@ -96,7 +96,7 @@ def in_turns(**options):
     return policy(max_step_ms=None, max_num_scheduled_tokens=1000, **options)
 
 
-def test_in_turns_a_query_does_not_wait_for_all_documents_before_it():
+def test_query_does_not_wait_for_all_documents():
     p = in_turns()
     for id in range(1, 40):
         p.admit(admit(id, 900))
@@ -104,7 +104,7 @@ def test_in_turns_a_query_does_not_wait_for_all_documents_before_it():
     assert 40 in ids(p.plan())
 
 
-def test_in_turns_a_key_with_many_texts_is_one_key():
+def test_in_turns_key_with_many_texts_is_one_key():
     p = in_turns()
     for id in range(1, 40):
         p.admit(admit(id, 600, key="many"))
@@ -116,7 +116,7 @@ def test_in_turns_a_key_with_many_texts_is_one_key():
     assert len(plans) <= 3
 
 
-def test_in_turns_equal_texts_come_in_the_order_of_their_arrival_and_priority_first():
+def test_equal_texts_follow_priority_then_arrival():
     p = in_turns(max_num_active_seqs=2)
     for id in range(1, 5):
         p.admit(admit(id, 10 + id))
@@ -136,7 +136,7 @@ def test_in_turns_who_is_aborted_leaves_the_order():
     assert not p.waiting
 
 
-def test_results_are_told_once_and_to_the_right_request():
+def test_results_are_told_once_and_to_right_request():
     p = policy()
     p.admit(admit(1, 2))
     p.admit(admit(2, 2))
@@ -172,7 +172,7 @@ def test_a_pause_stops_new_plans():
 
 
 @given(st.sets(st.integers(1, 9)), st.integers(1, 2))
-def test_of_a_plan_that_raises_exactly_the_culprits_fail(culprits, num_flights):
+def test_of_plan_that_raises_exactly_culprits_fail(culprits, num_flights):
     p = policy(max_steps_in_flight=num_flights, max_num_active_seqs=4)
     for id in range(1, 10):
         p.admit(admit(id, 1))
@@ -194,7 +194,7 @@ def test_of_a_plan_that_raises_exactly_the_culprits_fail(culprits, num_flights):
     assert found == {id: "execution_error: bad" if id in culprits else id for id in range(1, 10)}
 
 
-def test_who_failed_beside_one_that_has_left_meanwhile_is_tried_alone():
+def test_suspect_of_departed_pair_is_retried_separately():
     p = policy()
     p.admit(admit(1, 2))
     p.admit(admit(2, 2))
@@ -237,7 +237,7 @@ def test_a_text_that_kills_the_device_ends_alone(num_flights):
     assert num_explained == num_losses <= 4
 
 
-def test_a_text_whose_plan_the_device_never_had_is_no_suspect():
+def test_text_whose_plan_device_never_had_is_no_suspect():
     p = policy()
     p.admit(admit(1, 3))
     for _ in range(3):

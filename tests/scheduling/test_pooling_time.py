@@ -109,13 +109,13 @@ def test_a_given_limit_is_what_a_step_takes(limit):
     assert 1000 * max(took for _, took, _ in machine.steps[8:]) >= 0.7 * limit
 
 
-def test_a_text_longer_than_the_budget_is_computed_alone():
+def test_text_longer_than_budget_is_computed_alone():
     machine = Machine(policy(20), noise=0.0)
     machine.play([(0.0, length, "") for length in (100, 100, 100, 100, 100, 100, 4000, 90)])
     assert [4000] in [lengths for lengths, _, _ in machine.steps]
 
 
-def test_behind_a_long_step_nothing_is_planned_until_its_answer():
+def test_behind_long_step_nothing_is_planned_until_its_answer():
     machine = Machine(policy())
     machine.play(documents(40))
     p = machine.policy
@@ -158,7 +158,7 @@ def test_steps_grow_when_no_text_has_come_for_long():
     assert time.budget.prompt_s(NO_ROWS, has_streams=False) < quiet_s / 4
 
 
-def test_in_order_of_arrival_steps_have_the_same_length():
+def test_in_order_of_arrival_steps_have_same_length():
     p = policy(policy="fcfs")
     assert p.fluid is None
     machine = Machine(p)

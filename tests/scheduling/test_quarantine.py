@@ -52,7 +52,7 @@ class Ward(Desk):
         self.assert_idle()
 
 
-def test_a_loss_in_passing_ends_nothing_and_doubles_nothing():
+def test_loss_in_passing_ends_nothing_and_doubles_nothing():
     ward = Ward()
     for id in range(5):
         ward.admit(id, max_tokens=4)
@@ -63,7 +63,7 @@ def test_a_loss_in_passing_ends_nothing_and_doubles_nothing():
     assert ward.num_explained == 0
 
 
-def test_a_sequence_whose_plan_the_device_never_had_is_no_suspect():
+def test_sequence_whose_plan_device_never_had_is_no_suspect():
     ward = Ward()
     ward.admit(0, max_tokens=2)
     for _ in range(3):
@@ -73,7 +73,7 @@ def test_a_sequence_whose_plan_the_device_never_had_is_no_suspect():
     ward.assert_all_but(None, 1, 2)
 
 
-def test_a_suspect_that_is_preempted_does_not_start_again_before_its_result():
+def test_suspect_preempted_does_not_start_again_before_its_result():
     ward = Ward()
     ward.admit(0, max_tokens=3)
     ward.plan()
@@ -93,7 +93,7 @@ def test_what_a_loss_costs_is_counted_in_tokens():
     assert ward.policy.statistics().num_lost_tokens == 8
 
 
-def test_a_device_that_is_searched_for_a_culprit_is_there_and_takes_no_request():
+def test_device_searched_for_culprit_is_there_and_takes_no_request():
     ward = Ward()
     for id in range(3):
         ward.admit(id, max_tokens=4)
@@ -123,7 +123,7 @@ def test_an_idle_loss_forgets_the_prefixes():
     assert plan.num_computed_tokens == (0,)
 
 
-def test_a_poisonous_newcomer_costs_two_losses_and_both_are_explained():
+def test_poisonous_newcomer_costs_two_losses_and_both_are_explained():
     ward = Ward()
     for id in range(15):
         ward.admit(id, max_tokens=6)
@@ -148,7 +148,7 @@ def test_any_other_poison_is_found_in_log_n_losses(num_sequences):
         assert ward.num_losses == ward.num_explained <= 2 + math.ceil(math.log2(num_sequences))
 
 
-def test_a_request_that_was_alone_and_landed_past_the_loss_is_no_suspect_any_more():
+def test_request_that_survives_a_step_is_cleared():
     ward = Ward()
     ward.admit(0, max_tokens=9)
     ward.step()
@@ -177,7 +177,7 @@ def test_few_blocks_do_not_hold_up_the_search():
     ward.assert_all_but(None, 6, 6)
 
 
-def test_a_suspect_that_is_aborted_is_not_waited_for():
+def test_suspect_that_is_aborted_is_not_waited_for():
     ward = Ward()
     for id in range(3):
         ward.admit(id, max_tokens=6)
@@ -205,7 +205,7 @@ def test_a_loss_from_outside_makes_no_suspects():
 
 @pytest.mark.parametrize("leaves", ["before the loss", "under suspicion", "under test"])
 @pytest.mark.parametrize("how", ["abort", "stop"])
-def test_a_killer_whose_client_hangs_up_is_found_all_the_same(leaves, how):
+def test_killer_whose_client_hangs_up_is_found_all_same(leaves, how):
     ward = Ward()
     for id in range(4):
         ward.admit(id, max_tokens=6)
@@ -242,7 +242,7 @@ def test_a_killer_whose_client_hangs_up_is_found_all_the_same(leaves, how):
     ward.assert_idle()
 
 
-def test_a_ghost_that_kills_nothing_goes_when_it_has_passed():
+def test_ghost_that_kills_nothing_goes_when_it_has_passed():
     ward = Ward()
     for id in range(3):
         ward.admit(id, max_tokens=4)
@@ -258,7 +258,7 @@ def test_a_ghost_that_kills_nothing_goes_when_it_has_passed():
     ward.assert_idle()
 
 
-def test_nothing_that_has_ended_runs_again_during_a_pause():
+def test_nothing_that_has_ended_runs_again_during_pause():
     ward = Ward()
     ward.admit(0, max_tokens=4)
     ward.step()
@@ -270,7 +270,7 @@ def test_nothing_that_has_ended_runs_again_during_a_pause():
     ward.assert_idle()
 
 
-def test_of_several_completions_only_the_one_in_question_becomes_a_ghost():
+def test_of_several_completions_only_one_in_question_becomes_ghost():
     ward = Ward()
     ward.admit(0, max_tokens=4, n=2, temperature=1.0)
     ward.step()

@@ -73,7 +73,7 @@ async def test_a_repeating_output_ends_with_its_reason(autojump_clock):
 
 
 @pytest.mark.trio
-async def test_min_tokens_come_first_and_the_length_goes_before(autojump_clock):
+async def test_min_tokens_come_first_and_length_goes_before(autojump_clock):
     rule = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
     async with simulated_engine() as engine:
         assert len((await run(engine, repetition_detection=rule, min_tokens=7)).token_ids) == 7

@@ -22,7 +22,7 @@ def available(loads):
 
 
 @given(loads, st.data())
-def test_an_unavailable_replica_is_chosen_only_where_none_is_available(loads, data):
+def test_unavailable_replica_is_chosen_only_where_none_is_available(loads, data):
     routing = Router(len(loads), STEP)
     rank = data.draw(st.none() | st.integers(0, len(loads) - 1))
     session_id = data.draw(st.none() | st.text(min_size=1, max_size=4))
@@ -34,7 +34,7 @@ def test_an_unavailable_replica_is_chosen_only_where_none_is_available(loads, da
 
 
 @given(loads, st.data())
-def test_a_request_without_wishes_goes_where_least_work_is_left_for_it(loads, data):
+def test_request_goes_to_least_loaded_replica(loads, data):
     cached = data.draw(st.lists(st.integers(0, 5000), min_size=len(loads), max_size=len(loads)))
     chosen = Router(len(loads), STEP).choose(loads, cached)
     left = [load.num_ahead - hit for load, hit in zip(loads, cached, strict=True)]
@@ -42,7 +42,7 @@ def test_a_request_without_wishes_goes_where_least_work_is_left_for_it(loads, da
 
 
 @given(loads, st.text(min_size=1, max_size=8))
-def test_a_session_is_never_on_an_overloaded_replica_by_its_name_alone(loads, session_id):
+def test_session_is_never_on_overloaded_replica_by_its_name_alone(loads, session_id):
     chosen = Router(len(loads), STEP).choose(loads, [0] * len(loads), session_id=session_id)
     least = min(loads[i].num_ahead for i in available(loads))
     assert loads[chosen].num_ahead <= OVERLOAD * least + STEP
@@ -66,12 +66,12 @@ def test_where_one_replica_expects_nothing_tokens_decide():
     assert Router(2, STEP).choose(loads_of((20_000, 0.3), (5000, None)), [0, 0]) == 1
 
 
-def test_an_unavailable_replica_is_not_asked_what_it_expects():
+def test_unavailable_replica_is_not_asked_what_it_expects():
     loads = [ReplicaLoad(9, 0, False), *loads_of((20_000, 0.3), (5000, 4.0))]
     assert Router(3, STEP).choose(loads, [0] * 3) == 1
 
 
-def test_a_session_keeps_its_place_and_only_its_own_moves_when_a_replica_goes():
+def test_lost_replica_moves_only_its_sessions():
     routing, names = Router(4, STEP), [f"session {i}" for i in range(100)]
     before = [routing.choose(idle(4), [0] * 4, session_id=name) for name in names]
     assert before == [routing.choose(idle(4), [0] * 4, session_id=name) for name in names]
@@ -113,7 +113,7 @@ def test_prefixes_are_counted_from_the_first_block_on():
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 6))))
-def test_the_table_of_prefixes_is_bounded_and_keeps_the_beginnings(notes):
+def test_table_of_prefixes_is_bounded_and_keeps_beginnings(notes):
     table = PrefixTable(3, max_prefixes=8)
     for replica, first, length in notes:
         chain = [f"{first}:{i}".encode() for i in range(length)]

@@ -55,7 +55,7 @@ async def test_texts_that_come_together_are_planned_together():
         assert [ids(plan) for plan in stage.planned()] == [[1, 2, 3]]
 
 
-async def test_a_result_and_a_text_that_come_together_are_passed_on_together():
+async def test_result_and_text_that_come_together_are_passed_on_together():
     async with open_stage(PoolingPolicy(CONFIG)) as stage:
         stage.to_scheduler.send_nowait(admit(1, 4))
         await anyio.wait_all_tasks_blocked()

@@ -61,7 +61,7 @@ async def test_an_idle_engine_holds_nothing(autojump_clock):
 
 
 @pytest.mark.trio
-async def test_it_shows_who_runs_who_waits_and_which_plan_is_on_the_device(autojump_clock):
+async def test_snapshot_shows_running_waiting_and_plan(autojump_clock):
     async with simulated_engine(max_num_seqs=2, max_num_active_seqs=2) as engine:
         pair = opened(engine, "pair", n=2)
         await anyio.sleep(5.5 * STEP_S)
@@ -88,7 +88,7 @@ async def test_it_shows_who_runs_who_waits_and_which_plan_is_on_the_device(autoj
 
 
 @pytest.mark.trio
-async def test_it_shows_which_prompts_are_in_a_thread_and_how_many_lie_in_the_inbox(
+async def test_snapshot_shows_rendering_prompts_and_inboxes(
     autojump_clock,
 ):
     threads = HeldThreads()
@@ -110,7 +110,7 @@ async def test_it_shows_which_prompts_are_in_a_thread_and_how_many_lie_in_the_in
 
 
 @pytest.mark.trio
-async def test_it_shows_a_pause_that_waits_and_a_call_of_the_device(autojump_clock):
+async def test_it_shows_pause_that_waits_and_call_of_device(autojump_clock):
     async with simulated_engine() as engine, anyio.create_task_group() as tasks:
         (stream,) = opened(engine, "a")
         await anyio.sleep(3.5 * STEP_S)
@@ -164,7 +164,7 @@ def admitted(policy, *lengths):
     return policy
 
 
-def test_a_pooling_policy_shows_each_request_once_those_to_be_tried_again_first():
+def test_pooling_snapshot_lists_retries_first():
     policy = PoolingPolicy(SchedulerConfig(max_num_scheduled_tokens=4))
     admitted(policy, 2, 2, 2, 2)
     plan = policy.plan()
@@ -177,7 +177,7 @@ def test_a_pooling_policy_shows_each_request_once_those_to_be_tried_again_first(
     assert (snapshot.running, snapshot.waiting, snapshot.in_flight) == ((), (0, 1, 2), ())
 
 
-def test_a_pooling_policy_shows_the_suspects_of_a_loss():
+def test_pooling_policy_shows_suspects_of_loss():
     policy = PoolingPolicy(SchedulerConfig(max_num_scheduled_tokens=4))
     plan = admitted(policy, 2, 2, 2).plan()
     policy.lose_device(DeviceLost(plan.step, "killed"))

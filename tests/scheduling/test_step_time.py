@@ -50,7 +50,7 @@ def test_a_machine_that_gets_slower_is_followed():
     assert times.seconds(work) == pytest.approx(3 * TRUE.seconds(work), rel=0.2)
 
 
-def test_the_first_step_of_a_shape_is_no_measurement():
+def test_first_step_of_shape_is_no_measurement():
     times = StepTimes()
     for _ in range(2):
         times.note(StepWork.of([64], [0]), 30.0)
@@ -68,7 +68,7 @@ def test_equal_steps_have_no_large_fixed_part():
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(1, 100_000), st.integers(0, 200_000))
-def test_the_tokens_in_the_cost_of_some_are_as_many(count, start):
+def test_tokens_in_cost_of_some_are_as_many(count, start):
     times = StepTimes()
     times.coefficients, times.drift = TRUE.coefficients, 1.7
     assert times.tokens_in(times.cost(start, count), start) in (count, count - 1)
@@ -80,7 +80,7 @@ SECONDS = st.one_of(st.sampled_from((0.0, 1e-9, 1e6, math.inf, math.nan)), st.fl
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(COUNTS, SECONDS), max_size=60))
-def test_no_step_makes_an_estimate_that_is_no_time(steps):
+def test_no_step_makes_estimate_that_is_no_time(steps):
     times = StepTimes()
     budget = StepBudget(times, None)
     for counts, seconds in steps:
@@ -93,13 +93,13 @@ def test_no_step_makes_an_estimate_that_is_no_time(steps):
     assert prompt_s is None or times.tokens_in(prompt_s, 0) >= 0
 
 
-def test_the_fixed_part_is_a_tenth_of_a_step_with_prompts():
+def test_fixed_part_is_tenth_of_step_with_prompts():
     times = taught(noise=0.0)
     prompt_s = StepBudget(times, None).prompt_s(NO_ROWS, has_streams=False)
     assert prompt_s == pytest.approx(0.028 / LOSS, rel=0.02)
 
 
-def test_with_streams_rows_have_a_fifth_of_a_step_at_most():
+def test_with_streams_rows_have_fifth_of_step_at_most():
     times = taught(noise=0.0)
     many = StepWork(0, 0, 200, 0.0, 200_000)
     prompt_s = StepBudget(times, None).prompt_s(many, has_streams=True)
@@ -116,12 +116,12 @@ def test_steps_grow_when_nobody_has_come_for_long():
     assert budget.prompt_s(NO_ROWS, has_streams=False) == before
 
 
-def test_a_limit_of_the_user_is_what_a_whole_step_may_take():
+def test_limit_of_user_is_what_whole_step_may_take():
     times = taught(noise=0.0)
     prompt_s = StepBudget(times, 500).prompt_s(ROWS, has_streams=True)
     assert prompt_s + times.seconds(ROWS) + 0.024 == pytest.approx(0.5, rel=0.01)
     assert StepBudget(times, 1).prompt_s(ROWS, has_streams=True) == 0
 
 
-def test_nothing_is_said_of_a_device_that_nobody_has_seen():
+def test_nothing_is_said_of_device_that_nobody_has_seen():
     assert StepBudget(StepTimes(), None).prompt_s(ROWS, has_streams=True) is None

@@ -32,7 +32,7 @@ def test_steps_are_halved_until_they_fit_and_nobody_ends():
     assert reasons(desk) == {0: "length"}
 
 
-def test_a_later_step_in_flight_is_refused_and_does_not_count_twice():
+def test_later_step_in_flight_is_not_counted_twice():
     desk = Desk(max_num_scheduled_tokens=64, max_steps_in_flight=2)
     desk.admit(prompt=range(1, 301))
     assert [sum(desk.plan().num_scheduled_tokens) for _ in range(2)] == [64, 64]
@@ -67,7 +67,7 @@ def test_who_needs_too_much_for_one_token_fails_alone():
     assert reasons(desk) == {0: "error", 1: "length"}
 
 
-def test_a_larger_step_is_tried_when_many_have_passed():
+def test_larger_step_is_tried_when_many_have_passed():
     budget_of_steps = TokenBudget(64)
     assert budget_of_steps.shrink(50)
     assert budget_of_steps.num_tokens == 25

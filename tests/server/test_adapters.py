@@ -52,7 +52,7 @@ async def text(client, model=None):
     return answer.json["choices"][0]["text"], answer.json["model"]
 
 
-async def test_a_loaded_adapter_is_a_model_and_another_one_than_its_base(client):
+async def test_loaded_adapter_is_model_and_another_one_than_its_base(client):
     (base,) = [card["id"] for card in (await client.get("/v1/models")).json["data"]]
     for name in ("one", "two"):
         answer = await client.post(LOAD, {"lora_name": name, "lora_path": name})
@@ -83,9 +83,7 @@ async def test_an_unloaded_adapter_is_unknown(client):
         assert (answer.status, answer.error["param"]) == (400, "lora_name")
 
 
-async def test_a_stream_that_has_begun_goes_on_when_its_adapter_is_unloaded(
-    client, engine, wait_until
-):
+async def test_stream_survives_unloading_its_adapter(client, engine, wait_until):
     """Its slot is not loaded anew before it ends, and its tokens are those of an undisturbed one."""
     await client.post(LOAD, {"lora_name": "one", "lora_path": "one"})
     fields = {**FIELDS, "max_tokens": 40, "model": "one", "ignore_eos": True}
@@ -126,7 +124,7 @@ async def test_a_bad_order_is_refused_by_name(client, fields, status, named):
     assert len((await client.get("/v1/models")).json["data"]) == 1
 
 
-async def test_a_link_that_leads_out_of_the_root_is_not_followed(client, root, tmp_path):
+async def test_link_that_leads_out_of_root_is_not_followed(client, root, tmp_path):
     elsewhere = write_adapter(tmp_path / "elsewhere")
     (root / "link").symlink_to(elsewhere)
     (root / "file").mkdir()
@@ -147,9 +145,7 @@ async def test_a_link_that_leads_out_of_the_root_is_not_followed(client, root, t
         (None, "adapter_config.json cannot be read"),
     ],
 )
-async def test_broken_files_are_an_error_of_the_server_in_the_words_of_vllm(
-    client, root, change, sentence
-):
+async def test_broken_files_are_error_of_server_in_words_of_vllm(client, root, change, sentence):
     shutil.copytree(root / "one", root / "broken", dirs_exist_ok=True)
     config = root / "broken" / "adapter_config.json"
     config.write_text(
@@ -191,7 +187,7 @@ async def test_without_a_root_nothing_is_loaded_by_http(engine):
     assert answer.status == 403
 
 
-async def test_a_user_loads_adapters_only_where_that_is_allowed(engine, root):
+async def test_user_loads_adapters_only_where_that_is_allowed(engine, root):
     fields = {"lora_name": "one", "lora_path": "one"}
     for allows, status in ((False, 404), (True, 200)):
         settings = ServerSettings(lora_root=str(root), allows_lora_updates=allows)
@@ -200,7 +196,7 @@ async def test_a_user_loads_adapters_only_where_that_is_allowed(engine, root):
     assert (await client.post(UNLOAD, {"lora_name": "one"})).status == 200
 
 
-async def test_adapters_of_the_command_line_are_there_from_the_start(client, engine, root):
+async def test_adapters_of_command_line_are_there_from_start(client, engine, root):
     await load_adapters(engine, [LoRARequest("mine", 1, str(root / "one"))])
     assert (await text(client, "mine"))[1] == "mine"
     name = engine.model_config.name
@@ -208,7 +204,7 @@ async def test_adapters_of_the_command_line_are_there_from_the_start(client, eng
         await load_adapters(engine, [LoRARequest(name, 2, str(root / "two"))])
 
 
-async def test_a_request_does_not_bring_back_what_was_unloaded_meanwhile(client, engine, root):
+async def test_request_does_not_bring_back_what_was_unloaded_meanwhile(client, engine, root):
     """Its file would be another one: a path that came by HTTP is below the root."""
     adapter = LoRARequest("one", 1, str(root / "one"))
     options = RequestOptions(lora_request=adapter, loads_adapter=False)
@@ -239,7 +235,7 @@ async def test_more_adapters_than_may_be_loaded_are_all_models(client, engine):
         assert (await text(client, "three"))[0] not in [found for found, _ in before]
 
 
-async def test_those_of_the_command_line_may_be_more_than_are_loaded_at_once(client, engine, root):
+async def test_command_line_adapters_may_exceed_slots(client, engine, root):
     given = [
         LoRARequest(name, number, str(root / name))
         for number, name in enumerate(("one", "two", "three"), 1)
@@ -257,7 +253,7 @@ async def test_one_that_has_given_way_is_unloaded_like_any_other(client):
     await load(client, "one")
 
 
-async def test_one_that_has_given_way_and_whose_folder_is_gone_is_not_found(client, root):
+async def test_evicted_adapter_without_folder_is_not_found(client, root):
     write_adapter(root / "passing", random_tensors(seed=4))
     await load(client, "passing", "two", "three")
     (root / "passing" / "adapter_config.json").unlink()
@@ -267,9 +263,7 @@ async def test_one_that_has_given_way_and_whose_folder_is_gone_is_not_found(clie
     await text(client, "two")
 
 
-async def test_with_all_in_use_requests_wait_and_orders_are_told_why_they_do_not(
-    client, engine, wait_until
-):
+async def test_busy_adapters_queue_requests_but_refuse_loads(client, engine, wait_until):
     await load(client, "one", "two", "three")
     expected = await text(client, "three")
     fields = {**FIELDS, "max_tokens": 200, "ignore_eos": True}

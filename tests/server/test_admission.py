@@ -183,7 +183,7 @@ def queue(admission, tenant, tokens=10, priority=0):
     costs=st.fixed_dictionaries({t: st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=5) for t in "ab"}),
     order=st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_two_tenants_that_always_ask_are_served_alike_whatever_they_ask(costs, order):
+def test_two_busy_tenants_are_served_equally(costs, order):
     admission, started = house(), []
     served, num_asked = dict.fromkeys("ab", 0), dict.fromkeys("ab", 0)
     most = 4 * max(p + OUTPUT_WEIGHT * o for list in costs.values() for p, o in list)
@@ -201,7 +201,7 @@ def test_two_tenants_that_always_ask_are_served_alike_whatever_they_ask(costs, o
         assert abs(served["a"] - served["b"]) <= 2 * most
 
 
-def test_a_tenant_that_floods_does_not_delay_the_first_of_another():
+def test_tenant_that_floods_does_not_delay_first_of_another():
     admission = house()
     for _ in range(50):
         queue(admission, "a")
@@ -220,7 +220,7 @@ def test_priority_comes_before_fairness():
     assert admission.next_starts() == [high, low]
 
 
-def test_a_full_house_shows_the_largest_tenants_youngest_out():
+def test_full_house_shows_largest_tenants_youngest_out():
     admission = house(sequences=4, started=0)
     first, *_, last = [queue(admission, "a") for _ in range(4)]
     _, gone = admission.enter("b", 10)
@@ -235,7 +235,7 @@ def test_a_full_house_shows_the_largest_tenants_youngest_out():
     assert first.phase is Phase.WAITING
 
 
-def test_a_tenant_that_is_alone_has_no_share_to_exceed():
+def test_tenant_alone_has_no_share_to_exceed():
     admission = house(sequences=1)
     queue(admission, "a")
     with pytest.raises(Full) as raised:

@@ -103,7 +103,7 @@ FULL_SIZE = {
 }  # fmt: skip
 
 
-async def test_a_first_turn_of_full_size_is_within_all_limits(client):
+async def test_first_turn_of_full_size_is_within_all_limits(client):
     lengths = []
     for path, body in FULL_SIZE.items():
         answer = await client.post(path, body)

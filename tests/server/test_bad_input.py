@@ -32,7 +32,7 @@ async def text_of(client, prompt):
     return "".join(event["choices"][0]["text"] for event in answer.events[:-1])
 
 
-async def test_streams_that_run_across_the_attack_say_what_they_always_say(client, wait_idle):
+async def test_streams_that_run_across_attack_say_what_they_always_say(client, wait_idle):
     calm = [await text_of(client, prompt) for prompt in CANARIES]
     across = {}
 
@@ -51,7 +51,7 @@ async def test_streams_that_run_across_the_attack_say_what_they_always_say(clien
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("flags", [[], ["-O"]], ids=["default", "optimized"])
-def test_a_server_process_stands_it_all_and_the_canaries_sing_on(flags):
+def test_server_process_stands_it_all_and_canaries_sing_on(flags):
     suite, heard, different, is_idle = attack(*flags)
     assert not suite.failures
     assert heard >= len(CANARIES)
@@ -96,7 +96,7 @@ class Unreadable(list):
         raise AssertionError("the body was read")
 
 
-async def test_a_body_too_large_is_not_read_to_its_end(make_client):
+async def test_body_too_large_is_not_read_to_its_end(make_client):
     client = make_client(max_body=1000)
     chunks = [b"x" * 600] * 5
     async with client.stream("POST", "/v1/completions", headers=JSON, chunks=chunks) as call:
@@ -159,9 +159,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(
 
 
 @pytest.mark.parametrize("letter", HARD, ids=ascii)
-async def test_of_text_that_is_to_be_cut_as_much_is_tokenised_as_can_be_kept(
-    client, encoded, letter
-):
+async def test_only_kept_text_is_tokenized(client, encoded, letter):
     work = []
     for length in (100_000, 200_000):
         fields = {"prompt": letter * length, "truncate_prompt_tokens": 10, "max_tokens": 1}
@@ -219,7 +217,7 @@ async def test_one_request_id_for_two_requests_at_once(client):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_request_that_forbids_all_it_allows_ends_alone(client, is_stream):
+async def test_request_that_forbids_all_it_allows_ends_alone(client, is_stream):
     word = (await client.post("/detokenize", {"tokens": [300]})).json["prompt"]
     fields = {"prompt": "x", "allowed_token_ids": [300], "bad_words": [word], "stream": is_stream}
     answers = {}
@@ -248,7 +246,7 @@ async def test_a_request_that_forbids_all_it_allows_ends_alone(client, is_stream
         ({"stop": ["x"] * 129}, "stop", "got 129"),
     ],
 )  # fmt: skip
-async def test_an_error_names_the_field_and_shows_its_value(client, path, fields, name, shown):
+async def test_error_names_field_and_shows_its_value(client, path, fields, name, shown):
     prompt = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
     answer = await client.post(path, {"max_tokens": 1, **prompt, **fields})
     assert (answer.status, answer.error["param"]) == (400, name)

@@ -120,9 +120,7 @@ MALFORMED = [
 @pytest.mark.parametrize(
     ("text", "custom_id", "code", "message"), MALFORMED, ids=[row[0][:40] for row in MALFORMED]
 )
-async def test_a_line_that_is_no_request_is_reported_in_its_place(
-    answer, text, custom_id, code, message
-):
+async def test_line_no_request_is_reported_in_its_place(answer, text, custom_id, code, message):
     before, reply, after = await answer(
         line("a", prompt="x"), text, line("b", prompt="x"), max_body=400
     )
@@ -134,7 +132,7 @@ async def test_a_line_that_is_no_request_is_reported_in_its_place(
     assert message in reply["error"]["message"]
 
 
-async def test_a_refused_line_does_not_take_its_custom_id_from_a_later_one(answer):
+async def test_refused_line_frees_its_custom_id(answer):
     replies = await answer(line("a", "/nowhere"), line("b", prompt="x"), line("b", prompt="x"))
     assert [reply["custom_id"] for reply in replies] == ["a", "b", "b"]
     assert [bool(reply["error"]) for reply in replies] == [True, False, True]

@@ -49,7 +49,7 @@ async def test_each_prompt_has_beams_of_its_own(client):
     assert [choice["index"] for choice in both] == [0, 1, 2, 3]
 
 
-async def test_a_chat_is_searched_as_the_prompt_that_it_renders_to(client):
+async def test_chat_is_searched_as_prompt_that_it_renders_to(client):
     found = await choices(client, CHAT, n=2, logprobs=True, top_logprobs=3, return_token_ids=True)
     shown = [[len(token["top_logprobs"]) for token in c["logprobs"]["content"]] for c in found]
     assert shown == [[3] * 6] * 2
@@ -65,7 +65,7 @@ async def test_the_prompt_may_be_shown(client):
     assert [choice["text"] for choice in found] == ["def f(" + choice["text"] for choice in plain]
 
 
-async def test_a_long_prompt_is_cut_once_and_no_beam_of_it(client):
+async def test_long_prompt_is_cut_once_and_no_beam_of_it(client):
     fields = {"prompt": "def f(x): return x", "truncate_prompt_tokens": 3, "n": 2}
     found = await choices(client, **fields, return_token_ids=True)
     ids = found[0]["prompt_token_ids"]
@@ -80,7 +80,7 @@ async def test_it_ends_at_the_models_length(client):
     assert len(beam["token_ids"]) == 3
 
 
-async def test_the_usage_counts_each_prompt_once_and_all_choices(client):
+async def test_usage_counts_each_prompt_once_and_all_choices(client):
     answer = await client.post(COMPLETIONS, {**SEARCH, "n": 3, "return_token_ids": True})
     (first, *_) = answer.json["choices"]
     num_prompt = len(first["prompt_token_ids"])
@@ -116,7 +116,7 @@ async def test_a_client_that_leaves_ends_the_search(client, app, engine, wait_id
     assert app.service.gate.admission.num_sequences == 0
 
 
-async def test_what_an_admin_aborts_ends_with_the_beams_so_far(client, app, wait_until):
+async def test_what_admin_aborts_ends_with_beams_so_far(client, app, wait_until):
     body = b'{"prompt": "def f(", "use_beam_search": true, "n": 2, "max_tokens": 400, "request_id": "mine"}'
     headers = [("content-type", "application/json")]
     async with client.stream("POST", COMPLETIONS, body, headers) as call:

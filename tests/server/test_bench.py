@@ -99,7 +99,7 @@ def test_what_fails_is_counted_and_shown(bench):
     assert {"  failed: 2 × HTTP 503", "  failed: 2 × the stream was cut"} <= set(lines)
 
 
-def test_a_server_that_does_nothing_right_is_an_error(bench, monkeypatch):
+def test_server_that_does_nothing_right_is_error(bench, monkeypatch):
     monkeypatch.setattr(Moody, "do_POST", lambda self: self.send_error(500))
     with moody() as port:
         code, printed = bench(port)

@@ -44,7 +44,7 @@ def test_a_body_is_what_its_pieces_were(pieces, large):
 # Buffers
 
 
-def test_a_buffer_is_used_again_when_its_last_view_is_gone():
+def test_buffer_is_used_again_when_its_last_view_is_gone():
     memory = memory_of()
     body = filled(memory, b"a")
     whole = body.whole()
@@ -61,7 +61,7 @@ def test_a_buffer_is_used_again_when_its_last_view_is_gone():
     assert bytes(other.whole()[:4]) == b"bbbb"
 
 
-def test_a_body_in_a_used_buffer_shows_nothing_of_the_last_one():
+def test_body_in_used_buffer_shows_nothing_of_last_one():
     memory = memory_of()
     filled(memory, b"a", SIZE).release()
     body = filled(memory, b"b", LARGE + 2**16)
@@ -96,7 +96,7 @@ def test_a_buffer_comes_back_from_another_thread():
     assert len(memory.buffers._free) == 1
 
 
-def test_so_much_of_a_kept_buffer_stays_in_memory_and_no_more(monkeypatch):
+def test_kept_buffer_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "KEPT", LARGE)
     buffers = BodyBuffers(SIZE)
     view = buffers.take()
@@ -109,7 +109,7 @@ def test_so_much_of_a_kept_buffer_stays_in_memory_and_no_more(monkeypatch):
 # The budget
 
 
-def test_a_body_larger_than_allowed_is_refused_before_it_is_held():
+def test_body_larger_than_allowed_is_refused_before_it_is_held():
     body = memory_of(10).open()
     body.add(b"x" * 10)
     with pytest.raises(HTTPError) as raised:
@@ -118,7 +118,7 @@ def test_a_body_larger_than_allowed_is_refused_before_it_is_held():
     assert body.size == 10
 
 
-def test_the_largest_body_is_refused_when_the_budget_is_exhausted():
+def test_largest_body_is_refused_when_budget_is_exhausted():
     memory = memory_of(10, 25)
     first, second, small = memory.open(), memory.open(), memory.open()
     first.add(b"x" * 10)
@@ -186,7 +186,7 @@ class Sender:
 
 
 @pytest.mark.trio
-async def test_a_body_that_comes_at_the_minimum_rate_is_read(autojump_clock):
+async def test_body_that_comes_at_minimum_rate_is_read(autojump_clock):
     with memory_of().open() as body:
         await body.read(Sender((4.9, b"x" * 500), (4.9, b"x" * 500), (4.9, b"x")), **TIMES)
         assert body.size == 1001
@@ -203,7 +203,7 @@ async def test_a_body_that_comes_at_the_minimum_rate_is_read(autojump_clock):
     ],
     ids=["nothing", "one byte", "half the rate", "the whole time"],
 )
-async def test_a_body_that_does_not_come_in_time_is_refused(sender, after_s, autojump_clock):
+async def test_body_that_does_not_come_in_time_is_refused(sender, after_s, autojump_clock):
     started = anyio.current_time()
     with memory_of().open() as body, pytest.raises(HTTPError) as raised:
         await body.read(sender, **TIMES)
@@ -213,7 +213,7 @@ async def test_a_body_that_does_not_come_in_time_is_refused(sender, after_s, aut
 
 
 @pytest.mark.trio
-async def test_an_evicted_body_hears_of_it_while_it_waits_for_bytes(autojump_clock):
+async def test_evicted_body_hears_of_it_while_it_waits_for_bytes(autojump_clock):
     memory, codes = memory_of(10, 15), []
 
     async def read():

@@ -82,7 +82,7 @@ async def test_a_stream_says_each_id_once(says, dialect):
     assert all(re.fullmatch(FORMS[dialect][CHAT], id) for id in ids.values())
 
 
-def test_no_two_calls_of_a_reply_share_an_id():
+def test_no_two_calls_of_reply_share_id():
     for form in ("random", "letters"):
         ids = CallIds(form, "seed")
         made = {ids.of(i, "f", choice) for i in range(50) for choice in range(50)}

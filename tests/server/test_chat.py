@@ -21,7 +21,7 @@ async def test_a_whole_answer(client):
     assert reply["usage"]["completion_tokens"] == 6
 
 
-async def test_the_prompt_as_the_template_has_made_it_is_shown_where_it_is_asked_for(client):
+async def test_rendered_prompt_is_shown_on_request(client):
     asked = {**GREEDY, "return_prompt_text": True}
     whole = (await client.post(PATH, asked)).json["prompt_text"]
     assert "hi" in whole
@@ -31,7 +31,7 @@ async def test_the_prompt_as_the_template_has_made_it_is_shown_where_it_is_asked
     assert "prompt_text" not in (await client.post(PATH, GREEDY)).json
 
 
-async def test_thinking_is_a_variable_of_the_template_also_as_a_field_of_its_own(says):
+async def test_thinking_field_sets_template_variable(says):
     client = says("a")
     for thinks in (True, False):
         await client.post(PATH, {"messages": MESSAGES, "enable_thinking": thinks})
@@ -185,7 +185,7 @@ async def test_a_conversation_to_tokens(client):
         ({"documents": [{"title": "a", "text": "b"}]}, "documents"),
     ],
 )
-async def test_what_the_template_has_no_place_for_is_named(client, fields, param):
+async def test_what_template_has_no_place_for_is_named(client, fields, param):
     answer = await client.post(PATH, {**GREEDY, **fields})
     assert (answer.status, answer.error["param"]) == (400, param)
 

@@ -125,7 +125,7 @@ def test_messages_are_what_a_user_means(tmp_path):
     assert json.loads(history.read_text().splitlines()[1]) == "one\ntwo\nthree\nfour"
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_the_session(tmp_path):
+def test_ctrl_c_stops_answer_and_keeps_session(tmp_path):
     with serving(ENDLESS) as fake, terminal(tmp_path, "chat", fake.url) as shell:
         fake.hold = True
         shell.type("hi\r")
@@ -137,7 +137,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(tmp_path):
         shell.read_all()
 
 
-def test_a_signal_ends_a_session_and_restores_the_terminal(tmp_path):
+def test_signal_ends_session_and_restores_terminal(tmp_path):
     with serving(ANSWER) as fake, terminal(tmp_path, "chat", fake.url, code=143) as shell:
         mode = termios.tcgetattr(shell.fd)
         shell.type("half a question")
@@ -211,7 +211,7 @@ def test_prompts_are_completed_with_the_same_editor(tmp_path):
 FULL = error("400 Bad Request", "the prompt has 90 tokens, but the limit is 64 (max_model_len)")
 
 
-def test_the_oldest_turns_give_way_at_a_server_that_says_its_length(tmp_path):
+def test_oldest_turns_give_way_at_server_that_says_its_length(tmp_path):
     models = response(b'{"data": [{"id": "fake", "max_model_len": 64}]}')
     with serving(ANSWER, models) as fake, terminal(tmp_path, "chat", fake.url) as shell:
         for number in range(4):

@@ -123,7 +123,7 @@ def test_a_chat_is_the_same_here_and_there(ask, capsys, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("command", ["chat", "complete"])
-def test_what_the_server_refuses_is_a_mistake_in_one_line(ask, command, arguments, message):
+def test_what_server_refuses_is_mistake_in_one_line(ask, command, arguments, message):
     code, out, err = ask(command, "-q", "hi", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("trouper: the server answers ")
@@ -143,7 +143,7 @@ def test_a_conversation_goes_on_after_a_refusal(ask, monkeypatch):
     assert cut == CUT
 
 
-def test_ctrl_c_ends_the_answer_the_connection_and_nothing_else(server):
+def test_ctrl_c_ends_answer_connection_and_nothing_else(server):
     def num_open():
         headers = [("authorization", "Bearer key")]
         return json.loads(server.request("GET", "/load", headers=headers)[2])["server_load"]
@@ -264,7 +264,7 @@ def test_an_answer_gives_no_orders_to_a_terminal(capsys, monkeypatch):
     assert capsys.readouterr().out == "a[2Jb\n\tc\n"
 
 
-def test_only_what_was_given_is_sent_and_the_connection_is_used_again(capsys, monkeypatch):
+def test_client_sends_given_fields_and_reuses_connection(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nho\n"))
     with serving(events(chunk("a"), chunk(None, "stop"), DONE)) as fake:
         arguments = ["--temperature", "0", "--api-key", "secret"]

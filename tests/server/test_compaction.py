@@ -19,7 +19,7 @@ TALK = [
 ]
 
 
-async def test_a_conversation_becomes_what_the_user_said_and_a_summary(says):
+async def test_conversation_becomes_what_user_said_and_summary(says):
     client = says("all is well", finish_reason="stop")
     reply = (await client.post(COMPACT, {"input": TALK, "tools": [TOOL], "stream": True})).json
     assert reply["object"] == "response.compaction"

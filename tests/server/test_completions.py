@@ -202,7 +202,7 @@ async def test_sixteen_tokens_where_nothing_is_said(client):
     assert reply["usage"]["completion_tokens"] == 16
 
 
-async def test_more_than_the_room_that_is_left_ends_with_length(client):
+async def test_more_than_room_left_ends_with_length(client):
     fields = {"prompt": [5] * 500, "max_tokens": 512, "ignore_eos": True}
     reply = (await client.post(PATH, fields)).json
     assert reply["choices"][0]["finish_reason"] == "length"

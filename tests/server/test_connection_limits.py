@@ -193,7 +193,7 @@ async def test_aborting_ends_connections_that_are_being_answered():
             assert await anyio.to_thread.run_sync(client.recv, 100) == b""
 
 
-async def test_an_exception_in_the_application_ends_its_connection_alone(caplog):
+async def test_exception_in_application_ends_its_connection_alone(caplog):
     async def fail(scope, receive, send):
         if scope["path"] == "/":
             raise ValueError("a bug")

@@ -19,7 +19,7 @@ LOOKS = st.lists(st.tuples(st.floats(0.01, 0.6), st.floats(0, 4)), max_size=40)
 
 
 @given(LOOKS)
-def test_it_stands_when_no_look_of_a_whole_interval_saw_a_short_wait(looks):
+def test_queue_stands_after_interval_of_long_waits(looks):
     delay, now, seen = QueueDelay(2.0), 0.0, []
     for step, wait_s in looks:
         now += step
@@ -34,7 +34,7 @@ PEOPLE = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_siz
 
 
 @given(PEOPLE, st.integers(0, 200))
-def test_trimming_takes_the_youngest_of_the_largest_until_it_fits(people, limit):
+def test_trimming_takes_youngest_of_largest_until_it_fits(people, limit):
     house = FairQueue()
     house.max_sequences = house.max_waiting_tokens = 1000
     entries = [house.enter(tenant, num_tokens)[0] for tenant, num_tokens in people]
@@ -112,7 +112,7 @@ async def test_without_a_target_everybody_waits_for_his_turn(autojump_clock):
 
 
 @pytest.mark.trio
-async def test_a_burst_that_is_done_in_time_is_left_alone(autojump_clock):
+async def test_burst_done_in_time_is_left_alone(autojump_clock):
     shop = Shop(target_s=5.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(shop.look_after)

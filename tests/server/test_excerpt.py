@@ -22,7 +22,7 @@ def read(body):
     )
 
 
-def test_a_long_text_of_the_field_becomes_a_view_of_the_body():
+def test_long_text_of_field_becomes_view_of_body():
     body = json.dumps({"model": "x", "prompt_embeds": TEXT, "n": 3}).encode()
     request = decode_now(memoryview(body), CompletionRequest).request
     assert (request.model, request.n) == ("x", 3)
@@ -30,13 +30,13 @@ def test_a_long_text_of_the_field_becomes_a_view_of_the_body():
     assert request.prompt_embeds.obj is body
 
 
-def test_long_and_short_texts_of_a_list_keep_their_order():
+def test_long_and_short_texts_of_list_keep_their_order():
     texts = [TEXT, "short", TEXT + "A", ""]
     found = read({"prompt_embeds": texts}).request.prompt_embeds
     assert [text if isinstance(text, str) else bytes(text).decode() for text in found] == texts
 
 
-def test_a_long_payload_of_a_chat_becomes_a_view_and_a_long_text_does_not():
+def test_only_long_payloads_become_views():
     def parts(*given):
         messages = [{"role": "system", "content": "x"}, {"role": "user", "content": list(given)}]
         body = json.dumps({"messages": messages}).encode()
@@ -60,7 +60,7 @@ def test_a_long_payload_of_a_chat_becomes_a_view_and_a_long_text_does_not():
         json.dumps({"prompt_embeds": "a/b" * LONG}).replace("/", "\\/").encode(),
     ],
 )
-def test_a_long_text_elsewhere_or_with_escapes_is_parsed_as_ever(body):
+def test_long_text_elsewhere_or_with_escapes_is_parsed_as_ever(body):
     found = read(body).request
     want = msgspec.json.decode(body) if isinstance(body, bytes) else body
     for name, value in want.items():
@@ -102,7 +102,7 @@ JSON = st.recursive(
 
 
 @given(JSON, st.booleans(), st.sampled_from([7, 2**20]))
-def test_any_json_without_its_long_strings_and_with_them_again_is_the_same(value, is_ascii, step):
+def test_removing_long_strings_is_reversible(value, is_ascii, step):
     """Every string of more than three bytes counts as long; references are looked up on the way out."""
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     with pytest.MonkeyPatch.context() as patch:

@@ -65,13 +65,13 @@ def test_the_page_has_the_table_of_the_code():
 
 
 @pytest.mark.parametrize("api", FOUR)
-def test_a_reason_is_either_for_a_refusal_or_for_passing_over(api):
+def test_reason_is_either_for_refusal_or_for_passing_over(api):
     table = KINDS[api].OTHERS
     assert not table.refused.keys() & table.harmless.keys()
 
 
 @pytest.mark.parametrize("name", sorted(fields.COMPLETION.refused))
-def test_a_refusal_is_a_400_that_names_the_field_and_what_to_use(name):
+def test_refusal_is_400_that_names_field_and_what_to_use(name):
     with pytest.raises(UnsupportedFeatureError) as raised:
         fields.check_others({name: {"a": 1}}, fields.COMPLETION)
     problem = describe(raised.value)
@@ -106,7 +106,7 @@ def test_a_value_that_asks_for_nothing_is_allowed(name, value):
 
 
 @pytest.mark.parametrize("name", sorted(fields.ON_BY_DEFAULT))
-def test_what_is_on_by_default_is_not_switched_off_in_silence(name):
+def test_defaults_are_not_disabled_silently(name):
     with pytest.raises(UnsupportedFeatureError, match=name):
         fields.check_others({name: False}, fields.CHAT)
 
@@ -114,7 +114,7 @@ def test_what_is_on_by_default_is_not_switched_off_in_silence(name):
 @pytest.mark.anyio
 @pytest.mark.parametrize("api", FOUR)
 @pytest.mark.parametrize("value", [1, "x" * 20_000, {"a": [1]}], ids=["number", "text", "object"])
-async def test_a_field_that_may_be_passed_over_never_ends_a_request(client, api, value):
+async def test_field_that_may_be_passed_over_never_ends_request(client, api, value):
     path, body = PATHS[api]
     kind = KINDS[api]
     names = [name for name in kind.OTHERS.harmless if fields.verdict(kind, name) == "harmless"]
@@ -144,7 +144,7 @@ def test_the_shared_fields_are_all_tested():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("api", FOUR)
-async def test_sampling_is_asked_for_in_the_same_words_in_every_api(says, api):
+async def test_sampling_is_asked_for_in_same_words_in_every_api(says, api):
     client = says("a")
     path, body = PATHS[api]
     stop = {"stop_sequences": ["q"]} if api == "messages" else {"stop": ["q"]}
@@ -166,7 +166,7 @@ async def test_sampling_is_asked_for_in_the_same_words_in_every_api(says, api):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("api", FOUR)
-async def test_the_prefix_of_one_salt_is_not_read_by_another(make_client, api):
+async def test_prefix_of_one_salt_is_not_read_by_another(make_client, api):
     path, body = PATHS[api]
     long = "one two three four five six " * 20
     text = {"prompt": long} if api == "completions" else {"input": long} if api == "responses" else {
@@ -220,7 +220,7 @@ async def test_keys_share_prefixes_as_the_scope_says(make_client, api, scope, ke
 
 
 @pytest.mark.anyio
-async def test_an_unknown_field_is_named_in_the_answer_and_once_in_the_log(client, caplog):
+async def test_unknown_field_is_named_in_answer_and_once_in_log(client, caplog):
     path, body = PATHS["chat"]
     for _ in range(2):
         answer = await client.post(path, {**body, "frobnicate": 1, "ünknown\n": 2})

@@ -55,7 +55,7 @@ async def test_every_answer_says_when_its_first_token_was_expected(foretelling, 
 
 
 @pytest.mark.parametrize("path", ASKS)
-async def test_a_stream_whose_head_comes_before_its_first_token_is_the_same(foretelling, path):
+async def test_stream_whose_head_comes_before_its_first_token_is_same(foretelling, path):
     streams = []
     for expected in (SOON, LATE):
         client = foretelling(expected)
@@ -81,7 +81,7 @@ async def test_nothing_is_said_where_nothing_is_known_or_wanted(foretelling, exp
 
 
 @pytest.mark.parametrize("path", ASKS)
-async def test_a_deadline_that_cannot_be_met_is_refused_at_once(foretelling, path):
+async def test_deadline_that_cannot_be_met_is_refused_at_once(foretelling, path):
     client = foretelling(LATE)
     headers = [("x-request-timeout-ms", "5000")]
     answer = await client.post(path, body(client, path), headers=headers)
@@ -97,7 +97,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(foretelling, pat
     [(LATE, "7000"), (LATE, None), (ExpectedToken(8.0, False, None), "5000")],
     ids=["within its error", "the server's own", "nothing compared yet"],
 )
-async def test_a_deadline_that_may_be_met_is_not_refused(foretelling, expected, timeout_ms):
+async def test_deadline_that_may_be_met_is_not_refused(foretelling, expected, timeout_ms):
     client = foretelling(expected, request_timeout_s=5.0 if timeout_ms is None else 600.0)
     headers = [] if timeout_ms is None else [("x-request-timeout-ms", timeout_ms)]
     answer = await client.post("/v1/completions", ASKS["/v1/completions"], headers=headers)

@@ -55,7 +55,7 @@ async def test_admission_reads_no_statistics(autojump_clock, monkeypatch):
             assert service.gate.admission.num_sequences == 1
 
 
-async def test_the_time_to_come_back_is_the_work_over_the_pace(gate):
+async def test_time_to_come_back_is_work_over_pace(gate):
     def told():
         with pytest.raises(HTTPError) as raised:
             gate.enter("", 0)
@@ -92,7 +92,7 @@ class Opened:
     is_over, num_tokens = False, (0, 0)
 
 
-async def test_prompts_that_are_not_rendered_yet_count_as_queued(gate):
+async def test_prompts_not_rendered_yet_count_as_queued(gate):
     gate.admission.max_sequences = 100
     gate.max_prefill_tokens = 100
     with gate.enter("", 200), gate.enter("", 220) as second:
@@ -107,7 +107,7 @@ async def test_prompts_that_are_not_rendered_yet_count_as_queued(gate):
     assert gate.rejections == ["max_num_queued_tokens"] * 2
 
 
-async def test_a_ticket_that_is_cancelled_while_it_waits_is_gone(gate):
+async def test_ticket_cancelled_while_it_waits_is_gone(gate):
     with gate.enter("", 0) as first:
         await first.wait_turn()
         with anyio.move_on_after(0), gate.enter("", 0) as second:
@@ -120,7 +120,7 @@ class Read(Opened):
     is_over = True
 
 
-async def test_a_place_that_only_a_reader_holds_is_looked_for_now_and_then(gate):
+async def test_abandoned_admissions_are_found_periodically(gate):
     now = [0.0]
     gate.now = lambda: now[0]
     with gate.enter("", 0) as first, gate.enter("", 0) as second:
@@ -151,7 +151,7 @@ def test_time_without_work_is_no_slow_work():
     assert pace.per_s == pytest.approx(100, rel=0.1)
 
 
-def test_overload_rises_at_once_and_falls_a_level_at_a_time():
+def test_overload_rises_at_once_and_falls_level_at_time():
     ladder = Ladder()
     assert [ladder.look(m, 0.0) for m in (0.5, 0.92, 0.945, 0.95)] == [0, 1, 2, 3]
     assert ladder.look(0.99, 0.0) is Level.ABORT
@@ -159,7 +159,7 @@ def test_overload_rises_at_once_and_falls_a_level_at_a_time():
     assert looks == [*[level for level in (4, 3, 2, 1) for _ in range(NUM_CALM)][1:], 0]
 
 
-def test_a_level_is_held_while_it_is_nearly_reached():
+def test_level_is_held_while_it_is_nearly_reached():
     ladder = Ladder()
     ladder.look(0.95, 0.0)
     assert {ladder.look(0.94, 0.0) for _ in range(100)} == {Level.SHED_ALL}
@@ -189,7 +189,7 @@ def test_memory_is_read_where_linux_says_it(tmp_path):
 # The server
 
 
-async def test_a_key_over_its_share_hears_429_and_the_other_key_comes_in(engine, wait_idle):
+async def test_greedy_key_gets_429_and_other_enters(engine, wait_idle):
     app = create_app(engine, ServerSettings(api_keys=("greedy", "modest"), max_requests=8))
     app.service.gate.admission.max_started = 4
     client, answers = Client(app), {"greedy": [], "modest": []}
@@ -250,7 +250,7 @@ async def test_a_burst_cannot_pass_max_num_queued_tokens(app, client, wait_idle)
     await wait_idle()
 
 
-async def test_a_queue_that_stands_is_cut_from_its_end_but_not_while_paused(
+async def test_standing_queue_is_cut_unless_paused(
     engine, app, client, monkeypatch, wait_until, wait_idle
 ):
     gate, answers = app.service.gate, {}
@@ -278,7 +278,7 @@ async def test_a_queue_that_stands_is_cut_from_its_end_but_not_while_paused(
     await wait_idle()
 
 
-async def test_the_target_of_the_command_line_is_the_doors(engine):
+async def test_target_of_command_line_is_doors(engine):
     settings = settings_from({"max_queue_delay": 5.0})
     assert create_app(engine, settings).service.gate.delay.target_s == 5.0
     settings = settings_from({})
@@ -319,9 +319,7 @@ async def test_the_worst_level_aborts_the_youngest(app, client, monkeypatch, wai
     await wait_idle()
 
 
-async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(
-    engine, wait_until, wait_idle
-):
+async def test_who_waits_at_door_hears_of_abort_and_of_end(engine, wait_until, wait_idle):
     app = create_app(engine, ServerSettings(is_dev_mode=True))
     client, admission = Client(app), app.service.gate.admission
     admission.max_started = 1
@@ -346,7 +344,7 @@ async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(
     await wait_idle()
 
 
-async def test_a_large_body_counts_as_what_its_prompts_can_be_at_most(engine):
+async def test_large_body_counts_as_longest_prompt(engine):
     service = Service(ServerSettings())
     service.open(engine.engine)
     num_bytes = engine.config.max_model_len * BYTES_PER_TOKEN

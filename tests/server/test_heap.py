@@ -18,7 +18,7 @@ class Circle:
         Circle.num_alive -= 1
 
 
-def test_nothing_is_looked_for_while_loading_nor_ever_again_among_what_was_loaded():
+def test_loaded_objects_are_never_collected():
     before = gc.get_freeze_count()
     with Heap() as heap:
         assert not gc.isenabled()
@@ -43,7 +43,7 @@ def test_it_looks_when_the_last_request_has_gone():
     gc.collect()
 
 
-def test_it_looks_when_there_is_much_more_than_after_the_last_look(monkeypatch):
+def test_it_looks_when_much_more_than_after_last_look(monkeypatch):
     monkeypatch.setattr("trouper.frontends.server.program.monitor.MAX_MORE", 20_000)
     heap = Heap()
     heap.look(1000.0, is_busy=True)
@@ -59,7 +59,7 @@ def test_it_looks_when_there_is_much_more_than_after_the_last_look(monkeypatch):
     gc.collect()
 
 
-def test_garbage_of_a_server_that_is_never_idle_goes_now_and_then():
+def test_garbage_of_server_never_idle_goes_now_and_then():
     heap = Heap()
     heap.look(1000.0, is_busy=True)
     for now, is_tight, is_looked_at in (

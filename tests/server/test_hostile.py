@@ -79,7 +79,7 @@ def heard(address, first, then):
 
 
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("trio", marks=pytest.mark.slow)])
-def test_a_server_process_stands_every_packet_on_every_listener(loop):
+def test_server_process_stands_every_packet_on_every_listener(loop):
     with started("--loop", loop, "--api-key", KEY, "--admin-port", "0") as server:
         server.headers = [("authorization", f"Bearer {KEY}")]
         addresses = [("127.0.0.1", port) for port in server.ports]
@@ -91,7 +91,7 @@ def test_a_server_process_stands_every_packet_on_every_listener(loop):
         assert not [line for line in server.lines if "Traceback" in line], server.lines
 
 
-def test_the_packets_that_once_ended_the_process_are_in_the_table():
+def test_packets_that_once_ended_process_are_in_table():
     assert PACKETS.keys() >= {
         "websocket extensions", "upgrade to h2c", "h2 path", "h2 connect", "h2 priorities",
         "h2 data after the answer", "h2 window of 0", "h2",

@@ -76,7 +76,7 @@ def test_codex_gets_a_provider_by_its_arguments(server, programs):
     assert not [*programs.iterdir()]
 
 
-def test_a_key_goes_to_the_server_and_to_the_agent(server, programs):
+def test_key_goes_to_server_and_to_agent(server, programs):
     arguments, variables = started("codex", "--url", server.url, TROUPER_API_KEY="sesame")
     assert settings_of(arguments)["model_providers"]["trouper"]["env_key"] == "TROUPER_API_KEY"
     assert variables["TROUPER_API_KEY"] == "sesame"
@@ -131,7 +131,7 @@ def test_qwen_gets_variables_and_its_kind_of_key():
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_what_is_printed_starts_the_agent_in_the_same_way(server, programs, capsys, agent):
+def test_what_is_printed_starts_agent_in_same_way(server, programs, capsys, agent):
     line = [agent, "--url", server.url, "--", "-p", "it's"]
     direct = started(*line, ANTHROPIC_API_KEY="x")
     assert run_line(["launch", "--print", *line]) == 0
@@ -156,7 +156,7 @@ def complaint(capsys, *line):
     return code, err
 
 
-def test_an_agent_that_is_not_there_is_named_with_its_package(capsys, monkeypatch, tmp_path):
+def test_agent_not_named_with_its_package(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     code, err = complaint(capsys, "claude")
     assert code == 2

@@ -42,7 +42,7 @@ def test_a_value_is_read_as_pydantic_reads_it(kind):
 
 
 @pytest.mark.parametrize("text", ["inf", "-Infinity", "nan", "1e400", "9" * 70])
-def test_a_text_is_no_number_that_json_does_not_have(text):
+def test_text_is_no_number_that_json_does_not_have(text):
     assert relax(text, float | None) == text
 
 

@@ -43,9 +43,7 @@ async def test_a_client_that_leaves_aborts_its_request(
     await wait_idle()
 
 
-async def test_who_has_an_answer_leaves_no_place_behind_that_the_next_request_could_meet(
-    app, client, wait_until
-):
+async def test_answered_request_frees_its_admission(app, client, wait_until):
     async with client.stream("POST", PATH, body(max_tokens=2), [JSON]) as call:
         call.stop_reading()
         await wait_until(lambda: app.service.gate.admission.num_requests == 1)
@@ -94,7 +92,7 @@ class Stalled(list):
     """Nothing comes."""
 
 
-async def test_a_slow_reader_gets_the_same_text_and_delays_nobody(client, wait_idle):
+async def test_slow_reader_gets_same_text_and_delays_nobody(client, wait_idle):
     fields = {"max_tokens": 60, "temperature": 0, "stream": True}
     calm = (await client.post(PATH, {**LONG, **fields})).events
     async with client.stream("POST", PATH, body(**fields), [JSON]) as call:
@@ -150,7 +148,7 @@ async def test_a_deadline_is_a_status(client, wait_idle, fields):
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}])
-async def test_the_end_of_a_deadline_says_how_far_it_came(client, wait_idle, fields):
+async def test_end_of_deadline_says_how_far_it_came(client, wait_idle, fields):
     timeout = [("x-request-timeout-ms", "150")]
     answer = await client.post(PATH, {**LONG, **fields}, timeout)
     content = answer.events[-2] if answer.status == 200 else answer.json
@@ -247,7 +245,7 @@ async def test_while_it_drains(app, client):
     assert call.answer.events[-1] == "[DONE]"
 
 
-async def test_a_stream_that_fails_says_so_in_an_event(client, monkeypatch):
+async def test_stream_that_fails_says_so_in_event(client, monkeypatch):
     def break_later(self, *args, **options):
         raise HTTPError(500, "internal_error", "told")
 
@@ -267,7 +265,7 @@ async def test_a_stream_that_fails_says_so_in_an_event(client, monkeypatch):
     assert done == "[DONE]"
 
 
-async def test_a_stream_is_kept_awake_while_its_device_is_started_again(engine, monkeypatch):
+async def test_stream_is_kept_awake_while_its_device_is_started_again(engine, monkeypatch):
     monkeypatch.setattr("trouper.frontends.server.asgi.app.LOST_INTERVAL_S", 0.02)
     app = create_app(engine, ServerSettings())
     async with Client(app).stream("POST", PATH, body(stream=True, max_tokens=20), [JSON]) as call:

@@ -46,7 +46,7 @@ async def test_bodies_that_do_not_come_hold_no_places(app, client, hold, path):
     assert app.service.bodies.num_bytes == 0
 
 
-async def test_unfinished_bodies_stay_within_the_budget_and_a_smaller_one_comes_in(engine, hold):
+async def test_unfinished_bodies_stay_within_budget_and_smaller_one_comes_in(engine, hold):
     app = create_app(engine, ServerSettings(max_body=1000, max_body_memory=5000))
     client, answers = Client(app), []
     async with anyio.create_task_group() as tasks:
@@ -62,7 +62,7 @@ async def test_unfinished_bodies_stay_within_the_budget_and_a_smaller_one_comes_
     assert b'reason="body_memory_full"' in (await client.get("/metrics")).body
 
 
-async def test_a_refused_body_is_told_when_to_come_back(make_client):
+async def test_refused_body_is_told_when_to_come_back(make_client):
     client = make_client(max_body=100, max_body_memory=100)
     body = json.dumps(SHORT).encode()
     async with client.stream("POST", PATH, headers=[JSON], chunks=[b"{" * 90], ends=False):
@@ -74,7 +74,7 @@ async def test_a_refused_body_is_told_when_to_come_back(make_client):
     assert answer.headers["connection"] == "close"
 
 
-async def test_the_bytes_of_a_body_count_until_it_is_decoded(app, client):
+async def test_bytes_of_body_count_until_it_is_decoded(app, client):
     seen = []
     async with client.stream("POST", PATH, json.dumps(LONG).encode(), [JSON]) as call:
         await call.wait_for(lambda: call.num_chunks >= 1)
@@ -82,7 +82,7 @@ async def test_the_bytes_of_a_body_count_until_it_is_decoded(app, client):
     assert seen == [0]
 
 
-def test_a_budget_without_room_for_one_body_is_refused():
+def test_budget_without_room_for_one_body_is_refused():
     with pytest.raises(TrouperValidationError, match="max_body_memory"):
         ServerSettings(max_body=100, max_body_memory=99)
 
@@ -117,7 +117,7 @@ async def test_text_is_tokenised_within_the_places(app, client, monkeypatch):
     assert gate.admission.num_requests == 0
 
 
-async def test_a_paused_engine_does_not_keep_text_from_being_tokenised(engine, client):
+async def test_paused_engine_does_not_keep_text_from_being_tokenised(engine, client):
     async with engine.paused():
         assert (await client.post("/tokenize", {"prompt": "x"})).status == 200
 
@@ -133,7 +133,7 @@ class Clock:
         app.service.gate.now = lambda: self.time_s
 
 
-async def test_readiness_is_off_while_all_requests_are_refused_for_some_seconds(engine, wait_idle):
+async def test_readiness_fails_during_overload(engine, wait_idle):
     app = create_app(engine, ServerSettings(max_requests=1))
     client, clock = Client(app), Clock(app)
     async with client.stream("POST", PATH, json.dumps(LONG).encode(), [JSON]) as call:
@@ -149,7 +149,7 @@ async def test_readiness_is_off_while_all_requests_are_refused_for_some_seconds(
     assert (await client.get("/health/ready")).status == 200
 
 
-async def test_readiness_stays_on_while_a_full_server_is_not_asked(engine, wait_idle):
+async def test_readiness_stays_on_while_full_server_is_not_asked(engine, wait_idle):
     app = create_app(engine, ServerSettings(max_requests=1))
     client, clock = Client(app), Clock(app)
     async with client.stream("POST", PATH, json.dumps(LONG).encode(), [JSON]) as call:
@@ -181,9 +181,7 @@ async def wait_until_left(call):
         await call.is_over.wait()
 
 
-async def test_places_of_a_request_that_is_done_and_not_read_are_free_again(
-    engine, wait_until, wait_idle
-):
+async def test_places_of_request_done_not_read_are_free_again(engine, wait_until, wait_idle):
     app = create_app(engine, ServerSettings(max_requests=4))
     client, clock = Client(app), Clock(app)
     fields = {**LONG, "prompt": ["x"] * 8, "max_tokens": 4}

@@ -75,7 +75,7 @@ async def test_infill_has_llamas_form(filling):
     assert reply["model"] == (await filling.get("/v1/models")).json["data"][0]["id"]
 
 
-async def test_a_stream_of_infill_ends_with_why_it_has(filling):
+async def test_stream_of_infill_ends_with_why_it_has(filling):
     whole = (await filling.post(INFILL, GAP)).json
     answer = await filling.post(INFILL, {**GAP, "stream": True})
     events = [json.loads(frame[6:]) for frame in answer.body.decode().split("\n\n")[:-1]]
@@ -94,7 +94,7 @@ async def test_a_stop_string_is_named(filling):
     assert reply["stopping_word"] == word
 
 
-async def test_no_token_may_be_asked_for_so_that_the_prompt_is_kept(filling):
+async def test_zero_output_tokens_cache_the_prompt(filling):
     body = {**GAP, "input_prefix": "x = 1\n" * 60, "n_predict": 0}
     reply = (await filling.post(INFILL, body)).json
     assert (reply["content"], reply["tokens_predicted"]) == ("", 0)
@@ -102,7 +102,7 @@ async def test_no_token_may_be_asked_for_so_that_the_prompt_is_kept(filling):
     assert again["tokens_cached"] > 0
 
 
-async def test_a_long_prompt_keeps_what_is_near_the_gap(filling):
+async def test_long_prompt_keeps_what_is_near_gap(filling):
     files = [{"filename": "a.py", "text": "x = 1\n" * 9}, {"text": "y = 2\n" * 9999}]
     body = {**GAP, "input_prefix": "a = 1\n" * 9999, "input_suffix": "b = 2\n" * 9999}
     reply = (await filling.post(INFILL, {**body, "input_extra": files})).json
@@ -183,7 +183,7 @@ async def test_completion_of_several_prompts_is_a_list(client):
     assert one["content"] == found[0]["content"]
 
 
-async def test_completion_shows_probabilities_and_only_the_fields_asked_for(client):
+async def test_completion_shows_probabilities_and_only_fields_asked_for(client):
     fields = ["content", "completion_probabilities", "generation_settings/n_probs"]
     body = {"prompt": "Hello", **SAMPLED, "n_probs": 2, "response_fields": fields}
     found = (await client.post("/completion", body)).json
@@ -194,7 +194,7 @@ async def test_completion_shows_probabilities_and_only_the_fields_asked_for(clie
     assert len(first["top_logprobs"]) == 2
 
 
-async def test_completion_keeps_to_a_closed_schema_and_a_bias(client):
+async def test_completion_keeps_to_closed_schema_and_bias(client):
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     body = {"prompt": "JSON: ", "temperature": 0, "n_predict": 200, "json_schema": schema}
     found = (await client.post("/completion", body)).json

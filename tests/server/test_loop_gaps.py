@@ -77,7 +77,7 @@ LISTS = {
 
 @pytest.mark.trio
 @pytest.mark.parametrize("kind", LISTS)
-async def test_the_loop_has_its_turns_while_many_inputs_begin_and_end(kind, monkeypatch):
+async def test_loop_has_its_turns_while_many_inputs_begin_and_end(kind, monkeypatch):
     task, path, body = LISTS[kind]
     given = {} if task is None else {"runner": "pooling", "pooler_config": {"task": task}}
     pace, names = Pace(), ("__init__", "open", "_note")
@@ -97,7 +97,7 @@ async def test_the_loop_has_its_turns_while_many_inputs_begin_and_end(kind, monk
 
 
 @pytest.mark.trio
-async def test_the_loop_beats_while_a_large_body_is_parsed(beating, monkeypatch):
+async def test_loop_beats_while_large_body_is_parsed(beating, monkeypatch):
     client, heart = beating
     monkeypatch.setattr(decoding, "decode_now", heart.hold_up(decoding.decode_now))
     answer = await client.post("/v1/embeddings", {"input": LONG, "truncate_prompt_tokens": 5})
@@ -167,7 +167,7 @@ WORK = {
 
 
 @pytest.mark.parametrize("kind", WORK)
-def test_large_work_in_a_thread_leaves_the_interpreter_to_others(kind):
+def test_large_work_in_thread_leaves_interpreter_to_others(kind):
     make, work = WORK[kind]
     assert beats_beside(work, make()) > NUM_TURNS
 

@@ -103,7 +103,7 @@ class TestInMemory:
         assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
         assert events[-2]["usage"]["output_tokens"] == 6
 
-    async def test_what_a_prompt_adds_to_the_cache_is_told(self, make_client):
+    async def test_what_prompt_adds_to_cache_is_told(self, make_client):
         client = make_client()
         long = [{"role": "user", "content": "a long prompt of its own " * 40}]
         asked = {**GREEDY, "messages": long, "stream": True}
@@ -172,12 +172,12 @@ class TestInMemory:
         assert [event["content_block"]["type"] for event in starts] == kinds
         assert [event["index"] for event in starts] == list(range(len(kinds)))
 
-    async def test_a_call_that_is_cut_is_there_as_text(self, says):
+    async def test_call_that_is_cut_is_there_as_text(self, says):
         reply = (await says(CALL[:-4], finish_reason="length").post(PATH, WITH_TOOL)).json
         assert reply["stop_reason"] == "max_tokens"
         assert reply["content"][0]["input"] == {"INVALID_JSON": '{"a":'}
 
-    async def test_calls_and_their_results_go_back_into_the_conversation(self, says):
+    async def test_calls_and_their_results_go_back_into_conversation(self, says):
         client = says("two")
         thought = {"type": "thinking", "thinking": "hm", "signature": ""}
         again = {**USE, "id": "v", "input": {}}
@@ -226,7 +226,7 @@ class TestInMemory:
         assert "".join(each.get("thinking", "") for each in deltas) == "hm, so"
         assert "".join(each.get("text", "") for each in deltas) == "yes"
 
-    async def test_thinking_that_is_omitted_comes_back_in_its_signature(self, says):
+    async def test_thinking_omitted_comes_back_in_its_signature(self, says):
         client = says("<think>", "hm, ", "so</th", "ink>", "yes", **REASONING)
         fields = {**GREEDY, "thinking": {"type": "adaptive", "display": "omitted"}}
         reply = (await client.post(PATH, fields)).json
@@ -287,7 +287,7 @@ class TestInMemory:
             ([text("be brief"), text(f"what is {BILLING}?")], [[text("be brief"), text(f"what is {BILLING}?")]]),
         ],
     )  # fmt: skip
-    async def test_the_billers_line_is_no_part_of_the_prompt(self, asked, system, wanted):
+    async def test_billers_line_is_no_part_of_prompt(self, asked, system, wanted):
         _, (prompt, *_) = await asked({**GREEDY, "system": system})
         assert [each["content"] for each in prompt["messages"][:-1]] == wanted
 
@@ -312,7 +312,7 @@ class TestInMemory:
         _, (prompt, *_) = await asked({**GREEDY, "messages": messages})
         assert prompt["messages"][1] == {"role": "assistant", "content": "yes"}
 
-    async def test_more_tokens_than_the_models_length_are_no_limit(self, asked):
+    async def test_more_tokens_than_models_length_are_no_limit(self, asked):
         _, (_, params, _) = await asked({**GREEDY, "max_tokens": 32_000})
         assert params.max_tokens == 512
 
@@ -322,7 +322,7 @@ class TestInMemory:
         usage = (await client.post(PATH, {**GREEDY, **fields})).json["usage"]
         assert counted == input_of(usage)
 
-    async def test_an_answer_has_the_format_that_is_asked_for(self, client):
+    async def test_answer_has_format_that_is_asked_for(self, client):
         schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
         given = {
             "format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}

@@ -69,7 +69,7 @@ async def test_generate_uses_the_template_unless_raw(client):
     assert raw.json["response"] == openai.json["choices"][0]["text"]
 
 
-async def test_a_tool_call_is_one_line_with_an_object(says):
+async def test_tool_call_is_one_line_with_object(says):
     client = says(*CALL, **PARSERS)
     found = lines(await client.post("/api/chat", {"messages": HELLO, "tools": [WEATHER]}))
     calls = [line["message"]["tool_calls"] for line in found if "tool_calls" in line["message"]]
@@ -238,7 +238,7 @@ async def test_routes_that_change_models_say_why_not(client):
     assert (await client.post("/api/pull", {"model": "other"})).status == 404
 
 
-async def test_curl_s_own_content_type_is_read_but_no_page_s(client):
+async def test_curl_content_type_is_accepted_without_origin(client):
     body = json.dumps({"messages": [], "stream": False}).encode()
     form = ("content-type", "application/x-www-form-urlencoded")
     assert (await client.request("POST", "/api/chat", body, headers=(form,))).status == 200

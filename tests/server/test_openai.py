@@ -181,7 +181,7 @@ def test_responses_through_the_clients_helpers(client):
     )
 
 
-def test_a_response_in_background_streams_again_from_any_event(client):
+def test_response_in_background_streams_again_from_any_event(client):
     fields = {"model": "trouper-demo", "input": "hi", "max_output_tokens": 6}
     events = list(client.responses.create(**fields, background=True, stream=True))
     name = events[0].response.id
@@ -304,7 +304,7 @@ def test_the_clients_own_timeout_aborts_the_request(server, ask, resource, strea
     assert ask(resource)
 
 
-def test_a_stream_that_is_closed_early_frees_its_place(client, server):
+def test_stream_that_is_closed_early_frees_its_place(client, server):
     for _ in range(3):
         fields = {**DEFAULTS[COMPLETIONS], **LONG, "stream": True}
         stream = client.completions.create(model="trouper-demo", **fields)
@@ -343,7 +343,7 @@ TWICE = {"max_retries": 2}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_to_a_paused_engine_is_repeated_until_it_is_taken(server, ask, pauses, stream):
+def test_request_to_paused_engine_is_repeated_until_it_is_taken(server, ask, pauses, stream):
     before = [num_answers(server, status) for status in (200, 503)]
     order(server, "/pause?mode=wait")
     pauses.act = lambda: len(pauses.seconds) == 2 and order(server, "/resume")
@@ -353,9 +353,7 @@ def test_a_request_to_a_paused_engine_is_repeated_until_it_is_taken(server, ask,
     assert after == [before[0] + 1, before[1] + 2]
 
 
-def test_a_key_beyond_its_share_is_let_in_when_it_has_made_room(
-    server, client, another, ask, pauses
-):
+def test_key_enters_again_after_finishing_requests(server, client, another, ask, pauses):
     before = num_answers(server, 429)
     fields = {**DEFAULTS[COMPLETIONS], **LONG, "temperature": 1, "stream": True}
     fields["model"] = "trouper-demo"

@@ -44,7 +44,7 @@ async def test_what_needs_a_key_says_so(make_client):
     assert "security" not in answer.json["paths"]["/v1/models"]["get"]
 
 
-def test_a_request_of_the_readme_is_valid_by_the_document():
+def test_request_of_readme_is_valid_by_document():
     components = document(ROUTES, has_keys=False)["components"]
     schema = {"$ref": "#/components/schemas/ChatRequest", "components": components}
     validator = Draft202012Validator(schema)
@@ -56,7 +56,7 @@ def test_a_request_of_the_readme_is_valid_by_the_document():
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore")  # schemathesis's own
-def test_whatever_the_document_allows_gets_an_answer_that_it_describes():
+def test_whatever_document_allows_gets_answer_that_it_describes():
     num_cases = 0
     with started() as server:
         schema = openapi.from_url(f"http://127.0.0.1:{server.port}/openapi.json")

@@ -49,7 +49,7 @@ async def test_health_of_an_idle_server(client):
     assert (await client.get("/load")).json == {"server_load": 0}
 
 
-async def test_looking_at_an_engine_that_is_being_closed_finds_nothing_dead(anyio_backend):
+async def test_looking_at_engine_being_closed_finds_nothing_dead(anyio_backend):
     engine = AsyncLLMEngine.from_engine_args(EngineArgs(**SMALL))
     async with engine:
         app = create_app(engine)
@@ -72,7 +72,7 @@ async def test_readiness_is_a_round_trip_through_the_device(engine, app, client,
     assert (answer.status, answer.error["code"]) == (503, "no_progress")
 
 
-async def test_a_proof_is_void_when_a_device_is_lost(engine, client, monkeypatch):
+async def test_proof_is_void_when_device_is_lost(engine, client, monkeypatch):
     async def refuse():
         raise RetryableRequestError("the device is being started again", "device_restarting")
 
@@ -92,7 +92,7 @@ async def test_metrics(client):
     assert b'trouper:http_requests_total{handler="/v1/completions",status="200"}' in answer.body
 
 
-async def test_a_scrape_gives_others_a_turn_after_each_family(app):
+async def test_scrape_gives_others_turn_after_each_family(app):
     turns = 0
 
     async def beat():
@@ -111,7 +111,7 @@ async def test_a_scrape_gives_others_a_turn_after_each_family(app):
     assert text.endswith(b"\n")
 
 
-def test_the_age_of_a_step_grows_only_while_one_is_awaited(engine):
+def test_age_of_step_grows_only_while_one_is_awaited(engine):
     clock, stats = StepClock(), engine.statistics().scheduler
     busy = type(stats)(**{**{n: getattr(stats, n) for n in stats.__struct_fields__}, "num_steps_in_flight": 1})  # fmt: skip
     assert clock.age_s(stats, 5.0) == 0
@@ -120,7 +120,7 @@ def test_the_age_of_a_step_grows_only_while_one_is_awaited(engine):
     assert clock.age_s(stats, 10.0) == 0
 
 
-test_the_age_of_a_step_grows_only_while_one_is_awaited.pytestmark = [pytest.mark.anyio]
+test_age_of_step_grows_only_while_one_is_awaited.pytestmark = [pytest.mark.anyio]
 
 
 async def test_models(client):
@@ -160,7 +160,7 @@ async def test_a_dead_engine(anyio_backend):
     [(DeviceStartError("worker 0 died of SIGKILL"), False), (RuntimeError("a bug"), True)],
     ids=["known", "unknown"],
 )
-async def test_a_request_to_a_dead_engine_is_logged_with_a_traceback_only_of_an_unknown_cause(
+async def test_dead_engine_logs_traceback_of_unknown_causes(
     error, has_traceback, anyio_backend, caplog
 ):
     with pytest.raises(EngineDeadError):
@@ -179,7 +179,7 @@ async def test_a_request_to_a_dead_engine_is_logged_with_a_traceback_only_of_an_
 # Keys
 
 
-async def test_every_route_but_the_public_ones_needs_a_key(make_client):
+async def test_every_route_but_public_ones_needs_key(make_client):
     client = make_client(api_keys=("sesame", "open"), admin_key="root")
     for route in ROUTES:
         answer = await client.request(route.method, route.path, headers=[JSON])
@@ -276,7 +276,7 @@ async def test_a_browser_asks_before_it_posts(make_client):
     assert answer.headers["access-control-allow-methods"] == "GET, POST"
 
 
-async def test_the_access_log_has_a_line_for_each_answer_but_the_named(make_client, capsys):
+async def test_access_log_has_line_for_each_answer_but_named(make_client, capsys):
     client = make_client(logs_access=True, unlogged_paths=("/version",))
     with log_lines("trouper.access", "info"):
         await client.get("/load", [("x-request-id", "mine")])
@@ -294,7 +294,7 @@ async def test_the_access_log_has_a_line_for_each_answer_but_the_named(make_clie
     ("client", "shown"),
     [(("127.0.0.1", 4), "127.0.0.1:4"), (("::1", 4), "[::1]:4"), (None, "-"), (("", None), "-")],
 )
-def test_the_access_log_names_the_address_of_the_client(client, shown):
+def test_access_log_names_address_of_client(client, shown):
     scope = {"path": "/", "method": "GET", "headers": [], "client": client}
     context = RequestContext(scope, None, None)
     context.status = 200
@@ -303,7 +303,7 @@ def test_the_access_log_names_the_address_of_the_client(client, shown):
     assert " GET / left " in access_line(context, "/")
 
 
-async def test_what_is_refused_is_told_from_the_level_of_debug_on(client, capsys):
+async def test_what_is_refused_is_reported_from_level_of_debug_on(client, capsys):
     for level, num_lines in (("debug", 1), ("info", 0)):
         with log_lines("trouper", level):
             await client.post(PATH, {"prompt": ""})
@@ -429,7 +429,7 @@ async def test_the_prefix_cache_is_reset(admin):
     assert answer.json == {"success": True}
 
 
-async def test_a_profile_is_started_once_and_leaves_a_trace(anyio_backend, tmp_path):
+async def test_profile_is_started_once_and_leaves_trace(anyio_backend, tmp_path):
     config = {"torch_profiler_dir": str(tmp_path)}
     args = EngineArgs(**SMALL, profiler_config=config)
     async with AsyncLLMEngine.from_engine_args(args) as engine:
@@ -447,7 +447,7 @@ async def test_a_profile_is_started_once_and_leaves_a_trace(anyio_backend, tmp_p
 
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
-async def test_a_profile_needs_a_folder_that_the_operator_chose(admin, path):
+async def test_profile_needs_folder_that_operator_chose(admin, path):
     answer = await admin.post(path)
     assert (answer.status, answer.error["code"]) == (400, "invalid_value")
     assert answer.error["param"] == "profiler_config"

@@ -32,7 +32,7 @@ def test_the_token_that_was_drawn_keeps_its_text():
 
 
 @pytest.mark.parametrize("text", ["é", "😀", "a b", "中\n"])
-def test_the_bytes_of_tokens_are_those_of_the_text(text):
+def test_bytes_of_tokens_are_those_of_text(text):
     tokenizer = Tokenizer.load(DEMO_MODEL)
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()

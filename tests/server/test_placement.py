@@ -46,7 +46,7 @@ def test_a_rank_that_is_no_number_is_refused(text):
         read_placement(context((b"x-data-parallel-rank", text)))
 
 
-async def test_a_replica_that_does_not_exist_is_a_400_that_names_it(client):
+async def test_replica_that_does_not_exist_is_400_that_names_it(client):
     for value in ("1", "x"):
         answer = await client.post(PATH, BODY, [("x-data-parallel-rank", value)])
         assert answer.status == 400
@@ -56,7 +56,7 @@ async def test_a_replica_that_does_not_exist_is_a_400_that_names_it(client):
         assert (answer.status, answer.error["param"]) == (400, "data_parallel_rank"), rank
 
 
-async def test_a_name_that_is_none_of_a_session_is_a_400(client):
+async def test_name_that_is_none_of_session_is_400(client):
     for name in ("", "x" * 257):
         in_body = await client.post(PATH, {**BODY, "session_id": name})
         in_head = await client.post(PATH, BODY, [("x-session-id", name)])
@@ -64,7 +64,7 @@ async def test_a_name_that_is_none_of_a_session_is_a_400(client):
             assert (answer.status, answer.error["param"]) == (400, "session_id")
 
 
-async def test_a_replica_and_a_session_that_exist_are_taken(client):
+async def test_replica_and_session_that_exist_are_taken(client):
     headers = [("x-data-parallel-rank", "0"), ("x-session-id", "mine")]
     assert (await client.post(PATH, BODY, headers)).status == 200
     fields = {"data_parallel_rank": 0, "session_id": "mine"}
@@ -77,7 +77,7 @@ async def test_a_replica_and_a_session_that_exist_are_taken(client):
     ("path", "body"),
     [("/v1/embeddings", {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"})],
 )
-async def test_a_text_that_is_pooled_names_its_replica_too(pooling, path, body):
+async def test_text_that_is_pooled_names_its_replica_too(pooling, path, body):
     answer = await pooling.post(path, body, [("x-data-parallel-rank", "1")])
     assert (answer.status, answer.json["error"]["param"]) == (400, "data_parallel_rank")
     assert (await pooling.post(path, body, [("x-data-parallel-rank", "0")])).status == 200

@@ -56,7 +56,7 @@ async def test_a_prompt_may_fill_the_whole_context(pooling):
     assert over.status == 400
 
 
-async def test_texts_may_wait_at_a_server_that_has_measured_nothing_yet(pooling):
+async def test_texts_may_wait_at_server_that_has_measured_nothing_yet(pooling):
     statuses: list[int] = []
 
     async def ask() -> None:
@@ -128,7 +128,7 @@ async def test_pooling_takes_a_task(pooling):
     assert without.json["data"] == whole.json["data"]
 
 
-async def test_the_option_of_the_task_decides_what_pooling_without_one_is(anyio_backend):
+async def test_option_of_task_decides_what_pooling_without_one_is(anyio_backend):
     args = EngineArgs(runner="pooling", pooler_config={"task": "token_embed"}, dtype="float32")
     async with AsyncLLMEngine(args) as engine:
         client = Client(create_app(engine))
@@ -155,7 +155,7 @@ async def test_scores_are_cosines_of_embeddings(pooling, path):
         ("/score", {"data_1": "query", "data_2": [f"text {i}" for i in range(9)]}),
     ],
 )
-async def test_an_abort_while_texts_are_being_opened_ends_them_all(
+async def test_abort_while_texts_are_being_opened_ends_them_all(
     pooling_engine, path, body, monkeypatch
 ):
     app, opened, right = create_app(pooling_engine), [], Generation.open
@@ -333,7 +333,7 @@ async def test_what_cannot_be_is_refused_by_name(pooling, path, body, status, pa
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/infill"]
 )
-async def test_a_pooling_model_says_that_it_does_not_generate_and_what_to_ask(pooling, path):
+async def test_pooling_model_names_routes_instead_of_generating(pooling, path):
     answer = await pooling.post(path, {"messages": [{"role": "user", "content": "hi"}]})
     assert answer.status == 400
     message = answer.error["message"]
@@ -370,7 +370,7 @@ async def test_a_batch_file_may_embed_and_rerank(pooling_engine):
     assert len(answers[1]["body"]["results"]) == 2
 
 
-async def test_the_sentence_about_too_much_truncation_is_vllms_to_the_letter(pooling):
+async def test_sentence_about_too_much_truncation_is_vllms_to_letter(pooling):
     answer = await pooling.post("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 10**6})
     assert answer.error["message"] == (
         "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size."

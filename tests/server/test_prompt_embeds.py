@@ -55,7 +55,7 @@ async def test_the_embeddings_of_tokens_stand_for_the_tokens(client):
     assert got.json["usage"] == want.json["usage"]
 
 
-async def test_a_part_of_a_chat_stands_for_its_tokens(client):
+async def test_part_of_chat_stands_for_its_tokens(client):
     ids = [40, 50, 60] * 40
     content = [
         {"type": "text", "text": "one"},
@@ -91,7 +91,7 @@ async def test_a_part_of_a_chat_stands_for_its_tokens(client):
         ({"prompt_embeds": 5}, "prompt_embeds"),
     ],
 )  # fmt: skip
-async def test_a_bad_payload_is_a_400_that_names_it(client, body, param):
+async def test_bad_payload_is_400_that_names_it(client, body, param):
     reply = await client.post("/v1/completions", {"max_tokens": 1, **body})
     assert reply.status == 400, reply.json
     assert reply.json["error"]["param"] == param

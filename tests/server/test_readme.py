@@ -60,7 +60,7 @@ def ask(server, word):
     return choice
 
 
-def test_the_models_of_the_tour_are_those_that_are_replaced():
+def test_models_of_tour_are_those_that_are_replaced():
     lines = re.findall(r"trouper (?:chat|serve|generate|embed|run-batch) .*", "\n".join(TOUR))
     named = {
         word for line in lines for word in re.findall(r"-m \S+|(?<=chat )\S+|(?<=serve )\S+", line)

@@ -71,21 +71,21 @@ async def test_streamed_reasoning_comes_in_deltas_before_the_content(says):
         ("both", {"reasoning", "reasoning_content"}),
     ],
 )
-async def test_the_field_has_the_name_that_the_server_was_told(says, field, names):
+async def test_field_has_name_that_server_was_told(says, field, names):
     found = await message(says(*PIECES, reasoning_field=field))
     assert {name for name in found if name.startswith("reasoning") and found[name]} == names
     found = await deltas(says(*PIECES, reasoning_field=field))
     assert {name for each in found for name in each if name.startswith("reasoning")} == names
 
 
-async def test_reasoning_that_the_client_does_not_want_is_dropped(says):
+async def test_reasoning_that_client_does_not_want_is_dropped(says):
     assert (await message(says(*PIECES), include_reasoning=False))["reasoning"] is None
     found = await deltas(says(*PIECES), include_reasoning=False)
     assert "".join(each.get("content") or "" for each in found) == "yes"
     assert all("reasoning" not in each for each in found)
 
 
-async def test_a_stream_has_the_ids_of_the_marks_too(says, engine):
+async def test_stream_has_ids_of_marks_too(says, engine):
     answer = await says(*PIECES).post(PATH, {**ASK, "stream": True, "return_token_ids": True})
     choices = [choice for event in answer.events[:-1] for choice in event["choices"]]
     found = [id for choice in choices for id in choice.get("token_ids") or ()]
@@ -93,7 +93,7 @@ async def test_a_stream_has_the_ids_of_the_marks_too(says, engine):
     assert found == [id for piece in PIECES for id in encode(piece, add_special_tokens=False)]
 
 
-async def test_an_answer_begins_inside_where_the_prompt_has_opened_the_reasoning(says):
+async def test_answer_begins_inside_where_prompt_has_opened_reasoning(says):
     found = await message(says("hm</think>yes", prompt="user: hi\nassistant: <think>\n"))
     assert (found["reasoning"], found["content"]) == ("hm", "yes")
     found = await message(says("hm</think>yes", prompt="user: <think>\nassistant: "))
@@ -125,7 +125,7 @@ async def test_the_usage_counts_the_tokens_of_the_reasoning(says, engine):
 
 
 @pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
-def test_an_unknown_parser_is_refused_with_names_that_are_near(option):
+def test_unknown_parser_is_refused_with_names_near(option):
     with pytest.raises(TrouperValidationError, match="deepseek") as caught:
         ServerSettings(**{option: "deepsek"})
     assert caught.value.parameter == option

@@ -68,7 +68,7 @@ async def items(client, name, query="", headers=()):
     return answer.json
 
 
-async def test_the_input_items_are_all_that_a_response_was_made_from(remembering):
+async def test_input_items_are_all_that_response_was_made_from(remembering):
     client = remembering("Hello.")
     given = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
@@ -166,7 +166,7 @@ async def test_what_runs_in_background_has_its_input_items(served):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_follow_up_goes_on_where_the_response_ended(remembering, stream):
+async def test_follow_up_goes_on_where_response_ended(remembering, stream):
     client = remembering("Hello.")
     await client.post(PATH, {"input": "hi", "instructions": "be brief", "stream": stream})
     (name,) = client._app.service.responses._entries
@@ -209,7 +209,7 @@ async def test_a_conversation_forks_and_outlives_its_beginning(remembering):
     assert len(prompt["messages"]) == 5
 
 
-async def test_a_follow_up_says_what_the_whole_conversation_says(served):
+async def test_follow_up_says_what_whole_conversation_says(served):
     async with served() as client:
         first = (await client.post(PATH, GREEDY)).json
         follow_up = {**GREEDY, "input": "go on", "previous_response_id": first["id"]}
@@ -244,7 +244,7 @@ async def test_follow_ups_keep_salt_model_and_priority(engine, says, served, bac
         assert (prompt["cache_salt"], options.priority) == ("salt", 1)
 
 
-async def test_a_reference_stands_for_the_item_that_it_names(remembering):
+async def test_reference_stands_for_item_that_it_names(remembering):
     client = remembering(f"[{CALL}, {CALL}]", api_keys=("one", "two"))
     mine, yours = KEYS
     first = (await client.post(PATH, {"input": "hi", "tools": [TOOL]}, mine)).json
@@ -334,7 +334,7 @@ async def test_the_store_holds_what_was_used_last(remembering):
     assert client._app.service.responses.num_bytes <= 8000
 
 
-async def test_a_request_id_of_the_client_names_no_response(remembering):
+async def test_request_id_of_client_names_no_response(remembering):
     client = remembering("x")
     header = [("x-request-id", "same")]
     names = {(await client.post(PATH, {"input": "hi"}, header)).json["id"] for _ in range(3)}
@@ -387,7 +387,7 @@ async def test_what_is_refused_at_once(served, fields, param):
         assert len(client.service.responses) == 0
 
 
-async def test_an_application_without_its_lifespan_runs_no_background_work(remembering):
+async def test_application_without_its_lifespan_runs_no_background_work(remembering):
     answer = await remembering("x").post(PATH, {"input": "hi", "background": True})
     assert (answer.status, answer.error["param"]) == (400, "background")
 
@@ -401,7 +401,7 @@ async def test_other_paths_are_not_found(remembering, path):
 # In background
 
 
-async def test_a_response_in_background_is_there_when_it_is_done(served):
+async def test_response_in_background_is_there_when_it_is_done(served):
     async with served() as client:
         queued = (await client.post(PATH, {**GREEDY, "background": True})).json
         Response.model_validate(queued, strict=True)
@@ -415,7 +415,7 @@ async def test_a_response_in_background_is_there_when_it_is_done(served):
 
 
 @pytest.mark.parametrize("action", ["cancel", "delete"])
-async def test_one_that_is_given_up_ends_in_the_engine(served, action, wait_idle, wait_until):
+async def test_one_that_is_given_up_ends_in_engine(served, action, wait_idle, wait_until):
     async with served() as client:
         name = (await client.post(PATH, {**LONG})).json["id"]
         await wait_until(lambda: client.engine.statistics().scheduler.num_running)
@@ -453,7 +453,7 @@ async def test_shutting_down_ends_what_runs(served, wait_idle):
     assert (await client.get(f"{PATH}/{name}")).json["status"] == "cancelled"
 
 
-async def test_a_failure_is_told_when_the_response_is_read(engine, served):
+async def test_failure_is_told_when_response_is_read(engine, served):
     scripted = ScriptedEngine(engine, lambda number, params: [GenerationError("internals")])
     async with served(scripted) as client:
         name = (await client.post(PATH, {"input": "hi", "background": True})).json["id"]
@@ -465,7 +465,7 @@ async def test_a_failure_is_told_when_the_response_is_read(engine, served):
         }  # fmt: skip
 
 
-async def test_a_prompt_that_is_too_long_is_told_when_the_response_is_read(served):
+async def test_prompt_too_long_is_reported_when_response_is_read(served):
     async with served() as client:
         fields = {"input": "x" * 100_000, "background": True}
         failed = await ended(client, (await client.post(PATH, fields)).json["id"])
@@ -491,7 +491,7 @@ async def test_background_requests_are_admitted_as_others(served):
         await ended(client, name)
 
 
-async def test_where_all_that_is_kept_runs_no_more_is_taken(served):
+async def test_where_all_kept_runs_no_more_is_taken(served):
     async with served(responses_store_bytes=3000) as client:
         found = [await client.post(PATH, LONG) for _ in range(4)]
         statuses = [answer.status for answer in found]

@@ -59,7 +59,7 @@ async def events_of(client, name, query="", headers=()):
     return answer.body
 
 
-async def test_a_stream_in_background_tells_its_id_before_it_begins(served):
+async def test_stream_in_background_tells_its_id_before_it_begins(served):
     async with served() as client:
         answer = await client.request(
             "POST", PATH, b'{"input": "hi"}', [("content-type", "application/json")]
@@ -77,7 +77,7 @@ async def test_a_stream_in_background_tells_its_id_before_it_begins(served):
         assert (await client.get(f"{PATH}/{name}")).json == last["response"]
 
 
-async def test_the_events_are_there_again_and_from_any_of_them(served):
+async def test_events_are_there_again_and_from_any_of_them(served):
     async with served() as client:
         body = (await client.post(PATH, GREEDY)).body
         name = named_events(body)[0]["response"]["id"]
@@ -90,7 +90,7 @@ async def test_the_events_are_there_again_and_from_any_of_them(served):
         assert (await client.get(f"{PATH}/{name}?stream=false")).json["id"] == name
 
 
-async def test_it_goes_on_when_its_client_leaves_and_others_follow_it(served, wait_until):
+async def test_background_response_survives_its_client(served, wait_until):
     async with served() as client:
         headers = [("content-type", "application/json")]
         body = b'{"input": "hi", "background": true, "stream": true, "seed": 1, "max_output_tokens": 40}'
@@ -141,7 +141,7 @@ async def test_a_stream_that_is_cancelled_ends(served, how):
         assert (await client.get(f"{PATH}/{name}")).status == (200 if how == "cancel" else 404)
 
 
-async def test_events_count_against_the_store_and_go_when_there_is_no_room(served):
+async def test_events_count_against_store_and_go_when_no_room(served):
     async with served(responses_store_bytes=16_000) as client:
         first = named_events((await client.post(PATH, GREEDY)).body)[0]["response"]["id"]
         store = client.service.responses

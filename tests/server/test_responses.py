@@ -60,7 +60,7 @@ async def test_a_whole_answer(client):
     assert reply["store"] is True
 
 
-async def test_the_prompt_and_the_answer_of_the_model_are_shown_where_they_are_asked_for(client):
+async def test_prompt_and_raw_text_are_shown_on_request(client):
     asked = {**GREEDY, "enable_response_messages": True}
     reply = (await client.post(PATH, asked)).json
     (prompt,), (answer,) = reply["input_messages"], reply["output_messages"]
@@ -109,7 +109,7 @@ async def test_a_format_is_not_said_in_two_ways(client):
 @pytest.mark.parametrize(
     ("name", "value"), [("min_p", 7), ("logit_bias", {"99999": 1}), ("structured_outputs", {"regex": "(("})]
 )  # fmt: skip
-async def test_a_wrong_shared_field_is_named_as_the_client_has_it(client, name, value):
+async def test_wrong_shared_field_is_named_as_client_has_it(client, name, value):
     answer = await client.post(PATH, {**GREEDY, name: value})
     assert (answer.status, answer.error["param"]) == (400, name)
 
@@ -200,7 +200,7 @@ async def test_reasoning_goes_back_into_the_conversation(says):
         assert prompt["messages"][1]["reasoning_content"] == "hm, so"
 
 
-async def test_reasoning_comes_back_as_the_one_string_that_a_client_keeps(says):
+async def test_reasoning_comes_back_as_one_string_that_client_keeps(says):
     client = says(*REASONED, reasoning_parser="deepseek_r1")
     events = named_events(
         (await client.post(PATH, {**WITH_TOOL, **ENCRYPTED, "stream": True})).body
@@ -237,14 +237,14 @@ async def functions_of(client, tools, **fields):
     return [tool["function"] for tool in prompt["tools"]], answer.json
 
 
-async def test_a_tool_that_cannot_run_here_is_left_out_where_others_can(says):
+async def test_unavailable_tool_is_left_out(says):
     tools = [{"type": "web_search", "external_web_access": False}, TOOL]
     functions, reply = await functions_of(says("x"), tools)
     assert [each["name"] for each in functions] == ["f"]
     assert reply["tools"] == [TOOL]
 
 
-async def test_a_tool_that_is_left_out_is_named_in_a_header_and_once_in_the_log(client, caplog):
+async def test_left_out_tool_is_named_and_logged(client, caplog):
     fields = {**GREEDY, "tools": [TOOL, {"type": "web_search"}], "temprature": 0}
     for _ in range(2):
         headers = (await client.post(PATH, fields)).headers
@@ -255,7 +255,7 @@ async def test_a_tool_that_is_left_out_is_named_in_a_header_and_once_in_the_log(
     ] == [f"{PATH}: the tool 'web_search' cannot run here, and is left out"]
 
 
-async def test_a_namespace_becomes_its_functions_and_calls_name_it_again(says):
+async def test_namespace_becomes_its_functions_and_calls_name_it_again(says):
     called = '{"name": "n__f", "arguments": {"a": 1}}'
     more = {**NAMESPACE, "tools": [TOOL, {**TOOL, "name": "g"}]}
     functions, reply = await functions_of(says(called), [{**TOOL, "name": "h"}, more])
@@ -271,7 +271,7 @@ async def test_a_namespace_becomes_its_functions_and_calls_name_it_again(says):
     assert prompt["messages"][1]["tool_calls"][0]["function"]["name"] == "n__f"
 
 
-async def test_names_that_are_too_long_together_are_cut_and_stay_apart(says):
+async def test_names_too_long_together_are_cut_and_stay_apart(says):
     long = {**NAMESPACE, "name": "n" * 100, "tools": [{**TOOL, "name": c + "f" * 60} for c in "ab"]}
     functions, _ = await functions_of(says("x"), [long])
     names = {each["name"] for each in functions}
@@ -322,7 +322,7 @@ async def test_a_custom_tool_is_called_with_a_text(says, pieces):
     assert {e.get("delta") or e.get("input") for e in events[3:5]} == {'+ a "b"\n'}
 
 
-async def test_the_call_of_a_custom_tool_and_its_output_go_back(says):
+async def test_call_of_custom_tool_and_its_output_go_back(says):
     client = says("done")
     call = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "+ a"}
     output = {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}
@@ -344,7 +344,7 @@ async def test_a_custom_tool_keeps_to_its_regular_expression(client):
     assert reply["output"][0]["input"] in ("aa", "bbb")
 
 
-async def test_what_a_custom_tool_was_called_with_is_kept_also_in_another_form(says):
+async def test_custom_tool_input_is_kept(says):
     said = '{"name": "patch", "arguments": {"text": "+ a"}}'
     _, reply = await functions_of(says(said), [CUSTOM])
     assert json.loads(reply["output"][0]["input"]) == {"text": "+ a"}
@@ -354,7 +354,7 @@ SHELL = {"type": "local_shell"}
 LISTED = '{"name": "local_shell", "arguments": {"command": ["ls", "-l"], "timeout_ms": 9}}'
 
 
-async def test_a_local_shell_is_called_with_an_action_and_takes_its_output(says):
+async def test_local_shell_is_called_with_action_and_takes_its_output(says):
     answer = await says(*LISTED).post(PATH, {"input": "hi", "tools": [SHELL], "stream": True})
     events = named_events(answer.body)
     assert kinds_of(events)[2:-1] == [ADDED, DONE]
@@ -371,7 +371,7 @@ async def test_a_local_shell_is_called_with_an_action_and_takes_its_output(says)
         assert json.loads(arguments) == {"command": ["ls", "-l"], "timeout_ms": 9}
 
 
-async def test_a_local_shell_without_a_command_is_shown_as_the_function_that_was_called(says):
+async def test_local_shell_without_command_is_shown_as_function_called(says):
     said = '{"name": "local_shell", "arguments": {"command": "ls"}}'
     answer = await says(*said).post(PATH, {"input": "hi", "tools": [SHELL], "stream": True})
     (call,) = named_events(answer.body)[-1]["response"]["output"]
@@ -385,7 +385,7 @@ async def test_an_empty_answer_is_an_empty_message(says):
     assert item["content"] == [{"type": "output_text", "text": "", "annotations": []}]
 
 
-async def test_the_items_of_an_assistant_turn_are_one_message_of_the_chat(says):
+async def test_items_of_assistant_turn_are_one_message_of_chat(says):
     client = says("two")
     fields = {
         **WITH_TOOL,
@@ -426,7 +426,7 @@ async def test_the_items_of_an_assistant_turn_are_one_message_of_the_chat(says):
     }
 
 
-async def test_the_output_of_a_response_is_input_of_the_next(client, says):
+async def test_output_of_response_is_input_of_next(client, says):
     reply = (await says(f"[{CALL}, {CALL}]").post(PATH, WITH_TOOL)).json
     outputs = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": "2"}

@@ -58,7 +58,7 @@ def test_a_file_becomes_a_file(files, capsys):
     assert [path.name for path in sink.parent.iterdir()].count("answers.jsonl.part") == 0
 
 
-def test_requests_name_adapters_of_which_not_all_are_loaded_at_once(tmp_path, capsys):
+def test_requests_may_name_unloaded_adapters(tmp_path, capsys):
     names, source = ("one", "two", "three"), tmp_path / "requests.jsonl"
     given = [
         f"--lora-modules={name}={write_adapter(tmp_path / name, random_tensors(seed=seed))}"
@@ -88,7 +88,7 @@ def test_the_input_is_not_overwritten(files, capsys):
     assert source.read_text() == requests("a", "b", "a")
 
 
-def test_an_output_of_before_stays_until_there_is_another(files, capsys):
+def test_output_of_before_stays_until_there_is_another(files, capsys):
     source, sink = files
     sink.write_text("old")
     assert run_batch(source, sink, "-m", "/no/such/folder") == 2
@@ -97,7 +97,7 @@ def test_an_output_of_before_stays_until_there_is_another(files, capsys):
     assert sorted(path.name for path in sink.parent.iterdir()) == [sink.name, source.name]
 
 
-def test_what_is_no_plain_file_is_written_as_it_is(files, capsys):
+def test_what_is_no_plain_file_is_written_unchanged(files, capsys):
     source, _ = files
     assert run_batch(source, "/dev/null") == 0
     assert os.path.exists("/dev/null")
@@ -115,7 +115,7 @@ def test_limits_of_the_queue_are_not_the_batchs(files, capsys):
     assert err.endswith("3 requests, 1 of them failed\n")
 
 
-def test_a_batch_of_more_tokens_than_the_kv_cache_holds_is_refused_nowhere(tmp_path, capsys):
+def test_batch_larger_than_kv_cache_is_served(tmp_path, capsys):
     source, sink = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
     source.write_text(
         requests(*map(str, range(70)), prompt="x y z " * 60, max_tokens=200, stop=[" "])
@@ -149,7 +149,7 @@ def test_nobody_reading_the_answers_is_no_error():
     assert batch.returncode == 141
 
 
-def test_ctrl_c_ends_a_batch_and_keeps_its_answers(tmp_path):
+def test_ctrl_c_ends_batch_and_keeps_its_answers(tmp_path):
     sink = tmp_path / "answers.jsonl"
     part = tmp_path / "answers.jsonl.part"
     with process("-i", "-", "-o", str(sink), "--max-inflight", "1") as batch:
@@ -262,7 +262,7 @@ def test_answers_to_something_else_are_left_alone(half, whole, capsys, change, a
     assert not sink.exists()
 
 
-def test_a_restart_keeps_what_was_saved_under_another_name(half, whole, capsys):
+def test_restart_keeps_what_was_saved_under_another_name(half, whole, capsys):
     source, sink, part = half
     saved = part.read_bytes()
     sink.write_bytes(whole[2])
@@ -323,7 +323,7 @@ def test_a_second_process_is_kept_out(tmp_path, capsys):
     assert [reply["custom_id"] for reply in replies(sink)] == ["a"]
 
 
-def test_an_answer_is_saved_before_those_that_take_longer(tmp_path):
+def test_answer_is_saved_before_those_that_take_longer(tmp_path):
     sink, part = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.part"
     with process("-i", "-", "-o", str(sink)) as batch:
         batch.stdin.write((requests("slow", max_tokens=480) + requests("quick")).encode())

@@ -53,15 +53,13 @@ def defaults(path, frontend, **options):
 
 
 @pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 2, "bos_token_id": 1}])
-def test_a_folder_that_names_no_sampling_has_common_defaults_at_the_terminal_only(
-    folder, generation
-):
+def test_terminal_has_defaults_for_silent_folder(folder, generation):
     path = folder(generation)
     found = {frontend: defaults(path, frontend) for frontend in FRONTENDS}
     assert found == {key: {} for key in FRONTENDS} | {"terminal": COMMON_SAMPLING}
 
 
-def test_a_folder_that_names_its_sampling_is_sampled_so_everywhere(folder):
+def test_folder_that_names_its_sampling_is_sampled_so_everywhere(folder):
     path = folder({"temperature": 0.6, "top_p": 0.9})
     for frontend in FRONTENDS:
         assert defaults(path, frontend) == {"temperature": 0.6, "top_p": 0.9}
@@ -95,19 +93,19 @@ def test_a_named_folder_alone_says_how_to_sample(folder, tmp_path):
         ({"temperature": -1.0}, "temperature"),
     ],
 )
-def test_an_override_that_cannot_hold_is_refused_by_name(folder, override, message):
+def test_override_that_cannot_hold_is_refused_by_name(folder, override, message):
     with pytest.raises(TrouperValidationError, match=message):
         defaults(folder(), "server", override_generation_config=override)
 
 
-def test_a_gguf_file_without_keys_has_common_defaults_but_for_a_library():
+def test_gguf_file_without_keys_has_common_defaults_but_for_library():
     for frontend in FRONTENDS:
         found = sampling_source("auto", {}, gguf(), frontend)
         assert found.fields == ({} if frontend == "library" else COMMON_SAMPLING)
         assert sampling_source("vllm", {}, gguf(temp=0.5), frontend).fields == {}
 
 
-def test_keys_of_a_gguf_file_win_over_the_common_defaults():
+def test_keys_of_gguf_file_win_over_common_defaults():
     header = gguf(temp=0.6000000238418579, top_k=20, penalty_repeat=1.0499999523162842)
     found = sampling_source("auto", {}, header, "server")
     wanted = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
@@ -135,7 +133,7 @@ def test_the_keys_are_those_that_converters_write():
     assert {f"general.sampling.{key}" for key in GGUF_FIELDS} <= written
 
 
-def test_the_sampling_is_described_by_what_is_not_neutral():
+def test_sampling_is_described_by_what_is_not_neutral():
     assert describe_sampling({}) == "temperature 1"
     assert describe_sampling({"temperature": 0, "top_k": 40}) == "greedy (temperature 0)"
     text = "temperature 0.8, top_k 40, top_p 0.95, min_p 0.05"
@@ -171,7 +169,7 @@ def page_rows():
         yield f"| {' | '.join(cells)} |"
 
 
-def test_the_page_lists_every_field_with_its_default_range_and_names():
+def test_page_lists_every_field_with_its_default_range_and_names():
     found = re.findall(r"^\| `\w+` \| `[^|]*` \|.*\|.*\|.*\|.*\|.*\|.*\|$", PAGE, re.MULTILINE)
     assert found == list(page_rows())
 

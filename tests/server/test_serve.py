@@ -207,9 +207,7 @@ def test_without_the_extra_it_says_so(capsys, monkeypatch, loop):
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 @pytest.mark.parametrize("key", ["", "  "])
 @pytest.mark.parametrize("is_in_environment", [False, True])
-def test_an_empty_key_ends_the_start_with_2_and_says_so(
-    name, key, is_in_environment, monkeypatch, capsys
-):
+def test_empty_key_ends_start_with_2_and_says_so(name, key, is_in_environment, monkeypatch, capsys):
     from trouper.frontends.cli.main import run_line
 
     variable, flag = f"TROUPER_{name.upper()}", f"--{name.replace('_', '-')}"
@@ -223,7 +221,7 @@ def test_an_empty_key_ends_the_start_with_2_and_says_so(
     assert "empty" in message
 
 
-def test_an_empty_key_of_vllm_ends_the_start_too(monkeypatch, capsys):
+def test_empty_key_of_vllm_ends_start_too(monkeypatch, capsys):
     from trouper.frontends.cli.main import run_line
 
     monkeypatch.setenv("VLLM_API_KEY", "")
@@ -231,7 +229,7 @@ def test_an_empty_key_of_vllm_ends_the_start_too(monkeypatch, capsys):
     assert "api_key" in capsys.readouterr().err
 
 
-def test_the_key_may_stand_in_the_variable_of_vllm(monkeypatch):
+def test_key_may_stand_in_variable_of_vllm(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     with started() as server:
         statuses = [
@@ -243,7 +241,7 @@ def test_the_key_may_stand_in_the_variable_of_vllm(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
-def test_a_client_that_never_reads_does_not_delay_the_end(loop):
+def test_client_that_never_reads_does_not_delay_end(loop):
     large = {"prompt": [5] * 500, "n": 32, "max_tokens": 1, "echo": True, "logprobs": 20}
     body = json.dumps(large).encode()  # to an answer of 10 MB, more than a socket's buffers
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

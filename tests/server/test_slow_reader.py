@@ -66,7 +66,7 @@ def texts(events):
 
 
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("trio", marks=pytest.mark.slow)])
-def test_it_delays_no_other_request_takes_bounded_memory_and_gets_the_same_text_in_the_end(loop):
+def test_slow_reader_delays_nothing_and_gets_all(loop):
     with started("--loop", loop) as server:
         whole = [choice["text"] for choice in json.loads(ask(server))["choices"]]
         quick = parse_events(ask(server, stream=True))

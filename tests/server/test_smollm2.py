@@ -72,7 +72,7 @@ def is_valid(schema, text):
     return jsonschema_rs.validator_for(schema).is_valid(json.loads(text))
 
 
-async def test_a_call_that_is_required_is_valid_each_time(engine):
+async def test_call_that_is_required_is_valid_each_time(engine):
     found = await answers(engine, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     calls = [choice["message"]["tool_calls"][0]["function"] for choice in found]
     num_valid = sum(is_valid(SCHEMAS[call["name"]], call["arguments"]) for call in calls)

@@ -33,7 +33,7 @@ def test_the_summary_names_model_device_cache_and_addresses():
     ]
 
 
-def test_the_summary_tells_what_the_weights_of_a_quantised_checkpoint_take():
+def test_summary_tells_what_weights_of_quantised_checkpoint_take():
     config = engine_config()
     hf_config = {**config.model.hf_config, "quantization_config": {"quant_method": "fp8"}}
     model = msgspec.structs.replace(config.model, hf_config=hf_config)
@@ -51,7 +51,7 @@ def test_the_summary_tells_how_many_workers_there_are():
     assert "in 3 worker processes, a stage of the model each" in staged[2]
 
 
-def test_the_summary_names_what_a_missing_package_leaves_out(monkeypatch):
+def test_summary_names_what_missing_package_leaves_out(monkeypatch):
     assert not [line for line in summary() if line.startswith("not available")]
     monkeypatch.setattr(extras, "REQUEST_EXTRAS", {"schemas": ("no_such_module", "none")})
     hint = "install trouper with its extra `none`"
@@ -59,7 +59,7 @@ def test_the_summary_names_what_a_missing_package_leaves_out(monkeypatch):
 
 
 @pytest.mark.trio
-async def test_a_terminal_shows_the_last_phase_and_the_log_does_not(autojump_clock, caplog):
+async def test_terminal_shows_last_phase_and_log_does_not(autojump_clock, caplog):
     caplog.set_level(logging.INFO, "trouper.loading")
     terminal = io.StringIO()
     async with trio.open_nursery() as nursery:

@@ -37,7 +37,7 @@ def is_answer(text):
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("way", WAYS[:3], ids=lambda way: next(iter(way)))
-async def test_what_cannot_be_compiled_is_named_as_the_client_gave_it(client, path, way):
+async def test_what_cannot_be_compiled_is_named_as_client_gave_it(client, path, way):
     bad = json.loads(json.dumps(way).replace(json.dumps(SCHEMA), '{"not": {}}'))
     answer = await client.post(path, {"messages": MESSAGES, "prompt": "x", **bad})
     assert (answer.status, answer.error["param"]) == (400, next(iter(way)))
@@ -100,7 +100,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format"),
     ],
 )
-async def test_a_client_reads_what_the_server_cannot_do_without_its_extra(
+async def test_client_reads_what_server_cannot_do_without_its_extra(
     client, monkeypatch, path, fields, param
 ):
     monkeypatch.setitem(sys.modules, "llguidance", None)  # importing it raises ImportError
@@ -113,7 +113,7 @@ async def test_a_client_reads_what_the_server_cannot_do_without_its_extra(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_bad_grammar_is_a_400_and_the_next_request_is_answered(client, stream, wait_idle):
+async def test_bad_grammar_is_400_and_next_request_is_answered(client, stream, wait_idle):
     fields = {"prompt": "x", "max_tokens": 8, "stream": stream}
     for grammar, code in (
         ({"regex": "("}, "invalid_grammar"),
@@ -155,7 +155,7 @@ async def test_a_json_object_may_have_a_schema(client):
         {"type": "structural_tag", "structures": [], "schema": {}},
     ],
 )
-async def test_members_of_a_format_that_mean_nothing_are_refused(client, given):
+async def test_members_of_format_that_mean_nothing_are_refused(client, given):
     answer = await client.post(CHAT, {"messages": MESSAGES, "response_format": given})
     assert answer.status == 400
     assert answer.error["param"].startswith("response_format")
@@ -175,7 +175,7 @@ async def test_so_are_those_of_the_other_apis(client):
     assert "output_config.format" in answer.json["error"]["message"]
 
 
-async def test_a_grammar_that_begins_with_the_answer_leaves_no_reasoning(anyio_backend):
+async def test_grammar_that_begins_with_answer_leaves_no_reasoning(anyio_backend):
     options = {
         "max_model_len": 256,
         "max_num_seqs": 4,

@@ -35,7 +35,7 @@ async def test_a_call_is_a_part_of_the_message(says):
     assert call == {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
-async def test_a_streamed_call_has_id_and_name_once_and_then_arguments(says):
+async def test_streamed_call_has_id_and_name_once_and_then_arguments(says):
     answer = await says(*ANSWER).post(PATH, {**CHAT, "stream": True})
     choices = [choice for event in answer.events[:-1] for choice in event["choices"]]
     deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
@@ -62,12 +62,12 @@ async def test_with_tool_choice_none_a_call_is_text(says):
     assert "tool_calls" not in message
 
 
-async def test_a_call_that_is_cut_off_ends_by_length(says):
+async def test_call_that_is_cut_off_ends_by_length(says):
     reply = (await says(ANSWER[:-3], finish_reason="length").post(PATH, CHAT)).json
     assert reply["choices"][0]["finish_reason"] == "length"
 
 
-async def test_calls_and_their_results_go_back_into_the_conversation(says):
+async def test_calls_and_their_results_go_back_into_conversation(says):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         *CHAT["messages"],
@@ -98,7 +98,7 @@ def calls_of(reply):
     ]
 
 
-async def test_a_call_that_is_required_is_made_and_valid(client):
+async def test_call_that_is_required_is_made_and_valid(client):
     for seed in range(3):
         reply = (
             await client.post(PATH, forced("required", seed=seed, parallel_tool_calls=False))
@@ -151,7 +151,7 @@ async def test_without_parallel_calls_the_first_one_counts(says):
     assert len(reply["choices"][0]["message"]["tool_calls"]) == 1
 
 
-async def test_a_forced_call_of_a_tool_without_parameters_has_no_arguments(client):
+async def test_forced_call_of_tool_without_parameters_has_no_arguments(client):
     tool = {"type": "function", "function": {"name": "f"}}
     fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
     (choice,) = (await client.post(PATH, {**CHAT, **fields})).json["choices"]
@@ -159,13 +159,13 @@ async def test_a_forced_call_of_a_tool_without_parameters_has_no_arguments(clien
     assert json.loads(call["function"]["arguments"]) == {}
 
 
-async def test_what_the_compiler_refuses_is_named_as_a_tool_s(client):
+async def test_what_compiler_refuses_is_named_as_tool_s(client):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
     answer = await client.post(PATH, {**CHAT, "tools": [tool], "tool_choice": "required"})
     assert (answer.status, answer.error["param"]) == (400, "tools")
 
 
-async def test_strict_tools_get_a_grammar_where_the_dialect_marks_calls(engine):
+async def test_strict_tools_get_grammar_where_dialect_marks_calls(engine):
     strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
 
     def script(number, params):
@@ -184,7 +184,7 @@ async def test_strict_tools_get_a_grammar_where_the_dialect_marks_calls(engine):
     assert '"integer"' in (await grammar_of([TOOL], tool_strict_level="parameter")).grammar
 
 
-async def test_tools_stay_out_of_the_prompt_where_the_server_says_so(engine):
+async def test_tools_stay_out_of_prompt_where_server_says_so(engine):
     def script(number, params):
         yield output(completion("x", 1, finish_reason="stop"), is_last=True)
 
@@ -247,7 +247,7 @@ async def test_a_hostile_answer_is_an_answer(engine, case):
     )
 
 
-async def test_tools_are_in_the_prompt_of_a_template_without_a_place_for_them(client):
+async def test_tools_are_in_prompt_of_template_without_place_for_them(client):
     fields = {**CHAT, "return_prompt_text": True, "max_tokens": 1}
     reply = (await client.post(PATH, fields)).json
     assert '{"name": "f", "parameters": {"type": "object"' in reply["prompt_text"]
@@ -255,7 +255,7 @@ async def test_tools_are_in_the_prompt_of_a_template_without_a_place_for_them(cl
     assert bare["usage"]["prompt_tokens"] < reply["usage"]["prompt_tokens"]
 
 
-async def test_a_whole_loop_of_calls_is_in_such_a_prompt(client):
+async def test_whole_loop_of_calls_is_in_such_prompt(client):
     function = {"name": "f", "arguments": ""}
     call = {
         "role": "assistant",
@@ -278,7 +278,7 @@ CUT = '{"name": "f", "arguments": '
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_forced_call_that_is_cut_behind_its_name_has_no_arguments(says, stream):
+async def test_forced_call_cut_behind_its_name_has_no_arguments(says, stream):
     fields = {"tool_choice": "required", "stream": stream}
     answer = await says(*CUT, finish_reason="length").post(PATH, {**CHAT, **fields})
     if stream:
@@ -292,7 +292,7 @@ async def test_a_forced_call_that_is_cut_behind_its_name_has_no_arguments(says, 
     assert choices[-1]["finish_reason"] == "length"
 
 
-async def test_a_cut_call_of_the_other_apis_is_cut(says):
+async def test_cut_call_of_other_apis_is_cut(says):
     tool = {"name": "f", "input_schema": {"type": "object"}}
     body = {
         "messages": CHAT["messages"],

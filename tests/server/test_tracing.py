@@ -57,7 +57,7 @@ async def test_a_requests_spans_belong_to_the_callers_trace(traced, wait_until, 
     [[], [("traceparent", "\xff")], [("tracestate", "a=1")], [PARENT, (PARENT[0], PARENT[1])]],
     ids=["none", "malformed", "state alone", "two parents"],
 )
-async def test_without_one_valid_context_a_span_begins_a_trace(traced, wait_until, headers):
+async def test_without_one_valid_context_span_begins_trace(traced, wait_until, headers):
     (span,) = await spans_of(traced, wait_until, "/v1/responses", headers)
     assert span.parent is None
 

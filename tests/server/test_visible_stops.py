@@ -50,7 +50,7 @@ def content_of(text, stop, size, **options):
         ("abcabd", ["d", "ca"], "ab", "ca"),
     ],
 )
-def test_the_content_is_cut_at_the_first_that_is_seen(text, stop, content, found):
+def test_content_is_cut_at_first_that_is_seen(text, stop, content, found):
     for size in (1, 3, 100):
         assert content_of(text, stop, size)[:2] == (content, found)
 
@@ -70,7 +70,7 @@ def test_without_marks_it_is_what_the_engine_does(text, stop, size, is_included)
     assert found[:2] == (expected.text, expected.stop)
 
 
-def test_the_engine_ends_an_output_where_a_stop_string_is_seen():
+def test_engine_ends_output_where_stop_string_is_seen():
     text = THOUGHT + "yes\nno"
     watched = VisibleStops(
         lambda i: text[i], ["\n", "Question"], VisibleContent(HERMES.parser(SCHEMAS))
@@ -80,12 +80,12 @@ def test_the_engine_ends_an_output_where_a_stop_string_is_seen():
     assert delta.num_tokens == len(THOUGHT) + 4
 
 
-def test_what_was_held_back_is_looked_through_at_the_end():
+def test_what_was_held_back_is_looked_through_at_end():
     watched = VisibleStops(lambda i: "a<"[i], ["<"], VisibleContent(HERMES.parser(SCHEMAS)))
     assert watched.push([0, 1], is_last=True).stop == "<"
 
 
-def test_strings_that_count_only_behind_some_tokens_are_cut_where_the_engine_found_one():
+def test_visible_stops_cut_at_engines_position():
     chain = links(["b"], is_late=True)
     parts = [*chain.feed("ab, ab, a"), *chain.feed("b", "whole", "b")]
     assert "".join(part.text for part in parts) == "ab, ab, a"
@@ -125,7 +125,7 @@ async def test_messages_and_responses_match_what_is_seen(says):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_forced_call_is_made_whatever_the_stop_strings(client, stream):
+async def test_forced_call_is_made_whatever_stop_strings(client, stream):
     body = {**CHAT, "tool_choice": "required", "stop": ["\n", "{", "}", '"', "f"], "max_tokens": 60}
     answer = await client.post(
         PATH, {**body, "parallel_tool_calls": False, "stream": stream, "seed": 1}

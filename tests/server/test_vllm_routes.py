@@ -14,7 +14,7 @@ HI = [{"role": "user", "content": "hi"}]
 HO = [{"role": "user", "content": "What is a list?"}]
 
 
-async def test_invocations_are_for_the_route_whose_fields_they_have(client):
+async def test_invocations_are_for_route_whose_fields_they_have(client):
     fields = {**GREEDY, "prompt": "def f("}
     invoked = (await client.post("/invocations", fields)).json
     assert invoked["choices"] == (await client.post(COMPLETIONS, fields)).json["choices"]
@@ -34,7 +34,7 @@ async def test_invocations_are_for_the_route_whose_fields_they_have(client):
         ({"prompt": "a", "model": "nope"}, 404, None),
     ],
 )
-async def test_a_wrong_invocation_is_answered_as_by_its_route(client, fields, status, param):
+async def test_wrong_invocation_is_answered_as_by_its_route(client, fields, status, param):
     answer = await client.post("/invocations", fields)
     assert (answer.status, answer.error["param"]) == (status, param)
 
@@ -47,7 +47,7 @@ async def test_a_batch_has_a_choice_for_each_conversation(client):
     assert both["usage"]["total_tokens"] == sum(each["usage"]["total_tokens"] for each in alone)
 
 
-async def test_a_long_text_in_a_batch_is_read_as_in_a_chat(client):
+async def test_long_text_in_batch_is_read_as_in_chat(client):
     long = [{"role": "user", "content": "x" * 2**17}]
     of_chat = await client.post(CHAT, {**GREEDY, "messages": long})
     answer = await client.post(f"{CHAT}/batch", {**GREEDY, "messages": [HI, long]})
@@ -75,7 +75,7 @@ async def test_a_wrong_batch_names_its_fault(client, fields, param):
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
-async def test_the_tokenizer_is_shown_where_the_server_is_told_to(make_client):
+async def test_tokenizer_is_shown_where_server_is_told_to(make_client):
     refused = await make_client().get("/tokenizer_info")
     assert refused.status == 404
     info = (await make_client(shows_tokenizer_info=True).get("/tokenizer_info")).json
@@ -100,14 +100,14 @@ async def test_strings_of_tokens_are_the_vocabularys_own(client):
         ("/rerank", {"query": "a", "documents": ["b"]}, "score"),
     ],
 )
-async def test_a_task_of_another_kind_of_model_is_named(client, path, fields, task):
+async def test_task_of_another_kind_of_model_is_named(client, path, fields, task):
     answer = await client.post(path, fields)
     assert answer.status == 400
     assert answer.error["message"] == f"Unsupported task: {task!r}. This model can generate."
 
 
 @pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": "def f("}), (CHAT, {"messages": HI})])  # fmt: skip
-async def test_times_of_a_request_come_with_its_one_choice(client, make_client, path, prompt):
+async def test_times_of_request_come_with_its_one_choice(client, make_client, path, prompt):
     fields = {**GREEDY, **prompt}
     assert (await client.post(path, fields)).json["metrics"] is None
     client = make_client(shows_metrics=True)
@@ -193,7 +193,7 @@ async def test_an_echo_of_ids_shows_special_tokens(client):
     assert echoed.startswith(text)
 
 
-async def test_the_chosen_token_is_the_first_of_its_position(client):
+async def test_chosen_token_is_first_of_its_position(client):
     fields = {
         **GREEDY,
         "prompt": "def f(",
@@ -208,7 +208,7 @@ async def test_the_chosen_token_is_the_first_of_its_position(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_ids_that_a_stage_before_has_made_take_the_place_of_the_messages(client, stream):
+async def test_ids_that_stage_before_has_made_take_place_of_messages(client, stream):
     fields = {**GREEDY, "return_token_ids": True}
     first = (await client.post(CHAT, {**fields, "messages": HI})).json
     forwarded = {"prompt_token_ids": first["prompt_token_ids"], "do_remote_prefill": True}

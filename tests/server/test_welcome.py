@@ -47,7 +47,7 @@ async def test_a_program_gets_one_line(client, method):
     )
 
 
-async def test_a_browser_gets_a_page_that_runs_and_loads_nothing(client):
+async def test_browser_gets_page_that_runs_and_loads_nothing(client):
     answer = await client.get("/", BROWSER)
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     policy = answer.headers["content-security-policy"]
@@ -71,7 +71,7 @@ async def test_a_browser_gets_a_page_that_runs_and_loads_nothing(client):
 @pytest.mark.parametrize(
     "host", ["a'; rm -rf /; '", '"><script>', "a b", "$(id)", "x" * 300, "", "[::1", "a:99999999"]
 )
-async def test_a_host_that_is_no_address_is_not_repeated(client, host):
+async def test_host_that_is_no_address_is_not_repeated(client, host):
     answer = await client.get("/", [("accept", "text/html"), ("host", host)])
     (command,) = (text for text in Page(answer.body.decode()).texts if text.startswith("curl "))
     assert command.startswith("curl http://127.0.0.1:8000/v1/")
@@ -86,7 +86,7 @@ async def test_the_name_of_a_model_is_text(make_client):
     assert name in page.texts
 
 
-async def test_without_a_key_the_page_is_there_and_the_model_is_not_named(make_client):
+async def test_without_key_page_is_there_and_model_is_not_named(make_client):
     client = make_client(api_keys=("secret",))
     for headers in ([], BROWSER):
         answer = await client.get("/", headers)
@@ -95,7 +95,7 @@ async def test_without_a_key_the_page_is_there_and_the_model_is_not_named(make_c
     assert b"Authorization: Bearer YOUR-KEY" in answer.body
 
 
-async def test_while_the_model_is_loading_the_page_says_so():
+async def test_while_model_is_loading_page_says_so():
     client = Client(App(Service(ServerSettings())))
     assert (await client.get("/")).status == 200
     assert b"is loading its model" in (await client.get("/", BROWSER)).body
@@ -128,27 +128,27 @@ async def test_behind_a_proxy_links_keep_its_prefix(engine):
         ("/messages", "/v1/messages"),
     ],
 )
-async def test_a_path_that_is_not_there_is_named_with_what_is_near(client, path, near):
+async def test_path_not_named_with_what_is_near(client, path, near):
     answer = await client.post(path, {})
     assert (answer.status, answer.error["code"]) == (404, "not_found")
     assert answer.error["message"] == f"this server has no path {path!r}; did you mean {near}?"
 
 
 @pytest.mark.parametrize("path", ["/nothing/of/the/kind", "/paus", "/%2e%2e/x", "/" + "x" * 500])
-async def test_what_is_near_nothing_that_is_served_is_only_named(client, path):
+async def test_what_is_near_nothing_served_is_only_named(client, path):
     message = (await client.post(path, {})).error["message"]
     assert path[:100] in message
     assert "did you mean" not in message
     assert len(message) < 300
 
 
-async def test_a_wrong_method_is_named_with_the_right_one(client):
+async def test_wrong_method_is_named_with_right_one(client):
     answer = await client.get("/v1/chat/completions")
     assert answer.status == 405
     assert answer.error["message"] == "/v1/chat/completions takes POST, not GET"
 
 
-async def test_an_unknown_model_is_named_with_those_that_there_are(make_client):
+async def test_unknown_model_is_named_with_those_that_there_are(make_client):
     client = make_client(served_model_names=("a", "b", "c", "d", "e"))
     answer = await client.post("/v1/completions", {"model": "gpt-4o", "prompt": "x"})
     assert answer.status == 404

@@ -65,20 +65,20 @@ def test_every_oracle_holds_under_many_ends_of_runs(first):
     assert found.broken is None, f"{found.where}: {found.broken}"
 
 
-def test_a_worker_may_be_killed_before_some_of_its_bytes():
+def test_worker_may_be_killed_before_some_of_its_bytes():
     assert kill_everywhere(9, stride=29) > 10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [9, 11, 12])
-def test_a_worker_may_be_killed_before_any_of_its_bytes(seed):
+def test_worker_may_be_killed_before_any_of_its_bytes(seed):
     assert kill_everywhere(seed, stride=1) > 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20, 26))
-def test_the_program_may_be_cancelled_before_any_step_of_a_loss(seed):
+def test_program_may_be_cancelled_before_any_step_of_loss(seed):
     found = cancel_everywhere(draw_crew(seed), None, stride=3)
     assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
 
@@ -91,6 +91,6 @@ def test_the_same_seed_plays_the_same_run_again():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", crew_bugs.NAMES)
-def test_a_planted_bug_is_found_among_all_that_is_drawn(name):
+def test_planted_bug_is_found_among_all_drawn(name):
     num_schedules, broken = num_schedules_until_found(name, LIMIT, draw_crew)
     assert broken is not None, f"{name} was not found in {num_schedules} schedules"

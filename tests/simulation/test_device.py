@@ -52,7 +52,7 @@ def device_of(conditions=None, num_blocks=8, credits=2):
     return SimulatedDevice(num_blocks, 2, VOCAB, credits, conditions or Conditions(step_s=0))
 
 
-async def test_chunks_and_decodes_yield_the_tokens_of_the_oracle():
+async def test_chunks_and_decodes_yield_tokens_of_oracle():
     answers = await play(
         device_of(),
         plan(1, 0, 0, 2, samples=0, new_sequences=(new_row(0, (5,)),)),
@@ -64,7 +64,7 @@ async def test_chunks_and_decodes_yield_the_tokens_of_the_oracle():
     assert tokens == [(), *((token,) for token in simulated_tokens(PROMPT, GREEDY, 3, VOCAB))]
 
 
-async def test_a_shared_prefix_is_read_and_a_wrong_one_changes_the_token():
+async def test_shared_prefix_is_read_and_wrong_one_changes_token():
     longer = (*PROMPT, 9)
     first = plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2, 3)),))
     right = plan(2, 1, 4, 2, new_sequences=(new_row(1, (1, 2, 4), longer),))
@@ -84,7 +84,7 @@ async def test_a_fork_needs_its_copy():
     assert (await play(device_of(), first, forgotten))[1].token_ids != (tuple(want),)
 
 
-async def test_after_an_error_the_epoch_is_refused_and_the_next_one_runs():
+async def test_after_error_epoch_is_refused_and_next_one_runs():
     class OneError(Conditions):
         def error(self, plan, sequences):
             return StepError("oops") if plan.step == 1 else None
@@ -140,7 +140,7 @@ async def test_steps_take_their_time_one_after_another(autojump_clock):
     ],
     ids=["no row", "no tokens", "no block", "no token", "null block", "unknown block"],
 )
-async def test_a_plan_that_breaks_the_protocol_is_an_error(bad):
+async def test_plan_that_breaks_protocol_is_error(bad):
     with pytest.raises(ValueError, match=r"step 1|position|no "):
         await play(device_of(), bad)
 
@@ -158,7 +158,7 @@ async def test_memory_that_sleeps_runs_no_step_and_forgets():
     assert answer.token_ids != tuple(simulated_tokens(longer, GREEDY, 1, VOCAB))
 
 
-async def test_no_more_steps_than_agreed_and_none_after_the_end():
+async def test_no_more_steps_than_agreed_and_none_after_end():
     device = device_of(credits=1)
     device.submit(plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2, 3)),)))
     with pytest.raises(RuntimeError, match="in flight"):

@@ -35,7 +35,7 @@ def test_what_broke_once_holds_now(path):
 @pytest.mark.parametrize(
     ("draw", "seed"), [(draw, 4), (draw, 12), (draw, 39), *((draw_pooling, s) for s in range(8))]
 )
-def test_a_client_may_be_cancelled_before_any_of_its_steps(draw, seed):
+def test_client_may_be_cancelled_before_any_of_its_steps(draw, seed):
     scenario, num_runs = draw(seed), 0
     for client in range(len(scenario.clients)):
         found = cancel_everywhere(scenario, client)
@@ -48,7 +48,7 @@ def test_a_client_may_be_cancelled_before_any_of_its_steps(draw, seed):
 @pytest.mark.parametrize(
     ("draw", "seed"), [(draw, 4), (draw, 202), (draw, 219), *((draw_pooling, s) for s in range(6))]
 )
-def test_the_whole_program_may_be_cancelled_before_any_step(draw, seed):
+def test_whole_program_may_be_cancelled_before_any_step(draw, seed):
     found = cancel_everywhere(draw(seed), None, stride=7)
     assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
     assert found.num_runs > 4

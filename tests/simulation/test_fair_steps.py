@@ -16,7 +16,7 @@ NUM_SEEDS = 60
 
 
 @pytest.mark.parametrize("first", range(0, 240, 60))
-def test_no_prompt_is_planned_later_than_in_the_fluid(first):
+def test_no_prompt_is_planned_later_than_in_fluid(first):
     for seed in range(first, first + 60):
         play_fairly(seed)
 

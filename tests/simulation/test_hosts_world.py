@@ -17,7 +17,7 @@ def is_found(first):
     return first_found(HostsWorld, range(first, first + NUM_SCHEDULES), *FAULTS) is not None
 
 
-def test_schedules_end_with_the_tokens_that_each_request_has_alone():
+def test_schedules_end_with_tokens_that_each_request_has_alone():
     worlds = [HostsWorld(seed) for seed in range(10, 22)]
     for world in worlds:
         world.run()

@@ -17,7 +17,7 @@ def schedules(num):
         yield world
 
 
-def test_schedules_end_with_the_vector_that_each_text_has_alone():
+def test_schedules_end_with_vector_that_each_text_has_alone():
     worlds = list(schedules(150))
     assert sum(world.num_moves for world in worlds) > 50
     errors = [error for world in worlds for error in world._errors.values()]

@@ -15,7 +15,7 @@ BUGS = {
 }
 
 
-def test_schedules_end_with_the_tokens_that_each_request_has_alone():
+def test_schedules_end_with_tokens_that_each_request_has_alone():
     worlds = [RanksWorld(seed) for seed in range(80)]
     for world in worlds:
         world.run()

@@ -20,7 +20,7 @@ def schedules(num):
         yield world
 
 
-def test_schedules_end_with_the_tokens_that_each_request_has_alone():
+def test_schedules_end_with_tokens_that_each_request_has_alone():
     worlds = list(schedules(100))
     statistics = [policy.statistics() for world in worlds for policy in world.policies]
     assert any(s.num_preemptions for s in statistics)

@@ -36,7 +36,7 @@ def is_found(rules=None):
     return first_found(lambda seed: StagesWorld(seed, rules), seeds, RuntimeError) is not None
 
 
-def test_schedules_end_with_the_tokens_that_each_request_has_alone():
+def test_schedules_end_with_tokens_that_each_request_has_alone():
     worlds = [StagesWorld(seed) for seed in range(80)]
     for world in worlds:
         world.run()
@@ -62,12 +62,12 @@ def test_a_quota_of_no_row_is_found(monkeypatch):
     assert is_found()
 
 
-def test_a_sequence_that_is_planned_one_step_early_is_found(monkeypatch):
+def test_sequence_planned_one_step_early_is_found(monkeypatch):
     monkeypatch.setattr(step_builder, "is_due", lambda since, num_stages: since >= num_stages - 2)
     assert is_found()
 
 
-def test_a_plan_that_does_not_say_what_it_reads_is_found(monkeypatch):
+def test_plan_that_does_not_say_what_it_reads_is_found(monkeypatch):
     plain = step_builder.StepPlan
     monkeypatch.setattr(step_builder, "StepPlan", lambda **fields: plain(**{**fields, "reads": 0}))
     assert is_found()

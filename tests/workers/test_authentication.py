@@ -26,7 +26,7 @@ from trouper.actors.executor.workers.machines.channel import Channel, Listen
 from .test_machines import KEY, a_coordinator, tcp_pair
 
 
-def test_the_eldest_of_the_address_with_most_places_makes_room():
+def test_eldest_of_address_with_most_places_makes_room():
     strangers = UnprovenConnections(4)
     for connection, address in ((1, "a"), (2, "b"), (3, "a"), (4, "c")):
         assert strangers.enter(connection, address) is None
@@ -35,7 +35,7 @@ def test_the_eldest_of_the_address_with_most_places_makes_room():
     assert len(strangers) == 4
 
 
-def test_an_address_that_has_proved_itself_makes_room_last():
+def test_address_that_has_proved_itself_makes_room_last():
     strangers = UnprovenConnections(3)
     strangers.note_proof("ours")
     for connection, address in ((1, "ours"), (2, "ours"), (3, "theirs")):
@@ -44,7 +44,7 @@ def test_an_address_that_has_proved_itself_makes_room_last():
     assert strangers.enter(5, "theirs") == 1
 
 
-def test_an_address_that_fails_too_often_is_not_heard_for_a_while():
+def test_address_that_fails_too_often_is_not_heard_for_while():
     strangers = UnprovenConnections(4)
     strangers.note_proof("ours")
     assert strangers.is_welcome("a", 100.0)
@@ -57,14 +57,14 @@ def test_an_address_that_fails_too_often_is_not_heard_for_a_while():
     assert strangers.is_welcome("a", 100.0 + WINDOW_S)
 
 
-def test_the_log_has_one_line_of_an_address_a_minute():
+def test_log_has_one_line_of_address_minute():
     strangers = UnprovenConnections(4)
     found = [strangers.note_failure("a", now) for now in (0.0, 1.0, 2.0, LOG_S, LOG_S + 1)]
     assert found == [1, None, None, 3, None]
     assert strangers.note_failure("b", 2.0) == 1
 
 
-def test_only_so_many_addresses_are_remembered_and_strangers_go_first():
+def test_only_many_addresses_are_remembered_and_strangers_go_first():
     strangers = UnprovenConnections(4)
     strangers.note_proof("ours")
     for number in range(2 * MAX_ADDRESSES):
@@ -88,7 +88,7 @@ def options_of(connection):
     return {(level, n): connection.getsockopt(level, getattr(socket, n)) for level, n in WANTED}
 
 
-def test_both_sides_of_a_proven_connection_ask_the_system_to_look_for_the_other(monkeypatch):
+def test_both_sides_enable_keepalive(monkeypatch):
     accepted = []
 
     def note(connection):
@@ -106,7 +106,7 @@ def test_both_sides_of_a_proven_connection_ask_the_system_to_look_for_the_other(
     assert accepted == [WANTED]
 
 
-def test_a_connection_that_is_not_tuned_asks_for_nothing():
+def test_connection_that_is_not_tuned_asks_for_nothing():
     for side in tcp_pair():
         with side:
             assert options_of(side)[socket.SOL_SOCKET, "SO_KEEPALIVE"] == 0
@@ -120,7 +120,7 @@ def test_a_connection_that_is_not_tuned_asks_for_nothing():
         (True, False, None),
     ],
 )
-def test_a_channel_to_a_machine_that_has_vanished_ends_if_it_asked(sends, is_tuned, gone_after_s):
+def test_channel_to_machine_that_has_vanished_ends_if_it_asked(sends, is_tuned, gone_after_s):
     async def act():
         network = VirtualNetwork(random.Random(1))
         PROGRAM.set("host")

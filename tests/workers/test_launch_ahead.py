@@ -46,9 +46,7 @@ def test_the_worker_that_runs_is_given_out_once(launched):
 
 
 @pytest.mark.parametrize(("rank", "files"), [(1, ()), (0, (7,))])
-def test_other_ranks_and_workers_with_files_are_started_when_they_are_asked_for(
-    launched, rank, files
-):
+def test_late_ranks_and_workers_start_on_request(launched, rank, files):
     with LaunchedAhead() as launcher:
         peer = launcher(rank, files=files)
         assert peer is launched[1]
@@ -56,7 +54,7 @@ def test_other_ranks_and_workers_with_files_are_started_when_they_are_asked_for(
     assert launched[0].is_killed
 
 
-def test_a_worker_that_no_engine_takes_ends_with_the_block():
+def test_worker_that_no_engine_takes_ends_with_block():
     with LaunchedAhead() as launcher:
         pid = launcher._first.pid
         os.kill(pid, 0)
@@ -64,7 +62,7 @@ def test_a_worker_that_no_engine_takes_ends_with_the_block():
         os.kill(pid, 0)
 
 
-def test_collections_go_on_after_a_pause_and_stay_off_where_they_were_off():
+def test_collections_resume_after_pause():
     assert gc.isenabled()
     with collections_paused():
         assert not gc.isenabled()
@@ -74,7 +72,7 @@ def test_collections_go_on_after_a_pause_and_stay_off_where_they_were_off():
     assert gc.isenabled()
 
 
-def test_a_frozen_pause_exempts_what_was_made_in_it():
+def test_frozen_pause_exempts_what_was_made_in_it():
     before = gc.get_freeze_count()
     kept = []
     try:

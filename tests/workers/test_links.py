@@ -135,7 +135,7 @@ def test_messages_come_in_order_with_their_steps(connected_links):
     assert receiver.receive(out, wait=False) is None
 
 
-def test_a_message_that_comes_in_pieces_is_handed_out_when_it_is_whole():
+def test_partial_message_is_delivered_when_complete():
     near, far = tcp_pair()
     receiver = TcpLink(far.detach(), 16)
     out = np.zeros(16, dtype=np.uint8)
@@ -169,7 +169,7 @@ def test_what_is_too_large_is_refused_on_both_sides(connected_links):
         receiver.close()
 
 
-def test_the_end_of_the_other_side_is_an_error_after_what_it_sent(connected_links):
+def test_end_of_other_side_is_error_after_what_it_sent(connected_links):
     sender, receiver = connected_links
     out = np.zeros(16, dtype=np.uint8)
     sender.send(1, some_bytes(b"last"))
@@ -179,7 +179,7 @@ def test_the_end_of_the_other_side_is_an_error_after_what_it_sent(connected_link
         receiver.receive(out, wait=False)
 
 
-def test_a_network_that_is_silent_is_a_lost_link_on_both_sides():
+def test_network_silent_is_lost_link_on_both_sides():
     class Silent:
         """A socket whose keep-alive was not answered."""
 
@@ -202,7 +202,7 @@ def test_a_network_that_is_silent_is_a_lost_link_on_both_sides():
             link.receive(np.zeros(16, dtype=np.uint8), wait=True)
 
 
-def test_stages_open_a_connection_where_they_inherit_a_socket():
+def test_stages_open_connection_where_they_inherit_socket():
     sizes = SharedSizes(2, 1, 64, 16, ())
     hidden, tokens = tcp_pair(), tcp_pair()
     first = open_worker_links(0, [hidden[0].detach(), tokens[0].detach()], sizes)

@@ -66,7 +66,7 @@ async def played_host(address):
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError, BlockingIOError])
-async def test_an_order_that_cannot_be_sent_waits_for_the_next_host(error, monkeypatch):
+async def test_order_that_cannot_be_sent_waits_for_next_host(error, monkeypatch):
     """The connection is broken before its reader knows: it is tried once, and the loop goes on."""
     broken, send = [], Channel.send
 
@@ -86,7 +86,7 @@ async def test_an_order_that_cannot_be_sent_waits_for_the_next_host(error, monke
     assert len(broken) == 2
 
 
-async def test_a_host_that_dies_of_each_order_is_not_tried_for_ever():
+async def test_dying_host_is_not_retried_forever():
     num_starts = 0
 
     async def die_of_each(address):
@@ -107,7 +107,7 @@ async def test_a_host_that_dies_of_each_order_is_not_tried_for_ever():
 
 
 @pytest.mark.parametrize("answers", [(), (Listens,)], ids=["at all", "the start"])
-async def test_a_host_that_does_not_answer_is_an_error_and_gives_the_order_up(answers, monkeypatch):
+async def test_silent_host_is_an_error(answers, monkeypatch):
     monkeypatch.setattr("trouper.actors.executor.workers.machines.coordinator.CONNECT_S", 0.02)
     async with a_coordinator() as (coordinator, address), played_host(address) as channel:
         found = []
@@ -125,7 +125,7 @@ async def test_a_host_that_does_not_answer_is_an_error_and_gives_the_order_up(an
         assert found == ([Listen, Start] if answers else [Listen])
 
 
-async def test_an_order_whose_start_is_cancelled_is_given_up():
+async def test_order_whose_start_is_cancelled_is_given_up():
     async with a_coordinator() as (coordinator, address), played_host(address) as channel:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(launcher_on_host(coordinator))
@@ -199,7 +199,7 @@ async def orders_of(*groups):
     channel.close()
 
 
-async def test_an_order_that_is_given_up_while_it_connects_starts_no_worker():
+async def test_order_given_up_while_it_connects_starts_no_worker():
     group = PlayedGroup(is_let_go=False)
     async with orders_of(group) as (orders, channel):
         for message in (Listen(1), Start(1, (0,)), GiveUp(1)):
@@ -213,7 +213,7 @@ async def test_an_order_that_is_given_up_while_it_connects_starts_no_worker():
         assert repr(orders) == "<Orders: {}, 0 start>"
 
 
-async def test_what_listens_for_an_order_that_is_given_up_is_closed():
+async def test_what_listens_for_order_given_up_is_closed():
     group = PlayedGroup()
     async with orders_of(group) as (_, channel):
         await channel.to_host.send(Listen(1))
@@ -222,13 +222,13 @@ async def test_what_listens_for_an_order_that_is_given_up_is_closed():
         assert await anyio.to_thread.run_sync(group.killed.wait, 10)
 
 
-async def test_of_an_order_that_is_not_known_all_workers_have_ended():
+async def test_of_order_not_known_all_workers_have_ended():
     async with orders_of() as (_, channel):
         await channel.to_host.send(End(1, 0, 0.0))
         assert await channel.answers.receive() == Ended(1, 0, Exit(None))
 
 
-async def test_any_error_of_a_start_is_of_that_order_alone(caplog):
+async def test_any_error_of_start_is_of_that_order_alone(caplog):
     groups = PlayedGroup(RuntimeError("can't start new thread")), PlayedGroup()
     async with orders_of(*groups) as (_, channel):
         for order, wanted in ((1, Failed(1, "can't start new thread")), (2, Started(2))):
@@ -244,7 +244,7 @@ async def test_any_error_of_a_start_is_of_that_order_alone(caplog):
     "data", [b"\xff" * 50, messages.encode(Started(1))], ids=["bytes", "message"]
 )
 @pytest.mark.parametrize("before", [b"", messages.encode(Accepted())], ids=["at once", "later"])
-async def test_a_front_that_talks_nonsense_is_one_that_is_gone(before, data):
+async def test_front_that_talks_nonsense_is_one_gone(before, data):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve():
@@ -259,7 +259,7 @@ async def test_a_front_that_talks_nonsense_is_one_that_is_gone(before, data):
                 await anyio.to_thread.run_sync(serve)
 
 
-async def test_what_a_machine_has_prepared_is_closed_if_another_cannot():
+async def test_what_machine_has_prepared_is_closed_if_another_cannot():
     """The coordinator listens for links, and then a host of the same order refuses."""
     where = []
 
@@ -289,14 +289,14 @@ async def test_what_a_machine_has_prepared_is_closed_if_another_cannot():
 
 
 @pytest.mark.parametrize("address", ["0", "0x0", "0.0", "00.0.0.0", "0.0.0.0", "::", "::0", "0::0", "::ffff:0.0.0.0", "::ffff:0:0", " ", ""])  # fmt: skip
-def test_an_address_that_is_every_address_is_refused_however_it_is_written(address, monkeypatch):
+def test_address_every_address_is_refused_however_it_is_written(address, monkeypatch):
     monkeypatch.setenv(CLUSTER_KEY, KEY.decode())
     with pytest.raises(TrouperValidationError, match="one address") as caught:
         a_config(nnodes=2, pipeline_parallel_size=2, master_addr=address)
     assert caught.value.parameter == "master_addr"
 
 
-def test_a_name_of_every_address_is_refused_where_it_is_bound(monkeypatch):
+def test_name_of_every_address_is_refused_where_it_is_bound(monkeypatch):
     def serve_at(address, backlog):
         return socket.create_server(("0.0.0.0", 0), backlog=backlog)
 

@@ -40,7 +40,7 @@ def accept(listener, names, *diallers):
     return set(found)
 
 
-def test_a_side_that_sends_a_byte_just_in_time_has_five_seconds_for_all(monkeypatch):
+def test_slow_handshake_is_limited_in_total(monkeypatch):
     now_s = 0.0
 
     class Slow:
@@ -68,14 +68,14 @@ def test_silent_strangers_hold_up_no_link(listener, monkeypatch):
         stranger.close()
 
 
-def test_links_that_are_not_dialled_are_named_when_their_time_is_over(listener, monkeypatch):
+def test_links_not_dialled_are_named_when_their_time_is_over(listener, monkeypatch):
     monkeypatch.setattr(accept_links, "LINKS_S", 0.01)
     with socket.create_connection(listener.getsockname()):
         with pytest.raises(TimeoutError, match=r"not dialled within 0\.01 s: hidden 0, tokens 0"):
             LinkAcceptor(listener, KEY, 1, {"tokens 0", "hidden 0"}).accept_all()
 
 
-def test_links_come_in_any_order_past_those_that_are_not_wanted(listener):
+def test_links_come_in_any_order_past_those_not_wanted(listener):
     wanted = {"hidden 0", "hidden 1"}
     for data in (b"GET / HTTP/1.1\r\n" * 10, b"short", b""):
         with socket.create_connection(listener.getsockname()) as stranger:
@@ -113,7 +113,7 @@ def pair(listener):
         yield near, far
 
 
-def test_a_hello_is_whole_however_its_bytes_come_and_none_behind_it_is_read(pair):
+def test_hello_is_read_exactly(pair):
     near, far = pair
     hearing = PendingHello(far, KEY)
     sent, verdict = answer_to(near)
@@ -149,7 +149,7 @@ def test_what_is_no_hello_is_an_error(pair, data, words):
             pass
 
 
-def test_another_key_is_told_to_the_dialler_and_ends_the_connection(pair):
+def test_another_key_is_reported_to_dialler_and_ends_connection(pair):
     near, far = pair
     hearing = PendingHello(far, b"another key")
     near.sendall(answer_to(near)[0])

@@ -45,7 +45,7 @@ def key(monkeypatch):
         (3, 3, 1, [{0: (0,), 1: (1,), 2: (2,)}]),
     ],
 )
-def test_every_machine_has_as_many_workers_one_after_another(num_nodes, stages, replicas, wanted):
+def test_every_machine_has_as_many_workers_in_order(num_nodes, stages, replicas, wanted):
     config = a_config(pipeline_parallel_size=stages, data_parallel_size=replicas)
     nodes = NodesConfig("mp", num_nodes)
     assert [ranks_by_node(config, nodes, r) for r in range(replicas)] == wanted
@@ -62,7 +62,7 @@ def test_every_machine_has_as_many_workers_one_after_another(num_nodes, stages, 
         (2, ((0, 1, 2, 3), (4, 5))),
     ],
 )
-def test_each_link_between_machines_is_dialled_once_by_the_later_one(num_ranks, groups):
+def test_each_link_between_machines_is_dialled_once_by_later_one(num_ranks, groups):
     num_stages = sum(map(len, groups)) // num_ranks
     sizes = SharedSizes(num_stages, num_ranks, 64, 8, (64,) * num_stages)
     starts = [Start(1, ranks, 0, sizes) for ranks in groups]
@@ -79,7 +79,7 @@ def test_each_link_between_machines_is_dialled_once_by_the_later_one(num_ranks, 
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_stages_of_two_machines_reach_each_other_by_what_they_inherit(num_ranks):
+def test_stages_of_two_machines_connect(num_ranks):
     """Stage 0 at one place, 1 and 2 at another: rings inside, connections between."""
     config = a_config(pipeline_parallel_size=3, tensor_parallel_size=num_ranks, max_model_len=64,
                       max_num_seqs=2, max_num_batched_tokens=4)  # fmt: skip
@@ -120,7 +120,7 @@ def test_stages_of_two_machines_reach_each_other_by_what_they_inherit(num_ranks)
         group.close()
 
 
-def test_a_place_has_its_own_paths_and_its_share_of_the_cores():
+def test_place_has_its_own_paths_and_its_share_of_cores():
     config = a_config(pipeline_parallel_size=4)
     nodes = NodesConfig("mp", 2)
     theirs = msgspec.structs.replace(
@@ -142,7 +142,7 @@ def with_dense(config, *folders):
     return msgspec.structs.replace(config, pooler=pooler)
 
 
-def test_a_place_reads_the_dense_modules_of_a_pooling_model_from_its_own_folder():
+def test_worker_reads_dense_modules_from_own_folder():
     config = a_config()
     place = MachineFacts.of(with_dense(config, "/here/2_Dense", "/here/3_Dense"))
     found = place.localise(with_dense(config, "/there/2_Dense", "/there/3_Dense"))

@@ -93,7 +93,7 @@ def test_a_wrong_key_is_told_to_the_dialler():
     assert any("has a different key" in str(x) for x in found)
 
 
-def test_no_proof_of_one_side_is_one_of_the_other_nor_of_another_time():
+def test_proofs_are_not_reusable():
     one, two = authentication.ListenerProof(KEY), authentication.ListenerProof(KEY)
     sent, wanted = authentication.answer(KEY, one.greeting)
     assert one.judge(sent) == (True, wanted)
@@ -201,7 +201,7 @@ async def test_frames_wait_for_room_and_go_whole_and_in_order():
 
 
 @pytest.mark.anyio
-async def test_a_worker_that_does_not_read_is_cut_off():
+async def test_worker_that_does_not_read_is_cut_off():
     near, far = tcp_pair()
 
     async def end(grace_s):
@@ -265,7 +265,7 @@ async def started(coordinator):
 
 
 @pytest.mark.anyio
-async def test_a_worker_ends_with_its_host_and_the_next_host_starts_another():
+async def test_worker_ends_with_its_host_and_next_host_starts_another():
     async with a_coordinator() as (coordinator, address):
         for _ in range(2):
             async with running(a_host(address)):
@@ -278,7 +278,7 @@ async def test_a_worker_ends_with_its_host_and_the_next_host_starts_another():
 
 
 @pytest.mark.anyio
-async def test_how_a_worker_has_ended_is_told_by_its_host():
+async def test_how_worker_has_ended_is_reported_by_its_host():
     async with a_coordinator() as (coordinator, address), running(a_host(address)):
         told, killed = await started(coordinator), await started(coordinator)
         told.send(*encode(Close()))
@@ -288,7 +288,7 @@ async def test_how_a_worker_has_ended_is_told_by_its_host():
 
 
 @pytest.mark.anyio
-async def test_a_host_serves_the_next_front_when_one_is_gone(monkeypatch):
+async def test_host_serves_next_front_when_one_is_gone(monkeypatch):
     monkeypatch.setattr("trouper.actors.executor.workers.machines.host.DIAL_AGAIN_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
@@ -317,7 +317,7 @@ async def test_a_host_serves_the_next_front_when_one_is_gone(monkeypatch):
         ),
     ],
 )
-async def test_a_host_that_does_not_belong_is_refused_and_ends(host, parameter, words):
+async def test_host_that_does_not_belong_is_refused_and_ends(host, parameter, words):
     async with a_coordinator() as (coordinator, address):
         with pytest.raises(TrouperValidationError, match=words) as caught:
             await a_host(address, **host).serve()
@@ -326,7 +326,7 @@ async def test_a_host_that_does_not_belong_is_refused_and_ends(host, parameter, 
 
 
 @pytest.mark.anyio
-async def test_both_sides_log_each_state_of_a_second_host_of_a_number_once(monkeypatch, caplog):
+async def test_duplicate_host_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr("trouper.actors.executor.workers.machines.host.DIAL_AGAIN_S", 0.001)
     refused, accepted = anyio.Semaphore(0), anyio.Semaphore(0)
     note, follow = Host._note_refusal, Orders.follow
@@ -370,7 +370,7 @@ async def test_both_sides_log_each_state_of_a_second_host_of_a_number_once(monke
 
 
 @pytest.mark.anyio
-async def test_strangers_neither_hold_up_the_front_nor_end_it(monkeypatch, caplog):
+async def test_strangers_neither_hold_up_front_nor_end_it(monkeypatch, caplog):
     """As many silent ones as there are places keep no host out: the eldest makes room."""
     monkeypatch.setattr("trouper.actors.executor.workers.machines.coordinator.MAX_UNPROVEN", 3)
     async with a_coordinator() as (coordinator, address):
@@ -398,7 +398,7 @@ async def test_strangers_neither_hold_up_the_front_nor_end_it(monkeypatch, caplo
 
 
 @pytest.mark.anyio
-async def test_an_error_beside_the_front_is_raised_as_it_is(key):
+async def test_error_beside_front_is_raised_as_it_is(key):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     config = a_config(nnodes=2, pipeline_parallel_size=2, master_port=port)
@@ -408,7 +408,7 @@ async def test_an_error_beside_the_front_is_raised_as_it_is(key):
 
 
 @pytest.mark.anyio
-async def test_a_key_holder_that_says_nonsense_is_left_alone():
+async def test_key_holder_that_says_nonsense_is_left_alone():
     async with a_coordinator() as (coordinator, address):
         for data in (
             b"\xff" * 50,
@@ -445,7 +445,7 @@ async def test_an_address_that_cannot_be_had_is_named(key):
 
 
 @pytest.mark.anyio
-async def test_a_worker_that_does_not_connect_is_an_error(monkeypatch):
+async def test_worker_that_does_not_connect_is_error(monkeypatch):
     monkeypatch.setattr("trouper.actors.executor.workers.machines.coordinator.CONNECT_S", 0.01)
     async with a_coordinator() as (coordinator, _):
         coordinator.expect(1, 0)

@@ -47,7 +47,7 @@ def change(folder, names=("",)):
     (folder / NAME).write_bytes(content)
 
 
-def test_a_copy_is_the_same_model_whatever_its_files_are_called(folder):
+def test_copy_is_same_model_whatever_its_files_are_called(folder):
     wanted = sample_model(at(DEMO_MODEL))
     assert [(file.name, file.num_bytes) for file in wanted] == [
         (NAME, (DEMO_MODEL / NAME).stat().st_size)
@@ -57,7 +57,7 @@ def test_a_copy_is_the_same_model_whatever_its_files_are_called(folder):
 
 
 @pytest.mark.parametrize("names", [("",), ("q_proj", "v_proj"), ("embed",)])
-def test_a_fine_tune_of_the_same_shapes_is_refused_with_both_digests(folder, names):
+def test_fine_tune_of_same_shapes_is_refused_with_both_digests(folder, names):
     wanted = sample_model(at(folder))
     change(folder, names)
     (found,) = sample_model(at(folder))
@@ -98,7 +98,7 @@ def test_code_that_may_be_run_is_compared(folder):
         check_model(config, wanted)
 
 
-def test_dense_modules_of_a_model_that_pools_are_compared(folder, tmp_path):
+def test_dense_modules_of_model_that_pools_are_compared(folder, tmp_path):
     dense = Path(shutil.copytree(folder, tmp_path / "2_Dense"))
     config = with_dense(at(folder), dense)
     wanted = sample_model(config)
@@ -108,7 +108,7 @@ def test_dense_modules_of_a_model_that_pools_are_compared(folder, tmp_path):
         check_model(config, wanted)
 
 
-def test_dummy_weights_and_files_that_cannot_be_read_are_left_to_the_load(folder, tmp_path):
+def test_unreadable_weights_are_left_to_loading(folder, tmp_path):
     assert sample_model(at(DEMO_MODEL, load_format="dummy")) == ()
     assert sample_model(at(tmp_path / "nothing")) == ()
     wanted = sample_model(at(folder))

@@ -65,7 +65,7 @@ def test_a_text_goes_where_least_tokens_are_ahead():
     assert set(second.unfinished) == {2, 3, 4} - set(first.unfinished)
 
 
-def test_the_texts_of_a_lost_device_are_computed_again_by_the_other():
+def test_texts_of_lost_device_are_computed_again_by_other():
     replicas, first, second = two_policies()
     for id in range(1, 7):
         replicas.admit(admit(id, 3))
@@ -99,7 +99,7 @@ def test_texts_in_question_stay_and_are_tried_where_they_were():
     assert first.unfinished
 
 
-def test_the_work_told_is_that_of_the_texts_that_are_open():
+def test_work_told_is_that_of_texts_open():
     replicas, first, second = two_policies(max_num_scheduled_tokens=100)
 
     def check():
@@ -140,7 +140,7 @@ def test_the_work_told_is_that_of_the_texts_that_are_open():
     assert second.work() == (0, 0)
 
 
-def test_what_has_begun_elsewhere_goes_first_and_in_a_pause_for_new_texts():
+def test_started_texts_move_first_even_in_pause():
     replicas, first, second = two_policies()
     for id in range(1, 7):
         replicas.admit(admit(id, 3))
@@ -218,7 +218,7 @@ async def pool_all(engine, do=None):
 
 
 @pytest.mark.trio
-async def test_texts_are_shared_out_and_each_replica_has_numbers_of_its_own(autojump_clock):
+async def test_texts_are_distributed_with_separate_statistics(autojump_clock):
     async with replicated_engine() as (engine, devices):
         await pool_all(engine)
         parts = engine.statistics().replicas
@@ -231,7 +231,7 @@ async def test_texts_are_shared_out_and_each_replica_has_numbers_of_its_own(auto
 
 
 @pytest.mark.trio
-async def test_the_texts_of_a_lost_replica_end_with_the_other_and_it_comes_back(autojump_clock):
+async def test_texts_move_from_lost_replica_which_returns(autojump_clock):
     async with replicated_engine() as (engine, devices):
         await pool_all(engine, lambda: devices[0].tell(DeviceLost("killed", None, True)))
         assert [p.is_device_lost for p in engine.statistics().replicas] == [True, False]
@@ -242,7 +242,7 @@ async def test_the_texts_of_a_lost_replica_end_with_the_other_and_it_comes_back(
 
 
 @pytest.mark.trio
-async def test_all_replicas_sleep_and_wake_and_one_that_hangs_leaves_the_engine_ready(
+async def test_replicas_sleep_despite_one_hanging(
     autojump_clock,
 ):
     async with replicated_engine() as (engine, devices):
@@ -262,7 +262,7 @@ async def test_all_replicas_sleep_and_wake_and_one_that_hangs_leaves_the_engine_
 
 
 @pytest.mark.trio
-async def test_a_replica_that_has_failed_is_left_out_and_its_suspects_end(autojump_clock):
+async def test_failed_replica_and_its_suspects_end(autojump_clock):
     async with replicated_engine() as (engine, devices):
         failed = []
 

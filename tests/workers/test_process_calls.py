@@ -54,7 +54,7 @@ def number_of(peer, method):
     ids=lambda action: action.name,
 )
 @pytest.mark.parametrize("num_answers", [0, 1])
-def test_workers_that_hang_in_a_call_are_killed_and_the_call_fails(action, num_answers):
+def test_workers_that_hang_in_call_are_killed_and_call_fails(action, num_answers):
     async def act():
         device = make_device(launcher := FakeLauncher(), num_stages=2)
         await device.load()
@@ -85,7 +85,7 @@ def test_workers_that_hang_in_a_call_are_killed_and_the_call_fails(action, num_a
     run(act)
 
 
-def test_a_call_that_is_answered_or_left_or_writes_a_trace_costs_no_worker():
+def test_call_answered_or_left_or_writes_trace_costs_no_worker():
     async def act():
         device = make_device(launcher := FakeLauncher(), num_stages=2)
         await device.load()
@@ -114,7 +114,7 @@ def test_a_call_that_is_answered_or_left_or_writes_a_trace_costs_no_worker():
     run(act)
 
 
-def test_a_plan_behind_a_call_has_its_whole_time_from_the_answer_on():
+def test_plan_behind_call_has_its_whole_time_from_answer_on():
     async def act():
         device = make_device(launcher := FakeLauncher(), num_stages=2, step_timeout=MIN_STEP_S)
         await device.load()
@@ -136,7 +136,7 @@ def test_a_plan_behind_a_call_has_its_whole_time_from_the_answer_on():
     run(act)
 
 
-def test_the_wait_for_a_machine_is_no_part_of_the_load():
+def test_wait_for_machine_is_no_part_of_load():
     async def act():
         device = ProcessDevice(resolve(EngineArgs()), launch_workers=AwayCrew())
         await device.load()
@@ -168,7 +168,7 @@ def test_workers_that_stand_still_have_one_time_to_close_together():
     run(act)
 
 
-def test_the_guard_of_a_server_leaves_its_workers_their_time():
+def test_guard_of_server_leaves_its_workers_their_time():
     assert GUARD_S > GRACE_S + CLOSE_S
 
 
@@ -177,7 +177,7 @@ async def fail_in_a_call(device):
         await device.call(ProbeDevice())
 
 
-def test_a_crew_gives_back_what_it_holds_when_there_will_be_no_other():
+def test_final_worker_group_releases_resources():
     async def act():
         crew = AwayCrew()
         device = ProcessDevice(resolve(EngineArgs(max_worker_restarts=0)), launch_workers=crew)
@@ -192,7 +192,7 @@ def test_a_crew_gives_back_what_it_holds_when_there_will_be_no_other():
     run(act)
 
 
-def test_the_patience_grows_with_what_the_load_has_taken():
+def test_patience_grows_with_what_load_has_taken():
     assert call_deadline_s(0.0) == FIRST_STEP_S
     assert call_deadline_s(FIRST_STEP_S) == CALL_FACTOR * FIRST_STEP_S
 
@@ -209,19 +209,19 @@ def answered(*errors):
     return calls, opened, found[-1]
 
 
-def test_a_call_that_all_workers_have_done_is_done():
+def test_call_that_all_workers_have_done_is_done():
     calls, opened, done = answered(None, None, None)
     assert (done, opened.future.result(), calls.differ) == (opened.call, None, None)
 
 
-def test_an_error_of_all_workers_is_the_askers_alone():
+def test_error_of_all_workers_is_askers_alone():
     calls, opened, done = answered(BAD, BAD)
     with pytest.raises(TrouperValidationError, match="too wide"):
         opened.future.result()
     assert (done, calls.differ) == (None, None)
 
 
-def test_an_error_of_some_workers_leaves_them_in_different_states():
+def test_error_of_some_workers_leaves_them_in_different_states():
     calls, opened, done = answered(None, BAD, None)
     with pytest.raises(TrouperValidationError, match="too wide"):
         opened.future.result()
@@ -231,7 +231,7 @@ def test_an_error_of_some_workers_leaves_them_in_different_states():
     assert calls.differ is None
 
 
-def test_in_no_interleaving_of_three_ranks_is_a_part_read_that_is_written():
+def test_in_no_interleaving_of_three_ranks_is_part_read_written():
     """And ranks that do different things find out, whichever of them leaves something out or does more."""
     num_runs, num_states = rank_protocol.check_all(max_ranks=3, num_exchanges=4)
     assert num_runs > 40

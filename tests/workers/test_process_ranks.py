@@ -168,7 +168,7 @@ def run(function):
     trio.run(function, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def test_all_are_given_every_plan_and_the_last_one_answers():
+def test_all_are_given_every_plan_and_last_one_answers():
     async def act():
         device = make_device(launcher := FakeLauncher())
         info = await device.load()
@@ -186,7 +186,7 @@ def test_all_are_given_every_plan_and_the_last_one_answers():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_what_was_answered_comes_before_the_end_of_any_worker(rank):
+def test_what_was_answered_comes_before_end_of_any_worker(rank):
     async def act():
         device = make_device(launcher := FakeLauncher())
         await device.load()
@@ -207,7 +207,7 @@ def test_what_was_answered_comes_before_the_end_of_any_worker(rank):
     run(act)
 
 
-def test_a_call_is_done_when_all_have_done_it_and_fails_with_the_first_error():
+def test_group_call_waits_and_raises_first_error():
     async def act():
         device = make_device(launcher := FakeLauncher())
         await device.load()
@@ -242,7 +242,7 @@ def test_a_call_is_done_when_all_have_done_it_and_fails_with_the_first_error():
     run(act)
 
 
-def test_successors_are_given_the_adapters_before_the_device_is_back():
+def test_successors_are_given_adapters_before_device_is_back():
     async def act():
         device = make_device(launcher := FakeLauncher(), num_stages=2)
         await device.load()
@@ -257,7 +257,7 @@ def test_successors_are_given_the_adapters_before_the_device_is_back():
     run(act)
 
 
-def test_an_adapter_that_some_workers_refuse_is_a_loss_and_its_slot_is_as_it_was():
+def test_partly_refused_adapter_is_a_loss():
     async def act():
         device = make_device(launcher := FakeLauncher(), num_stages=2)
         await device.load()
@@ -274,7 +274,7 @@ def test_an_adapter_that_some_workers_refuse_is_a_loss_and_its_slot_is_as_it_was
     run(act)
 
 
-def test_a_successor_that_refuses_an_adapter_is_another_loss():
+def test_successor_that_refuses_adapter_is_another_loss():
     async def act():
         device = make_device(launcher := FakeLauncher(), num_stages=2, max_worker_restarts=1)
         await device.load()
@@ -291,7 +291,7 @@ def test_a_successor_that_refuses_an_adapter_is_another_loss():
     run(act)
 
 
-def test_the_vocabulary_goes_before_the_first_grammar_to_each_crew():
+def test_vocabulary_goes_before_first_grammar_to_each_crew():
     vocabulary = Vocabulary("{}", 3, (0,), ("a", "b", "c"))
     rules = GrammarRules(
         source="x", eos_token_ids=(0,), ignore_eos=False, num_tokens=3, reasoning=None
@@ -328,7 +328,7 @@ def test_a_launch_that_is_refused_ends_those_before():
     run(act)
 
 
-def test_ranks_that_do_not_fit_the_model_are_refused_before_any_starts(tmp_path):
+def test_unfitting_ranks_are_refused_before_start(tmp_path):
     """Seven would divide the query heads, but not share the KV heads."""
     sizes = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 16}
 
@@ -343,7 +343,7 @@ def test_ranks_that_do_not_fit_the_model_are_refused_before_any_starts(tmp_path)
     run(act)
 
 
-def test_an_error_of_any_worker_at_load_is_raised_as_it_was():
+def test_error_of_any_worker_at_load_is_raised_unchanged():
     class Failing(FakePeer):
         def send(self, data, file):
             if self.rank == 1:
@@ -361,7 +361,7 @@ def test_an_error_of_any_worker_at_load_is_raised_as_it_was():
     run(act)
 
 
-def test_an_error_on_another_machine_names_the_worker_and_the_machine():
+def test_error_on_another_machine_names_worker_and_machine():
     class Failing(FakePeer):
         where = "on node 1"
 
@@ -379,7 +379,7 @@ def test_an_error_on_another_machine_names_the_worker_and_the_machine():
     run(act)
 
 
-def test_workers_and_their_successors_are_told_which_files_the_engine_has():
+def test_workers_and_their_successors_are_told_which_files_engine_has():
     async def act():
         files = (FileSample("model.safetensors", 7, "ab"),)
         config = resolve(EngineArgs(pipeline_parallel_size=2))
@@ -412,7 +412,7 @@ def test_workers_are_numbered_through_all_replicas():
 
 
 @pytest.mark.parametrize(("kind", "is_from_outside"), [("LinkLostError", True), ("OSError", False)])
-def test_no_request_is_suspected_of_a_network_that_is_lost(kind, is_from_outside):
+def test_no_request_is_suspected_of_network_lost(kind, is_from_outside):
     async def act():
         device = make_device(launcher := FakeLauncher())
         await device.load()
@@ -425,7 +425,7 @@ def test_no_request_is_suspected_of_a_network_that_is_lost(kind, is_from_outside
     run(act)
 
 
-def test_a_start_that_is_refused_is_told_by_the_number_of_its_replica():
+def test_start_refused_is_reported_by_number_of_its_replica():
     async def act():
         launcher = FakeLauncher()
         device = make_device(launcher, replica=2, max_worker_restarts=1)
@@ -456,7 +456,7 @@ def test_the_last_loss_is_told_before_the_failure():
     run(act)
 
 
-def test_a_call_that_cannot_be_sent_leaves_nothing_open(monkeypatch):
+def test_call_that_cannot_be_sent_leaves_nothing_open(monkeypatch):
     def refuse(links, frame):
         raise OSError("no descriptor is left")
 
@@ -472,7 +472,7 @@ def test_a_call_that_cannot_be_sent_leaves_nothing_open(monkeypatch):
     run(act)
 
 
-def test_stages_that_do_not_answer_are_ended_at_the_deadline():
+def test_stages_that_do_not_answer_are_ended_at_deadline():
     async def act():
         device = make_device(FakeLauncher(), step_timeout=5.0)
         await device.load()

@@ -88,7 +88,7 @@ def a_ray(monkeypatch, fails):
 @pytest.mark.parametrize(
     "fails", ["placement_group", "wait", "available_resources", "actor", "method", "get"]
 )
-async def test_an_error_of_ray_is_a_start_that_has_failed(fails, monkeypatch):
+async def test_error_of_ray_is_start_that_has_failed(fails, monkeypatch):
     monkeypatch.setattr(launch_ray, "RESERVE_S", 0.01)
     ray = a_ray(monkeypatch, {fails})
     async with open_ray(resolve(EngineArgs()), NodesConfig("ray")) as launcher_of:
@@ -114,7 +114,7 @@ async def test_what_ray_has_lost_need_not_be_given_back(fails, monkeypatch):
     assert ray.calls[-1] == "shutdown"
 
 
-async def test_an_address_that_cannot_be_bound_leaves_the_cluster(monkeypatch):
+async def test_address_that_cannot_be_bound_leaves_cluster(monkeypatch):
     ray = a_ray(monkeypatch, set())
 
     def serve_at(address, backlog):

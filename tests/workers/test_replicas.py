@@ -90,7 +90,7 @@ async def run_all(engine, max_tokens=8, do=None):
         assert list(outputs[name]) == expected(prompt, max_tokens)
 
 
-async def test_requests_are_shared_out_and_each_replica_has_numbers_of_its_own(autojump_clock):
+async def test_requests_are_distributed_with_separate_statistics(autojump_clock):
     async with replicated_engine() as (engine, devices):
         await run_all(engine)
         statistics = engine.statistics()
@@ -106,7 +106,7 @@ async def test_requests_are_shared_out_and_each_replica_has_numbers_of_its_own(a
     assert b'engine="1"' in engine.metrics.expose()
 
 
-async def test_the_streams_of_a_lost_replica_go_on_at_once_with_the_others(autojump_clock):
+async def test_streams_of_lost_replica_go_on_at_once_with_others(autojump_clock):
     async with replicated_engine() as (engine, devices):
 
         async def lose():
@@ -132,7 +132,7 @@ async def test_the_streams_of_a_lost_replica_go_on_at_once_with_the_others(autoj
     }
 
 
-async def test_requests_in_question_wait_for_their_replica_and_the_others_do_not(autojump_clock):
+async def test_only_suspect_requests_wait_for_replica(autojump_clock):
     async with replicated_engine(max_num_seqs=2, max_num_active_seqs=2) as (engine, devices):
 
         async def lose():
@@ -207,7 +207,7 @@ async def test_all_replicas_sleep_wake_and_are_probed(autojump_clock):
         await run_all(engine)
 
 
-async def test_a_sleep_that_one_replica_refuses_is_taken_back_by_the_others(autojump_clock):
+async def test_sleep_that_one_replica_refuses_is_taken_back_by_others(autojump_clock):
     async with replicated_engine() as (engine, devices):
         devices[1].refused.add("sleep")
         with pytest.raises(RetryableRequestError, match="the device"):
@@ -218,7 +218,7 @@ async def test_a_sleep_that_one_replica_refuses_is_taken_back_by_the_others(auto
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-async def test_a_paused_engine_that_could_not_sleep_stays_paused(autojump_clock, num_replicas):
+async def test_paused_engine_that_could_not_sleep_stays_paused(autojump_clock, num_replicas):
     async with replicated_engine(num_replicas) as (engine, devices):
         await engine.controls.pause("keep")
         devices[-1].refused.add("sleep")
@@ -229,7 +229,7 @@ async def test_a_paused_engine_that_could_not_sleep_stays_paused(autojump_clock,
         await run_all(engine)
 
 
-async def test_an_engine_that_could_not_sleep_goes_on_with_what_it_has_kept(autojump_clock):
+async def test_failed_sleep_keeps_requests(autojump_clock):
     async with replicated_engine(1) as (engine, (device,)), anyio.create_task_group() as tasks:
         device.refused.add("sleep")
         tasks.start_soon(run_all, engine)
@@ -238,7 +238,7 @@ async def test_an_engine_that_could_not_sleep_goes_on_with_what_it_has_kept(auto
             await engine.controls.sleep(1, "keep")
 
 
-async def test_an_engine_sleeps_when_a_replica_does_not_wake_after_a_sleep_that_another_refused(
+async def test_failed_wake_after_refused_sleep_leaves_asleep(
     autojump_clock,
 ):
     async with replicated_engine() as (engine, devices):
@@ -257,7 +257,7 @@ async def test_an_engine_sleeps_when_a_replica_does_not_wake_after_a_sleep_that_
         await run_all(engine)
 
 
-async def test_a_replica_that_woke_alone_is_put_to_sleep_again(autojump_clock):
+async def test_replica_that_woke_alone_is_put_to_sleep_again(autojump_clock):
     async with replicated_engine() as (engine, devices):
         await engine.controls.sleep(1)
         devices[1].refused.add("wake")
@@ -271,7 +271,7 @@ async def test_a_replica_that_woke_alone_is_put_to_sleep_again(autojump_clock):
         await run_all(engine)
 
 
-async def test_a_trace_that_could_not_be_undone_is_stopped_by_the_next_stop(autojump_clock):
+async def test_next_stop_ends_orphaned_trace(autojump_clock):
     async with replicated_engine() as (engine, devices):
         devices[0].refused.add("stop_profile")
         devices[1].refused.add("start_profile")
@@ -282,7 +282,7 @@ async def test_a_trace_that_could_not_be_undone_is_stopped_by_the_next_stop(auto
         assert devices[0].calls == ["start_profile", "stop_profile", "stop_profile"]
 
 
-async def test_a_replica_that_is_lost_leaves_the_engine_ready(autojump_clock):
+async def test_replica_that_is_lost_leaves_engine_ready(autojump_clock):
     async with replicated_engine() as (engine, devices):
         devices[1].refused.add("probe")
         devices[1].tell(DeviceLost("killed", None, is_from_outside=True))
@@ -306,7 +306,7 @@ async def test_a_replica_that_hangs_leaves_the_engine_ready(autojump_clock):
         assert devices[1].calls == ["probe"] * 20
 
 
-async def test_a_replica_that_has_failed_is_left_out_and_the_others_go_on(autojump_clock, caplog):
+async def test_engine_continues_without_failed_replica(autojump_clock, caplog):
     async with replicated_engine() as (engine, devices):
 
         async def fail():
@@ -331,7 +331,7 @@ async def test_a_replica_that_has_failed_is_left_out_and_the_others_go_on(autoju
     assert "engine 0 stays out: worker 0 died" in caplog.text
 
 
-async def test_the_requests_in_question_end_when_their_replica_fails(autojump_clock):
+async def test_requests_in_question_end_when_their_replica_fails(autojump_clock):
     async with replicated_engine(max_num_seqs=2, max_num_active_seqs=2) as (engine, devices):
         ends = {}
 
@@ -364,7 +364,7 @@ async def test_the_engine_ends_with_its_last_replica(autojump_clock):
     assert isinstance(caught.value.__cause__, DeviceStartError)
 
 
-async def test_a_replica_takes_its_share_when_its_search_ends(autojump_clock):
+async def test_replica_takes_its_share_when_its_search_ends(autojump_clock):
     """One replica is searched, all that has not begun is with the other; then the search ends."""
     async with replicated_engine(max_num_seqs=1, max_num_active_seqs=1) as (engine, devices):
 

@@ -68,7 +68,7 @@ SIZES = [(2, 1), (2, 2), (3, 3), (1, 2)]
 
 
 @pytest.mark.parametrize("crew", SIZES, indirect=True)
-def test_tokens_go_from_the_sampler_to_all_others_of_the_first_stage(crew):
+def test_tokens_go_from_sampler_to_all_others_of_first_stage(crew):
     config, links = crew
     senders = [worker for worker, link in enumerate(links) if link.tokens_out]
     assert senders == [(config.num_stages - 1) * config.tensor_parallel_size]
@@ -80,7 +80,7 @@ def test_tokens_go_from_the_sampler_to_all_others_of_the_first_stage(crew):
 
 
 @pytest.mark.parametrize("crew", SIZES, indirect=True)
-def test_hidden_states_go_to_the_same_rank_of_the_next_stage(crew):
+def test_hidden_states_go_to_same_rank_of_next_stage(crew):
     config, links = crew
     num_ranks = config.tensor_parallel_size
     for worker, link in enumerate(links):
@@ -90,7 +90,7 @@ def test_hidden_states_go_to_the_same_rank_of_the_next_stage(crew):
 
 
 @pytest.mark.parametrize("crew", [(2, 2)], indirect=True)
-def test_the_ranks_of_a_stage_share_one_memory_and_only_the_last_has_a_sheet(crew):
+def test_ranks_of_stage_share_memory(crew):
     config, links = crew
     files = [os.fstat(link.group) for link in links]
     assert files[0].st_ino == files[1].st_ino != files[2].st_ino == files[3].st_ino
@@ -102,7 +102,7 @@ def test_the_ranks_of_a_stage_share_one_memory_and_only_the_last_has_a_sheet(cre
     assert sizes[0].part_bytes >= 16 * 64 * 2
 
 
-def test_too_little_memory_is_an_error_before_any_is_taken(monkeypatch):
+def test_too_little_memory_is_error_before_any_is_taken(monkeypatch):
     before = num_open()
     monkeypatch.setattr(worker_links, "available_bytes", lambda: 1000)
     # two rings of hidden states with two entries, two of tokens with three, a group of each stage
@@ -131,7 +131,7 @@ def test_a_system_that_refuses_leaves_nothing_open(monkeypatch, name):
     assert num_open() == before
 
 
-def test_a_mixture_is_refused_on_gpus_before_a_process_starts(tmp_path):
+def test_mixture_is_refused_on_gpus_before_process_starts(tmp_path):
     hf_config = {
         "architectures": ["MixtralForCausalLM"], "vocab_size": 100, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

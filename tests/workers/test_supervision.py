@@ -65,7 +65,7 @@ def test_unexplained_losses_within_the_window_spend_the_budget():
     assert None not in [budget.note_loss(now) for now in (0.0, 1.0, 2.0, 301.5, 302.5)]
 
 
-def test_losses_of_a_request_that_was_found_cost_nothing_but_are_bounded_too():
+def test_losses_of_request_found_cost_nothing_but_are_bounded_too():
     budget = RestartBudget(max_restarts=3, window_s=300.0)
     for now in range(MAX_LOSSES):
         assert budget.note_loss(float(now)) is not None
@@ -73,13 +73,13 @@ def test_losses_of_a_request_that_was_found_cost_nothing_but_are_bounded_too():
     assert budget.note_loss(20.0) is None
 
 
-def test_as_many_losses_as_the_option_says_are_survived_beyond_the_usual_bound():
+def test_option_sets_number_of_survived_losses():
     budget = RestartBudget(max_restarts=2 * MAX_LOSSES, window_s=300.0)
     assert None not in [budget.note_loss(float(now)) for now in range(2 * MAX_LOSSES)]
     assert budget.note_loss(100.0) is None
 
 
-def test_the_search_for_a_poisonous_request_does_not_spend_the_budget_before_its_verdict():
+def test_poison_search_spends_no_loss_budget():
     budget = RestartBudget(max_restarts=1, window_s=300.0)
     searched = (17, 9, 5, 3, 2, 1)
     assert None not in [budget.note_loss(float(n), n) for n in searched]
@@ -90,11 +90,11 @@ def test_the_search_for_a_poisonous_request_does_not_spend_the_budget_before_its
         assert budget.note_loss(1.0, after) is None
 
 
-def test_no_restart_is_allowed_with_a_budget_of_none():
+def test_no_restart_is_allowed_with_budget_of_none():
     assert RestartBudget(max_restarts=0, window_s=300.0).note_loss(0.0) is None
 
 
-def test_a_deadline_is_learnt_from_steps_of_about_as_many_tokens():
+def test_deadline_is_learnt_from_steps_of_about_as_many_tokens():
     deadlines = StepDeadlines()
     assert deadlines.deadline_s(100) == FIRST_STEP_S
     for _ in range(99):
@@ -114,7 +114,7 @@ def test_only_transitions_of_the_table_are_taken():
         next_state(WorkerState.FAILED, WorkerEvent.RESTART)
 
 
-def test_the_last_words_are_the_fault_and_its_place():
+def test_last_words_are_fault_and_its_place():
     stderr = (
         "loading",
         "Fatal Python error: Illegal instruction",

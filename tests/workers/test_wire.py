@@ -72,7 +72,7 @@ def frames_of(*pieces):
 
 
 @given(st.lists(st.sampled_from(FRAMES), max_size=5), st.data())
-def test_frames_come_out_as_they_went_in_wherever_the_bytes_are_cut(frames, data):
+def test_frames_survive_any_cut(frames, data):
     stream = b"".join(wire.encode(frame)[0] for frame in frames)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
@@ -80,7 +80,7 @@ def test_frames_come_out_as_they_went_in_wherever_the_bytes_are_cut(frames, data
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, wire.MAX_INLINE + 1, 3 * wire.PIECE_BYTES + 7])
-def test_an_adapter_crosses_as_it_is_written_in_pieces(num_bytes):
+def test_adapter_crosses_as_it_is_written_in_pieces(num_bytes):
     weights = bytes(range(256)) * (num_bytes // 256 + 1)
     files = AdapterFiles(AdapterConfig(r=4, rank_pattern={"q": 2}), weights[:num_bytes])
     call = wire.Call(2, LoadAdapter(3, files))
@@ -106,7 +106,7 @@ def test_a_grammar_crosses_as_its_rules():
     assert [taken.text_of(token) for token in (0, 2, 99)] == ["a", "", ""]
 
 
-def test_a_matcher_of_a_grammar_that_crossed_allows_the_same_tokens():
+def test_matcher_of_grammar_that_crossed_allows_same_tokens():
     tokenizer = Tokenizer.load(DEMO_MODEL)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-f]+"))
     sent = Grammars(tokenizer, 4096, (0, 2), sends_grammars=True).compile(params)
@@ -123,7 +123,7 @@ def test_a_resolved_config_crosses():
     assert frame == wire.Load(config, sleep_level=1)
 
 
-def test_a_large_payload_goes_in_a_memory_file_that_is_closed():
+def test_large_payload_goes_in_memory_file_closed():
     before = len(os.listdir("/proc/self/fd"))
     plan = a_plan(num_embeds_bytes=2**20)
     data, file = wire.encode(plan)
@@ -167,7 +167,7 @@ def test_what_is_no_frame_is_refused(data):
         list(frames_of(data))
 
 
-def test_a_large_frame_goes_inline_where_no_descriptor_can():
+def test_large_frame_goes_inline_where_no_descriptor_can():
     plan = a_plan(num_embeds_bytes=2**20)
     data, none = wire.encode(plan, is_inline=True)
     assert none is None
@@ -181,7 +181,7 @@ def test_a_large_frame_goes_inline_where_no_descriptor_can():
     assert reader.take().step == plan.step
 
 
-def test_files_of_frames_that_were_not_taken_are_closed():
+def test_files_of_frames_not_taken_are_closed():
     _, file = wire.encode(a_plan(num_embeds_bytes=2**20))
     reader = wire.FrameReader()
     reader.feed(b"", [file])
@@ -191,7 +191,7 @@ def test_files_of_frames_that_were_not_taken_are_closed():
 
 
 @pytest.mark.parametrize("kind", [TrouperValidationError, UnsupportedFeatureError])
-def test_an_error_of_our_own_comes_out_as_it_went_in(kind):
+def test_error_of_our_own_comes_out_as_it_went_in(kind):
     found = wire.as_exception(wire.describe_error(kind("lora_path: bad", parameter="lora_path")))
     assert type(found) is kind
     assert (str(found), found.parameter) == (

@@ -153,7 +153,7 @@ def test_attention_over_blocks_of_any_size(block_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_row_does_not_depend_on_rows_or_threads(dtype):
+def test_row_does_not_depend_on_rows_or_threads(dtype):
     step = Step(shape_of(dtype=dtype), [*COLUMNS["mixed"], *COLUMNS["long"]])
     ops, before = NativeOps(step.shape), torch.get_num_threads()
     together = step.attend(ops)

@@ -82,7 +82,7 @@ def test_layer_norm_by_torch_for_odd_widths():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("kind", ["MEAN", "CLS", "LAST"])
-def test_a_pooled_text_does_not_depend_on_its_batch(kind, dtype, native):
+def test_pooled_text_does_not_depend_on_its_batch(kind, dtype, native):
     if native and units.kind_of(dtype) is None:
         pytest.skip("this machine's kernels do not compute with it")
     rng = torch.Generator().manual_seed(1)

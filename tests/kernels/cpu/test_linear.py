@@ -47,7 +47,7 @@ def test_packed_weights_equal_plain_weights(dtype, has_bias, shape):
 @needs_native
 @pytest.mark.parametrize("num_out", [16, 80, 208])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=str)
-def test_a_row_does_not_depend_on_rows_or_threads(num_out, kind, dtype, unit):
+def test_row_does_not_depend_on_rows_or_threads(num_out, kind, dtype, unit):
     if kind is SplitLinear and unit != "tiles":
         pytest.skip("is tiles")
     torch.manual_seed(0)

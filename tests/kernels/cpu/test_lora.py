@@ -74,7 +74,7 @@ def test_a_row_does_not_depend_on_its_batch(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_row_count(dtype):
+def test_row_does_not_depend_on_row_count(dtype):
     weights, slots = loaded(dtype), [1, 3, 4] * 30
     many = added(weights, slots, dtype)
     generator = torch.Generator().manual_seed(0)

@@ -142,7 +142,7 @@ def norm(x, weight):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("num_rows", [1, 5, 33])
 @pytest.mark.parametrize("has_post_norm", [False, True])
-def test_a_sum_with_norms_equals_float64_on_all_ranks(dtype, num_ranks, num_rows, has_post_norm):
+def test_sum_with_norms_equals_float64_on_all_ranks(dtype, num_ranks, num_rows, has_post_norm):
     torch.manual_seed(0)
     width = 48
     parts = torch.randn(num_ranks, num_rows, width).to(dtype)

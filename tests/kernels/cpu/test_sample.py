@@ -141,7 +141,7 @@ def test_mixed_rows_draw_the_formulas_tokens(vocab_size):
 
 
 @pytest.mark.parametrize("vocab_size", [50, 20_000])
-def test_a_draw_does_not_depend_on_rows_or_threads(vocab_size):
+def test_draw_does_not_depend_on_rows_or_threads(vocab_size):
     logits, rows, positions = mixed(12, vocab_size)
     found = drawn(logits, rows, positions)
     before = torch.get_num_threads()

@@ -38,7 +38,7 @@ def test_parts_become_what_the_whole_would_be(device, dtype, shape):
     assert all(torch.equal(row[:, width:], other) for row, other in zip(rows, rest, strict=True))
 
 
-def test_a_sum_of_squares_does_not_depend_on_the_batch(device):
+def test_sum_of_squares_does_not_depend_on_batch(device):
     torch.manual_seed(0)
     x, sums = torch.randn(7, 200, device=device), torch.empty(7, device=device)
     alone = torch.empty(1, device=device)

@@ -58,7 +58,7 @@ def test_it_equals_the_reference_with_padding(device, dtype, has_norm, shape, mo
     assert torch.equal(found[~is_real], qkv[~is_real])
 
 
-def test_the_cache_may_be_ordered_by_slot_or_head(device):
+def test_cache_may_be_ordered_by_slot_or_head(device):
     qkv, cache, positions, slots, norm, table = (
         x.to(device) for x in make(4, 2, 2, 8, 8, torch.float32)
     )

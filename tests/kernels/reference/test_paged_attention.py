@@ -114,7 +114,7 @@ def test_consecutive_blocks_are_one_run_whatever_their_order():
 
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_a_single_query_does_not_depend_on_adjacent_blocks(dtype, window):
+def test_single_query_does_not_depend_on_adjacent_blocks(dtype, window):
     torch.manual_seed(0)
     num_kv, width, size, start = 2, 16, 128, 300
     k, v = torch.randn(2, num_kv, start + 1, width).to(dtype)
