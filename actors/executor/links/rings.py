@@ -1,9 +1,9 @@
-"""Rings between the processes of a pipeline: entries of bytes in shared memory, each with the step that it belongs to.
+"""Rings between workers on one machine: entries in shared memory, each with the step that it belongs to.
 
-A ring has one sender and one receiver. Its memory is a file without a name, and two counters that the kernel keeps say
-how many entries are filled and how many are empty; all three are inherited by descriptor, so nothing of them outlives the
-processes. Law: a side touches an entry only between taking it from one counter and giving it to the other, and
-the kernel orders memory at both.
+A ring has one sender and one receiver. Its memory is an anonymous file; two kernel counters (eventfd) hold
+the numbers of filled and of empty entries, so a side can sleep until the other acts. All three are inherited
+by descriptor, so nothing remains after the processes. Law: a side accesses an entry only between taking it
+from one counter and adding it to the other; the kernel orders memory accesses at both.
 """
 
 import contextlib
@@ -18,14 +18,15 @@ import numpy as np
 from trouper.errors import DeviceStartError
 
 HEADER = np.dtype([("step", np.int64), ("num_bytes", np.int64)])
-LINE = 64  # bytes of an entry's header, so that the payload begins with a cache line
+# Bytes of an entry's header, so that the payload begins on a cache line.
+LINE = 64
 AWAKE_S = (
     2e-5  # of looking before sleeping: what the other side sends at once comes without a switch
 )
 
 
 class RingFiles(NamedTuple):
-    """The descriptors of a ring."""
+    """Descriptors of a ring's memory and of its two counters."""
 
     memory: int
     filled: int
@@ -33,10 +34,10 @@ class RingFiles(NamedTuple):
 
 
 def create_ring(num_entries: int, entry_bytes: int) -> RingFiles:
-    """Make a ring of entries of at most `entry_bytes`; its memory is there, or this fails.
+    """Create a ring of entries of at most `entry_bytes` bytes, with its memory allocated.
 
     Raises:
-        DeviceStartError: the memory or the descriptors are not to be had.
+        DeviceStartError: no memory or no descriptors are available.
     """
     size = num_entries * _stride(entry_bytes)
     files: list[int] = []
@@ -54,7 +55,7 @@ def create_ring(num_entries: int, entry_bytes: int) -> RingFiles:
 
 
 class Ring:
-    """One side of a ring.  It takes the descriptors over, and closes them with itself."""
+    """One side of a ring. It owns the descriptors and closes them."""
 
     def __init__(self, files: RingFiles, num_entries: int, entry_bytes: int) -> None:
         self._files = files
@@ -70,7 +71,7 @@ class Ring:
         )
 
     def send(self, step: int, payload: np.ndarray) -> None:
-        """Copy the payload, contiguous uint8, into an entry; waits for one that is empty.
+        """Copy the payload, contiguous uint8, into an entry. Waits for an empty entry.
 
         Raises:
             ValueError: the payload is larger than an entry.
@@ -88,7 +89,7 @@ class Ring:
         """Copy the payload of the next entry to the beginning of `out`.
 
         Returns:
-            Its step and its number of bytes; None if there is none and `wait` is False.
+            Its step and number of bytes, or None if there is no entry and `wait` is False.
         """
         if not _take(self._files.filled, wait=wait):
             return None
@@ -100,7 +101,7 @@ class Ring:
         return step, num_bytes
 
     def close(self) -> None:
-        """Give the memory and the descriptors back.  Idempotent."""
+        """Release the memory and the descriptors. Idempotent."""
         self._bytes = np.zeros((0, 0), dtype=np.uint8)
         self._memory.close()
         for file in self._files:

@@ -1,11 +1,13 @@
-"""A link between two stages on different machines: what a ring is on one, by a connection of its own.
+"""A link between two workers on different machines, as a TCP connection of its own.
 
-A message is the step and the number of bytes, then the bytes.  What has been sent waits in the system's buffers on both
-sides; a sender of hidden states waits for room there while nothing that the receiver needs is behind it.
+A message is the step and the number of bytes, then the bytes. Sent messages wait in the system's buffers on
+both sides. A sender of hidden states may wait for room, since nothing that the receiver needs is queued after
+it.
 
-A link ends with the process on its other side, whose end the engine sees as well, and knows the cause of. So a side that finds
-the end first says nothing for a moment, in which the engine ends it too; only what the engine has not seen is an error. Its class says that
-no request is the cause: a network that is silent is found by each connection in its own time, and by a link before the engine's own.
+A link ends with the process on its other side. The engine also sees that end and knows its cause, so a worker
+that finds it first waits a moment for the engine to end it too. Only what the engine has not seen becomes an
+error, `LinkLostError`, which no request can have caused: on a silent network each connection detects the loss
+at a different time.
 """
 
 import select
@@ -25,11 +27,11 @@ class LinkLostError(ConnectionError):
 
 
 class TcpLink:
-    """One side of a link.  It takes the descriptor over, and closes it with itself.
+    """One side of a link. It owns the descriptor and closes it.
 
     Args:
-        max_bytes: of a message.
-        patience_s: before the end of the other side is an error of this one.
+        max_bytes: maximum size of a message.
+        patience_s: seconds before the end of the other side becomes an error of this side.
     """
 
     def __init__(self, file: int, max_bytes: int, patience_s: float = PATIENCE_S) -> None:
@@ -37,7 +39,7 @@ class TcpLink:
         self._socket = socket.socket(fileno=file)
         self._socket.setblocking(True)
         self._max_bytes = max_bytes
-        # A message that has come in part: its header, then its bytes.
+        # The header and bytes of a partly received message.
         self._buffer = np.empty(HEADER.size + max_bytes, dtype=np.uint8)
         self._num_here = 0
 
@@ -45,7 +47,7 @@ class TcpLink:
         return f"<TcpLink of {self._max_bytes} bytes, {self._num_here} here>"
 
     def send(self, step: int, payload: np.ndarray) -> None:
-        """Send the payload, contiguous uint8; waits for room in the system's buffer.
+        """Send the payload, contiguous uint8. Waits for room in the system's buffer.
 
         Raises:
             ValueError: the payload is larger than a message may be.
@@ -66,11 +68,11 @@ class TcpLink:
         """Copy the payload of the next message to the beginning of `out`.
 
         Returns:
-            Its step and its number of bytes; None if none is here as a whole and `wait` is False.
+            Its step and number of bytes, or None if no complete message has arrived and `wait` is False.
 
         Raises:
             LinkLostError: the other side is gone.
-            ValueError: a message is larger than it may be.
+            ValueError: a message is too large.
         """
         if not self._read_up_to(HEADER.size, wait=wait):
             return None
@@ -85,11 +87,11 @@ class TcpLink:
         return step, num_bytes
 
     def close(self) -> None:
-        """Close the connection.  Idempotent."""
+        """Close the connection. Idempotent."""
         self._socket.close()
 
     def _read_up_to(self, end: int, *, wait: bool) -> bool:
-        """Have this many bytes of the message here."""
+        """Read until `end` bytes of the message are buffered. Returns False if that would wait."""
         while self._num_here < end:
             if not wait and not select.select([self._socket], [], [], 0)[0]:
                 return False
@@ -103,6 +105,6 @@ class TcpLink:
         return True
 
     def _lose(self, words: object) -> NoReturn:
-        """Wait for the engine to end this side too, and then say what it has not seen."""
+        """Give the engine time to end this worker, then raise the error."""
         time.sleep(self._patience_s)
         raise LinkLostError(f"a link between stages: {words}") from None

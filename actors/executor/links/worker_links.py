@@ -1,17 +1,13 @@
-"""A link between two workers: hidden states from a stage to the next, tokens from the last to the first.
-
-On one machine a link is a ring in memory that both sides have, between machines a connection.
-
-The files that the workers of a device share when its layers are cut into ranks, and what each of them inherits.
+"""The memory and links that the workers of a device share, and what each worker inherits.
 
     worker          stage · ranks + rank
-    group           memory of the ranks of a stage, in which they add up (`kernels/cpu/rank_exchange.py`)
+    group           memory in which the ranks of a stage add their results (`kernels/cpu/rank_exchange.py`)
     hidden states   from each rank of a stage to the same rank of the next: all ranks have all of them
     tokens          from rank 0 of the last stage, which samples, to the first stage, whose other ranks embed them
 
-On GPUs there is one stage, and sums and tokens go from device to device: of the group there is an empty file, by which the ranks find each other.
-
-Workers of one machine have rings between them, those of several have connections.  All is inherited by descriptor, so nothing of it outlives the processes.
+Links between workers on one machine are rings in shared memory, links between machines TCP connections. Both
+are inherited by descriptor, so nothing remains after the processes. On GPUs there is one stage, and sums and
+tokens go from device to device; the group is an empty file through which the ranks find each other.
 """
 
 import os
@@ -31,18 +27,22 @@ from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 
 
 class Link(Protocol):
-    """One side of a link between two stages."""
+    """One side of a link between two workers: hidden states from a stage to the next, or tokens from the last to
+    the first.
+    """
 
     def send(self, step: int, payload: np.ndarray) -> None:
-        """Send a message; waits for room."""
+        """Send a message. Waits for room."""
         ...
 
     def receive(self, out: np.ndarray, *, wait: bool) -> tuple[int, int] | None:
-        """Copy the next message to the beginning of `out`; returns its step and its size, or None if it has not come."""
+        """Copy the next message to the beginning of `out`. Returns its step and number of bytes, or None if it
+        has not arrived and `wait` is False.
+        """
         ...
 
     def close(self) -> None:
-        """Give memory and descriptors back.  Idempotent."""
+        """Release memory and descriptors. Idempotent."""
         ...
 
 
@@ -53,84 +53,97 @@ def close_files(files: Iterable[Sequence[int]]) -> None:
 
 
 def open_next(files: list[int], num_entries: int, entry_bytes: int) -> Link:
-    """Open the link whose descriptors come first, and take them out of the list: three of a ring, one of a connection."""
+    """Open the link whose descriptors are first in the list and remove them: three for a ring, one for a
+    connection.
+    """
     if stat.S_ISSOCK(os.fstat(files[0]).st_mode):
         return TcpLink(files.pop(0), entry_bytes)
     ring, files[:3] = RingFiles(*files[:3]), []
     return Ring(ring, num_entries, entry_bytes)
 
 
-# Of hidden states: one that is sent while the other is read.  A sender may wait for room here; behind it nothing waits
-# that the receiver needs.
+# Entries of a ring of hidden states: one is written while the other is read. A sender may wait for room,
+# since nothing that the receiver needs is queued after it.
 HIDDEN_ENTRIES = 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TOKEN_BYTES = 8  # int64
-# A recorded step has the logits of all of its rows, at most `recorded_steps.MAX_LOGITS` numbers.  Any other may have more rows
-# than the sheet, as for the logprobs of a prompt, and has them in turns.
+# Minimum size of the sheet through which ranks exchange logits, in numbers. A recorded step needs the logits
+# of all its rows, at most `recorded_steps.MAX_LOGITS` numbers. Other steps may exceed the sheet, for instance
+# for prompt logprobs, and then use it repeatedly.
 MIN_SHEET_NUMBERS = 2**23
 
 
 class WorkerPosition(NamedTuple):
-    """The stage and the rank of a worker."""
+    """Stage and rank of a worker."""
 
     stage: int
     rank: int
 
     @classmethod
     def of(cls, worker: int, config: EngineConfig) -> "WorkerPosition":
+        """Compute the position of a worker from its number."""
         return cls(*divmod(worker, config.tensor_parallel_size))
 
     def samples(self, config: EngineConfig) -> bool:
-        """Whether this worker has all logits: it alone samples, and answers plans."""
+        """Whether this worker has complete logits. Only this worker samples and answers plans."""
         return self == (config.num_stages - 1, 0)
 
 
 class WorkerLinks(NamedTuple):
-    """The links of one worker to the others; None where it has no such neighbour."""
+    """The links of one worker; None for a neighbour that it does not have. `group` is the descriptor of the
+    memory shared by the ranks of its stage.
+    """
 
-    group: int | None  # the descriptor of the group's memory
+    group: int | None
     hidden_in: Link | None
     hidden_out: Link | None
     tokens_in: Link | None
     tokens_out: tuple[Link, ...]
 
     def close(self) -> None:
-        """Close all.  Idempotent."""
+        """Close all links. Idempotent."""
         for link in (self.hidden_in, self.hidden_out, self.tokens_in, *self.tokens_out):
             if link is not None:
                 link.close()
 
 
 class ModelSizes(NamedTuple):
-    """The widths that what workers share depends on."""
+    """The widths of a model that determine the sizes of shared memory."""
 
     hidden_size: int
     vocab_size: int
 
 
 def group_sizes(config: EngineConfig, model: ModelSizes, stage: int) -> ExchangeSizes:
-    """Return the sizes of what the ranks of a stage share; only those of the last one have logits."""
+    """Compute the sizes of the memory shared by the ranks of a stage. Only the last stage has logits."""
     scheduler, sheet = config.scheduler, 0
     if stage == config.num_stages - 1:
         sheet = max(scheduler.max_num_seqs * model.vocab_size, MIN_SHEET_NUMBERS)
     rows = scheduler.max_num_scheduled_tokens
-    part = rows * max(model.hidden_size * ITEM_BYTES[config.dtype], 64)  # at least a vote
+    # At least 64 bytes a row, the size of a vote.
+    part = rows * max(model.hidden_size * ITEM_BYTES[config.dtype], 64)
     return ExchangeSizes(config.tensor_parallel_size, part, sheet)
 
 
 class SharedSizes(NamedTuple):
-    """The sizes of all that the workers of a device share."""
+    """Sizes of everything that the workers of a device share.
+
+    `hidden_bytes` holds the hidden states of the largest step; `token_bytes` the tokens of a step with all
+    sequences, 0 if they go from device to device; `group_bytes` the memory of each stage's ranks, empty for
+    one rank.
+    """
 
     num_stages: int
     num_ranks: int
-    hidden_bytes: int  # of the hidden states of the largest step
-    token_bytes: int  # of the tokens of a step with all sequences; 0: they go from device to device
+    hidden_bytes: int
+    token_bytes: int
     group_bytes: tuple[
         int, ...
     ]  # of the memory of the ranks of each stage; empty: there is one rank
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelSizes) -> "SharedSizes":
+        """Compute the sizes from the config and the widths of the model."""
         scheduler, num_ranks = config.scheduler, config.tensor_parallel_size
         if config.device == "cuda":
             return cls(1, num_ranks, 0, 0, (0,))
@@ -143,12 +156,12 @@ class SharedSizes(NamedTuple):
 
     @property
     def num_workers(self) -> int:
-        """Workers of the device."""
+        """Number of workers of the device."""
         return self.num_stages * self.num_ranks
 
 
 class LinkEnds(NamedTuple):
-    """A link between two workers, by their numbers."""
+    """A link between two workers, by their numbers, with its capacity."""
 
     name: str
     sender: int
@@ -158,7 +171,7 @@ class LinkEnds(NamedTuple):
 
 
 def link_ends(sizes: SharedSizes) -> list[LinkEnds]:
-    """Return the links between the workers of a device, in the order in which each inherits those that it has."""
+    """Return the links between the workers of a device, in the order in which each worker inherits its own."""
     num_ranks, last = sizes.num_ranks, sizes.num_stages - 1
     found = [
         LinkEnds(f"hidden {worker}", worker, worker + num_ranks, HIDDEN_ENTRIES, sizes.hidden_bytes)
@@ -178,14 +191,16 @@ def create_shared_files(
     workers: Sequence[int] | None = None,
     connections: Mapping[str, int] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Make all that the workers of one place share; returns the descriptors of each.
+    """Create everything that workers on one machine share. Returns the descriptors for each worker.
 
     Args:
-        workers: those of this place, which has all ranks of a stage or none; None: all of the device.
-        connections: the descriptors of links to other places by name, which stay the caller's if this fails.
+        workers: numbers of the workers on this machine, which has all ranks of a stage or none; None for all
+            workers of the device.
+        connections: descriptors of links to other machines by name, which the caller closes if this function
+            fails.
 
     Raises:
-        DeviceStartError: the system has not so much memory, or no descriptors.
+        DeviceStartError: not enough memory, or no descriptors.
     """
     workers = range(sizes.num_workers) if workers is None else workers
     links = link_ends(sizes)
@@ -212,7 +227,7 @@ def create_shared_files(
 
 
 def open_worker_links(worker: int, files: Sequence[int], sizes: SharedSizes) -> WorkerLinks:
-    """Open the links of a worker by the descriptors that it has inherited."""
+    """Open the links of a worker from the descriptors that it inherited."""
     rest = list(files)
     group = rest.pop(0) if sizes.num_ranks > 1 else None
     opened = [
@@ -246,7 +261,9 @@ def _check_memory(parts: Sequence[int]) -> None:
 
 
 def _create_memory(num_bytes: int) -> int:
-    """Make a file of so many zeros whose memory is there, or this fails."""
+    """Create a file of zeros whose memory is allocated immediately, so that a shortage is an error here and not
+    a crash later.
+    """
     try:
         file = os.memfd_create("trouper-ranks", os.MFD_CLOEXEC)
     except OSError as error:

@@ -85,16 +85,16 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """At most one trace at a time."""
+    """Records at most one trace at a time with torch's profiler."""
 
     def __init__(self) -> None:
         self._profile: tuple[torch.profiler.profile, Path] | None = None
 
     def start(self, folder: str, prefix: str) -> None:
-        """Trace what follows, until `stop` writes a Chrome trace into the folder.
+        """Begin a trace; `stop` writes it as a Chrome trace into the folder.
 
         Raises:
-            ProfilerAlreadyActiveError: it runs already.
+            ProfilerAlreadyActiveError: a trace is being recorded.
         """
         if self._profile is not None:
             raise ProfilerAlreadyActiveError("stop_profile first")
@@ -103,7 +103,7 @@ class Profiler:
         self._profile = profile, Path(folder) / f"{prefix}-{time.time_ns()}.json"
 
     def stop(self) -> None:
-        """Write the trace; without one, warn and do nothing else."""
+        """Write the trace. Warns if none is being recorded."""
         if self._profile is None:
             logger.warning("stop_profile without start_profile")
             return

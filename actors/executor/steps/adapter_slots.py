@@ -1,9 +1,10 @@
-"""The adapters of a model: which module each of their matrices belongs to, and the layers that add them.
+"""LoRA adapters loaded into slots: the matrices of each adapted layer, and the checks of an adapter's files.
 
 Laws:
-  * An adapter is checked whole before any of it is put into a slot, so a bad one leaves its slot as it was. Each stage of a
-    pipeline checks all of it and takes what belongs to its layers, so all of them take it or none does.
-  * The slots outlive the layers: after a level of sleep that drops the weights, the layers that are read again find
+  * An adapter is checked completely before any part of it is stored, so a bad adapter leaves its slot
+    unchanged. Each stage of a pipeline checks the whole adapter and takes the matrices of its own layers, so
+    all stages accept it or none does.
+  * The slots outlive the layers: when a sleep level drops the weights, the layers that are read again find
     their adapters.
 """
 
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_SHOWN = 4
-# Transformers' names for the parts of a multimodal model other than its text model.
+# Names in transformers of the parts of a multimodal model other than its text model.
 TOWER_NAMES = (
     "visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector", "embed_vision",
     "embed_audio",
@@ -42,12 +43,12 @@ Make = Callable[[Sequence[int], int, int, int, torch.dtype], LoRAWeights]
 
 
 class AdapterSlots:
-    """The adapters that are loaded, in slots from 1 on.
+    """The loaded adapters, in slots from 1 on.
 
     Args:
-        dtype: of the model, in which the matrices are kept.
-        rows: knows the adapters of the rows of each step.
-        make: for the device of the model; by default the CPU.
+        dtype: dtype of the model, in which the matrices are kept.
+        rows: provides the adapter of each row of a step.
+        make: creates the slots of a layer on the model's device; the CPU by default.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class AdapterSlots:
     ) -> None:
         self._config, self._dtype = config, dtype
         self._rows, self._make = rows, make
-        self._layers: dict[str, _Layer] = {}  # by the name of its parameter's first source
+        # Layers by the name of their parameter's first source.
+        self._layers: dict[str, _Layer] = {}
         self._parts: dict[
             str, tuple[int, int]
         ] = {}  # outputs and inputs by module, of the whole model
@@ -64,7 +66,7 @@ class AdapterSlots:
         return f"<AdapterSlots of {len(self._parts)} modules>"
 
     def wrap(self, parameter: Parameter, linear: LinearMethod) -> LinearMethod:
-        """Return the layer with its adapters; the layer itself where none may change it."""
+        """Return the layer with its adapters, or the layer itself if no adapter may change it."""
         modules = [name.removesuffix(".weight") for name, _ in parameter.sources]
         if not any(map(self._is_target, modules)):
             return linear
@@ -80,16 +82,16 @@ class AdapterSlots:
         return LoRALinear(linear, layer.weights, self._rows)
 
     def know(self, parameter: Parameter) -> None:
-        """Take note of a layer that an adapter may change, here or on another stage of the model."""
+        """Register a layer that an adapter may change, on this stage or another."""
         for name, (num_out, num_in) in parameter.sources:
             self._parts[name.removesuffix(".weight")] = num_out, num_in
 
     def load(self, slot: int, files: AdapterFiles) -> None:
-        """Put an adapter into a slot.
+        """Load an adapter into a slot.
 
         Raises:
-            TrouperValidationError: it does not fit the model, or is malformed; the slot is as it was.
-            UnsupportedFeatureError: it holds more than the matrices of linear layers.
+            TrouperValidationError: it does not fit the model, or is malformed; the slot is unchanged.
+            UnsupportedFeatureError: it contains more than the matrices of linear layers.
         """
         found = self._checked(files.config, _tensors(files.weights))
         for layer in self._layers.values():
@@ -103,8 +105,9 @@ class AdapterSlots:
                 layer.weights.clear(slot)
 
     def _checked(self, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:
-        """Return the matrices of each module, in the model's dtype and with the scale."""
-        sides: dict[str, dict[str, Tensor]] = {}  # by the adapter's names of modules
+        """Return the matrices of each module, scaled and in the model's dtype."""
+        # Matrices by the adapter's module names.
+        sides: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             matched = KEY.fullmatch(key)
             if matched is None:
@@ -124,7 +127,9 @@ class AdapterSlots:
         }
 
     def _own_names(self, given: Sequence[str]) -> dict[str, str]:
-        """Map the adapter's names to the model's: those of a text model inside a larger one have other beginnings."""
+        """Map the adapter's module names to the model's. Names of a text model inside a larger model have a
+        different prefix.
+        """
         named = {name: name for name in given if self._takes(name)}
         if len(named) < len(given):
             inner = {stored: plain for plain, stored in text_names(given).items()}
@@ -134,7 +139,7 @@ class AdapterSlots:
     def _low_rank(
         self, module: str, shape: tuple[int, int], config: AdapterConfig, pair: dict[str, Tensor]
     ) -> LowRank:
-        """Check and scale the two matrices of a module, which has the adapter's own name here."""
+        """Check and scale the two matrices of a module, given by the adapter's name of it."""
         if len(pair) < 2:
             raise _bad(f"{module} has only lora_{min(pair)}")
         (num_out, num_in), rank = shape, config.rank_of(module)
@@ -164,14 +169,16 @@ class AdapterSlots:
 
 
 class _Layer:
-    """One linear layer: the checkpoint's modules that are its parts, what of each is here, and their adapters."""
+    """One linear layer: the checkpoint's modules that form it, the part of each that this worker has, and their
+    adapters.
+    """
 
     def __init__(self, modules: Sequence[str], cuts: Sequence[Cut], weights: LoRAWeights) -> None:
         self.modules, self.cuts, self.weights = modules, cuts, weights
 
 
 def _part_of_adapter(adapter: LowRank, cut: Cut) -> LowRank:
-    """Return the inputs of A and the outputs of B that belong to a part of the layer's matrix."""
+    """Return the inputs of A and the outputs of B that belong to this worker's part of a matrix."""
     a_RI, b_OR = adapter
     return LowRank(
         part_of(a_RI, Cut(columns=cut.columns)).contiguous(),
@@ -180,7 +187,7 @@ def _part_of_adapter(adapter: LowRank, cut: Cut) -> LowRank:
 
 
 def _is_of_tower(module: str) -> bool:
-    """Decide whether a module belongs to a vision or audio tower or a projector, which are not served."""
+    """Whether a module belongs to a vision or audio tower or a projector, which are not served."""
     return any(name in module.split(".") for name in TOWER_NAMES)
 
 

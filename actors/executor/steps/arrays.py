@@ -1,4 +1,7 @@
-"""Between numpy and torch, with types: torch's own stubs leave the array's open."""
+"""Typed conversion from numpy to torch, since torch's stubs do not declare the argument's type.
+
+Weights, steps and runners all use it, and it must import neither of them, hence a file of its own.
+"""
 
 from collections.abc import Callable
 from typing import Any, cast

@@ -1,4 +1,8 @@
-"""The flat batch of one step, for a decoder on the CPU."""
+"""Builds the flat batch of one step for a decoder on the CPU: the tokens of all entries in one array, with their
+positions and attention.
+
+One array operation for each quantity keeps the cost of a step independent of Python loops over entries.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,34 +17,47 @@ from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.steps import StepPlan
 from trouper.kernels.ops import HostTokens
 
-# A prompt of at most so many tokens is attended token by token, as generated tokens are: such a step can be recorded.
-# Law: how a position is attended depends on the prompt's length alone, so its keys and its logits have the same bits
-# however the prompt is cut, found in the cache or forked, and whether an output is generated or computed again.
+# Prompts up to this length are attended token by token, like generated tokens, so that their steps can be
+# recorded. Law: how a position is attended depends only on the prompt's length. Keys and logits therefore
+# have the same bits however the prompt is chunked, cached or forked, and whether an output is generated or
+# recomputed.
 SHORT_PROMPT = 8
-SHORT_ENTRY = 8  # tokens of one, of a step that can be recorded: a token with its drafts, but no output that is computed again
+# Maximum tokens of an entry in a step that can be recorded: a token with its drafts, but not a recomputed
+# output.
+SHORT_ENTRY = 8
 
 
 class Samples(NamedTuple):
-    """The S tokens after which one is drawn, in the order of the batch: the last of an entry, and those of its drafts."""
+    """The S positions from which a token is drawn, in the order of the batch: the last token of each entry and
+    those of its drafts.
+
+    `tokens` are indices into the flat batch, `ends` the positions of the drawn tokens in their sequences.
+    """
 
     entries: np.ndarray
-    tokens: np.ndarray  # in the flat batch
+    tokens: np.ndarray
     slots: np.ndarray
-    ends: np.ndarray  # positions of what is drawn
+    ends: np.ndarray
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One step of C entries and T tokens."""
+    """One step of C entries and T tokens.
+
+    `first_tokens` are the indices of the entries' first tokens in the flat batch, `adapters` the adapter slot
+    of each token, and `plans` the attention of each window as made by the decoder's ops. `can_be_recorded`
+    means that every token is attended separately. `embeds` holds embeddings that replace tokens, each with
+    its first index in the flat batch. `read` selects the states that are needed; None means all tokens.
+    """
 
     request_slots: np.ndarray  # [C]
-    first_tokens: np.ndarray  # [C], of the entry in the flat batch
+    first_tokens: np.ndarray
     samples: Samples
     tokens: HostTokens
-    adapters: np.ndarray  # [T], slots of the tokens' adapters
-    plans: dict[int | None, Any]  # attention, by window, as the decoder's ops make them
-    can_be_recorded: bool = False  # every token is attended alone
-    embeds: tuple[tuple[int, Tensor], ...] = ()  # first token in the flat batch, rows from there on
-    read: LogitsIndices | None = None  # those of `samples`; None = all tokens
+    adapters: np.ndarray
+    plans: dict[int | None, Any]
+    can_be_recorded: bool = False
+    embeds: tuple[tuple[int, Tensor], ...] = ()
+    read: LogitsIndices | None = None
 
 
 def make_batch(
@@ -55,8 +72,10 @@ def make_batch(
     """Gather the tokens of a plan, and plan their attention once for each window.
 
     Args:
-        num_drafts: [C], tokens in the slots behind those of each entry, to be verified; None = no entry has any.
-        reads_some: whether only the states of tokens that sample are of use; not to a later stage.
+        num_drafts: [C] tokens in the slots after those of each entry, to be verified; None if no entry has
+            drafts.
+        reads_some: whether only the states of sampled tokens are needed, which is False for all but the last
+            stage.
     """
     chosen = np.array(plan.request_slots, dtype=np.int64)
     starts = np.array(plan.num_computed_tokens, dtype=np.int64)
@@ -130,17 +149,17 @@ def _samples(
 def _attended(
     chosen: np.ndarray, starts: np.ndarray, counts: np.ndarray, prompt_ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut entries as attention takes them: what lies before `prompt_ends` together, and the rest token by token.
+    """Split entries for attention: their part before `prompt_ends` as a whole, the rest token by token.
 
     Returns:
-        Slots, starts and counts, and which are of prompts.
+        Slots, starts and counts of the parts, and which parts belong to prompts.
     """
     together = np.clip(prompt_ends - starts, 0, counts)
     has_prompt = (together > 0).astype(np.int64)
     times = has_prompt + counts - together
     offsets = np.arange(times.sum(), dtype=np.int64) - (np.cumsum(times) - times).repeat(times)
     are_prompts = offsets < has_prompt.repeat(times)
-    # the i-th of an entry with a stretch of a prompt is the (i - 1)-th behind it
+    # In an entry with a prompt part, part i is the (i - 1)-th token after it.
     skipped = np.where(are_prompts, 0, (together - has_prompt).repeat(times))
     lengths = np.where(are_prompts, together.repeat(times), 1)
     return chosen.repeat(times), starts.repeat(times) + offsets + skipped, lengths, are_prompts

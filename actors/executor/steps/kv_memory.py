@@ -1,4 +1,4 @@
-"""KV memory: the number of blocks, and the tensors.
+"""KV memory: what the layers keep of a token, the number of blocks, and the tensors.
 
 H  KV heads    D  head width    S  slots = blocks × tokens of a block
 """
@@ -12,7 +12,8 @@ from trouper.actors.executor.models.decoder import KVCacheSpec
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError
 
-# The scheduler keeps some hundred bytes of each block; an 8 B model has 50,000 blocks in 110 GB.
+# The scheduler keeps about a hundred bytes for each block, so their number is limited; an 8 B model has
+# 50,000 blocks in 110 GB.
 MAX_PREFIX_BLOCKS = 2**17
 
 
@@ -45,7 +46,7 @@ class KVCache:
         return sum(group.nbytes for group in self.groups)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy each source block over its target, one pair after the other."""
+        """Copy each source block to its target, one pair after another."""
         size = self._block_size
         for source, target in copies:
             for group in self.groups:
@@ -54,14 +55,14 @@ class KVCache:
 
 
 def num_kv_blocks(config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes: int) -> int:
-    """Compute the number of blocks, the null block included.
+    """Compute the number of blocks, including the null block.
 
     Args:
-        item_bytes: of one number in the cache.
+        item_bytes: bytes of one element in the cache.
 
     Raises:
-        TrouperValidationError: one sequence of the length that the user gave does not fit, or no block does; it names
-            the longest that does.
+        TrouperValidationError: a sequence of the requested length or a single block does not fit; the message
+            contains the longest length that does.
     """
     size, longest = config.block_size, config.max_model_len
     block_bytes = sum(spec.token_size for spec in specs) * size * item_bytes
@@ -69,7 +70,8 @@ def num_kv_blocks(config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes
     if usable is None:
         assert config.kv_cache_bytes is not None
         useful = config.scheduler.max_num_seqs * -(-longest // size)
-        if config.device == "cuda":  # a GPU's memory is given to be used: the rest keeps prefixes
+        # GPU memory is meant to be used: blocks beyond the running sequences keep prefixes.
+        if config.device == "cuda":
             useful = max(useful, MAX_PREFIX_BLOCKS)
         else:
             useful = min(useful, max(MAX_PREFIX_BLOCKS, -(-longest // size)))

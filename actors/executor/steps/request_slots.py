@@ -1,8 +1,8 @@
-"""The state of each sequence between steps, as a device keeps it: in one slot each.
+"""State of each sequence on a device between steps, stored in numbered slots.
 
-The tables are numpy arrays sized once: a step gathers from them with array operations, whatever the number
-of its entries.  Law: the token at position p of a slot is final once the step that sampled it has run;
-later plans read it from here, so that they can be made before it is known to the scheduler.
+The tables are numpy arrays of fixed size, so a step gathers its inputs with array operations, independent of
+the number of entries. Law: the token at position p of a slot is final once the step that sampled it has run.
+Later plans read it from here, so they can be made before the scheduler knows the token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,38 +17,46 @@ from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 
 
 class PromptSpan(NamedTuple):
-    """Prompt tokens of one entry whose logprobs are asked for, and which this step predicts."""
+    """Prompt tokens of one entry that this step predicts and whose logprobs were requested.
+
+    `first_token` is the index in the flat batch of the token that predicts the first of them. `num_top` is
+    the number of top logprobs, -1 for the whole vocabulary.
+    """
 
     entry: int
-    first_token: int  # in the flat batch: the token whose logits predict the first of them
+    first_token: int
     token_ids: np.ndarray
-    num_top: int  # -1 = the whole vocabulary
+    num_top: int
 
 
 class RequestSlots:
-    """The sequences of the running requests, by slot.
+    """The running sequences by slot. The runner that owns it may change it, between steps.
 
     Args:
-        max_num_seqs: the number of slots.
+        max_num_seqs: number of slots.
         block_size: tokens of a KV block.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
-        # one more position: a step in flight may sample a token that exceeds the length, and is dropped
+        # One extra position: a step in flight may sample a token beyond the maximum length, which is dropped
+        # later.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         max_blocks = -(-max_model_len // block_size)
         self.block_ids = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        self.adapters = np.zeros(max_num_seqs, dtype=np.int64)  # their slots; 0 = none
+        # Adapter slots; 0 means no adapter.
+        self.adapters = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling: list[Sampling] = [Sampling()] * max_num_seqs
-        self.with_prompt_logprobs: set[int] = set()  # slots whose requests ask for them
-        # by slot: the position of a part's first row, and the part [rows, E], which stands for tokens
+        # Slots whose requests asked for prompt logprobs.
+        self.with_prompt_logprobs: set[int] = set()
+        # By slot: embeddings that replace prompt tokens, as the position of the first row and the rows [rows,
+        # E].
         self._embeds: dict[int, tuple[tuple[int, Tensor], ...]] = {}
 
     def place(self, new: NewSequence) -> None:
-        """Give a slot to a sequence; whatever was in it is forgotten."""
+        """Assign a slot to a sequence and forget its previous content."""
         slot = new.request_slot
         self.token_ids[slot, : len(new.token_ids)] = new.token_ids
         self.num_prompt[slot] = new.num_prompt
@@ -64,17 +72,17 @@ class RequestSlots:
             self._embeds[slot] = tuple((part.first, _matrix(part)) for part in new.embeds)
 
     def add_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
-        """Append to the block table of a slot."""
+        """Append blocks to the block table of a slot."""
         first = self.num_blocks[slot]
         self.block_ids[slot, first : first + len(block_ids)] = block_ids
         self.num_blocks[slot] = first + len(block_ids)
 
     def has_embeds(self, slot: int) -> bool:
-        """Whether embeddings stand for tokens of the slot's prompt that are not computed yet."""
+        """Whether embeddings replace tokens of the slot's prompt that are not computed yet."""
         return slot in self._embeds
 
     def token_spans(self, slot: int) -> Iterator[tuple[int, int]]:
-        """Yield begin and end of each run of tokens in a prompt of which nothing has been computed yet."""
+        """Yield the begin and end of each run of tokens in a prompt that has not been computed at all."""
         begin = 0
         for first, matrix in self._embeds.get(slot, ()):
             yield begin, first
@@ -88,10 +96,10 @@ class RequestSlots:
     def take_embeds(
         self, plan: StepPlan, first_tokens: np.ndarray
     ) -> tuple[tuple[int, Tensor], ...]:
-        """Return the embeddings that this step computes, each with its place in the flat batch, and forget them.
+        """Return the embeddings that this step computes, each with its index in the flat batch, and forget them.
 
         Args:
-            first_tokens: of each entry, in the flat batch.
+            first_tokens: index of each entry's first token in the flat batch.
         """
         found: list[tuple[int, Tensor]] = []
         if self._embeds.keys().isdisjoint(plan.request_slots):
@@ -110,7 +118,7 @@ class RequestSlots:
         return tuple(found)
 
     def prompt_spans(self, plan: StepPlan, first_tokens: np.ndarray) -> Iterator[PromptSpan]:
-        """Yield the prompt tokens that follow the positions of this step, where their logprobs are asked for."""
+        """Yield the prompt tokens after the positions of this step whose logprobs were requested."""
         if self.with_prompt_logprobs.isdisjoint(plan.request_slots):
             return
         for entry, slot in enumerate(plan.request_slots):
@@ -124,6 +132,6 @@ class RequestSlots:
 
 def _matrix(embeds: Embeds) -> Tensor:
     dtype: torch.dtype = getattr(torch, embeds.dtype)
-    # Read-only bytes are copied: torch has no tensors that must not be written.
+    # Read-only bytes are copied, since torch has no read-only tensors.
     data = bytearray(embeds.data) if embeds.data.readonly else embeds.data
     return torch.frombuffer(data, dtype=dtype).view(embeds.num_rows, embeds.num_columns)

@@ -1,6 +1,7 @@
-"""Whether a model that is on this machine can be served, told from its json files and the head of its GGUF file.
+"""Checks whether a model on this machine can be served, from its JSON files and the header of its GGUF file.
 
-No weights are read, and torch is imported for models of the transformers library alone, whose classes say more.
+`trouper models` lists many folders, so the check reads no weights. It imports torch only for models of the
+transformers library, whose classes must be inspected.
 """
 
 from importlib.util import find_spec
@@ -23,16 +24,21 @@ from trouper.errors import TrouperError, UnsupportedFeatureError, invalid
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to whether a model can be served, given before it is loaded."""
+    """Result of the check: what the model is and, if it cannot be served, why.
+
+    `task` is "generate" or "pooling", and empty for an unusable model. `code` is "trouper" or "transformers",
+    the library that computes the model. `reason` is empty for a model that can be served as far as the check
+    can determine.
+    """
 
     architecture: str = ""
-    task: str = ""  # generate or pooling; "" where nothing can be done with it
-    code: str = ""  # trouper or transformers
-    reason: str = ""  # why it cannot be served; "" if it can, as far as can be seen
+    task: str = ""
+    code: str = ""
+    reason: str = ""
 
 
 def judge(path: Path) -> Verdict:
-    """Tell what a model folder or a GGUF file is good for; never raises for a bad one."""
+    """Check a model folder or a GGUF file. Never raises for a bad model; the verdict contains the reason."""
     architecture = ""
     try:
         args = EngineArgs(str(path))

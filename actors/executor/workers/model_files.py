@@ -1,10 +1,11 @@
-"""Samples of a model's files, by which another model on another machine, or in the folder by now, is found before it is loaded.
+"""Compares model files between machines, and maps paths of the coordinator's config to those of another machine.
 
-A sample is the size of a file and a digest of its head, where the names, shapes and dtypes of its tensors stand, and of windows
-that are spread over it.  That takes a few ms, and finds another revision or a fine-tune; it is no proof that nothing differs.
-Config, tokenizer, seed and adapters come from the engine, and need no comparison.
-
-Facts of a place that its workers go by instead of the coordinator's: paths of the same files, and how many share the cores.
+Workers on different machines read their own copies of a model. A different revision would silently produce
+wrong tokens, so each worker compares a sample of its files with the engine's before it loads them. A sample
+consists of the size of a file and a digest of its header, where names, shapes and dtypes of tensors are
+stored, and of windows spread over the file. It takes a few ms and detects another revision or a fine-tune,
+but does not prove that files are identical. Config, tokenizer, seed and adapters come from the engine and
+need no comparison.
 """
 
 import hashlib
@@ -22,23 +23,27 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, invalid
 
 HEAD_BYTES, WINDOW_BYTES = 2**16, 2**12
-NUM_WINDOWS = 64  # of all files together, but at least `LEAST_WINDOWS` of each
+# Windows over all files together, but at least `LEAST_WINDOWS` for each file.
+NUM_WINDOWS = 64
 LEAST_WINDOWS = 3
 
 
 class FileSample(msgspec.Struct, frozen=True):
-    """A file as far as it is compared; names may differ."""
+    """Size and digest of one file. Names are for messages and are not compared."""
 
     name: str
     num_bytes: int
     digest: str
 
     def describe(self) -> str:
+        """Describe the sample for an error message."""
         return f"{self.num_bytes} bytes, digest {self.digest}"
 
 
 def sample_model(config: EngineConfig) -> tuple[FileSample, ...]:
-    """Take a sample of the weights, and of code that may be run; none of dummy weights, or where a file cannot be read: the load says so."""
+    """Sample the weights and any code that may be run. Returns nothing for dummy weights or unreadable files,
+    since loading reports those.
+    """
     if config.load_format == "dummy":
         return ()
     try:
@@ -54,13 +59,13 @@ def sample_model(config: EngineConfig) -> tuple[FileSample, ...]:
 
 
 def check_model(config: EngineConfig, wanted: Sequence[FileSample]) -> None:
-    """Compare the files here with those of the engine.
+    """Compare the files on this machine with those of the engine.
 
     Args:
-        wanted: what the engine's machine had at its start; none: nothing is compared.
+        wanted: samples taken by the engine at its start; empty to skip the comparison.
 
     Raises:
-        TrouperValidationError: one differs; the message names it.
+        TrouperValidationError: a file differs; the message names it.
     """
     found = sample_model(config) if wanted else ()
     if not found:
@@ -107,18 +112,22 @@ def _sample(path: Path, num_windows: int) -> FileSample:
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
-    """Facts that a worker takes from the place where it runs, and not from the coordinator's plan."""
+    """Facts of the machine on which a worker runs, which replace those of the coordinator's config.
 
-    num_workers: int  # that share the machine's cores
-    model: str | None = None  # None: the path is the coordinator's
+    `num_workers` share the cores of the machine. `model` is None if the coordinator's paths are valid here.
+    `dense` holds the folders of a pooling model's final dense modules.
+    """
+
+    num_workers: int
+    model: str | None = None
     tokenizer: str | None = None
     code_path: str | None = None
     draft_model: str | None = None
-    dense: tuple[str, ...] = ()  # folders of the modules that a model which pools ends in
+    dense: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
-        """Take the paths that this machine has resolved itself."""
+        """Take the paths from a config that this machine has resolved itself."""
         draft = config.draft_model
         return cls(
             config.num_workers,
@@ -130,7 +139,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
         )
 
     def localise(self, config: EngineConfig) -> EngineConfig:
-        """Return the coordinator's plan with the paths of this place."""
+        """Return the coordinator's config with the paths of this machine."""
         replace = msgspec.structs.replace
         found = replace(config, num_workers_here=self.num_workers)
         if self.model is None:
@@ -148,19 +157,19 @@ class MachineFacts(msgspec.Struct, frozen=True):
         )
 
     def _localise_pooler(self, pooler: PoolerSpec | None) -> PoolerSpec | None:
-        if pooler is None or len(pooler.dense) != len(self.dense):  # none, or another model's
+        if pooler is None or len(pooler.dense) != len(self.dense):
             return pooler
         pairs = zip(pooler.dense, self.dense, strict=True)
         dense = tuple(msgspec.structs.replace(each, folder=folder) for each, folder in pairs)
         return msgspec.structs.replace(pooler, dense=dense)
 
     def as_argument(self) -> bytes:
-        """Encode it for a worker's command line."""
+        """Encode the facts for a worker's command line."""
         return msgspec.json.encode(self)
 
     @classmethod
     def of_argument(cls, text: str) -> Self:
-        """Decode it again."""
+        """Decode the facts from a worker's command line."""
         return msgspec.json.decode(text, type=cls)
 
 

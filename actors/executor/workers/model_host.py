@@ -1,11 +1,9 @@
-"""A model on the thread that loads it: the part that a device in a thread and a worker process share.
+"""Loads a model and runs its plans on one thread: the part shared by a device in a thread and by worker
+processes.
 
-Torch's intra-op settings, inference mode and current stream are thread-local, so one thread owns the model for its
-whole life.  torch is imported here by `load` and nowhere before.
-
-A thread in which grammars are compiled while the device computes.
-
-It is nicer than those that compute and than the event loop, and the compiler does not hold the interpreter, so streams go on.
+Torch's intra-op settings, inference mode and current stream are thread-local, so one thread owns the model
+for its whole life. `load` imports torch; nothing before it does. A second thread compiles grammars while the
+first computes.
 """
 
 import logging
@@ -46,18 +44,21 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-loading = logging.getLogger("trouper.loading")  # a terminal shows its last record
+# A terminal shows the last record of this logger while the engine starts.
+loading = logging.getLogger("trouper.loading")
 Phase = Literal["import", "weights"]
 PHASES: dict[Phase, str] = {"import": "importing torch", "weights": "loading the weights"}
-WIDE = 2**17  # numbers, which torch shares out among its threads
+# Elements enough for torch to use all its threads.
+WIDE = 2**17
 
 
 class ModelHost:
-    """Loads a model, or the part of it that a worker has, and runs its plans; an exception in a step fails the steps of its epoch.
+    """Loads a model, or a worker's part of it, and runs its plans. An exception in a step fails the later steps
+    of its epoch.
 
     Args:
-        rank: the number of the worker, of those of its device.
-        files: descriptors of what it shares with the others.
+        rank: number of the worker among those of its device.
+        files: descriptors of the memory and links shared with other workers.
     """
 
     def __init__(self, config: EngineConfig, rank: int = 0, files: Sequence[int] = ()) -> None:
@@ -72,16 +73,16 @@ class ModelHost:
         )
 
     def load(self, tell: Callable[[Phase], None]) -> DeviceInfo:
-        """Import torch and load the model, on the thread that will run it; `tell` hears how far it is.
+        """Import torch and load the model, in the thread that will run it. `tell` is called with each phase.
 
         Raises:
-            TrouperValidationError: checkpoint, traits or KV memory do not fit the config.
-            UnsupportedFeatureError: the architecture is not known.
+            TrouperValidationError: the checkpoint, its traits or the KV memory do not fit the config.
+            UnsupportedFeatureError: the architecture is not supported.
         """
         num_workers = self._config.num_workers
         if self._config.cpu_bind is not None:
             _bind(self._config.cpu_bind[self._rank])
-            num_workers = 1  # of those processors
+            num_workers = 1
         set_torch_environment()
         tell("import")
         with collections_paused():
@@ -91,16 +92,19 @@ class ModelHost:
         num_threads = min(num_elsewhere, num_cores)
         compute_with(num_threads, num_elsewhere)
         if self._config.device == "cpu":
-            start_nice(lambda: torch.zeros(WIDE).neg_())  # the threads that help this one
+            # Start torch's helper threads with a lower priority.
+            start_nice(lambda: torch.zeros(WIDE).neg_())
         with collections_paused():
             self._runner = runner = self._make_runner()
         tell("weights")
         info = runner.load()
         if runner.is_tiny:
-            num_threads = 1  # on a busy machine a barrier costs a time slice, 4 ms
-        compute_with(num_threads, num_elsewhere)  # the runner may have set it for others
+            # On a busy machine a barrier between threads costs a time slice of 4 ms.
+            num_threads = 1
+        # The runner may have changed the setting while it loaded.
+        compute_with(num_threads, num_elsewhere)
         if self._config.device == "cpu" and self._config.pooler is None and num_threads > 1:
-            be_nice()  # as those that help
+            be_nice()
         return info
 
     def _make_runner(self) -> "ModelRunner":
@@ -130,10 +134,10 @@ class ModelHost:
         return CpuRunner(self._config)
 
     def _uses_transformers(self) -> bool:
-        """Whether the code of the transformers library computes the model.
+        """Whether the transformers library computes this model.
 
         Raises:
-            UnsupportedFeatureError: it does, and on a device where it is not supported.
+            UnsupportedFeatureError: it does, but not with this device or these options.
         """
         from trouper.actors.executor.models.families.registry import has_own_code
 
@@ -166,10 +170,10 @@ class ModelHost:
     def execute(
         self, plan: StepPlan | PoolPlan
     ) -> StepResult | PendingResult[StepResult | None] | None:
-        """Run a plan, or launch it; None: another worker answers.
+        """Run a plan, or launch it. Returns None if another worker answers.
 
         Raises:
-            Exception: nothing runs on this device any more.
+            Exception: the device can run nothing any more.
         """
         runner = self._loaded_runner
         return self._guarded(plan, lambda: runner.execute(plan))
@@ -201,12 +205,12 @@ class ModelHost:
         return self._runner
 
     def close(self) -> None:
-        """Give back memory and threads.  Idempotent."""
+        """Release memory and threads. Idempotent."""
         if self._runner is not None:
             self._runner.close()
 
     def _guarded(self, plan: StepPlan | PoolPlan, work: Callable[[], Any]) -> Any:
-        """An error of the step fails its epoch, whose later steps may have been launched already."""
+        """Run `work`. Its exception fails all later steps of the epoch, which may already be launched."""
         if plan.epoch <= self._refused_epoch:
             return StepFailed(plan.step, "an earlier step failed")
         try:
@@ -219,13 +223,15 @@ class ModelHost:
                 return PendingResult(answer.is_ready, finish, answer.when_ready)
             return answer
         if failed.is_out_of_memory and self._runner:
-            self._runner.release()  # only now, when nothing refers to the step's memory
+            # Only here does nothing refer to the memory of the failed step.
+            self._runner.release()
         return failed
 
     def _failed(self, plan: StepPlan | PoolPlan, error: Exception) -> StepFailed:
         import torch
 
-        # Nothing runs on this GPU any more; or the other workers are ahead of this one for good.
+        # After such an error this GPU runs nothing any more, and with several workers the others are ahead of
+        # this one for good.
         if isinstance(error, torch.AcceleratorError) or self._config.workers_per_replica > 1:
             raise error
         columns = plan.request_slots if isinstance(plan, StepPlan) else plan.entries
@@ -236,10 +242,10 @@ class ModelHost:
 
 
 def _bind(cpus: Sequence[int]) -> None:
-    """Have this thread, and those that it starts from now on, run on these processors alone.
+    """Restrict this thread, and the threads that it starts later, to these processors.
 
     Raises:
-        TrouperValidationError: the machine has none of them, or this process may not use them.
+        TrouperValidationError: the processors do not exist, or this process may not use them.
     """
     try:
         os.sched_setaffinity(0, cpus)
@@ -248,20 +254,23 @@ def _bind(cpus: Sequence[int]) -> None:
 
 
 def log_phase(phase: Phase, *, where: str = "") -> None:
-    """Tell in the log how far a load is."""
+    """Log the phase of a load."""
     loading.info("%s%s", where, PHASES[phase])
 
 
 class GrammarThread:
-    """Does one piece of work after another; begins at the first.
+    """Compiles grammars one after another in a thread that starts with the first.
+
+    The thread has a lower priority than those that compute and than the event loop, and the compiler releases
+    the interpreter lock, so streams continue.
 
     Args:
-        answer: is told of each grammar, in the thread.
+        answer: called in this thread with the result of each grammar.
     """
 
     def __init__(self, answer: Callable[[GrammarReady], None]) -> None:
         self._answer = answer
-        # One grammar at a time, and a vocabulary.
+        # At most one grammar and a vocabulary.
         self._works: queue.SimpleQueue[tuple[bytes, Callable[[], object]] | None] = (
             queue.SimpleQueue()
         )
@@ -271,7 +280,7 @@ class GrammarThread:
         return f"<GrammarThread: {self._works.qsize()} to do>"
 
     def do(self, work: Callable[[], object], key: bytes = b"") -> None:
-        """Have something done; of a grammar, whose key it is, the end is told."""
+        """Queue work. For a grammar, pass its key to receive an answer."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._serve, name="trouper-grammars", daemon=True
@@ -280,7 +289,7 @@ class GrammarThread:
         self._works.put((key, work))
 
     def close(self) -> None:
-        """End the thread when its work is done, which takes half a second at most."""
+        """End the thread after its current work, which takes at most half a second."""
         if self._thread is not None:
             self._works.put(None)
             self._thread.join()
@@ -293,7 +302,8 @@ class GrammarThread:
             error = None
             try:
                 compile()
-            except BaseException as raised:  # noqa: ASYNC103  # it is the request's; a panic of the library is no Exception
+            # The error belongs to the request. A panic of the library is not an Exception.
+            except BaseException as raised:  # noqa: ASYNC103
                 error = f"{type(raised).__name__}: {raised}"
             if key:
                 self._answer(GrammarReady(key, error))

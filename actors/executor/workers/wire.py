@@ -1,8 +1,8 @@
-"""The frames between an engine and its worker processes: kind (1 byte), length (4 bytes), msgpack.
+"""Frames between an engine and its worker processes: kind (1 byte), length (4 bytes), msgpack.
 
-A payload beyond `MAX_INLINE` bytes is written once into a memory file whose descriptor goes with the frame, so a prompt of
-embeddings is not pushed through a socket buffer; to another machine it goes inline. Nothing is pickled: each kind has one type, and a frame that is
-not of it is an error of the connection.
+A larger payload is written once into a memory file whose descriptor accompanies the frame, so embeddings of a
+prompt are not pushed through a socket buffer. Frames to another machine are always inline. Nothing is
+pickled: each kind of frame has one type, and bytes that do not decode to it are an error of the connection.
 """
 
 import mmap
@@ -39,53 +39,61 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 
 HEADER = struct.Struct("<BI")
-# Bytes of a frame that goes through the socket: the plans in flight (stages + 1), three calls, a grammar and the vocabulary, 7 * 30,000,
-# fit into its buffer of 212,992 bytes, so that sending never waits.  A plan of 64 rows has 490 bytes, one with a prompt of 8,192 tokens 25,000.
+# Maximum bytes of an inline payload. The plans in flight (stages + 1), three calls, a grammar and the
+# vocabulary, 7 * 30,000 bytes, fit into the socket's buffer of 212,992 bytes, so sending never waits. A plan
+# of 64 entries has 490 bytes, a plan with a prompt of 8,192 tokens 25,000.
 MAX_INLINE = 30_000
 MAX_FRAME = 2**32 - 1
 MakeGrammar = Callable[[GrammarRules], Grammar]
-PIECE_BYTES = 2**24  # of what is written at once
-EMPTY_BYTES, BYTES_32 = b"\xc4\x00", struct.Struct(">BI")  # of msgpack
-IN_FILE = 0x80  # in the kind: the payload lies in a memory file
+# Bytes written at a time.
+PIECE_BYTES = 2**24
+# Msgpack's empty byte string, and the header of a long one.
+EMPTY_BYTES, BYTES_32 = b"\xc4\x00", struct.Struct(">BI")
+# Flag of the kind byte: the payload is in a memory file.
+IN_FILE = 0x80
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Engine → worker, the first frame: what to load, and how deep to sleep then."""
+    """Engine → worker, the first frame: what to load and the state to restore.
+
+    `woken` names the parts of memory to load in spite of the sleep level, `profile` is the folder and prefix
+    of a trace to begin again, and `files` samples the model's files as they were when the engine started.
+    """
 
     config: EngineConfig
     rank: int = 0
     sleep_level: int = 0
-    woken: tuple[str, ...] = ()  # what of the memory is awake all the same
-    profile: tuple[str, str] | None = None  # folder and prefix of a trace that is to be begun again
-    files: tuple[FileSample, ...] = ()  # of the model, as they were when the engine started
+    woken: tuple[str, ...] = ()
+    profile: tuple[str, str] | None = None
+    files: tuple[FileSample, ...] = ()
 
 
 WorkerAction = Sleep | Wake | LoadAdapter | StartProfile | StopProfile | ProbeDevice
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Engine → worker: anything but a step, behind the plans already sent."""
+    """Engine → worker: an action other than a step, performed after the plans already sent."""
 
     number: int
     action: WorkerAction
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Engine → worker: give everything back and exit."""
+    """Engine → worker: release everything and exit."""
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Engine → worker, before its Load: import torch; no processors are to be bound first."""
+    """Engine → worker, before `Load`: import torch. Sent only if no processors must be bound first."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Worker → engine: plans may come."""
+    """Worker → engine: the worker is ready for plans."""
 
     info: DeviceInfo
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Worker → engine: what it does while it starts."""
+    """Worker → engine: the current phase of its start."""
 
     phase: Literal["import", "weights"]
 
@@ -99,14 +107,16 @@ class LogRecord(msgspec.Struct, frozen=True):
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """Worker → engine: a call has been done, or why not."""
+    """Worker → engine: a call was performed, or its error."""
 
     number: int
     error: "ErrorText | None" = None
 
 
 class ErrorText(msgspec.Struct, frozen=True):
-    """An exception in words: its class, by which an error of our own is raised again, and its message."""
+    """An exception as data: its class name, from which our own errors are restored, and its message, parameter
+    and value.
+    """
 
     kind: str
     message: str
@@ -115,7 +125,7 @@ class ErrorText(msgspec.Struct, frozen=True):
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """Worker → engine, the last frame: it cannot go on, or could not start."""
+    """Worker → engine, the last frame: the error that ends the worker."""
 
     error: ErrorText
 
@@ -134,7 +144,7 @@ FromWorker = (
 )
 Frame = ToWorker | FromWorker
 
-# A kind is a place in this table: append, never reorder.
+# The index in this table is the kind byte: append only, never reorder.
 TYPES: tuple[type[Any], ...] = (
     Load, StepPlan, PoolPlan, Call, Close,
     Loaded, Progress, LogRecord, StepDone, PoolDone, StepFailed, Returned, Broken, Vocabulary, Prepare,
@@ -144,11 +154,11 @@ _KINDS = {kind: number for number, kind in enumerate(TYPES)}
 
 
 class WireError(Exception):
-    """The bytes of the other side are no frame of this protocol."""
+    """The received bytes are not a frame of this protocol."""
 
 
 class _Array(msgspec.Struct, array_like=True):
-    """A numpy array on its way: its type, its shape and its bytes."""
+    """A numpy array as data: dtype, shape and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -181,7 +191,7 @@ _WITH_GRAMMARS = (_KINDS[StepPlan], _KINDS[PrepareGrammar])
 
 
 def describe_error(error: BaseException) -> ErrorText:
-    """Put an exception into words."""
+    """Convert an exception to data."""
     if isinstance(error, TrouperValidationError):
         value = error.value if isinstance(error.value, int | float | str) else None
         return ErrorText(type(error).__name__, error.message, error.parameter, value)
@@ -191,7 +201,7 @@ def describe_error(error: BaseException) -> ErrorText:
 
 
 def as_exception(text: ErrorText) -> Exception:
-    """Make the exception again: one of our own by its class, any other as a `DeviceStartError` that names it."""
+    """Restore an exception: our own by its class, any other as a `DeviceStartError` that names its class."""
     kind = getattr(errors, text.kind, None)
     if kind is TrouperValidationError:
         return TrouperValidationError(text.message, parameter=text.parameter, value=text.value)
@@ -208,11 +218,13 @@ def encode(
     """Encode a frame.
 
     Args:
-        num_workers: of the device: of more workers, more plans may lie in a socket's buffer, and each has less room.
-        is_inline: whether no descriptor can go with it.
+        num_workers: number of workers of the device. With more workers more plans may wait in each socket, so
+            inline payloads must be smaller.
+        is_inline: whether the connection cannot carry descriptors.
 
     Returns:
-        Its bytes, and the descriptor of a memory file that is to be sent with them, or None. The caller closes it.
+        The bytes to send, and the descriptor of a memory file to send with them or None. The caller closes
+            it.
     """
     kind = _KINDS[type(frame)]
     payload = _encoder.encode(frame)
@@ -231,9 +243,10 @@ def encode(
 
 
 def encode_adapter(call: Call) -> tuple[bytes, int]:
-    """Encode a call that brings an adapter; for a thread: gigabytes are written in pieces, and the interpreter is free meanwhile.
+    """Encode a call that carries an adapter. Run it in a thread: it writes gigabytes in blocks and releases the
+    interpreter lock while doing so.
 
-    The weights are the last value of the frame, so they are written behind the rest as they are, and never copied.
+    The weights are the last value of the frame, so they can be appended to the encoded rest without a copy.
     """
     action = call.action
     assert isinstance(action, LoadAdapter)
@@ -258,20 +271,19 @@ def encode_adapter(call: Call) -> tuple[bytes, int]:
 
 
 def read_inline(data: bytes, file: int) -> bytes:
-    """Make a frame that has its payload inline of one that has it in a memory file."""
+    """Convert a frame with a memory file to one with an inline payload."""
     kind, length = HEADER.unpack(data)
     with mmap.mmap(file, length, prot=mmap.PROT_READ) as payload:
         return HEADER.pack(kind & ~IN_FILE, length) + payload[:]
 
 
 class FrameReader:
-    """Cuts a stream of bytes, and the descriptors that came with them, into frames.
-
-    Descriptors of memory files belong to the reader until their frame is taken.
+    """Splits a stream of bytes, and the descriptors received with them, into frames. It owns the descriptors of
+    frames that were not taken yet.
 
     Args:
-        make_grammar: makes the grammar of a plan of its rules; None: no plans are read here, or none with grammars.
-        max_inline: bytes of a payload that come with the frame.
+        make_grammar: creates a grammar from its rules; None if no frame contains grammars.
+        max_inline: maximum bytes of an inline payload.
     """
 
     def __init__(
@@ -290,15 +302,15 @@ class FrameReader:
         return f"<FrameReader: {len(self._bytes)} bytes, {len(self._files)} files>"
 
     def feed(self, data: bytes, files: list[int]) -> None:
-        """Add what one read has brought."""
+        """Add the bytes and descriptors of one read."""
         self._bytes += data
         self._files.extend(files)
 
     def take(self) -> Frame | None:
-        """Take the next whole frame; None until it has come.
+        """Take the next complete frame, or return None.
 
         Raises:
-            WireError: this is no frame, or its memory file is missing.
+            WireError: the bytes are not a frame, or its memory file is missing.
         """
         if len(self._bytes) < HEADER.size:
             return None
@@ -319,7 +331,7 @@ class FrameReader:
             raise WireError(f"not a {TYPES[kind].__name__}: {error}") from None
 
     def _read_file(self, length: int) -> memoryview:
-        """Map the memory file; what is decoded refers to the mapping and keeps it."""
+        """Map the memory file. Decoded values refer to the mapping and keep it alive."""
         if not self._files:
             raise WireError("a frame without its memory file")
         file = self._files.popleft()
@@ -333,6 +345,6 @@ class FrameReader:
             os.close(file)
 
     def close(self) -> None:
-        """Close the memory files of frames that were not taken.  Idempotent."""
+        """Close the memory files of frames that were not taken. Idempotent."""
         while self._files:
             os.close(self._files.popleft())
