@@ -1,12 +1,14 @@
-"""Adapters as PEFT writes them: the configuration of one, and reading its two files.  torch is not imported.
+"""LoRA adapters in PEFT's format: an adapter's configuration, and reading its two files.  Does not import torch.
 
-    adapter_config.json         rank, scale and what is adapted
+    adapter_config.json         rank, scale and the adapted modules
     adapter_model.safetensors   base_model.model.X.lora_A.weight [r, I] and .lora_B.weight [O, r] for each module X
+
+Adapters may come from untrusted sources.
 
 Laws:
   * Only these two files are opened, and neither is ever unpickled.
-  * A file of weights is read when its header fits its size: a bad one costs no more than its header.
-  * With a root the folder is below it, and no link is followed on the way: each step opens the next one.
+  * A weight file is read only if its header matches its size, so a bad file costs no more than its header.
+  * With a root, the folder must be below it, and no symbolic link is followed: each step opens the next one.
 """
 
 import errno
@@ -30,13 +32,15 @@ from trouper.errors import (
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG_BYTES = 2**20
-MAX_WEIGHTS_BYTES = 2**31  # rank 64 on all projections of a model of 70 B in bfloat16 is 1.7 GB
-MAX_HEADER_BYTES = 2**24  # some 100,000 tensors
+# Rank 64 on all projections of a model with 70 B parameters takes 1.7 GB in bfloat16.
+MAX_WEIGHTS_BYTES = 2**31
+MAX_HEADER_BYTES = 2**24  # about 100,000 tensors
 PARAMETER = "lora_path"
 REPEATS = ("*", "+", "?", "{")
-MAX_PATTERN, MAX_REPEATS = 512, 3  # of a name of 100 characters, some 10**6 steps
+# With these limits matching a name of 100 characters takes about 10**6 steps.
+MAX_PATTERN, MAX_REPEATS = 512, 3
 Rank = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
-# What a configuration may say at these values alone: anything else changes the model in another way.
+# Keys that are accepted only with these values, because other values change the model in another way than LoRA.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "use_bdlora"), (False, [], {})),
@@ -49,25 +53,29 @@ VLLM_SENTENCES = {
     "modules_to_save": "Unsupported modules_to_save. ",
 }
 MERGE = "merge the adapter into its model (peft's merge_and_unload) and serve the merged folder"
+# Initialisations that rewrite the base model's weights.
 CHANGES_BASE = (
     "pissa",
     "olora",
     "corda",
     "loftq",
-)  # initialisations that rewrite the base's weights
+)
 
 
 class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Room for adapters in an engine."""
+    """The capacity for adapters in an engine."""
 
-    max_loras: int = 1  # different ones among the running requests
+    # The number of different adapters among the running requests.
+    max_loras: int = 1
     max_rank: int = 16
-    num_slots: int = 1  # adapters that are loaded at once
-    target_modules: tuple[str, ...] | None = None  # the only ones that an adapter may change
+    # The number of loaded adapters.
+    num_slots: int = 1
+    # The only modules that an adapter may change; any by default.
+    target_modules: tuple[str, ...] | None = None
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
-    """The fields of `adapter_config.json` that say what the adapter computes."""
+    """The fields of `adapter_config.json` that determine the adapter's computation."""
 
     r: Rank = 8
     lora_alpha: float = 8
@@ -76,17 +84,17 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float] = {}
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module of this name."""
+        """Return the rank for a module with this name."""
         return _matching(self.rank_pattern, module, self.r)
 
     def scale_of(self, module: str) -> float:
-        """Return what the product of a module's two matrices is multiplied with."""
+        """Return the factor of the product of a module's two matrices."""
         rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 class AdapterFiles(msgspec.Struct, frozen=True):
-    """One adapter as it lay in its folder."""
+    """The content of one adapter's folder."""
 
     config: AdapterConfig
     weights: bytes  # a safetensors file
@@ -101,23 +109,23 @@ class _TensorEntry(msgspec.Struct, frozen=True):
 
 
 class _Place(NamedTuple):
-    """An open folder, and how to open what lies in it."""
+    """An open folder, and the function that opens files in it."""
 
     descriptor: int
     flags: int
 
 
 def read_adapter(path: str | os.PathLike[str], root: str | None = None) -> AdapterFiles:
-    """Read an adapter's files.  Waits for the disk, so it is called from a thread.
+    """Read an adapter's files.  Waits for the disk, so it must be called from a thread.
 
     Args:
-        root: the folder that it must lie in, however it is named; None = anywhere.
+        root: the folder that must contain the adapter, by whatever path; any folder is allowed by default.
 
     Raises:
-        LoRAAdapterNotFoundError: there is no such folder.
+        LoRAAdapterNotFoundError: the folder does not exist.
         OutsideRootError: the path leads out of the root.
         TrouperValidationError: the adapter is malformed; the message names the file.
-        UnsupportedFeatureError: it changes the model in a way that is not LoRA.
+        UnsupportedFeatureError: the adapter changes the model in another way than LoRA.
     """
     place = _open_folder(Path(path), root)
     try:
@@ -128,7 +136,7 @@ def read_adapter(path: str | os.PathLike[str], root: str | None = None) -> Adapt
 
 
 def adapter_config(text: bytes) -> AdapterConfig:
-    """Parse and check `adapter_config.json`; raises as `read_adapter` does."""
+    """Parse and check `adapter_config.json`.  Raises the errors of `read_adapter`."""
     try:
         given: Any = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -168,13 +176,13 @@ def adapter_config(text: bytes) -> AdapterConfig:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Refuse an expression that could take long: it comes with the adapter, and is matched with each module's name.
+    """Check that a regular expression cannot take long: it comes with the adapter and is matched with each module's name.
 
-    With `MAX_REPEATS` repetitions, none of which repeats a group with repetitions or choices, the steps of a match are bounded by
-    that power of the name's length.
+    With at most `MAX_REPEATS` repetitions, none of which repeats a group with repetitions or choices, the number of steps is
+    bounded by that power of the name's length.
 
     Raises:
-        TrouperValidationError: it is no expression.
+        TrouperValidationError: the expression is malformed.
         UnsupportedFeatureError: it could take too long.
     """
     if len(pattern) > MAX_PATTERN or _num_repeats(pattern) > MAX_REPEATS:
@@ -187,7 +195,10 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _num_repeats(pattern: str) -> float:
-    """Count the repetitions of an expression; infinite where a group that has repetitions or choices is repeated, and for rare forms (`(?=`, `\\1`)."""
+    """Count the repetitions of an expression.
+
+    Returns infinity if a group with repetitions or choices is repeated, and for rare forms (`(?=`, `\1`).
+    """
     text = re.sub(r"\\\D|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL).replace(
         "(?:", "("
     )
@@ -211,10 +222,10 @@ def _num_repeats(pattern: str) -> float:
 
 
 def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that fits the module's name, or the end of it from a dot on, as in peft."""
+    """Return the value of the first pattern that matches the module's name, or its end after a dot, like peft."""
     starts = [0, *(at + 1 for at, letter in enumerate(module) if letter == ".")]
     for pattern, value in patterns.items():
-        # With a start other than 0, `^` still is the beginning of the whole name.
+        # With a start other than 0, `^` still matches the beginning of the whole name only.
         if any(re.compile(pattern).fullmatch(module, start) for start in starts):
             return value
     return default
@@ -240,7 +251,7 @@ def _open_folder(path: Path, root: str | None) -> _Place:
         try:
             inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | flags, dir_fd=folder)
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a link, or no folder
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a link, or not a folder
                 raise _outside(path) from None
             raise _no_adapter(path, error) from None
         finally:
@@ -271,10 +282,10 @@ def _open(folder: int, name: str, flags: int) -> int:
 
 
 def _check_header(file: BinaryIO, size: int) -> None:
-    """Check that a safetensors file is whole, by its header.
+    """Check by its header that a safetensors file is complete.
 
     Raises:
-        TrouperValidationError: it is not.
+        TrouperValidationError: the file is incomplete or malformed.
     """
     length = int.from_bytes(file.read(8), "little")
     if length > min(MAX_HEADER_BYTES, size - 8):

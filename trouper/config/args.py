@@ -1,6 +1,6 @@
-"""Options of an engine under vLLM's names, as a caller gives them; `resolve.py` makes a plan of them.
+"""The options of an engine under vLLM's names, unresolved: `resolve.py` turns them into a plan.
 
-vLLM's options that trouper does not implement, each with the one value at which it is accepted.
+vLLM's options without an implementation here are accepted with their default value and refused with any other.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ALIASES = {
 
 
 def _checked_names(cls: type[Any]) -> Any:
-    """Let the constructor accept both spellings of an option, and name the nearest ones for an unknown name."""
+    """Let the constructor accept both spellings of an option, and suggest similar names for an unknown one."""
     plain_init: Callable[..., None] = cls.__init__
 
     @wraps(plain_init)
@@ -51,13 +51,13 @@ def _checked_names(cls: type[Any]) -> Any:
 @_checked_names
 @dataclasses.dataclass
 class EngineArgs:
-    """The options of an engine in vLLM's words.  `None` and `"auto"` leave the choice to the engine.
+    """The options of an engine under vLLM's names.  `None` and `"auto"` leave the choice to the engine.
 
     Values are checked when the engine starts.
 
     Raises:
-        TrouperValidationError: an option of that name does not exist; the nearest known ones are named.
-        UnsupportedFeatureError: an option of vLLM that trouper does not implement, off its default.
+        TrouperValidationError: an option with that name does not exist; the message suggests similar names.
+        UnsupportedFeatureError: an option of vLLM that trouper does not implement has another value than its default.
     """
 
     model: str | None = None
@@ -95,7 +95,7 @@ class EngineArgs:
     batch_invariant: bool = False
     runner: str = "auto"
     convert: str = "auto"
-    pooler_config: Any = None  # a PoolerConfig, or a dict or json text of its fields
+    pooler_config: Any = None  # a PoolerConfig, or a dict or JSON text of its fields
     max_logprobs: int = 20
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
@@ -141,9 +141,9 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, options: dict[str, Any] | argparse.Namespace) -> Self:
-        """Make them from a dict, or from the namespace of a parser such as vLLM's.
+        """Create the options from a dict, or from the namespace of a parser such as vLLM's.
 
-        Every name in a dict must be an option; other names in a namespace are left alone.
+        Every key of a dict must be an option; other names in a namespace are ignored.
         """
         if isinstance(options, argparse.Namespace):
             fields = {field.name for field in dataclasses.fields(cls)}
@@ -153,14 +153,14 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Give a parser one option for each field, whose values `from_cli_args` reads."""
+        """Add one option for each field to a parser.  `from_cli_args` reads the parsed values."""
         for field in dataclasses.fields(cls):
             parser.add_argument(f"--{field.name.replace('_', '-')}", **_parser_settings(field))
         return parser
 
 
 def _parser_settings(field: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """Return the keywords of `add_argument` for one option: lists take several values, dicts JSON."""
+    """Return the keywords of `add_argument` for one option: lists take several values, dicts take JSON."""
     wished: Any = field.type
     kinds = set(get_args(wished)) - {NoneType} if get_args(wished) else {wished}
     settings: dict[str, Any] = {"default": field.default}
@@ -175,7 +175,7 @@ def _parser_settings(field: "dataclasses.Field[Any]") -> dict[str, Any]:
 
 
 class AsyncEngineArgs(EngineArgs):
-    """`EngineArgs` under the name that vLLM's async programs import."""
+    """`EngineArgs` under the name that programs for vLLM's async engine import."""
 
 
 logger = logging.getLogger("trouper")
@@ -283,8 +283,8 @@ NOT_IMPLEMENTED: dict[str, Any] = {
 }
 
 
-# Options that choose among ways to compute the same answers, or show again what an older version has shown.  trouper has
-# its own way for each device, and hides no metrics.
+# Options that choose between ways to compute the same answers, or that show metrics of older versions.  trouper has its own
+# implementation for each device, and hides no metrics.
 _EQUIVALENT = """
     attention_backend mm_encoder_attn_backend moe_backend linear_backend sparse_indexer_topk_backend
     all2all_backend dcp_comm_backend mamba_backend mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend
@@ -298,9 +298,12 @@ EQUIVALENT = frozenset(_EQUIVALENT.split())
 
 
 def check_not_implemented(name: str, value: Any) -> None:
-    """Refuse a value that asks for more than the default; raises UnsupportedFeatureError.
+    """Check the value of an option that trouper does not implement.
 
-    Of a choice among equals nothing is lost, so it is only logged.
+    Options that choose between equivalent implementations are logged only, because the answers do not change.
+
+    Raises:
+        UnsupportedFeatureError: the value asks for more than the default.
     """
     default = NOT_IMPLEMENTED[name]
     value = getattr(value, "value", value)  # a member of one of vLLM's enumerations

@@ -1,4 +1,4 @@
-"""Types, ranges and choices of the values in `EngineArgs`.  Pure; needs no model."""
+"""Types, ranges and choices of the values in `EngineArgs`.  Pure: no model is needed."""
 
 import dataclasses
 import logging
@@ -30,8 +30,9 @@ AT_MOST = {
     "max_lora_rank": 1024,
     "max_cpu_loras": 1024,
 }
-ROUNDED = ("int8", "int4")  # what plain weights are rounded to
-# Of a checkpoint that is quantised already, by the names that vLLM has for its kernels too.
+# The formats to which plain weights can be rounded.
+ROUNDED = ("int8", "int4")
+# Formats of quantized checkpoints, including vLLM's names of its kernels.
 METHODS = (
     "awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "mxfp4", "gguf", "modelopt", "modelopt_fp4",
     "auto-round", "inc", "bitsandbytes",
@@ -54,11 +55,11 @@ IDLE_ON_CPU = ("cudagraph_capture_sizes", "gpu_memory_utilization")
 
 
 def check_engine_args(args: EngineArgs) -> None:
-    """Convert paths and numpy's integers to plain values, and refuse values that no engine can have.
+    """Convert paths and numpy integers to plain values, and check all values.
 
     Raises:
-        TrouperValidationError: a value of the wrong type or out of range; the message names the option.
-        UnsupportedFeatureError: a value that would have no effect, although it should.
+        TrouperValidationError: a value has the wrong type or is out of range; the message names the option.
+        UnsupportedFeatureError: a value would have no effect although the user expects one.
     """
     _check_types(args)
     _check_numbers(args)
@@ -83,7 +84,7 @@ def _check_adaptive_threshold(args: EngineArgs) -> None:
 
 
 def log_idle_options(args: EngineArgs) -> None:
-    """Log in one line which options of a GPU have no effect on this engine."""
+    """Log in one line which GPU options have no effect on this engine."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     idle = [name for name in IDLE_ON_CPU if getattr(args, name) != defaults[name]]
     if idle:
@@ -91,10 +92,10 @@ def log_idle_options(args: EngineArgs) -> None:
 
 
 def human_int(value: Any, parameter: str) -> int:
-    """Read `8k`, `1M`, `4096`: lower-case suffixes are decimal, upper-case ones binary.
+    """Parse `8k`, `1M` or `4096`: lower-case suffixes are decimal, upper-case ones binary.
 
     Raises:
-        TrouperValidationError: it is no number; the message names the parameter.
+        TrouperValidationError: the value is not a number; the message names the parameter.
     """
     try:
         if isinstance(value, bool):
@@ -119,7 +120,7 @@ def _check_types(args: EngineArgs) -> None:
             raise invalid(name, "must be True or False", getattr(args, name))
         is_text = (
             field.type in (str, str | None) and name != "dtype"
-        )  # a torch dtype has a name, too
+        )  # a torch dtype also has a name
         if is_text and not isinstance(value, str):
             raise invalid(name, "must be a string", getattr(args, name))
         if field.type == dict[str, Any] | None and not isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Dotted options: `--pooler-config.task embed` -> `--pooler-config '{"task": "embed"}'`.  Pure.
+"""Parse command lines with vLLM's dotted options: `--pooler-config.task embed` means `--pooler-config '{"task": "embed"}'`.
 
-Parser of command lines for programs that take an engine's options beside their own.
+`FlexibleArgumentParser` serves programs that accept an engine's options next to their own.  Pure.
 """
 
 import argparse
@@ -12,13 +12,13 @@ from trouper.errors import TrouperValidationError
 
 
 def join_dotted(arguments: Iterable[str]) -> list[str]:
-    """Replace dotted options by one JSON option each; the other arguments stay in their order.
+    """Replace dotted options by one JSON option each.  Other arguments keep their order.
 
     Raises:
-        TrouperValidationError: an option without a value, or one key that has both a value and keys of its own.
+        TrouperValidationError: an option has no value, or a key has both a value and keys of its own.
     """
     kept: list[str] = []
-    values: list[str] = []  # behind a `--`
+    values: list[str] = []  # after a `--`
     found: dict[str, dict[str, Any]] = {}
     rest = iter(arguments)
     for argument in rest:
@@ -50,7 +50,7 @@ def _put(fields: dict[str, Any], keys: list[str], value: Any, name: str) -> None
 
 
 def _as_json(text: str) -> Any:
-    """Read a value as JSON, and as a text where it is none."""
+    """Parse a value as JSON, or return it as a text if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -58,9 +58,9 @@ def _as_json(text: str) -> Any:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` that takes `--max_model_len` for `--max-model-len`, and dots for nested JSON.
+    """`argparse.ArgumentParser` that accepts `--max_model_len` for `--max-model-len`, and dots for nested JSON.
 
-    `--pooler-config.task embed` stands for `--pooler-config '{"task": "embed"}'`.
+    `--pooler-config.task embed` means `--pooler-config '{"task": "embed"}'`.
     """
 
     def parse_known_args(  # type: ignore[override]  # the overloads of argparse
@@ -73,7 +73,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def _with_dashes(argument: str) -> str:
-    """Spell an option with dashes; its value, and keys behind a dot, stay as they are."""
+    """Replace underscores in the name of an option by dashes.  Its value, and keys after a dot, do not change."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")

@@ -1,8 +1,8 @@
-"""The length of the context, and the memory for the KV cache that it needs.
+"""Choose the context length, and the memory of the KV cache that it needs.
 
-A length that is not given is what fits: the model's own, or less where the KV cache has no room for it.  On a CPU the
-cache may by default take half of what the weights leave of the memory that is available.  Its pages take memory when
-they are first used, so a large cache costs nothing at start.
+Without a length from the user the engine uses the model's own, or a shorter one if the KV cache has no room for it.  On a
+CPU the cache by default takes up to half of the available memory that the weights leave.  Its pages use memory only when
+they are first written, so a large cache costs nothing at start.
 """
 
 import math
@@ -17,48 +17,53 @@ from trouper.config.model import ITEM_BYTES, ModelConfig
 from trouper.errors import TrouperValidationError, invalid
 
 GIB = 2**30
-# Of the KV cache on a system that does not say how much memory is available.
+# The size of the KV cache on a system that does not report its available memory.
 UNKNOWN_KV_CACHE_BYTES = 2 * GIB
-# Of what the weights leave: activations, adapters, prompts and other programs need the rest.
+# The share of the memory behind the weights: activations, adapters, prompts and other programs need the rest.
 KV_SHARE = 0.5
-# The interpreter, torch and the activations of a step, in each process that computes.
+# The memory of the interpreter, torch and the activations of a step, in each process that computes.
 PROGRAM_BYTES = 384 * 2**20
-# A shorter context answers no real question, so an engine that has no memory for it does not start unasked.
+# A shorter context is not useful, so an engine without memory for it does not start unless the user asks for it.
 LEAST_CONTEXT = 1024
-# What weights take that are rounded at load, as a share of bfloat16; the table of embeddings stays as it is.
+# The size of weights that are rounded at load, as a share of bfloat16.  The embedding is not rounded.
 ROUNDED_SHARES = {"int8": 0.55, "int4": 0.36}
 COMPRESSED_SHARE = 0.77
-# Estimates of weights are too high by less than this where they are too high.
+# Estimates of weights are too high by at most this factor.
 SURE_SHARE = 0.85
 MORE = "kv_cache_memory_bytes (--kv-cache-memory-bytes)"
 
 
 class Sizes(NamedTuple):
-    """Sizes of an engine that are known before the weights are read."""
+    """Sizes of an engine that are known before its weights are read."""
 
-    longest: int  # tokens of the longest sequence that the model can compute
+    # The tokens of the longest sequence that the model can compute.
+    longest: int
     block_size: int
-    token_bytes: int | None  # of one token's keys and values in one worker
-    weight_bytes: int  # of all replicas that are on this machine
-    num_workers: int  # on this machine
+    # The bytes of one token's keys and values in one worker.
+    token_bytes: int | None
+    # The bytes of the weights of all replicas on this machine.
+    weight_bytes: int
+    # The number of workers on this machine.
+    num_workers: int
 
 
 class Context(NamedTuple):
-    """The length in force, and the memory for it."""
+    """The context length, and the memory for it."""
 
     max_model_len: int
-    kv_cache_bytes: int | None  # of each worker
-    is_open: bool  # the length was not given, so it may be shortened
+    kv_cache_bytes: int | None  # bytes of each worker
+    # Whether the user gave no length, so that the engine may shorten it.
+    is_open: bool
 
 
 def choose_context(args: EngineArgs, sizes: Sizes, kv_cache_bytes: int | None) -> Context:
-    """Choose the length of a model that generates.
+    """Choose the context length of a generative model.
 
     Args:
-        kv_cache_bytes: the memory that the user gives; None leaves it to the device.
+        kv_cache_bytes: the memory that the user gives, or None to leave it to the device.
 
     Raises:
-        TrouperValidationError: the length that the user gave is none, or beyond the model's own.
+        TrouperValidationError: the user's length is not a number, or exceeds the model's own.
     """
     given = given_length(args.max_model_len, sizes.longest)
     if given is not None:
@@ -73,13 +78,13 @@ def choose_context(args: EngineArgs, sizes: Sizes, kv_cache_bytes: int | None) -
 def default_kv_cache_bytes(args: EngineArgs, sizes: Sizes, available: int | None) -> int:
     """Choose the memory of each worker's KV cache on a CPU.
 
-    Half of what the weights leave, or all of it where a context that was asked for, or the least one, needs it.
+    It is half of the memory that the weights leave, or all of it if the requested or the least context needs it.
 
     Args:
-        available: bytes that the machine can give; None where it does not say.
+        available: bytes that the machine can provide, or None if the system does not report it.
 
     Raises:
-        TrouperValidationError: not even the least context fits beside the weights.
+        TrouperValidationError: the weights leave too little memory for the least context.
     """
     if available is None:
         return UNKNOWN_KV_CACHE_BYTES
@@ -100,13 +105,13 @@ def default_kv_cache_bytes(args: EngineArgs, sizes: Sizes, available: int | None
 
 
 def check_weights_fit(args: EngineArgs, weight_bytes: int, available: int | None) -> None:
-    """Refuse weights that are certainly larger than memory, which the system would end the process for.
+    """Check that the weights are not certainly larger than memory; the system would kill the process.
 
     Args:
-        available: bytes that the machine can give, swap included; None where it does not say.
+        available: bytes that the machine can provide, including swap, or None if the system does not report it.
 
     Raises:
-        TrouperValidationError: it says how large they are and how much there is.
+        TrouperValidationError: the message names the size of the weights and the available memory.
     """
     if available is not None and weight_bytes * SURE_SHARE > available:
         raise invalid(
@@ -118,13 +123,13 @@ def check_weights_fit(args: EngineArgs, weight_bytes: int, available: int | None
 
 
 def given_length(value: Any, longest: int) -> int | None:
-    """Read the length that the user gave; None leaves it open: no value, -1 or auto.
+    """Parse the user's length.  Returns None for no value, -1 or auto, which leave the length open.
 
     Args:
         longest: the model's own length.
 
     Raises:
-        TrouperValidationError: it is no number, or beyond the model's own length.
+        TrouperValidationError: the value is not a number, or exceeds the model's own length.
     """
     if value is None or value == -1:
         return None
@@ -138,7 +143,7 @@ def given_length(value: Any, longest: int) -> int | None:
 
 
 def weight_bytes(args: EngineArgs, model: ModelConfig, dtype: str) -> int:
-    """Estimate what the weights of one replica take in memory; 0 where nothing says."""
+    """Estimate the memory of the weights of one replica.  Returns 0 if the model's files do not determine it."""
     if model.is_gguf:
         return _gguf_bytes(Path(model.path), dtype)
     stored = _file_bytes(Path(model.path)) if args.load_format != "dummy" else 0
@@ -157,7 +162,7 @@ def weight_bytes(args: EngineArgs, model: ModelConfig, dtype: str) -> int:
 
 
 def _growth(scheme: dict[str, Any], item_bytes: int) -> float:
-    """Return how many bytes in memory each byte of a quantised checkpoint takes: some formats are read as wider ones."""
+    """Return how many bytes in memory each byte of a quantized checkpoint takes; some formats are widened at load."""
     match METHOD_ALIASES.get(scheme.get("quant_method", ""), scheme.get("quant_method")):
         case "fp8" | "fbgemm_fp8":
             return item_bytes
@@ -171,26 +176,29 @@ def _growth(scheme: dict[str, Any], item_bytes: int) -> float:
 
 
 def _file_bytes(folder: Path) -> int:
-    """Sum up the files of weights of a folder."""
+    """Add up the sizes of the weight files in a folder."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _gguf_bytes(path: Path, dtype: str) -> int:
-    """Sum up the tensors of a GGUF file as they are held: integers of few bits become bytes beside bfloat16, else plain."""
+    """Add up the tensors of a GGUF file by their size in memory.
+
+    With bfloat16, integers of few bits become bytes; with other dtypes they are widened.
+    """
     tensors, size = read_gguf(path).tensors, 0.0
     is_tied = "output.weight" not in tensors
     for name, tensor in tensors.items():
         plain = ITEM_BYTES[dtype]
         held = tensor.type.held if dtype == "bfloat16" and tensor.type.length > 1 else plain
         if name == "token_embd.weight":
-            # Rows are looked up in a plain table; the head multiplies with integers.
+            # Rows are read from a plain table; the head multiplies with integers.
             held = held + plain if is_tied else plain
         size += math.prod(tensor.shape) * held
     return int(size)
 
 
 def _num_weights(config: Mapping[str, Any]) -> int:
-    """Count the weights of a decoder's layers from its config.json; 0 where that does not say."""
+    """Count the weights of a decoder's layers by its config.json.  Returns 0 if the fields are missing."""
     try:
         hidden, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)

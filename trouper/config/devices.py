@@ -1,6 +1,6 @@
-"""The choice of an engine's device, made without torch: its import takes a second, which some commands do not need.
+"""Choose an engine's device without torch: importing torch takes a second, and some commands do not need it.
 
-`auto` takes a GPU that can be used, and `TROUPER_DEVICE` says what it means instead.
+`auto` uses a GPU if it can.  The environment variable `TROUPER_DEVICE` overrides the meaning of `auto`.
 """
 
 import ctypes
@@ -14,21 +14,23 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError, inva
 from trouper.extras import install_hint
 
 DeviceKind = Literal["cpu", "cuda"]
-DeviceWorker = Literal["inline", "process"]  # the model in a thread of this process, or in its own
+# Run the model in a thread of this process, or in a process of its own.
+DeviceWorker = Literal["inline", "process"]
 CHOICES = ("auto", "cpu", "cuda")
 COMPUTE_CAPABILITY_MAJOR = 75  # CUdevice_attribute
-LEAST_CAPABILITY = 8  # Ampere: bfloat16, and copies that run beside a kernel's arithmetic
+# Ampere: it has bfloat16, and copies that run during a kernel.
+LEAST_CAPABILITY = 8
 
 
 def choose_device(wanted: str, *, pools: bool = False) -> DeviceKind:
-    """Choose the device that `wanted` names, or the best one.
+    """Return the device that `wanted` names, or the best one for auto.
 
     Args:
-        pools: whether the model pools, for which there are kernels on the CPU alone.
+        pools: whether the model pools, which only the CPU supports.
 
     Raises:
-        TrouperValidationError: no such device, or "cuda" where there is none; it names the cause.
-        UnsupportedFeatureError: "cuda" for a model that pools.
+        TrouperValidationError: the device does not exist, or there is no usable GPU; the message names the cause.
+        UnsupportedFeatureError: "cuda" for a pooling model.
     """
     if wanted == "auto":
         wanted = os.environ.get("TROUPER_DEVICE", "auto")
@@ -50,11 +52,11 @@ def choose_device(wanted: str, *, pools: bool = False) -> DeviceKind:
 
 
 def choose_device_worker(wanted: str, *, can_be_chosen: bool) -> DeviceWorker:
-    """Choose where the model runs.
+    """Choose whether the model runs in this process or in its own.
 
     Args:
         wanted: auto, inline or process.
-        can_be_chosen: whether `auto` may be a process.
+        can_be_chosen: whether `auto` may choose a process.
 
     Raises:
         UnsupportedFeatureError: "process" on a system without memory files.
@@ -71,7 +73,7 @@ def choose_device_worker(wanted: str, *, can_be_chosen: bool) -> DeviceWorker:
 
 
 def cuda_problem() -> str | None:
-    """Tell why a GPU cannot be used; None if one can."""
+    """Return the reason why no GPU can be used, or None if one can."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return "torch is not installed"
@@ -87,10 +89,10 @@ def check_num_devices(name: str, wanted: int) -> None:
     """Check that there is a GPU for each worker.
 
     Args:
-        name: of the option that says how many there are.
+        name: the option that sets the number of workers.
 
     Raises:
-        TrouperValidationError: fewer can be seen.
+        TrouperValidationError: fewer GPUs are visible.
     """
     found = num_devices()
     if wanted > found:
@@ -99,7 +101,7 @@ def check_num_devices(name: str, wanted: int) -> None:
 
 
 def num_devices() -> int:
-    """Count the GPUs that this process may use, by the driver."""
+    """Count the GPUs that this process may use, by asking the driver."""
     driver = _driver()
     return 0 if driver is None else _count(driver)[0]
 
@@ -126,7 +128,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _count(driver: ctypes.CDLL) -> tuple[int, int]:
-    """Return the number of devices, and the status of the question: 0 if all is well."""
+    """Return the number of devices, and the driver's status code, 0 for success."""
     count = ctypes.c_int()
     status: int = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     return 0 if status else count.value, status

@@ -1,4 +1,4 @@
-"""The context in force, once the devices of an engine know what they have room for."""
+"""The final context length of an engine, once its devices have measured their memory."""
 
 import sys
 
@@ -8,11 +8,11 @@ from trouper.config.resolve import EngineConfig
 
 
 def fitted(config: EngineConfig, num_blocks: int, longest: int | None = None) -> EngineConfig:
-    """Shorten the context of an engine to what its devices have found to fit.
+    """Shorten the context of an engine to the length that its devices can hold.
 
     Args:
         num_blocks: usable KV blocks.
-        longest: tokens that the model's code can compute, where it is less than the model's own length.
+        longest: the largest length that the model's code can compute, if it is less than the model's own.
     """
     fits = min(num_blocks * config.block_size, longest or sys.maxsize)
     if not config.is_length_open or config.pooler is not None or fits >= config.max_model_len:
@@ -24,7 +24,7 @@ def fitted(config: EngineConfig, num_blocks: int, longest: int | None = None) ->
 
 
 def context_line(config: EngineConfig, longest: int | None = None) -> str | None:
-    """Say that the context is shorter than the model's, why, and how to get more; None where it is not."""
+    """Describe a context that is shorter than the model's: why, and how to get more.  Returns None for a full one."""
     length, whole = config.max_model_len, config.model.max_position_embeddings
     if not config.is_length_open or config.pooler is not None or length >= whole:
         return None

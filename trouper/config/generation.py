@@ -1,6 +1,7 @@
-"""Sampling defaults of a model, for requests and command lines that leave them out, and where they come from.
+"""Sampling defaults of a model, and the options about structured outputs and reasoning.
 
-Options about what outputs must match and about their reasoning: dicts of vLLM's -> checked values.
+The defaults apply to requests and command lines without their own values.  Each set of defaults records its source, so
+that users can see why a model samples as it does.
 """
 
 import difflib
@@ -16,10 +17,10 @@ from trouper.config.gguf.header import Gguf
 from trouper.errors import TrouperValidationError, invalid
 from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, SamplingParams
 
-# The interface that asks: a Python program, `generate` and `chat`, `serve`, or `run-batch`, which samples as a server does.
+# The interface in use: a Python program, `generate` and `chat`, `serve`, or `run-batch`, which samples like a server.
 Frontend = Literal["library", "terminal", "server", "batch"]
 GENERATION = "generation_config.json"
-# Names of generation_config.json.
+# Names in generation_config.json.
 SAMPLING_FIELDS = (
     "repetition_penalty",
     "temperature",
@@ -28,7 +29,7 @@ SAMPLING_FIELDS = (
     "min_p",
     "max_new_tokens",
 )
-# For a model that says nothing: what llama.cpp and Ollama users are used to.
+# The defaults of llama.cpp and Ollama, for a model without its own.
 COMMON_SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 # Keys of a GGUF file, and the field that each sets.
 GGUF_KEYS = "general.sampling."
@@ -39,15 +40,15 @@ GGUF_FIELDS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# Keys that have no counterpart here; at these values they change nothing.
+# Keys without a counterpart here; with these values they have no effect.
 GGUF_IDLE = {"xtc_probability": 0, "mirostat": 0, "penalty_last_n": 0, "sequence": ""}
-# Fields that people override beside the sampling, and those that say nothing about it.
+# Other fields of generation_config.json that users override, and fields unrelated to sampling.
 OTHER_FIELDS = ("eos_token_id",)
 HARMLESS_FIELDS = ("bos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
 
 
 class SamplingSource(NamedTuple):
-    """Sampling fields under the names of generation_config.json, and where they come from."""
+    """Sampling fields under the names of generation_config.json, and their source."""
 
     fields: dict[str, Any]
     of: str
@@ -56,12 +57,12 @@ class SamplingSource(NamedTuple):
 def sampling_source(
     wanted: str, own: Mapping[str, Any], header: Gguf | None, frontend: Frontend
 ) -> SamplingSource:
-    """Choose the sampling of a model.
+    """Choose the sampling defaults of a model.
 
     Args:
         wanted: the option `generation_config`.
-        own: the model's generation_config.json, or that of the folder that `wanted` names.
-        header: of the GGUF file, where the model is one.
+        own: the model's generation_config.json, or that of the folder in `wanted`.
+        header: the header of the GGUF file, if the model is one.
     """
     if wanted in ("vllm", "trouper"):
         return SamplingSource({}, "vLLM's")
@@ -77,16 +78,18 @@ def sampling_source(
 
 
 def gguf_sampling(header: Gguf) -> dict[str, Any]:
-    """Read the sampling that a GGUF file names; llama.cpp's ways to switch a field off become this engine's.
+    """Read the sampling fields of a GGUF file.
+
+    llama.cpp's values that disable a field become this engine's.
 
     Raises:
-        TrouperValidationError: a key is of another type.
+        TrouperValidationError: a key has the wrong type.
     """
     found: dict[str, Any] = {}
     for key, field in GGUF_FIELDS.items():
         value = header.get(GGUF_KEYS + key, float)
         if value is not None:
-            # Files hold single precision: 0.95 is there as 0.949999988.
+            # Files store single precision: 0.95 is stored as 0.949999988.
             found[field] = float(f"{value:.6g}")
     if "top_k" in found:
         found["top_k"] = max(0, int(found["top_k"]))
@@ -99,7 +102,7 @@ def gguf_sampling(header: Gguf) -> dict[str, Any]:
 
 
 def _gguf_source(header: Gguf | None) -> str:
-    """Name the file, and those of its keys that have no counterpart here."""
+    """Name the file as a source, with its keys that have no counterpart here."""
     assert header is not None
     given = {key: header.metadata.get(GGUF_KEYS + key, idle) for key, idle in GGUF_IDLE.items()}
     left = [GGUF_KEYS + key for key, value in given.items() if value != GGUF_IDLE[key]]
@@ -110,7 +113,7 @@ def read_generation_config(wanted: str, path: Path) -> dict[str, Any]:
     """Read generation_config.json of the model at `path`, or of the folder that the option `wanted` names.
 
     Raises:
-        TrouperValidationError: it cannot be read, or there is none in that folder.
+        TrouperValidationError: the file cannot be read, or the named folder has none.
     """
     if wanted in ("auto", "vllm", "trouper"):
         return read_object(path / GENERATION) or {}
@@ -123,10 +126,10 @@ def read_generation_config(wanted: str, path: Path) -> dict[str, Any]:
 
 
 def check_override(override: Mapping[str, Any]) -> None:
-    """Refuse names that would change nothing.
+    """Refuse fields that would have no effect.
 
     Raises:
-        TrouperValidationError: it names the field, and the nearest one that there is.
+        TrouperValidationError: the message names the field, and a similar existing one.
     """
     known = (*SAMPLING_FIELDS, *OTHER_FIELDS, *HARMLESS_FIELDS)
     for name, value in override.items():
@@ -146,20 +149,21 @@ def check_override(override: Mapping[str, Any]) -> None:
 
 
 def default_sampling(fields: Mapping[str, Any], file: str = GENERATION) -> dict[str, Any]:
-    """Turn fields of generation_config.json into parameters of a request.
+    """Convert fields of generation_config.json to sampling parameters.
 
     Args:
-        file: for messages.
+        file: the name of the file for error messages.
 
     Raises:
-        TrouperValidationError: one that no request could use; the message names the file and the field.
+        TrouperValidationError: a value that no request could use; the message names the file and the field.
     """
     found = {n: fields[n] for n in SAMPLING_FIELDS if fields.get(n) is not None}
     if "max_new_tokens" in found:
         found["max_tokens"] = found.pop("max_new_tokens")
     temperature = found.get("temperature")
     if isinstance(temperature, float) and GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
-        found["temperature"] = LOWEST_TEMPERATURE  # as `SamplingParams` does, with a warning
+        # `SamplingParams` does the same, with a warning.
+        found["temperature"] = LOWEST_TEMPERATURE
     try:
         SamplingParams(**found)
     except TrouperValidationError as error:
@@ -171,7 +175,7 @@ def default_sampling(fields: Mapping[str, Any], file: str = GENERATION) -> dict[
 
 
 def describe_sampling(params: Mapping[str, Any]) -> str:
-    """Write the sampling for people: the temperature, and what is not at its neutral value."""
+    """Describe the sampling for users: the temperature, and every parameter with an effect."""
     temperature = params.get("temperature", 1.0)
     if temperature < GREEDY_BELOW:
         parts = ["greedy (temperature 0)"]
@@ -198,9 +202,9 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields
     """Defaults of structured outputs.
 
     Attributes:
-        backend: `auto` and `guidance` are one; `none` refuses every grammar.
-        disable_any_whitespace, disable_additional_properties: as a request may say for itself.
-        enable_in_reasoning: a grammar begins with the output, not behind its reasoning.
+        backend: `auto` and `guidance` are the same; `none` refuses every grammar.
+        disable_any_whitespace, disable_additional_properties: defaults of the request's fields.
+        enable_in_reasoning: whether a grammar applies from the start of the output, not only after the reasoning.
     """
 
     backend: str = "auto"
@@ -210,10 +214,10 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields
 
 
 def structured_outputs_config(given: dict[str, Any] | None) -> StructuredOutputsConfig:
-    """Read the option `structured_outputs_config`.
+    """Parse the option `structured_outputs_config`.
 
     Raises:
-        TrouperValidationError: an unknown key or backend, or a wrong type.
+        TrouperValidationError: a key or backend is unknown, or a value has the wrong type.
     """
     name = "structured_outputs_config"
     try:
@@ -229,7 +233,7 @@ def structured_outputs_config(given: dict[str, Any] | None) -> StructuredOutputs
 
 
 def reasoning_marks(given: dict[str, Any] | None) -> Marks | None:
-    """Read the option `reasoning_config`, which names both marks; None: they are not known.
+    """Parse the option `reasoning_config`, which names both marks.  Returns None without it.
 
     Raises:
         TrouperValidationError: a key is unknown or missing, or a mark is empty.

@@ -1,14 +1,14 @@
-"""How much memory this machine, and the container that this process is in, can still give."""
+"""The memory that this machine, and the container of this process, can still provide."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 MEMBERSHIPS = Path("proc/self/cgroup")
 GROUPS = Path("sys/fs/cgroup")
-# Version 1 of control groups says "no limit" with a number beyond this one.
+# Version 1 of control groups represents "no limit" by a number above this one.
 UNLIMITED = 2**60
-# The files of versions 2 and 1: the limit, what is used, and the line of memory.stat for the
-# pages of files that the system takes back when it needs memory.
+# The files of versions 2 and 1: the limit, the usage, and the line of memory.stat for file pages that the system reclaims
+# when it needs memory.
 FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -16,9 +16,9 @@ FILES = (
 
 
 def available_bytes(root: Path = Path("/"), *, with_swap: bool = False) -> int | None:
-    """Compute the bytes that can be taken before something must be given up; None where the system does not say.
+    """Return the bytes that can be allocated before memory must be reclaimed, or None if the system does not report it.
 
-    It is the least of what the machine has left and of what each control group above this process may still take.
+    It is the minimum over the machine and all control groups above this process.
     """
     kib = _numbers(root / "proc/meminfo")
     if "MemAvailable" not in kib:
@@ -33,7 +33,7 @@ def available_bytes(root: Path = Path("/"), *, with_swap: bool = False) -> int |
 
 
 def control_groups(memberships: Path, root: Path) -> Iterator[Path]:
-    """List the folders of this process's control groups, each followed by those above it."""
+    """Yield the folders of this process's control groups, each followed by its parents."""
     for line in read_text(memberships).splitlines():
         _, controllers, path = line.split(":", 2)
         top = root / controllers if controllers else root
@@ -45,13 +45,13 @@ def control_groups(memberships: Path, root: Path) -> Iterator[Path]:
 
 
 def read_number(path: Path) -> int | None:
-    """Read a file that holds one number; None for another text, and where there is no file."""
+    """Read a file with one number.  Returns None for another text, and if the file does not exist."""
     text = read_text(path).strip()
     return int(text) if text.isdecimal() else None
 
 
 def read_text(path: Path) -> str:
-    """Read a file; an empty text where it is absent or unreadable."""
+    """Read a file.  Returns an empty text if it is absent or unreadable."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -59,6 +59,6 @@ def read_text(path: Path) -> str:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Read lines of a name and a number."""
+    """Read lines with a name and a number."""
     lines = (line.replace(":", " ").split() for line in read_text(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}

@@ -1,4 +1,4 @@
-"""A model folder as its json files describe it.  Only json files are read here; torch is never imported."""
+"""The description of a model folder by its JSON files.  Only JSON files are read, and torch is never imported."""
 
 import re
 from pathlib import Path
@@ -38,42 +38,48 @@ DTYPES = {
     "float": "float32", "float32": "float32", "fp32": "float32",
 }  # fmt: skip
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# They have no number of positions that a config could give.
+# Their configs have no number of positions.
 RECURRENT = ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlstm")
 RECURRENT_STATE = "it keeps a recurrent state, not keys and values alone"
 _STRETCHED = ("gemma3", "gemma3_text")
-# Their position table begins behind the padding token's index.
+# Their position table begins behind the index of the padding token.
 _OFFSET_POSITIONS = (
     "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet",
 )  # fmt: skip
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A model folder as its json files describe it."""
+    """The description of a model folder by its JSON files."""
 
-    path: str  # a folder or a GGUF file on disk, or the name of a geometry
-    name: str  # what the caller asked for
+    # A folder or GGUF file on disk, or the name of a geometry.
+    path: str
+    # The name that the caller asked for.
+    name: str
     architecture: str
-    hf_config: dict[str, Any]  # config.json, with a nested text_config lifted to the top
-    source_config: dict[str, Any] = {}  # config.json as it is, but for `hf_overrides`
+    # config.json, with a nested text_config lifted to the top.
+    hf_config: dict[str, Any]
+    # config.json, unchanged except for `hf_overrides`.
+    source_config: dict[str, Any] = {}
     vocab_size: int
     max_position_embeddings: int
-    dtype: str  # as stored: float32, bfloat16 or float16
+    # The stored dtype: float32, bfloat16 or float16.
+    dtype: str
     eos_token_ids: tuple[int, ...]  # the first is the primary one
-    default_sampling: dict[str, Any]  # of requests that leave it out
-    sampling_source: str = "vLLM's"  # where it comes from, for people
-    hidden_size: int = 0  # 0: the config does not say
+    # The defaults of requests, and their source for users.
+    default_sampling: dict[str, Any]
+    sampling_source: str = "vLLM's"
+    hidden_size: int = 0  # 0 if the config lacks it
 
     @classmethod
     def load(cls, args: EngineArgs, frontend: Frontend = "library") -> Self:
-        """Read the folder, the GGUF file, the hub snapshot, the geometry or the bundled demo that `args.model` names.
+        """Read the folder, GGUF file, hub snapshot, geometry or bundled demo that `args.model` names.
 
         Args:
-            frontend: the interface that asks; it decides how a model is sampled that does not say.
+            frontend: the interface in use; it determines the sampling of a model without its own defaults.
 
         Raises:
-            TrouperValidationError: no such folder or hub id, no readable config.json in it, or a field of
-                the wrong type or size; the message names the file and the field.
+            TrouperValidationError: the folder or hub id does not exist, its config.json is unreadable, or a field has the wrong
+                type or size; the message names the file and the field.
         """
         path = model_path(args)
         header = read_gguf(path) if is_gguf(path) else None
@@ -122,11 +128,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_gguf(self) -> bool:
-        """Whether it is a GGUF file, not a folder."""
+        """Whether the model is a GGUF file, not a folder."""
         return is_gguf(self.path)
 
     def with_lengths_below(self, max_model_len: int) -> Self:
-        """Copy it with a default of max_tokens that a request to this engine may ask for."""
+        """Copy the description with a default of max_tokens that this engine's requests may use."""
         wanted = self.default_sampling.get("max_tokens")
         if wanted is None or wanted <= max_model_len:
             return self
@@ -134,11 +140,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, default_sampling=sampling)
 
     def pooler(self, runner: str, convert: str, wishes: Any) -> PoolerSpec | None:
-        """Work out how the model pools; None when it generates."""
+        """Determine how the model pools.  Returns None for a generative model."""
         folder = Path(self.path)
         wishes = PoolerConfig.of(wishes)
         if runner == "auto" and convert != "none" and "gguf_pooling" in self.hf_config:
-            runner = "pooling"  # a GGUF file that says how it pools is a model of embeddings
+            # A GGUF file with a pooling type is an embedding model.
+            runner = "pooling"
         if not is_pooling(runner, convert, folder, self.architecture):
             return None
         if self.is_gguf and TokenClassifier.of(self.hf_config) is not None:
@@ -148,7 +155,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Add the quantization that modelopt wrote into a file of its own, hf_quant_config.json."""
+    """Add the quantization of modelopt, which is stored in a file of its own, hf_quant_config.json."""
     if config.get("quantization_config"):
         return config
     own = read_object(folder / "hf_quant_config.json")
@@ -158,7 +165,7 @@ def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _first(*values: Any) -> Any:
-    """Return the first value that is not None; 0 is a value."""
+    """Return the first value that is not None; 0 counts as a value."""
     return next((value for value in values if value is not None), None)
 
 
@@ -170,7 +177,7 @@ def _needed(fields: HfFields, name: str, path: Path) -> int:
 
 
 def _num_positions(fields: HfFields, path: Path) -> int:
-    """Count the tokens of the longest sequence; some encoders keep rows for padding before the first one."""
+    """Return the number of tokens of the longest sequence.  Some encoders reserve the first rows for padding."""
     if fields.max_position_embeddings is None and fields.model_type in RECURRENT:
         rule = f"{fields.model_type} cannot be served: {RECURRENT_STATE}"
         raise UnsupportedFeatureError(rule, parameter="model")
@@ -184,14 +191,14 @@ def _num_positions(fields: HfFields, path: Path) -> int:
 
 
 def _stretched(fields: HfFields) -> int:
-    """Return the length to which YaRN or linear scaling stretches the model's original one, as vLLM does; 0 where nothing does.
+    """Return the length to which YaRN or linear scaling extends the original one, like vLLM, or 0 without scaling.
 
-    Dynamic scaling stretches nothing: its frequencies depend on each sequence's length, which keys in a cache cannot follow.
+    Dynamic scaling does not extend it: its frequencies depend on each sequence's length, which cached keys cannot follow.
     """
     found = fields.rope_parameters or fields.rope_scaling or {}
     rope = checked(found.get(WHOLE) or found, Rope, "config.json: rope_parameters")
     kind = rope.rope_type or rope.type
-    # The positions that Gemma 3's config gives are the stretched ones.
+    # The positions in Gemma 3's config are already scaled.
     is_stretched = kind == "yarn" or (kind == "linear" and fields.model_type not in _STRETCHED)
     if not is_stretched or not rope.factor:
         return 0
@@ -200,9 +207,9 @@ def _stretched(fields: HfFields) -> int:
 
 
 def code_folder(args: EngineArgs, model: ModelConfig) -> str | None:
-    """Find the folder of the model's own code that may be run: a local one, or the hub's at one full commit.
+    """Return the folder of the model's own code if it may run: a local folder, or the hub's at one full commit.
 
-    A branch or tag may name other code tomorrow, so neither is enough.
+    A branch or tag is not enough, because it may point to other code tomorrow.
     """
     if not args.trust_remote_code or args.model is None or not model.source_config.get("auto_map"):
         return None
@@ -214,7 +221,7 @@ def code_folder(args: EngineArgs, model: ModelConfig) -> str | None:
 
 
 def tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
-    """Find the tokenizer's folder: the model's own, or the demo's where dummy weights come without one."""
+    """Return the tokenizer's folder: the model's own, or the demo's for dummy weights without one."""
     if args.tokenizer is None:
         found = (any(Path(model.path).glob(name)) for name in ("tokenizer*", "vocab*"))
         return str(DEMO_MODEL) if args.load_format == "dummy" and not any(found) else model.path
@@ -225,7 +232,7 @@ def tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
 
 
 def concrete_dtype(wanted: str, model: ModelConfig) -> str:
-    """Name the dtype; `auto` is the stored one, and bfloat16 beside integers, for which the kernels are made."""
+    """Return the dtype to compute in.  `auto` is the stored one, or bfloat16 for integer weights, which its kernels support."""
     stored = "bfloat16" if model.hf_config.get("quantization_config") else model.dtype
     name = str(stored if wanted == "auto" else wanted).removeprefix("torch.")
     if name not in DTYPES:
@@ -236,7 +243,7 @@ def concrete_dtype(wanted: str, model: ModelConfig) -> str:
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: str, num_ranks: int = 1) -> int | None:
-    """Compute the bytes that one rank keeps of a token's keys and values; None when config.json does not say."""
+    """Return the bytes of one token's keys and values on one rank, or None if config.json does not determine them."""
     config = model.hf_config
     try:
         num_heads = int(config["num_attention_heads"])

@@ -1,6 +1,6 @@
-"""What the weight files of a model show without being read: sizes, shapes, types.
+"""Sizes, shapes and types of a model's weight files, read from their headers.
 
-`trouper show` and Ollama's API describe models by it.  Only headers are read, so a model of any size takes milliseconds.
+`trouper show` and Ollama's API describe models with them.  Only headers are read, so a model of any size takes milliseconds.
 """
 
 import hashlib
@@ -14,23 +14,24 @@ from trouper.config.gguf.files import gguf_models, gguf_names
 from trouper.config.gguf.header import read_gguf
 from trouper.config.model import ModelConfig
 
-MAX_HEADER = 2**27  # bytes of a safetensors header; the largest known is under 20 MiB
+# The largest size of a safetensors header in bytes; the largest known one is under 20 MiB.
+MAX_HEADER = 2**27
 STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
-    """Sizes and shapes of a model's weight files, which are known without reading the weights."""
+    """Sizes and shapes of a model's weight files, known without reading the weights."""
 
     num_bytes: int
     num_parameters: int
     modified_s: float
     digest: str
     family: str
-    level: str  # of quantisation
+    level: str  # quantization level
 
     @property
     def parameters(self) -> str:
-        """The number of parameters in words: 135M, 8.0B."""
+        """The number of parameters as a text: 135M, 8.0B."""
         for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
             if self.num_parameters >= size:
                 digits = 0 if self.num_parameters >= 100 * size else 1
@@ -39,7 +40,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model: ModelConfig) -> "ModelFiles":
-        """Look at the files of a model; one that has none, a geometry with dummy weights, has no bytes."""
+        """Inspect the files of a model.  A geometry with dummy weights has no files and no bytes."""
         path = Path(model.path)
         files = weight_files(path)
         stats = [(file, file.stat()) for file in files]
@@ -64,7 +65,8 @@ def weight_files(path: Path) -> list[Path]:
     if not path.is_file():
         return []
     for files in gguf_models(gguf_names(path.parent)).values():
-        if files[0] == path.name:  # the first of a split stands for all
+        # The first file of a split model represents all of them.
+        if files[0] == path.name:
             return [path.parent / file for file in files]
     return [path]
 

@@ -1,10 +1,8 @@
-"""The stages of a pipeline: how many steps they work on, and which layers each has.  Pure.
+"""How a model is distributed: pipeline stages, machines, and the processors of each worker.  Pure.
 
-A model's layers are cut into stages, one process each; `actors/stages.py` has the rules that they work by.
-
-The machines of an engine: which there are, and how their workers are started.
-
-The processors of each worker process, where the environment binds them.  Pure.
+stages      a model's layers are cut into stages, one process each; `actors/stages.py` has their rules
+machines    which machines an engine has, and how their workers are started
+processors  which processors each worker process uses, if the environment binds them
 """
 
 import importlib.metadata
@@ -26,7 +24,7 @@ PARTITION = "TROUPER_PP_LAYER_PARTITION"  # numbers of layers by stage, as "10,1
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One stage of a pipeline: its number, how many there are, and its layers `first` … `last - 1`."""
+    """One stage of a pipeline: its number, the number of stages, and its layers `first` … `last - 1`."""
 
     index: int
     num_stages: int
@@ -35,12 +33,12 @@ class Stage(msgspec.Struct, frozen=True):
 
     @property
     def is_first(self) -> bool:
-        """Embeds the token ids."""
+        """Whether the stage embeds the token ids."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Has the final norm and the head, and samples."""
+        """Whether the stage has the final norm and the head, and samples."""
         return self.index == self.num_stages - 1
 
 
@@ -51,12 +49,12 @@ def split_layers(
     head_cost: float = 0.0,
     partition: Sequence[int] | None = None,
 ) -> tuple[Stage, ...]:
-    """Cut the layers into contiguous stages whose dearest is as cheap as possible.
+    """Cut the layers into contiguous stages, so that the most expensive stage is as cheap as possible.
 
     Args:
-        layer_costs: what a layer costs, in any unit: bytes of weights will do.
-        head_cost: what the last stage has to do besides, in the same unit.
-        partition: the numbers of layers by stage, instead of a search.
+        layer_costs: the cost of each layer, in any unit, such as bytes of weights.
+        head_cost: the additional cost of the last stage, in the same unit.
+        partition: numbers of layers by stage, instead of a search.
 
     Raises:
         TrouperValidationError: more stages than layers, or a partition that does not fit.
@@ -85,10 +83,10 @@ def split_layers(
 
 
 def read_partition(text: str) -> tuple[int, ...]:
-    """Read the numbers of layers by stage, as in "10,18".
+    """Parse the numbers of layers by stage, as in "10,18".
 
     Raises:
-        TrouperValidationError: it is something else.
+        TrouperValidationError: the text has another form.
     """
     parts = text.split(",")
     if not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
@@ -101,15 +99,15 @@ def read_partition(text: str) -> tuple[int, ...]:
 def _cheapest_partition(
     costs: Sequence[float], num_stages: int, head_cost: float
 ) -> tuple[int, ...]:
-    """Search by dynamic programming over (stages, layers): the least of the largest stage's cost.
+    """Minimise the cost of the most expensive stage by dynamic programming over (stages, layers).
 
-    Ties go to the smaller sum of squares, so that no stage is left with less than its share for nothing.
+    Ties are resolved by the smaller sum of squares, so that no stage has less than its share without need.
     """
     num_layers = len(costs)
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[n]: (largest cost, sum of squares, partition) of the first n layers in the stages so far
+    # best[n]: (largest cost, sum of squares, partition) of the first n layers in the stages so far.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
         is_last = stage == num_stages - 1
@@ -128,7 +126,7 @@ def _cheapest_partition(
 
 
 def max_steps_in_flight(num_stages: int, *, plans_ahead: bool) -> int:
-    """Steps under way at once: one a stage, and with planning ahead one that waits for the first stage."""
+    """Return the number of steps in flight: one for each stage, and one queued for the first stage if plans are made ahead."""
     return num_stages + plans_ahead
 
 
@@ -145,23 +143,27 @@ class NodesConfig(msgspec.Struct, frozen=True):
     """The machines of an engine."""
 
     backend: Backend
-    num_nodes: int = 1  # of mp; Ray chooses the places itself
-    rank: int = 0  # of this machine; the front's is 0
-    address: str = "127.0.0.1"  # of the front, for the hosts of the others
+    # The number of machines for mp.  Ray chooses the machines itself.
+    num_nodes: int = 1
+    # The number of this machine; the coordinator's is 0.
+    rank: int = 0
+    # The address of the coordinator, for the hosts of the other machines.
+    address: str = "127.0.0.1"
     port: int = 29501
-    cpus_per_worker: int = 1  # that Ray is asked for
+    # The number of CPUs to request from Ray.
+    cpus_per_worker: int = 1
 
     def node_of(self, stage: int, num_stages: int) -> int:
-        """Return the machine of a stage, of those of all replicas: each machine has as many, one after another."""
+        """Return the machine of a stage, numbered over all replicas.  All machines have the same number of consecutive stages."""
         return stage * self.num_nodes // num_stages
 
 
 def nodes_config(args: EngineArgs, device: str) -> NodesConfig | None:
-    """Check what the options say of several machines; None: all workers are on this one.
+    """Check the options about several machines.  Returns None if all workers are on this one.
 
     Raises:
-        TrouperValidationError: numbers that do not fit each other, or no key; it names the option.
-        UnsupportedFeatureError: a launcher that there is not, or not on this device.
+        TrouperValidationError: numbers that contradict each other, or a missing key; the message names the option.
+        UnsupportedFeatureError: an unknown launcher, or one that the device does not support.
     """
     backend, num_nodes, rank = args.distributed_executor_backend, args.nnodes, args.node_rank
     _check_backend(backend)
@@ -201,25 +203,26 @@ def nodes_config(args: EngineArgs, device: str) -> NodesConfig | None:
 
 
 def is_every_address(address: str) -> bool:
-    """Say whether a numeric address, however it is written, stands for all addresses of a machine."""
+    """Return whether a numeric address, in any notation, means all addresses of a machine."""
     address = address.strip()
     try:
-        return not any(socket.inet_aton(address))  # takes 0, 0x0 and 0.0 as well, as `bind` does
+        # This parser also accepts 0, 0x0 and 0.0, like `bind`.
+        return not any(socket.inet_aton(address))
     except OSError:
         pass
     try:
         ip = ipaddress.ip_address(address)
-        # `bind` takes ::ffff:0.0.0.0 for all as well
+        # `bind` also treats ::ffff:0.0.0.0 as all addresses.
         return (getattr(ip, "ipv4_mapped", None) or ip).is_unspecified
     except ValueError:
         return not address
 
 
 def cluster_key() -> bytes:
-    """Read the secret that the machines of an engine have in common.
+    """Read the shared secret of the machines of an engine.
 
     Raises:
-        TrouperValidationError: there is none, or it is too short.
+        TrouperValidationError: the secret is missing or too short.
     """
     key = os.environ.get(CLUSTER_KEY, "")
     if len(key) < MIN_KEY_LENGTH:
@@ -251,7 +254,7 @@ def _check_backend(backend: str | None) -> None:
 
 
 def _check_ray() -> None:
-    """Refuse a machine without Ray, or with one that is too old."""
+    """Check that this machine has Ray in a supported version."""
     least = ".".join(map(str, LEAST_RAY))
     hint = f"needs the extra `ray`: {install_hint('ray')}"
     if importlib.util.find_spec("ray") is None:
@@ -266,20 +269,21 @@ def _check_ray() -> None:
         )
 
 
-CPU_BIND = "TROUPER_CPU_BIND"  # processors by worker, as "0-15|16-31" or "0,2,4|1,3,5"
-MAX_CPUS = 2**16  # a number above is a slip
+CPU_BIND = "TROUPER_CPU_BIND"  # example: "0-15|16-31" or "0,2,4|1,3,5"
+# A larger number is a typing error.
+MAX_CPUS = 2**16
 
 CpuBind = tuple[tuple[int, ...], ...]
 
 
 def read_cpu_bind(num_workers: int, *, is_inline: bool) -> CpuBind | None:
-    """Read the processors of each worker from the environment; None: it does not bind them.
+    """Read the processors of each worker from the environment.  Returns None if it does not bind them.
 
     Args:
         is_inline: whether the model is in the engine's process, which is not bound.
 
     Raises:
-        TrouperValidationError: they are not of so many workers, or cannot be read.
+        TrouperValidationError: the text is malformed, or has another number of workers.
     """
     text = os.environ.get(CPU_BIND)
     if not text:

@@ -1,6 +1,6 @@
-"""From the options of an engine to its plan: `resolve` makes an `EngineConfig`, all of which is concrete.
+"""Resolve the options of an engine to its plan: `resolve` returns an `EngineConfig` without open choices.
 
-Only json files are read here; torch is never imported.
+Only JSON files are read, and torch is never imported.
 """
 
 import math
@@ -59,17 +59,19 @@ from trouper.config.speculation import SpeculativeConfig, draft_model, speculati
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 Quantization = Literal["int8", "int4"] | None
-# a decode kernel of the CPU reads 2 x the bandwidth at 128 of what it reads at 16
+# At a block size of 128 a decode kernel of the CPU reads at twice the bandwidth of 16.
 DEFAULT_BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 128, "cuda": 16}
-# beyond this the activations of a layer come from the system anew: 16 prompts of 1,024 take 1.2 times as long
+# Beyond this size the system provides new memory for each layer's activations: 16 prompts of 1,024 tokens take 1.2 times as
+# long.
 CPU_STEP_TOKENS = 1024
-# twelve bits a weight multiply one row 1.2 times as fast as sixteen, eight rows or more 0.85 to 0.95 times
+# Weights in twelve bits multiply one row 1.2 times as fast as in sixteen, and eight or more rows 0.85 to 0.95 times as fast.
 COMPRESSED_ROWS = 8
-# adapters that are loaded at once; on the CPU a slot takes memory when it is first loaded
+# The number of loaded adapters.  On the CPU a slot uses memory only when it is first loaded; on a GPU all memory is allocated
+# at start.
 ADAPTER_SLOTS: dict[DeviceKind, int] = {
     "cpu": 32,
     "cuda": 8,
-}  # on a GPU their memory is taken at start
+}
 UNCHANGED = (
     "load_format", "model_impl", "gpu_memory_utilization", "enforce_eager", "seed", "max_logprobs", "renderer_num_workers",
     "stream_interval", "chat_template", "enable_prompt_embeds", "otlp_traces_endpoint",
@@ -83,69 +85,85 @@ NOT_INVARIANT = (
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the plan that the scheduling policy works by.  The defaults are for tests of the policy alone."""
+    """The part of the plan that the scheduling policy uses.  The defaults serve tests of the policy only."""
 
     max_model_len: int = 8192
     max_num_seqs: int = 128
     max_num_active_seqs: int = 128
     max_num_scheduled_tokens: int = 2048  # token budget of one step
     enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0  # 0 = off
+    long_prefill_token_threshold: int = 0  # 0 is off
     long_prefill_token_threshold_adaptive: bool = False
     policy: Literal["priority", "fcfs"] = "priority"
     reserve_full_isl: bool = True
-    watermark: float = 0.0  # share of all blocks that must stay free when a request is admitted
+    # The share of all blocks that must remain free when a request is admitted.
+    watermark: float = 0.0
     enable_prefix_caching: bool = True
     max_steps_in_flight: int = 1
-    max_step_ms: int | None = 0  # that a step may take; None = learnt; 0 = any, in order of arrival
+    # The longest duration of a step; None learns it, and 0 allows any duration, in the order of arrival.
+    max_step_ms: int | None = 0
     num_stages: int = 1  # of the pipeline
-    max_loras: int | None = None  # adapters among the running sequences; None = any number
-    num_speculative_tokens: int = 0  # drafts of one sequence that a step may verify
+    # The number of adapters among the running sequences; None allows any number.
+    max_loras: int | None = None
+    # The number of drafts of one sequence that a step may verify.
+    num_speculative_tokens: int = 0
     seed: int = 0
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The resolved plan of one engine; nothing in it changes after start."""
+    """The resolved plan of one engine.  Nothing in it changes after start."""
 
     model: ModelConfig
-    pooler: PoolerSpec | None = None  # None: it generates
-    tokenizer: str | None  # a folder; None = token ids only
+    pooler: PoolerSpec | None = None  # None for generation
+    tokenizer: str | None  # a folder, or None for token ids only
     dtype: str
     load_format: str
-    code_path: str | None = None  # folder of Python code that may be run; None: of no model
-    model_impl: str = "auto"  # trouper, transformers; auto: trouper where it knows the model
+    # The folder of Python code that may run, if any.
+    code_path: str | None = None
+    model_impl: str = "auto"  # trouper, transformers; auto prefers trouper
     device: DeviceKind = "cpu"
     device_worker: DeviceWorker = "inline"
-    max_worker_restarts: int = 3  # after losses that no request explains, in the window
+    # The number of restarts within the window, for losses that no request explains.
+    max_worker_restarts: int = 3
     worker_restart_window_s: float = 300.0
-    step_timeout_s: float | None = None  # None: learnt from the steps before
-    tensor_parallel_size: int = 1  # ranks that share out each layer
-    data_parallel_size: int = 1  # replicas of the model, each with a device of its own
-    nodes: NodesConfig | None = None  # None: all workers are on this machine
-    num_workers_here: int | None = None  # of a place that is not the front's
-    layer_partition: tuple[int, ...] | None = None  # layers by stage; None: of equal cost
-    cpu_bind: CpuBind | None = None  # processors by worker; None: those of this process
-    batch_invariant: bool = False  # a request's bits do not depend on its neighbours
-    graphs: tuple[int, ...] | None = None  # sizes to capture, () = the device's own; None = none
+    # None learns the limit from earlier steps.
+    step_timeout_s: float | None = None
+    tensor_parallel_size: int = 1  # ranks of each layer
+    # The number of replicas of the model, each with its own device.
+    data_parallel_size: int = 1
+    # None if all workers are on this machine.
+    nodes: NodesConfig | None = None
+    # The number of workers of a machine other than the coordinator's.
+    num_workers_here: int | None = None
+    layer_partition: tuple[int, ...] | None = None  # layers by stage, or None for equal cost
+    # The processors of each worker, or None for those of this process.
+    cpu_bind: CpuBind | None = None
+    # Whether a request's bits must not depend on its batch.
+    batch_invariant: bool = False
+    # The sizes to capture; () uses the device's own, and None captures none.
+    graphs: tuple[int, ...] | None = None
     gpu_memory_utilization: float = 0.92  # of the GPU's memory
     seed: int
     max_model_len: int
-    # max_model_len was not given, so it is shortened to what the KV cache holds once that is known.
+    # The user gave no max_model_len, so it is reduced to what the KV cache holds once that is known.
     is_length_open: bool = False
     max_logprobs: int
     renderer_num_workers: int
     block_size: int
-    num_blocks: int | None  # usable blocks; None = as many as kv_cache_bytes hold
-    kv_cache_bytes: int | None  # None = what gpu_memory_utilization leaves
+    # Usable blocks, or None for as many as fit in kv_cache_bytes.
+    num_blocks: int | None
+    # None for the memory that gpu_memory_utilization leaves.
+    kv_cache_bytes: int | None
     stream_interval: int
     chat_template: str | None
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
-    reasoning: Marks | None = None  # where an option names them
+    reasoning: Marks | None = None  # if an option names them
     enable_prompt_embeds: bool = False
     shutdown_timeout_s: float
-    quantization: Quantization = None  # of the weights, at load
-    compress_weights: bool = False  # bfloat16 in twelve bits, where the machine can
-    enforce_eager: bool = False  # no recorded decode steps
+    quantization: Quantization = None  # of weights, at load
+    # Whether to store bfloat16 in twelve bits if the machine supports it.
+    compress_weights: bool = False
+    enforce_eager: bool = False  # disables recorded decode steps
     render_timeout_s: float = 30.0  # for one prompt
     log_stats: bool = False
     log_stats_interval_s: float = 10.0
@@ -156,21 +174,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     otlp_traces_endpoint: str | None = None
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
-    lora: LoRAConfig | None = None  # None: requests with adapters are refused
+    lora: LoRAConfig | None = None  # None refuses adapters
     speculation: SpeculativeConfig | None = None
-    draft_model: ModelConfig | None = None  # where the speculation's drafts come from one
+    draft_model: ModelConfig | None = None  # for drafts
     scheduler: SchedulerConfig
 
     @property
     def shown_name(self) -> str:
-        """Name the model in metrics and traces, where a path would tell of this machine and of nothing else."""
+        """The model's name in metrics and traces, where a path would only describe this machine."""
         if self.served_names:
             return self.served_names[0]
         name = self.model.name
         return Path(name).absolute().name if Path(name).exists() else name
 
     def profile_folder(self) -> str:
-        """Return the folder into which the profiler writes its traces.
+        """Return the folder for the profiler's traces.
 
         Raises:
             TrouperValidationError: `profiler_config` names no folder.
@@ -183,12 +201,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_stages(self) -> int:
-        """Processes that the layers are shared out among."""
+        """The number of processes that share the layers."""
         return self.scheduler.num_stages
 
     @property
     def num_workers(self) -> int:
-        """Processes that compute at once on a machine, and share out its cores."""
+        """The number of processes on a machine that compute at once and share its cores."""
         if self.num_workers_here is not None:
             return self.num_workers_here
         num_nodes = 1 if self.nodes is None else self.nodes.num_nodes
@@ -196,7 +214,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workers_per_replica(self) -> int:
-        """Processes of one device: ranks of each stage."""
+        """The number of processes of one replica: the ranks of each stage."""
         return self.num_stages * self.tensor_parallel_size
 
     @property
@@ -207,17 +225,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 def resolve(
     args: EngineArgs, *, offline: bool = False, frontend: Frontend = "library"
 ) -> EngineConfig:
-    """Find the model, read its config and fill in every default.
+    """Find the model, read its config and resolve every option.
 
-    May download (hub ids), so it is called from a thread.
+    It may download a model (hub ids), so it must be called from a thread.
 
     Args:
-        offline: whether to take the batch limits of `LLM` instead of the server's.
-        frontend: the interface that asks; only a server starts a process unasked, and each has its own sampling defaults.
+        offline: whether to use the batch limits of `LLM` instead of the server's.
+        frontend: the interface in use: only a server starts a process by default, and sampling defaults differ.
 
     Raises:
-        TrouperValidationError: a value out of range, or one that the model cannot follow; the message names it.
-        UnsupportedFeatureError: an option or a model that this build lacks.
+        TrouperValidationError: a value is out of range, or does not suit the model; the message names it.
+        UnsupportedFeatureError: an option or a model that this build does not support.
     """
     check_engine_args(args)
     model = ModelConfig.load(args, frontend)
@@ -289,7 +307,7 @@ def resolve(
         profiler_config=args.profiler_config,
         log_stats=not args.disable_log_stats,
         log_stats_interval_s=_environ("TROUPER_LOG_STATS_INTERVAL", 10.0),
-        # A caller that adds requests to an offline engine also waits for them, so it needs no limits.
+        # The caller of an offline engine waits for its requests, so it needs no limits.
         max_num_queued_reqs=None if offline else args.max_num_queued_reqs,
         max_num_queued_tokens=None if offline else args.max_num_queued_tokens,
         lora=_lora_config(args, dtype, device, pooler),
@@ -303,7 +321,7 @@ def resolve(
 
 
 def _served_names(args: EngineArgs) -> tuple[str, ...]:
-    """Return the names of the model for clients; empty means the engine's own name."""
+    """Return the model's names for clients; empty means the engine's own name."""
     names = args.served_model_name or ()
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -311,7 +329,7 @@ def _served_names(args: EngineArgs) -> tuple[str, ...]:
 def _token_bytes(
     args: EngineArgs, model: ModelConfig, draft: ModelConfig | None, dtype: str
 ) -> int | None:
-    """Compute what one worker keeps of a token, as if all stages had the same number of layers."""
+    """Return the bytes that one worker keeps of a token, with the layers distributed evenly over the stages."""
     whole = kv_bytes_per_token(model, dtype, args.tensor_parallel_size)
     if whole is None:
         return None
@@ -322,8 +340,8 @@ def _token_bytes(
 def _context(
     args: EngineArgs, sizes: Sizes, device: DeviceKind, pooler: PoolerSpec | None
 ) -> Context:
-    """Choose the length of the context and the memory of the KV cache, which a model that pools does not have."""
-    kv_cache_bytes = cast("int | None", args.kv_cache_memory_bytes)  # a text has been read
+    """Choose the context length and the memory of the KV cache; a pooling model has no cache."""
+    kv_cache_bytes = cast("int | None", args.kv_cache_memory_bytes)  # a text is already parsed
     if kv_cache_bytes is None and device == "cpu":
         kv_cache_bytes = int(_environ("TROUPER_CPU_KVCACHE_SPACE", 0.0) * 2**30) or None
     measures = kv_cache_bytes is None and device == "cpu"
@@ -411,7 +429,7 @@ def _with_drafts(
 
 
 def _rounding(args: EngineArgs, model: ModelConfig, pooler: PoolerSpec | None) -> Quantization:
-    """Return what the weights are rounded to at load; the method of the checkpoint itself rounds nothing."""
+    """Return the format to which the weights are rounded at load.  The checkpoint's own method rounds nothing."""
     wanted = args.quantization
     if wanted is None:
         return None
@@ -438,7 +456,7 @@ def _rounding(args: EngineArgs, model: ModelConfig, pooler: PoolerSpec | None) -
 def _check_workers(
     args: EngineArgs, name: str, device: DeviceKind, pooler: PoolerSpec | None
 ) -> int:
-    """Return the value of an option that shares a model out among worker processes, if that can be done."""
+    """Return the value of an option that distributes a model over worker processes, after checking that this is possible."""
     number = getattr(args, name)
     if number == 1:
         return number
@@ -457,7 +475,7 @@ def _check_workers(
 
 
 def _layer_partition(args: EngineArgs, model: ModelConfig) -> tuple[int, ...] | None:
-    """Check that the model can be cut into the stages; return the cut that the environment asks for, if it does."""
+    """Check that the model can be cut into the stages.  Returns the partition from the environment, if it has one."""
     num_stages = args.pipeline_parallel_size
     if num_stages == 1:
         return None
@@ -477,7 +495,7 @@ def _graph_sizes(args: EngineArgs) -> tuple[int, ...] | None:
 
 
 def _batch_limits(args: EngineArgs, max_model_len: int, offline: bool) -> tuple[int, int]:
-    """Choose `max_num_seqs` and `max_num_batched_tokens`; what is left out is made to fit what is given."""
+    """Choose `max_num_seqs` and `max_num_batched_tokens`.  A missing value is chosen to match the given one."""
     num_tokens = args.max_num_batched_tokens
     num_seqs = args.max_num_seqs or min(256 if offline else 128, num_tokens or 256)
     chunked = args.enable_chunked_prefill is not False

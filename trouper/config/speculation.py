@@ -1,4 +1,4 @@
-"""The option `speculative_config`: what proposes tokens for a step to verify, and how many."""
+"""The option `speculative_config`: the source and the number of drafted tokens that a step verifies."""
 
 import dataclasses
 import logging
@@ -14,49 +14,49 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError, inva
 
 logger = logging.getLogger("trouper")
 METHODS = ("ngram", "suffix", "draft_model")
-# A chunk of 8 tokens is attended token by token, so their bits are those of one by one: the last known token and 7 drafts.
+# A chunk of at most 8 tokens is attended token by token, so it has the bits of single tokens: the last known token and 7 drafts.
 MAX_DRAFT_TOKENS = 7
 DEFAULT_NGRAM = 5
-# Keys of vLLM that belong to draft models, at the values that leave them out.
+# vLLM's keys of draft models, with the values that disable them.
 OF_DRAFT_MODELS: dict[str, Any] = {
     "draft_tensor_parallel_size": None, "tensor_parallel_size": None, "quantization": None,
     "code_revision": None, "max_model_len": None, "parallel_drafting": False, "use_heterogeneous_vocab": False,
     "disable_padded_drafter_batch": False, "num_speculative_tokens_per_batch_size": None, "enforce_eager": None,
 }  # fmt: skip
-# Of vLLM's drafts by frequency, and the values that change nothing here: the latest continuation is the draft, and its
-# length follows what came of those before.
+# vLLM's keys of drafts by frequency, with the values that change nothing here: the latest continuation is the draft, and its
+# length depends on the success of earlier drafts.
 OF_FREQUENCIES: dict[str, tuple[Any, ...]] = {"suffix_decoding_min_token_prob": (None, 0.1)}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How drafts are proposed, under vLLM's keys.
 
-    `ngram` continues the text as it went on after the last place that ended in the same `prompt_lookup_max` tokens,
-    or fewer, down to `prompt_lookup_min`.  `suffix` takes the longest such ending there is.  Drafts are the longer the more
-    tokens agree.  `draft_model` asks a second, smaller model of the same vocabulary.
+    `ngram` repeats the continuation of the last earlier place with the same `prompt_lookup_max` tokens, or fewer, down to
+    `prompt_lookup_min`.  `suffix` uses the longest match; drafts are longer if more tokens match.  `draft_model` asks a second,
+    smaller model with the same vocabulary.
     """
 
     method: Literal["ngram", "suffix", "draft_model"]
     num_speculative_tokens: int
-    model: str | None = None  # of draft_model: a folder, a file or a hub id, as the engine's own
+    # The draft model: a folder, a file or a hub id, like the engine's own model.
+    model: str | None = None
     revision: str | None = None
     prompt_lookup_max: int = DEFAULT_NGRAM
     prompt_lookup_min: int = DEFAULT_NGRAM
-    suffix_decoding_max_tree_depth: int = 24  # tokens that are compared
-    suffix_decoding_max_spec_factor: float | None = (
-        None  # drafts for each token that agreed, at most
-    )
-    suffix_decoding_max_cached_requests: int = 10_000  # whose answers are kept; 0 = none
+    suffix_decoding_max_tree_depth: int = 24  # tokens to compare
+    suffix_decoding_max_spec_factor: float | None = None  # drafts for each matching token
+    # The number of requests with stored answers; 0 stores none.
+    suffix_decoding_max_cached_requests: int = 10_000
 
 
 def speculative_config(
     value: Any, device: DeviceKind, *, pools: bool = False
 ) -> SpeculativeConfig | None:
-    """Check the option; None and {} are off.
+    """Check the option; None and {} disable speculation.
 
     Raises:
-        TrouperValidationError: a key that does not exist, or a value of the wrong type or out of range.
-        UnsupportedFeatureError: a method, key or device of vLLM's that has no speculation here.
+        TrouperValidationError: a key is unknown, or a value has the wrong type or is out of range.
+        UnsupportedFeatureError: a method, key or device of vLLM that has no speculation here.
     """
     if not value:
         return None
@@ -124,10 +124,10 @@ def _check_ranges(config: SpeculativeConfig, value: Any) -> None:
 def draft_model(
     args: EngineArgs, model: ModelConfig, speculation: SpeculativeConfig | None
 ) -> ModelConfig | None:
-    """Find the draft model, if there is one; may download, as the engine's own.
+    """Find the draft model, if there is one.  It may download it, like the engine's own model.
 
     Raises:
-        TrouperValidationError: there is no such model, or it has another vocabulary.
+        TrouperValidationError: the model does not exist, or has another vocabulary.
     """
     if speculation is None or speculation.model is None:
         return None

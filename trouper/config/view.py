@@ -1,4 +1,7 @@
-"""The resolved configuration under vLLM's names: `get_model_config` returns the model's, `vllm_config` has all parts."""
+"""The resolved configuration under vLLM's names, for scripts that read vLLM's.
+
+`get_model_config` returns the model's part, `vllm_config` all parts.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ class FieldsOfConfig(dict[str, Any]):
 
 
 class ModelView:
-    """A model as an engine runs it; names that are not here are those of trouper's own `ModelConfig`."""
+    """A model as an engine runs it.  Names that this class lacks are those of trouper's own `ModelConfig`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._model = config.model
@@ -36,7 +39,8 @@ class ModelView:
         self.hf_text_config = FieldsOfConfig(config.model.hf_config)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a copy that is being made has no model yet
+        # A copy under construction has no model yet.
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._model, name)
 
@@ -66,7 +70,7 @@ class ModelView:
 
 
 class ConfigView:
-    """A part of the configuration; a name that it lacks is an error that says where to look."""
+    """A part of the configuration.  The error of an unknown name says where to look."""
 
     def __init__(self, kind: str, **fields: Any) -> None:
         self.__dict__.update(fields)
