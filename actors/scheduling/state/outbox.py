@@ -1,4 +1,8 @@
-"""The outputs that the detokenizer has not received yet: one entry per sequence, over any number of steps."""
+"""Outputs on their way to the detokenizer, merged to one entry for each sequence.
+
+A slow detokenizer must not make this grow: several steps of a sequence become one entry, so it is bounded by the unfinished sequences
+and their new tokens.
+"""
 
 import msgspec
 
@@ -11,14 +15,14 @@ from trouper.outputs import FinishReason
 
 
 class SchedulerOutputs:
-    """Outputs collected until they are taken; a later entry of a sequence continues its earlier one."""
+    """Collect outputs until they are taken.  A later entry of a sequence is appended to its earlier one."""
 
     def __init__(self) -> None:
         self._entries: dict[SequenceId, SequenceTokens] = {}
         self._started: list[SequenceId] = []
 
     def add_start(self, id: SequenceId) -> None:
-        """Add the start of a sequence, the first one or one after a preemption."""
+        """Note that a sequence has started: for the first time or after a preemption."""
         self._started.append(id)
 
     def add_tokens(
@@ -28,7 +32,7 @@ class SchedulerOutputs:
         end: tuple[FinishReason, int | str | None] | None,
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
-        """Add sampled tokens; the first ones bring along what is known of the prompt."""
+        """Add sampled tokens.  With the first ones go the prompt's logprobs and its number of cached tokens."""
         finish_reason, stop_reason = end if end is not None else (None, None)
         is_first = len(sequence.output) == len(token_ids)
         entry = SequenceTokens(
@@ -47,7 +51,7 @@ class SchedulerOutputs:
         self.add(entry)
 
     def add(self, entry: SequenceTokens) -> None:
-        """Add an entry, behind the one that its sequence may have already."""
+        """Add an entry, appended to the earlier entry of its sequence if there is one."""
         earlier = self._entries.get(entry.id)
         if earlier is not None:
             entry = msgspec.structs.replace(
@@ -66,7 +70,7 @@ class SchedulerOutputs:
         self._entries.pop(id, None)
 
     def take(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:
-        """Take all outputs as one message with `answers`; None when there are neither."""
+        """Take all outputs as one message with `answers`.  Returns None if there are neither outputs nor answers."""
         if not (self._entries or self._started or answers):
             return None
         message = StepTokens(tuple(self._entries.values()), tuple(self._started), answers)

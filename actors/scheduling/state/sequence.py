@@ -1,17 +1,14 @@
-"""A request and its sequences as the scheduler sees them, with what follows from them alone.
+"""A request and its sequences in the scheduler, and the rules that need nothing else: when a sequence ends, which blocks it hashes.
 
-Mutable state of one owner, the scheduling policy; never sent anywhere.  Law of a sequence's counters:
+One policy owns this mutable state.  It is never sent anywhere.  The counters of a runnable sequence obey:
 
-    0 ≤ num_computed_on_device ≤ num_computed < num_tokens + num_in_flight ≤ limit        while it may run
+    0 ≤ num_computed_on_device ≤ num_computed < num_tokens + num_in_flight ≤ limit
 
     positions   0 … num_computed_on_device … num_computed … num_tokens + num_in_flight
-                │ KV is there              │ a step in    │ not planned
-                │                          │ flight       │
+                │ KV computed              │ in flight    │ not planned
 
-A token that a step in flight samples is a placeholder: counted by `num_in_flight`, known to the device.  Drafts in flight are
-not counted until they are known to be right: then every position behind moves, those of plans in flight too.
-
-Detection of an output that repeats itself.  Pure.
+A token that a step in flight samples is a placeholder: `num_in_flight` counts it, and only the device knows its id.  Drafts in flight
+are not counted until they are accepted.  Then every later position moves, also in the plans in flight.
 """
 
 import hashlib
@@ -27,34 +24,48 @@ from trouper.config.resolve import SchedulerConfig
 from trouper.outputs import FinishReason
 from trouper.params import RepetitionDetectionParams
 
-Order = tuple[int, float, int, int]  # smaller runs first; unique
+# Negative priority, arrival time, number of the request, index of the sequence.  A smaller order runs first; all are different.
+Order = tuple[int, float, int, int]
 
 
 class State(Enum):
-    """Stage of a sequence's life."""
+    """The stage of a sequence."""
 
-    WAITING = "waiting"  # never ran
-    RUNNING = "running"  # holds a request slot
-    PREEMPTED = "preempted"  # ran, and will be recomputed
+    # Has never run.
+    WAITING = "waiting"
+    # Holds a request slot.
+    RUNNING = "running"
+    # Has run, and will be recomputed.
+    PREEMPTED = "preempted"
     FINISHED = "finished"
 
 
 class Request(msgspec.Struct, eq=False):
-    """Client's request, and the sequences grown for it."""
+    """A client's request and its sequences."""
 
     admit: Admit
-    sampling: Sampling  # of the first sequence
-    stop_ids: frozenset[int]  # the primary EOS included
-    max_drafts: int  # of one sequence in a step
+    # Of the first sequence.
+    sampling: Sampling
+    # With the primary EOS token.
+    stop_ids: frozenset[int]
+    # The most drafts of one sequence in a step.
+    max_drafts: int
     sequences: "list[Sequence]"
-    deferred: "list[Sequence]"  # siblings that wait for the leader's prompt to be computed
+    # Siblings that wait until the leader's prompt is computed.
+    deferred: "list[Sequence]"
     num_unfinished: int
-    prompt_hashes: list[bytes]  # of the full prompt blocks; filled at the first lookup
-    replica: int = 0  # that it is with
-    num_expected: int = 0  # prompt tokens that its replica should have in the cache
+    # Of the full prompt blocks, filled at the first lookup.
+    prompt_hashes: list[bytes]
+    replica: int = 0
+    # Prompt tokens that should be in the cache of its replica.
+    num_expected: int = 0
 
     def demand(self, block_size: int) -> Demand:
-        """Describe what it asks of a replica; `block_size`: of the prefixes that are kept, 0 if none is."""
+        """Describe the work for a replica, from which the router chooses one.
+
+        Args:
+            block_size: tokens of one block of the prefix cache.  0 if there is no prefix cache.
+        """
         admit, leader, hashes = self.admit, self.sequences[0], list[bytes]()
         if block_size and not admit.params.skip_reading_prefix_cache:
             num_blocks = max(0, leader.num_prompt - 1) // block_size
@@ -68,47 +79,61 @@ class Request(msgspec.Struct, eq=False):
         )
 
     def is_end_of_grammar(self, token: int) -> bool:
-        """Tell whether the token ends an output that matches a grammar."""
+        """Whether the token ends an output under a grammar."""
         grammar = self.admit.grammar
         return grammar is not None and token in grammar.eos_token_ids
 
 
 class Sequence(msgspec.Struct, eq=False, kw_only=True):
-    """One list of tokens being grown."""
+    """One growing list of tokens."""
 
     id: SequenceId
-    index: int  # in its request; 0 is the leader
+    # Its number in the request.  0 is the leader.
+    index: int
     request: Request
     order: Order
     num_prompt: int
-    limit: int  # tokens at which it ends, whatever they are
-    num_tokens: int  # known ones: prompt and output
+    # It ends with this many tokens at the latest.
+    limit: int
+    # Known tokens: prompt and output.
+    num_tokens: int
     output: list[int]
     state: State = State.WAITING
-    request_slot: int = -1  # on the device; -1 = none
-    is_slot_stale: bool = True  # the device must be given all of the sequence
-    preemption_epoch: int = 0  # counts preemptions
-    valid_from_epoch: int = 0  # results of earlier epochs are dropped
+    # -1 without a slot.
+    request_slot: int = -1
+    # The next plan must send the whole sequence to the device.
+    is_slot_stale: bool = True
+    # Counts preemptions.  Results of epochs before `valid_from_epoch` are dropped.
+    preemption_epoch: int = 0
+    valid_from_epoch: int = 0
     blocks: list[int]
     hashes: list[bytes]
-    num_registered: int = 0  # blocks known to the prefix cache
+    # Blocks offered to the prefix cache.
+    num_registered: int = 0
     num_computed: int = 0
     num_computed_on_device: int = 0
     num_in_flight: int = 0
-    sampling_step: int = 0  # the newest step that samples a token of it
+    # The newest step that samples one of its tokens.
+    sampling_step: int = 0
     num_preemptions: int = 0
-    num_evictions: int = 0  # preemptions for another's growth
-    num_passed: int = 0  # starts of others while its adapter had to wait
-    has_landed: bool = False  # a step of it has been answered
-    # It has ended for its client, and is computed on to find out whether it kills the device: nothing of it is put out.
+    # Preemptions for the growth of another sequence.
+    num_evictions: int = 0
+    # Sequences that started while it waited for an adapter slot.
+    num_passed: int = 0
+    # Whether the device has answered one of its steps.
+    has_landed: bool = False
+    # It has ended for its client, and runs on only to find out whether it kills the device.  It has no outputs.
     is_ghost: bool = False
-    num_cached: int = 0  # prompt tokens found in the cache when it first started
-    prompt_logprobs: list[TokenLogprobs]  # not put out yet
-    num_prompt_logprobs: int = 0  # seen so far
+    # Prompt tokens found in the prefix cache at its first start.
+    num_cached: int = 0
+    # Not put out yet.
+    prompt_logprobs: list[TokenLogprobs]
+    # Received so far.
+    num_prompt_logprobs: int = 0
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far."""
+        """Count the tokens generated so far."""
         return len(self.output)
 
     def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
@@ -119,7 +144,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         return prompt[start:] + tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
-        """Return the hash chain of the first `count` blocks, all of whose tokens are known."""
+        """Return the hash chain of the first `count` blocks.  All their tokens must be known."""
         hashes, shared = self.hashes, self.request.prompt_hashes
         if len(hashes) < min(count, len(shared)):
             hashes.extend(shared[len(hashes) :])
@@ -129,23 +154,23 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
             tokens = self.token_ids(i * block_size, (i + 1) * block_size)
             extra = salt.encode() if salt is not None and i == 0 else b""
             if admit.options.cache_scope and i == 0:
-                # In front, and only the server writes it: a client's salt cannot name another client's scope.
+                # The scope comes first and only the server writes it, so no salt of a client equals another client's scope.
                 extra = b"\0\0\0" + hashlib.sha256(admit.options.cache_scope).digest() + extra
             if adapter is not None and i == 0:
-                extra += b"\0\0" + adapter.number.to_bytes(8)  # 10 bytes; a digest adds 33
+                # 10 bytes, while a digest adds 33.  A salt has no NUL.  So two different extras never have the same bytes.
+                extra += b"\0\0" + adapter.number.to_bytes(8)
             if i < len(digests) and digests[i]:
-                extra += (
-                    b"\0" + digests[i]
-                )  # a salt has no NUL, so no two extras are the same bytes
+                extra += b"\0" + digests[i]
             hashes.append(block_hash(hashes[-1] if hashes else FIRST_PARENT, tokens, extra))
             if i == len(shared) and (i + 1) * block_size <= self.num_prompt:
                 shared.append(hashes[-1])
         return hashes[:count]
 
     def append(self, token: int) -> tuple[FinishReason, int | str | None] | None:
-        """Commit a sampled token; return finish and stop reason if it is the last.
+        """Append a sampled token.  Returns the finish reason and the stop reason if it is the last one.
 
-        Under `min_tokens` outputs only the length ends it (the sampler masks the stop ids anyway), and the end of a grammar.
+        Before `min_tokens` output tokens, only the length limit and the end of a grammar end the sequence; the sampler masks
+        stop tokens until then.
         """
         self.output.append(token)
         self.num_tokens += 1
@@ -162,12 +187,12 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         return None
 
     def take_prompt_logprobs(self, start: int, entries: tuple[TokenLogprobs, ...]) -> None:
-        """Take the logprobs of prompt tokens start + 1 …; a recomputed chunk brings known ones again."""
+        """Take the logprobs of prompt tokens start + 1 ….  Those that a recomputed chunk repeats are ignored."""
         self.prompt_logprobs.extend(entries[max(0, self.num_prompt_logprobs - start) :])
         self.num_prompt_logprobs = max(self.num_prompt_logprobs, start + len(entries))
 
     def sampling(self) -> Sampling:
-        """Return the device's parameters: child i has the seed of child 0 plus i; one child scores the prompt."""
+        """Return the parameters for the device.  Sequence i has the seed of the leader plus i; only the leader scores the prompt."""
         shared = self.request.sampling
         if self.index == 0 and (not self.output or shared.prompt_logprobs is None):
             return shared
@@ -177,9 +202,11 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
 
 
 def open_request(admit: Admit, number: int, config: SchedulerConfig, capacity: int) -> Request:
-    """Make the request and its n sequences, of which all but the leader are deferred.
+    """Make the request and its n sequences.  All but the leader are deferred until its prompt is computed.
 
-    `number` counts admissions; all blocks together hold the KV of `capacity` tokens.
+    Args:
+        number: the number of the admission.
+        capacity: tokens that all KV blocks hold together.
     """
     stop_ids = set(admit.stop_token_ids)
     if admit.eos_token_id is not None:
@@ -197,7 +224,7 @@ def open_request(admit: Admit, number: int, config: SchedulerConfig, capacity: i
     )
     num_prompt = len(admit.prompt_token_ids)
     max_tokens = admit.params.max_tokens or config.max_model_len
-    # The last token needs no KV, which no later token would read.
+    # The last token needs no KV, because no later token reads it.
     limit = min(num_prompt + max_tokens, config.max_model_len, capacity + 1)
     rank = (0, 0.0) if config.policy == "fcfs" else (-admit.options.priority, admit.arrival_time)
     for index in range(n):
@@ -227,7 +254,8 @@ def as_int64(value: int) -> int:
 def _sampling(admit: Admit, stop_ids: list[int], engine_seed: int) -> Sampling:
     params = admit.params
     seed = params.seed
-    if seed is None:  # fixed by the engine's seed and the request alone: a replay samples the same
+    if seed is None:
+        # Only the engine's seed and the request determine it, so a replay samples the same tokens.
         text = f"{engine_seed}:{admit.id}".encode()
         seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
     return Sampling(
@@ -251,16 +279,16 @@ def _sampling(admit: Admit, stop_ids: list[int], engine_seed: int) -> Sampling:
 
 
 def is_repeating(tokens: list[int], rule: RepetitionDetectionParams) -> bool:
-    """Whether the tail is one pattern of `min_pattern_size` … `max_pattern_size` tokens, `min_count` times.
+    """Whether the output ends with `min_count` repetitions of a pattern of `min_pattern_size` … `max_pattern_size` tokens.
 
-    Called after every token.  A tail has a period when it equals itself shifted by that period, so the last
-    token decides most sizes at once; the others cost two slices.
+    It is called after every token, so it must be fast.  A tail with a period equals itself shifted by that period.  Comparing one
+    token excludes most sizes; only the others need two slices.
     """
     num_tokens = len(tokens)
     for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):
         begin = num_tokens - size * rule.min_count
         if begin < 0:
-            return False  # longer patterns need even more tokens
+            return False
         if tokens[-1] == tokens[-1 - size] and tokens[begin:-size] == tokens[begin + size :]:
             return True
     return False

@@ -1,12 +1,11 @@
-"""All unfinished sequences: where each of them waits or runs, and how it ends.
+"""All unfinished sequences: in which queue each of them is, and how it ends.
 
-A sequence enters with its request, waits, runs, may be preempted and wait again, and ends once.  Its end
-goes to the outputs, but for the ends that the detokenizer has found itself.
+A sequence enters with its request, waits, runs, may be preempted and wait again, and ends exactly once.  Its end goes to the outputs,
+except an end that the detokenizer has found itself.
 
-Which waiting sequences start in a step: the best first, as long as there is room.
-
-A sequence whose grammar is not compiled is parked until it is.  One whose adapter would be one too many among the running ones waits, and others pass it.  Law: no more than
-MAX_PASSES of them do, then none starts before it.  So it starts at the latest when all that were running have ended then.
+`start_waiting` starts queued sequences in their order until one finds no room.  A sequence is parked until its grammar is compiled.
+A sequence waits while the running ones use as many different adapters as allowed; meanwhile others pass it.  Law: at most MAX_PASSES
+of them do, then no other sequence starts before it.  So it starts at the latest when all sequences running at that time have ended.
 """
 
 from collections.abc import Collection, Set
@@ -29,7 +28,7 @@ from trouper.outputs import FinishReason, RequestError
 
 
 class Shared:
-    """The part of their tables that the replicas of a model have in common: outputs, and the numbers of requests."""
+    """The part of the tables that all replicas of a model share: the outputs and the numbering of requests."""
 
     def __init__(self) -> None:
         self.outputs = SchedulerOutputs()
@@ -37,7 +36,7 @@ class Shared:
 
 
 class SequenceTable:
-    """Owns the queues and the running sequences, and puts out what becomes of them."""
+    """Own the queues and the running sequences of one replica, and put out their tokens and ends."""
 
     def __init__(
         self, config: SchedulerConfig, blocks: KVBlocks, shared: Shared | None = None
@@ -49,21 +48,23 @@ class SequenceTable:
         self.outputs = self._shared.outputs
         self.requests: dict[RequestId, Request] = {}
         self.sequences: dict[SequenceId, Sequence] = {}
-        self.fluid: Fluid | None = None  # which those that end leave
+        # If set, ended sequences leave it.
+        self.fluid: Fluid | None = None
         self.ghosts: dict[SequenceId, Sequence] = {}
-        self.num_deferred = 0  # siblings that wait for their leader's prompt
+        # Siblings that wait until their leader's prompt is computed.
+        self.num_deferred = 0
         self.num_generation_tokens = 0
         self._config = config
         self._blocks = blocks
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a request slot, for blocks, or for a result in flight."""
+        """Count the sequences that wait for a request slot, for KV blocks, or for a result in flight."""
         return len(self.sequences) - len(self.running) - self.num_deferred
 
     @property
     def num_started(self) -> int:
-        """Unfinished sequences that ran before; a leader that did counts for its deferred siblings."""
+        """Count the unfinished sequences that have run.  Deferred siblings are not counted: their leader is."""
         return len(self.sequences) - self.waiting.num_fresh - self.num_deferred
 
     def ids_by_state(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -118,11 +119,11 @@ class SequenceTable:
         return self._blocks.num_usable * self._blocks.block_size
 
     def open_request(self, admit: Admit) -> Request:
-        """Make a request, with the next number; it is not in yet."""
+        """Make a request with the next number.  `enter` adds it to the table."""
         return open_request(admit, next(self._shared.numbers), self._config, self._capacity)
 
     def enter(self, request: Request) -> None:
-        """Take a request in, with its outputs so far if it comes from elsewhere; one that could never run ends at once."""
+        """Add a request, with its outputs so far if another replica has begun it.  One that could never run ends at once."""
         admit, capacity = request.admit, self._capacity
         num_prompt = len(admit.prompt_token_ids)
         self.requests[admit.id] = request
@@ -155,9 +156,12 @@ class SequenceTable:
                 self.waiting.returning.push(sequence)
 
     def take_out(self, kept: Set[RequestId], *, only_fresh: bool = False) -> list[Request]:
-        """Give up all requests that have nothing on the device, but `kept`; with `only_fresh` those that never ran.
+        """Remove and return all requests without state on the device, except `kept`.
 
-        Ghosts among them end: elsewhere nothing is suspected of them.
+        Ghosts among them end, because another replica does not suspect them.
+
+        Args:
+            only_fresh: remove only requests that have never run.
         """
         for ghost in list(self.ghosts.values()):
             is_idle = ghost.request_slot < 0 and not ghost.num_in_flight
@@ -171,7 +175,7 @@ class SequenceTable:
             and not any(
                 s.request_slot >= 0 or s.num_in_flight
                 for s in request.sequences
-                if s.state is not State.FINISHED  # of which results in flight are dropped
+                if s.state is not State.FINISHED
             )
         ]
         ids: set[SequenceId] = set()
@@ -188,7 +192,7 @@ class SequenceTable:
         return requests
 
     def work(self) -> tuple[int, int]:
-        """Count the tokens that are known and not computed, and the unfinished sequences."""
+        """Count the known tokens without KV, and the unfinished sequences."""
         num_tokens = 0
         for sequence in self.sequences.values():
             if sequence.index and not sequence.output:
@@ -200,13 +204,13 @@ class SequenceTable:
         return num_tokens, len(self.sequences)
 
     def abort(self, id: RequestId, suspects: Set[SequenceId] = frozenset()) -> None:
-        """End a request, in whatever state; unknown and finished ones are ignored, and suspects become ghosts."""
+        """End a request in any state.  Its suspects become ghosts.  Unknown and finished requests are ignored."""
         request = self.requests.get(id)
         if request is not None:
             self._end_request(request, "abort", suspects=suspects)
 
     def stop(self, id: SequenceId, *, is_suspect: bool = False) -> None:
-        """Drop a sequence that a stop string has ended; it has no further output, and becomes a ghost if it is a suspect."""
+        """Drop a sequence after a stop string.  It has no further output, and becomes a ghost if it is a suspect."""
         self.outputs.withdraw(id)
         sequence = self.sequences.get(id)
         if sequence is not None and is_suspect:
@@ -215,9 +219,9 @@ class SequenceTable:
             self._finish(sequence)
 
     def raise_ghost(self, sequence: Sequence) -> None:
-        """Compute a sequence that has ended once more; it was in the step of a loss.
+        """Compute an ended sequence once more, because it was in the step in which the device died.
 
-        Nothing for one that is as long as it may be: no step in flight goes on with it.
+        A sequence at its length limit is ignored: no step in flight could have continued it.
         """
         request = sequence.request
         if sequence.state is not State.FINISHED or sequence.num_tokens >= sequence.limit:
@@ -235,11 +239,12 @@ class SequenceTable:
         sequence.num_computed = sequence.num_computed_on_device = sequence.num_registered = 0
         self.sequences[sequence.id] = sequence
         self._make_ghost(sequence)
-        self.waiting.take_all({sequence.id})  # of what it left in the queues
+        # Dead entries of the ended sequence may be in the queues.
+        self.waiting.take_all({sequence.id})
         self.waiting.returning.push(sequence)
 
     def end_ghosts(self, suspects: Collection[SequenceId]) -> None:
-        """Let the ghosts go that are no suspects any more."""
+        """End the ghosts that are no suspects any more."""
         for ghost in [ghost for id, ghost in self.ghosts.items() if id not in suspects]:
             self._finish(ghost)
 
@@ -248,7 +253,7 @@ class SequenceTable:
         self.ghosts[sequence.id] = sequence
 
     def fail(self, sequence: Sequence, error: RequestError) -> None:
-        """End a sequence whose KV is suspect."""
+        """End a sequence with an error, and withdraw its KV from the prefix cache, because it may be wrong."""
         self._blocks.forget(sequence.blocks)
         self._end(sequence, "error", error)
 
@@ -259,7 +264,7 @@ class SequenceTable:
     def append(
         self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
-        """Commit sampled tokens; those behind one that ends the sequence are dropped."""
+        """Append sampled tokens.  Tokens behind the end of the sequence are dropped."""
         end, num_before = None, len(sequence.output)
         for token in token_ids:
             end = sequence.append(token)
@@ -276,12 +281,12 @@ class SequenceTable:
             self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Queue a preempted sequence again, if its last result in flight has come."""
+        """Queue a preempted sequence again, unless one of its results is still in flight."""
         if sequence.num_in_flight == 0:
             self.waiting.returning.push(sequence)
 
     def release_siblings(self, request: Request) -> None:
-        """Queue the siblings of a leader whose prompt is computed, or which is gone."""
+        """Queue the siblings when the leader's prompt is computed, or when the leader has ended."""
         self.num_deferred -= len(request.deferred)
         for sibling in request.deferred:
             self.waiting.returning.push(sibling)
@@ -306,7 +311,7 @@ class SequenceTable:
     def _end(
         self, sequence: Sequence, reason: FinishReason, error: RequestError | None = None
     ) -> None:
-        """End a sequence without a last token, and put its end out."""
+        """End a sequence without a last token, and put out its end."""
         self._put_out_end(sequence, reason, error)
         self._finish(sequence)
 
@@ -327,7 +332,7 @@ class SequenceTable:
         )
 
     def _finish(self, sequence: Sequence) -> None:
-        """Forget a sequence; of its KV only what the prefix cache keeps stays."""
+        """Forget a sequence.  Only the prefix cache keeps some of its KV."""
         request = sequence.request
         if sequence.request_slot >= 0:
             self.running.leave(sequence)
@@ -344,20 +349,23 @@ class SequenceTable:
         if request.num_unfinished == 0:
             del self.requests[request.admit.id]
             self.grammars.leave(request.admit)
-            request.sequences.clear()  # no cycle outlives it
+            # Breaks the reference cycle, so the request is freed at once.
+            request.sequences.clear()
 
 
-MAX_PASSED = 64  # sequences that are set aside in one step
-MAX_PASSES = 256  # starts of others that one sequence lets by
+# The most sequences that one step sets aside.
+MAX_PASSED = 64
+# The most starts of other sequences that one sequence waits for.
+MAX_PASSES = 256
 
 
 def start_waiting(
     table: SequenceTable, builder: StepBuilder, max_num_running: int, *, only_returning: bool
 ) -> None:
-    """Start sequences in their order, until the first that finds no room.
+    """Start queued sequences in their order, until one finds no room.
 
     Args:
-        only_returning: start none that never ran.
+        only_returning: start no sequence that has never run.
     """
     passed: list[tuple[Queue, Sequence]] = []
     while builder.budget > 0 and len(table.running) < max_num_running:

@@ -1,9 +1,8 @@
-"""Sequences that wait to run, best first, and those that wait for their grammars.
+"""The queues of the sequences without a request slot, the best first.
 
-`Waiting` is two queues, because a pause may close the one and not the other, and because under fcfs those
-that ran before go first.  A queue is a heap with lazy deletion: `discard` only marks, and the
-heap is rebuilt when half of it is dead, so push, pop and discard are O(log n) amortised and memory is
-O(live).
+There are two queues: for new sequences and for those that have run before.  A pause may close only the first one, and under fcfs the
+second one goes first.  A queue is a heap with lazy deletion: `discard` only marks an entry, and the heap is rebuilt when half of its
+entries are marked.  So push, pop and discard take O(log n) amortised, and memory is O(live entries).
 """
 
 from collections.abc import Set
@@ -14,12 +13,12 @@ from trouper.actors.scheduling.state.sequence import Order, Sequence
 
 
 class Queue:
-    """A priority queue of sequences by their `order`, which is unique."""
+    """A priority queue of sequences by their unique `order`."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Order, Sequence]] = []
         self._live: set[SequenceId] = set()
-        # If there is a list, it gets each pushed sequence, and its owner empties it.
+        # If set, each pushed sequence is appended to this list, which its owner empties.
         self.arrivals: list[Sequence] | None = None
 
     def __len__(self) -> int:
@@ -29,23 +28,23 @@ class Queue:
         return id in self._live
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence that is not in the queue."""
+        """Add a sequence.  It must not be in the queue."""
         self._live.add(sequence.id)
         heappush(self._heap, (sequence.order, sequence))
         if self.arrivals is not None:
             self.arrivals.append(sequence)
 
     def head(self) -> Sequence | None:
-        """Return the best sequence, which stays; None if there is none."""
+        """Return the best sequence without removing it.  Returns None if the queue is empty."""
         heap = self._heap
         while heap and heap[0][1].id not in self._live:
             heappop(heap)
         return heap[0][1] if heap else None
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a sequence, if it is here.
+        """Remove a sequence if it is in the queue.
 
-        Only the head may be pushed again later: it leaves the heap at once, others leave a dead entry.
+        Only the head may be pushed again later, because it leaves the heap at once.  Any other sequence leaves a dead entry.
         """
         self._live.discard(sequence.id)
         if self._heap and self._heap[0][1] is sequence:
@@ -55,7 +54,7 @@ class Queue:
             heapify(self._heap)
 
     def take(self, sequence: Sequence) -> None:
-        """Remove a sequence that is not the head and may be pushed again: O(n), for rare cases."""
+        """Remove a sequence anywhere in the queue, so that it may be pushed again.  Takes O(n), for rare cases."""
         if sequence.id in self._live:
             self._live.discard(sequence.id)
             self._heap = [entry for entry in self._heap if entry[1] is not sequence]
@@ -68,14 +67,14 @@ class Queue:
         heapify(self._heap)
 
     def live(self) -> list[Sequence]:
-        """Return all sequences in the order of service: O(n log n), for tests and debugging."""
+        """Return all sequences in the order of service.  Takes O(n log n), for tests and debugging."""
         return [sequence for _, sequence in sorted(self._heap) if sequence.id in self._live]
 
 
 class Waiting:
-    """The waiting sequences: `fresh` ones never ran; `returning` ones did, or a sibling of theirs did.
+    """The queued sequences: `fresh` ones have never run; `returning` ones, or a sibling, have.
 
-    One whose grammar is not ready is parked when its turn comes, and goes back to its queue when it is.
+    A sequence without a ready grammar is parked when its turn comes.  It goes back to its queue when the grammar is ready.
     """
 
     def __init__(self, *, is_fcfs: bool) -> None:
@@ -89,11 +88,11 @@ class Waiting:
 
     @property
     def num_fresh(self) -> int:
-        """Sequences that never ran."""
+        """Count the sequences that have never run."""
         return len(self.fresh) + sum(queue is self.fresh for queue, _ in self._parked.values())
 
     def park(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue until its grammar is ready; once parked, it keeps its queue."""
+        """Take a sequence out of its queue until its grammar is ready.  Parking it again changes nothing."""
         if sequence.id in self._parked:
             return
         queue = self.returning if sequence.id in self.returning else self.fresh
@@ -114,7 +113,7 @@ class Waiting:
         return tuple(sequence.id for sequence in self._in_order())
 
     def head(self, *, only_returning: bool) -> Sequence | None:
-        """Return the sequence to start next, which stays; None if there is none."""
+        """Return the sequence to start next without removing it.  Returns None if the queues are empty."""
         returning = self.returning.head()
         if only_returning or (returning is not None and self._is_fcfs):
             return returning
@@ -124,12 +123,12 @@ class Waiting:
         return min(returning, fresh, key=lambda sequence: sequence.order)
 
     def keep_arrivals(self) -> list[Sequence]:
-        """Return a list that gets each sequence that is queued from now on; its owner empties it."""
+        """Return a list to which every newly queued sequence is appended.  The caller empties it."""
         self.fresh.arrivals = self.returning.arrivals = arrivals = list[Sequence]()
         return arrivals
 
     def best(self, count: int) -> list[Sequence]:
-        """Return the first `count` in the order of service: O(n log n)."""
+        """Return the first `count` sequences in the order of service.  Takes O(n log n)."""
         return self._in_order()[:count]
 
     def _in_order(self) -> list[Sequence]:
@@ -139,7 +138,7 @@ class Waiting:
         return waiting
 
     def take(self, sequence: Sequence) -> None:
-        """Remove a sequence from among the others; it may come back."""
+        """Remove a sequence anywhere in the queues, so that it may be queued again."""
         self._parked.pop(sequence.id, None)
         self.fresh.take(sequence)
         self.returning.take(sequence)
@@ -151,13 +150,13 @@ class Waiting:
         self.returning.take_all(ids)
 
     def set_aside(self, head: Sequence) -> tuple[Queue, Sequence]:
-        """Remove the sequence that is to start next; returns it, and the queue that it goes back to."""
+        """Remove the sequence that `head` returns.  Returns its queue, to push it back, and the sequence."""
         queue = self.returning if self.returning.head() is head else self.fresh
         queue.discard(head)
         return queue, head
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a sequence from the queue that it is in, if any."""
+        """Remove a sequence from its queue, if it is queued."""
         self._parked.pop(sequence.id, None)
         self.fresh.discard(sequence)
         self.returning.discard(sequence)
