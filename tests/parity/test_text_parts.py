@@ -133,7 +133,7 @@ def test_prompt_read_in_both_directions_is_refused(tmp_path):
     )
     transformers.PaliGemmaForConditionalGeneration._from_config(config).save_pretrained(tmp_path)
     for runner in (CpuRunner, hf_runner):
-        with pytest.raises(UnsupportedFeatureError, match="both directions"):
+        with pytest.raises(UnsupportedFeatureError, match="bidirectional attention"):
             runner(engine_config(tmp_path, max_model_len=64)).load()
 
 

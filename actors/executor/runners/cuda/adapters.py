@@ -1,7 +1,7 @@
-"""The adapters of a model on a GPU, and which of a step's tokens have which.
+"""The LoRA adapters of a model on a GPU, and the adapter of each token of a step.
 
-A step without any is captured in a graph of its own, which launches nothing for adapters.  In the other graphs the rows
-and their adapters are data at a fixed address, so one graph serves every mixture.
+Steps without adapters have CUDA graphs of their own, which launch nothing for adapters. In the other graphs, the rows and
+their adapters are data at a fixed address, so one graph serves every mixture of adapters.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,16 @@ from trouper.config.adapters import LoRAConfig
 from trouper.kernels.cuda.lora import BLOCK_ROWS, DeviceRows, TritonLoRA, max_blocks
 from trouper.kernels.lora import RowTable
 
-COLUMNS = 3  # of a block
+# The numbers that describe a block of rows: adapter slot, first row, number of rows.
+COLUMNS = 3
 
 
 class DeviceAdapters:
-    """Slots on the device, from the first layer that is wrapped on.
+    """The adapter slots on the device, which exist from the first layer that is wrapped.
 
     Args:
-        dtype: of the model.
-        max_rows: tokens of a step.
+        dtype: the dtype of the model, which adapters get too.
+        max_rows: the most tokens of a step.
     """
 
     def __init__(
@@ -44,18 +45,21 @@ class DeviceAdapters:
         return f"<DeviceAdapters of {len(self._weights)} layers>"
 
     def of(self, num_rows: int) -> DeviceRows | None:
-        """Return the rows of the step that is launched; None: it has no adapters."""
+        """Return the rows of the step that is being launched, or None if it has no adapters."""
         return self._device if self._are_used else None
 
     def use(self, *, are_used: bool) -> None:
-        """Say whether the launches that follow add adapters."""
+        """Set whether the following launches add adapters."""
         self._are_used = are_used
 
     def begin_step(self, plan: StepPlan, slot_of_request: np.ndarray) -> bool:
-        """Take the adapters of a plan's tokens to the device; returns whether there are any.
+        """Copy the adapter of each token of a plan to the device.
 
         Args:
-            slot_of_request: the adapter of each request slot, 0 for none.
+            slot_of_request: the adapter slot of each request slot, or 0 without an adapter.
+
+        Returns:
+            Whether any token has an adapter.
         """
         slots = slot_of_request[list(plan.request_slots)]
         if not slots.any():
@@ -65,12 +69,13 @@ class DeviceAdapters:
         table, num_blocks = self._table, int(self._table.blocks[0, 0])
         assert num_blocks <= self._max_blocks, f"{num_blocks} blocks of adapters"
         blocks = table.blocks[: num_blocks + 1]
-        num_rows = int(blocks[num_blocks, 1:].sum())  # the last block's first, and its count
+        # The first row of the last block plus its number of rows.
+        num_rows = int(blocks[num_blocks, 1:].sum())
         self._upload(self._device, table.order[:num_rows], blocks)
         return True
 
     def sleep(self) -> None:
-        """Take the adapters to host memory; the tokens of a step have no place any more."""
+        """Move the adapters to host memory, and free the buffers for the rows of a step."""
         self._device = None
         if not self._is_on_host:
             for weights in self._weights:
@@ -78,14 +83,14 @@ class DeviceAdapters:
         self._is_on_host = True
 
     def wake_weights(self) -> None:
-        """Take the adapters back to the device.  Idempotent."""
+        """Move the adapters back to the device. Idempotent."""
         if self._is_on_host:
             for weights in self._weights:
                 weights.move(self._machine.to_device)
         self._is_on_host = False
 
     def allocate(self) -> None:
-        """Make a place for the tokens of a step, which has none with an adapter so far."""
+        """Allocate the buffers for the rows of a step. They begin without any row that has an adapter."""
         empty = self._machine.empty
         self._device = DeviceRows(
             empty((self._max_rows,), torch.int32),

@@ -1,7 +1,7 @@
-"""The runner's interface to CUDA itself, and its one implementation: streams, events, graphs, memory.
+"""The runner's interface to CUDA itself, and its only implementation: streams, events, graphs, memory.
 
-Nothing is decided here, so that decisions need no GPU.  Tests put a machine in this one's place that runs
-the kernels in Triton's interpreter.
+It contains no decisions, so that decisions can be tested without a GPU. Tests replace it by a machine that runs the kernels
+in Triton's interpreter.
 """
 
 import gc
@@ -18,72 +18,81 @@ from trouper.errors import TrouperValidationError
 
 
 class Graph(Protocol):
-    """A captured run: the same launches on the same addresses, whatever they hold now."""
+    """A captured run: the same launches on the same addresses, with whatever data these now contain."""
 
-    outputs: tuple[Tensor, ...]  # of the run
+    outputs: tuple[Tensor, ...]
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Queue all launches of the run, which overwrite `outputs`."""
+        ...
 
 
 class Machine(Protocol):
-    """A device as the runner uses it, from the thread that makes it.  Work is queued in the order of the calls; none waits for it,
-    but those that say so."""
+    """A device as the runner uses it, only from the thread that makes it.
+
+    Work is queued in the order of the calls. A method waits for queued work only if its docstring states it. `backend` is
+    torch's name for collective calls between such devices.
+    """
 
     device: torch.device
     name: str
-    backend: str  # torch's, of collective calls between such devices
+    backend: str
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor on the device without setting its numbers."""
+        ...
 
     def upload(self, host: np.ndarray, out: Tensor | None = None) -> Tensor:
-        """Copy to the device; `host` may be changed as soon as this returns."""
+        """Copy an array to the device, into `out` if given. The array may change as soon as this returns."""
         ...
 
     def download(self, tensors: Sequence[Tensor]) -> PendingResult[list[np.ndarray]]:
-        """Begin to copy to the host.  The tensors must not be written to until the copies are ready."""
+        """Begin to copy tensors to the host. They must not be overwritten until the copies are ready."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Copy to pinned memory of the host.  Waits."""
+        """Copy a tensor to pinned memory of the host. Waits."""
         ...
 
-    def to_device(self, tensor: Tensor) -> Tensor: ...
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor of the host to the device."""
+        ...
 
     def capture(self, runs: Iterable[Callable[[], tuple[Tensor, ...]]]) -> list[Graph]:
-        """Run each once for real, so that every kernel is loaded, and once to record.  Waits.
+        """Run each function once, so that every kernel is loaded, and record it once. Waits.
 
-        The graphs share their memory: of the outputs only those of the last replay are there.
+        The graphs share their memory, so only the outputs of the last replay are valid.
         """
         ...
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """Measure the bytes that the run takes at its worst, beyond what it finds.  Waits."""
+        """Measure the peak memory in bytes that a run needs beyond what is already allocated. Waits."""
         ...
 
     def memory(self) -> tuple[int, int]:
-        """Return the (free, total) bytes of the device, the use of all processes counted."""
+        """Return the (free, total) bytes of the device. Memory of all processes counts as used."""
         ...
 
     def release(self) -> None:
-        """Give back memory that nothing refers to any more.  Waits."""
+        """Give back memory to which nothing refers any more. Waits."""
         ...
 
 
 class CudaMachine:
     """A CUDA device.
 
-    Copies to the device are on the engine's stream, ahead of the launches that read them; copies back are on
-    a stream of their own.  Pinned memory comes from torch's cache, which gives it away again only when the
-    copy that reads or writes it is over, so there is always a fresh buffer and no ring to manage.
+    Copies to the device are queued on the engine's stream, ahead of the launches that read them. Copies back have a stream of
+    their own. Pinned memory comes from torch's cache, which reuses a buffer only when the copy that reads or writes it has
+    finished, so no ring of buffers must be managed here.
     """
 
     backend = "nccl"
 
     def __init__(self, index: int | None = None) -> None:
-        """Take a device of those that are visible, or the current one, for this thread.
+        """Use a visible device, by default the current one, in this thread.
 
         Raises:
-            TrouperValidationError: with CUDA's own words, e.g. that the driver is too old for this torch.
+            TrouperValidationError: CUDA cannot be used; the message contains CUDA's own, such as that the driver is too old.
         """
         try:
             if index is not None:
@@ -96,7 +105,7 @@ class CudaMachine:
         self.name = torch.cuda.get_device_name(self.device)
         self._stream = torch.cuda.Stream(self.device)
         self._copies = torch.cuda.Stream(self.device)
-        torch.cuda.set_stream(self._stream)  # of this thread
+        torch.cuda.set_stream(self._stream)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
@@ -132,7 +141,8 @@ class CudaMachine:
         return tensor.to(self.device)
 
     def capture(self, runs: Iterable[Callable[[], tuple[Tensor, ...]]]) -> list[Graph]:
-        pool = torch.cuda.graph_pool_handle()  # one whose graphs have died cannot be used again
+        # A new pool each time, because a pool cannot be reused after its graphs have been freed.
+        pool = torch.cuda.graph_pool_handle()
         graphs: list[Graph] = []
         for run in runs:
             run()
@@ -162,7 +172,7 @@ class CudaMachine:
 
 
 class _Captured:
-    """`Graph` of CUDA."""
+    """A graph of CUDA. Implements `Graph`."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
         self.outputs = outputs

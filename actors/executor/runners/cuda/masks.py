@@ -1,7 +1,7 @@
-"""The masks of the requests that have a grammar, on a GPU: filled on the host, read by the kernels from the slots' tables.
+"""The masks of requests with a grammar on a GPU: filled on the host, read by the kernels from the tables of request slots.
 
-What is allowed next depends on the token before, which a step in flight may still be sampling: a step with such a request
-is launched when the tokens of the steps before it are here.  Steps without one wait for nothing.
+A mask depends on the token before, which a step in flight may still be sampling. A step with such a request is therefore
+launched only after the tokens of earlier steps have arrived on the host. Other steps do not wait.
 """
 
 from collections import deque
@@ -19,26 +19,26 @@ from trouper.actors.messages.steps import NewSequence, StepDone, StepPlan
 
 
 class DeviceMasks:
-    """Follows the outputs of the slots with a grammar, and writes what they may draw next."""
+    """Follows the outputs of slots with a grammar, and writes the masks of their next tokens."""
 
     def __init__(self, slots: RequestSlots, layout: Layout) -> None:
         self._slots, self._layout = slots, layout
         self._masks = GrammarMasks(slots)
-        # Launched steps that sample for a grammar, and whose tokens were not read: at most max_steps_in_flight, since
-        # the next such step reads them all.
+        # Launched steps that sample for a grammar and have unread tokens. There are at most max_steps_in_flight of them,
+        # because the next such step reads them all.
         self._unread: deque[tuple[StepPlan, Callable[[], StepDone]]] = deque()
 
     def place(self, new: NewSequence) -> None:
-        """Take the grammar of a sequence that took its slot."""
+        """Store the grammar of the sequence that took its slot."""
         self._masks.place(new.request_slot, new.grammar)
 
     def clear(self) -> None:
-        """Forget all matchers, and the steps that were not read."""
+        """Forget all matchers and all unread steps."""
         self._masks.clear()
         self._unread.clear()
 
     def catch_up(self, plan: StepPlan) -> None:
-        """Read the tokens of the steps before, if this plan needs them.  Call before its sequences take slots of others."""
+        """Read the tokens of earlier steps if this plan needs them. Must be called before its new sequences take their slots."""
         if plan.new_sequences or self.any_in(plan):
             self._read()
 
@@ -47,14 +47,14 @@ class DeviceMasks:
         return self._masks.any_in(plan.request_slots)
 
     def take_work(self) -> GrammarWork | None:
-        """Return what `changes` has done since the last time; None: nothing."""
+        """Return the work that `changes` did since the last call, or None if there was none."""
         return self._masks.take_work()
 
     def changes(self, plan: StepPlan) -> tuple[Changes, tuple[int, ...]]:
-        """Write what the sequences of a step may draw; the steps before it have been read.
+        """Fill the masks for a step. The tokens of earlier steps must have been read.
 
         Returns:
-            The words to be written behind those of the plan's new sequences, and the entries whose grammars have failed.
+            The changes to write after those of the plan's new sequences, and the entries with a failed grammar.
         """
         changes = Changes(self._layout)
         entries = [
@@ -78,7 +78,7 @@ class DeviceMasks:
         return changes, tuple(entries[i] for i in broken)
 
     def follow(self, plan: StepPlan, result: PendingResult[StepDone]) -> PendingResult[StepDone]:
-        """Remember a launched step whose tokens a grammar will read; its result is read from the device once."""
+        """Remember a launched step that sampled for a grammar. Its result is read from the device only once."""
         finish = cache(result.finish)
         self._unread.append((plan, finish))
         return result._replace(finish=finish)

@@ -1,7 +1,7 @@
-"""Runs the part of each plan that one of several GPUs computes: a rank of the model.
+"""Runs one tensor-parallel rank's part of each plan, on a GPU of its own.
 
-Laws, beside those of `CudaRunner`:
-  * A process has one rank and one device, the rank's number of those that are visible.
+Laws, in addition to those of `CudaRunner`:
+  * A process has one rank and one device: among the visible devices, the one with the rank's number.
   * The ranks find each other by a file without a name that all have inherited, and whatever NCCL opens besides is on the loopback: all of
     a model's ranks are on one machine.
   * A rank that fails or dies has left its sums; the crew ends the others, and starts all of them again.
@@ -19,7 +19,7 @@ from trouper.actors.executor.runners.cuda.runner import CudaRunner
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
-# Of a call whose ranks never meet: longer than any load takes, since what hangs in a step has a deadline of the crew.
+# The time limit of collective calls. It is longer than any load, because the workers have a deadline of their own for steps.
 PATIENCE = timedelta(hours=1)
 
 
@@ -27,11 +27,11 @@ class RankRunner(CudaRunner):
     """One rank of the config's model, on a GPU of its own.
 
     Args:
-        rank: its number among those of the device.
-        files: the descriptor of the file by which the ranks find each other.
+        rank: the number of this rank.
+        files: the descriptor of the file through which the ranks find each other.
 
     Raises:
-        TrouperValidationError: so many ranks cannot share out the model.
+        TrouperValidationError: the model cannot be divided among this many ranks.
         UnsupportedFeatureError: this build of torch has no NCCL.
     """
 
@@ -46,7 +46,7 @@ class RankRunner(CudaRunner):
         return f"<RankRunner {self._shard.rank} of {self._shard.size} on {self._machine.name}>"
 
     def _start_profile(self, folder: str, prefix: str) -> None:
-        """Trace this rank to a file of its own."""
+        """Begin a trace of this rank, in a file of its own."""
         self._profiler.start(folder, f"{prefix}-rank-{self._shard.rank}")
 
     def close(self) -> None:
@@ -57,14 +57,14 @@ class RankRunner(CudaRunner):
 
 
 def join_group(machine: Machine, file: int, rank: int, num_ranks: int) -> dist.ProcessGroup:
-    """Meet the other ranks; waits for them.
+    """Join the group of all ranks. Waits until every rank has joined.
 
     Raises:
-        UnsupportedFeatureError: torch was built without the library of the calls.
+        UnsupportedFeatureError: torch was built without the backend of collective calls.
     """
     if not dist.is_available() or not dist.is_backend_available(machine.backend):
         raise UnsupportedFeatureError(
-            f"{OPTION}={num_ranks}: the sums of GPUs are {machine.backend.upper()}'s, which this build of torch lacks",
+            f"{OPTION}={num_ranks} needs {machine.backend.upper()}, which this build of torch lacks",
             parameter=OPTION,
         )
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

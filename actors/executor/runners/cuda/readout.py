@@ -1,7 +1,7 @@
-"""The results of a step on their way to the host: its tokens, and the logprobs that were asked for.
+"""Copy the results of a step to the host: its tokens, and the logprobs that requests asked for.
 
-Logprobs are made on the device where a request wants the best n ≤ 128, and on the host, from the whole
-row of logits, where it wants all of them or those of certain tokens.
+The device computes logprobs if a request wants the best n ≤ 128. If it wants all of them or those of certain tokens, the
+host computes them from the whole row of logits.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +20,18 @@ from trouper.actors.messages.requests import GrammarWork
 from trouper.actors.messages.steps import Sampling, StepDone, StepPlan, TokenLogprobs
 from trouper.kernels.cuda.sampling.logprobs import top_logprobs
 
-MAX_TOP = 128  # of the kernel
+# The most logprobs that the kernel returns.
+MAX_TOP = 128
 
-Arrays = list[np.ndarray]  # all that the step brought to the host, its tokens first
+# Everything that a step copied to the host, its tokens first.
+Arrays = list[np.ndarray]
 Reader = Callable[[Arrays], TokenLogprobs]
 
 
 class Readout:
-    """Collects the results of one step; `download` starts their way to the host.
+    """Collects the results of one step; `download` begins to copy them to the host.
 
-    A captured step's tensors are overwritten by the next one, so what the host reads is copied first.
+    The next step overwrites the tensors of a captured step, so results are copied on the device first.
     """
 
     def __init__(
@@ -41,14 +43,16 @@ class Readout:
     ) -> None:
         self._plan = plan
         self._grammar = grammar
-        self._broken = list(broken)  # entries whose grammars have failed
+        # The entries with a failed grammar.
+        self._broken = list(broken)
         self._sampled_C = sampled_C
         self._tensors: list[Tensor] = [sampled_C.clone()]
-        self._samples: dict[int, Reader] = {}  # by entry
+        # By entry.
+        self._samples: dict[int, Reader] = {}
         self._prompts: dict[int, list[Reader]] = {}
 
     def add_samples(self, logits_CV: Tensor, wishes: Sequence[Sampling]) -> None:
-        """Add the logprobs of the entries that sample and want some; `wishes` are those of all entries."""
+        """Add the logprobs that sampling entries asked for. `wishes` contains the parameters of all entries."""
         wanted = {
             entry: s
             for entry, (s, samples) in enumerate(
@@ -76,7 +80,7 @@ class Readout:
         following_R: Tensor,
         num_top: int,
     ) -> None:
-        """Add the logprobs of R more prompt tokens of an entry; their ids are on the host and on the device."""
+        """Add the logprobs of R prompt tokens of an entry, given their ids on the host and on the device."""
         readers = self._prompts.setdefault(entry, [])
         if 0 <= num_top <= MAX_TOP:
             first = self._add_best(logits_RV, following_R, num_top)
@@ -89,7 +93,7 @@ class Readout:
             ]
 
     def download(self, machine: Machine) -> PendingResult[StepDone]:
-        """Copy what has been added to the host."""
+        """Begin to copy all added results to the host. The result is the answer to the plan."""
         copies = machine.download(self._tensors)
         return PendingResult(copies.is_ready, lambda: self._done(copies.finish()))
 
@@ -121,7 +125,7 @@ class Readout:
 
 
 def _best_reader(first: int, row: int, num_top: int) -> Reader:
-    """Read the token itself, then the best without it, from the three arrays of `top_logprobs`."""
+    """Read the logprobs of a token and of the best others from the three arrays of `top_logprobs`."""
 
     def read(arrays: Arrays) -> TokenLogprobs:
         ids, logprobs = (a[row][: 1 + num_top].tolist() for a in arrays[first : first + 2])

@@ -1,6 +1,7 @@
-"""The memory of an engine that is awake, beside the weights: KV cache, request slots, inputs of a step.
+"""Hold everything that an engine keeps in the memory of a GPU: weights, KV cache, tables of request slots, step inputs.
 
-The share of a GPU's memory that is left for keys and values.  Pure.
+Captured steps read and write fixed addresses, so everything except the activations is allocated once, here. The KV cache
+gets the memory that remains: `kv_budget` computes its size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -91,12 +92,15 @@ class DeviceModel:
 
 
 class Resident(msgspec.Struct, frozen=True):
-    """Tensors at fixed addresses, which captured steps read and write."""
+    """The step memory: tensors at fixed addresses, which captured steps read and write.
+
+    `views` are the tables within `arena`; `step_inputs.py` describes `inputs`.
+    """
 
     kv: KVCache
     arena: Tensor  # [words] int32
     views: TableViews
-    inputs: Tensor  # [6, M + 1] int32, see step_inputs.py
+    inputs: Tensor  # [6, M + 1] int32
 
     @classmethod
     def allocate(
@@ -109,10 +113,11 @@ class Resident(msgspec.Struct, frozen=True):
         block_size: int,
         dtype: torch.dtype,
     ) -> Self:
+        """Allocate the step memory for this many KV blocks, without any sequence."""
         arena = machine.empty((layout.num_words,), torch.int32)
         history = machine.empty((layout.num_slots, layout.vocab_size), torch.int32)
         tables = views(layout, arena, history)
-        # The step behind one whose logits are not finite reads a token that was never written: it must be one.
+        # After a step with logits that are not finite, the next one reads a token that was never written. It must be valid.
         tables.tokens.zero_()
         return cls(
             kv=KVCache.allocate(
@@ -127,7 +132,11 @@ class Resident(msgspec.Struct, frozen=True):
         )
 
     def write_history(self, new: NewSequence, prompt_spans: Iterable[tuple[int, int]]) -> None:
-        """Count the tokens of a sequence, as `sampling_rows.py` says; those of its prompt lie in the spans."""
+        """Count the tokens of a sequence for penalties; `sampling_rows.py` describes the counts.
+
+        Args:
+            prompt_spans: the ranges of the prompt with tokens rather than embeddings.
+        """
         history = self.views.sampling.history[new.request_slot].zero_()
         tokens = self.views.tokens[new.request_slot].narrow(0, 0, len(new.token_ids))
         outputs = tokens[new.num_prompt :]
@@ -136,18 +145,19 @@ class Resident(msgspec.Struct, frozen=True):
         history.index_add_(0, outputs.long(), torch.full_like(outputs, 2))
 
 
-GRAPH_BYTES = 8 * 2**20  # of one graph beside its tensors: its nodes and their arguments
+# What one graph takes in addition to its tensors: its nodes and their arguments.
+GRAPH_BYTES = 8 * 2**20
 
 
 def kv_budget(*, free: int, total: int, utilization: float, reserved: int) -> int:
-    """Compute the bytes of the cache: the share `utilization` of all memory, less what is taken and what is `reserved`.
+    """Compute the bytes of the KV cache: the share `utilization` of all memory, minus used and reserved memory.
 
     Args:
-        free: with weights and rows resident; what other processes took counts as taken.
-        reserved: for the largest step, and for graphs.
+        free: the free bytes while weights and request slots are resident. Memory of other processes counts as used.
+        reserved: the bytes for the largest step and for graphs.
 
     Raises:
-        TrouperValidationError: nothing is left; it says what takes how much.
+        TrouperValidationError: nothing remains; the message lists what uses how much.
     """
     taken = total - free
     budget = int(total * utilization) - taken - reserved

@@ -1,14 +1,14 @@
-"""Runs plans on a GPU: changes of the request slots, the captured step, the way back of its results.
+"""Runs plans on a GPU: it changes the request slots, launches the captured step, and copies its results back.
 
 Laws:
-  * Plans run in the order of the calls, on one stream; a plan's sequences, blocks and copies take effect before
-    its pass, and the tokens it samples are in their slots before the next one reads them.
-  * `step` launches and does not wait: the next step may be launched before this one's tokens are known
-    here.  Nothing that it launches depends on a value on the device.
-  * A captured step reads and writes fixed addresses; whatever moves them forgets the graphs.
-  * An entry with logits that are not finite fails alone.
-  * Of several ranks each runs every plan, and comes by the plan alone to what it launches: sums are in the same places of the
-    same graphs.  The first one samples, and tells the others what, on the device.
+  * Plans run in the order of the calls, on one stream. The sequences, blocks and copies of a plan take effect before its
+    forward pass, and its sampled tokens are in their slots before the next plan reads them.
+  * `execute` launches without waiting: the next step may be launched before the tokens of this one are known here. No
+    launch depends on a value on the device.
+  * A captured step reads and writes fixed addresses. Whatever moves them drops the graphs.
+  * If the logits of one entry are not finite, only that entry fails.
+  * Each of several ranks runs every plan and derives its launches only from the plan, so all ranks add up at the same places
+    of the same graphs. The first rank samples, and sends the tokens to the others on the device.
 """
 
 from functools import partial
@@ -58,15 +58,16 @@ from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p
 
 
 class CudaRunner:
-    """The model, its KV memory and the request slots.  Belongs to the thread that makes it.
+    """The request slots, the sampler and the resident model of one GPU. It belongs to the thread that makes it.
 
     Args:
-        config: resolved; `model.path` holds safetensors unless `load_format` is "dummy".
-        machine: None = the current CUDA device.
-        ranks: the group of devices that share out the layers, of which this is one; None = there is no other.
+        config: resolved; `model.path` contains safetensors or is a GGUF file, unless `load_format` is "dummy".
+        machine: the GPU; the current CUDA device by default.
+        ranks: the tensor-parallel ranks, each on a GPU of its own, if there are several.
     """
 
-    is_tiny = True  # for torch's threads: the CPU only launches
+    # The CPU only launches kernels, so torch needs no threads.
+    is_tiny = True
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class CudaRunner:
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
 
     def load(self) -> DeviceInfo:
-        """Read the weights, measure what a step takes, take the rest for KV memory, capture.
+        """Read the weights, measure the memory of a step, use the rest as KV memory, and capture graphs.
 
         Raises:
             TrouperValidationError: the checkpoint does not fit the config, or the memory is too small.
@@ -147,18 +148,18 @@ class CudaRunner:
             self._capture()
 
     def release(self) -> None:
-        """Give back memory that nothing refers to any more."""
+        """Give back memory to which nothing refers any more."""
         self._machine.release()
 
     def close(self) -> None:
-        """Give back the memory.  Idempotent."""
+        """Give back the memory. Idempotent."""
         self._adapters = None
         self.sleep(2)
         self._model.close()
         self.release()
 
     def load_adapter(self, slot: int, files: AdapterFiles) -> None:
-        """Put an adapter into a slot, from 1 on; raises as `AdapterSlots.load` does, and the slot is as it was."""
+        """Put an adapter into a slot; see `ResidentModel.load_adapter`."""
         self._model.load_adapter(slot, files)
 
     def _wake_weights(self) -> None:
@@ -174,7 +175,7 @@ class CudaRunner:
                 self._adapters.allocate()
 
     def _num_blocks_that_fit(self) -> int:
-        """Count the blocks that fit beside what the largest step needs, unless the config says."""
+        """Return the number of KV blocks: the config's, or as many as fit in addition to the largest step."""
         config = self._config
         if config.num_blocks is None and config.kv_cache_bytes is None:
             self._allocate(1)
@@ -210,7 +211,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        """Capture every shape, on a batch of padding alone, which computes nothing."""
+        """Capture every shape on a batch that consists of padding, which computes nothing."""
         _, resident = self._model.resident()
         self._machine.upload(pack(None, self._layout.num_slots + 1), out=resident.inputs)
         shapes = self._shapes
@@ -223,7 +224,10 @@ class CudaRunner:
     def execute(
         self, plan: StepPlan | PoolPlan
     ) -> PendingResult[StepDone | None] | StepDone | None:
-        """Launch one plan; the rank that samples answers it.  After an exception its sequences must be given again."""
+        """Launch one plan, which only the rank that samples answers.
+
+        After an exception the scheduler must send the plan's sequences again.
+        """
         assert isinstance(plan, StepPlan), "this model generates"
         _, resident = self._model.resident()
         with torch.inference_mode():
@@ -274,7 +278,8 @@ class CudaRunner:
             self._slots.add_blocks(slot, block_ids)
         self._write(changes, resident)
         for new in plan.new_sequences:
-            if self._samples and is_penalised(new.sampling):  # the rank that samples applies them
+            # Only the rank that samples applies penalties.
+            if self._samples and is_penalised(new.sampling):
                 resident.write_history(new, self._slots.token_spans(new.request_slot))
         resident.kv.copy_blocks(plan.copies)
 
@@ -288,7 +293,7 @@ class CudaRunner:
     def _run(
         self, shape: BatchShape, embeds: tuple[tuple[int, Tensor], ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Launch the pass and the draw: hidden states [T, E], logits [C, V], sampled ids [C]."""
+        """Launch the forward pass and sampling. Returns hidden states [T, E], logits [C, V] and sampled ids [C]."""
         decoder, resident = self._model.resident()
         if self._adapters is not None:
             self._adapters.use(are_used=shape.has_adapters)
@@ -323,9 +328,9 @@ class CudaRunner:
     def _add_prompt_logprobs(
         self, plan: StepPlan, first_tokens: np.ndarray, hidden_TE: Tensor, readout: Readout | None
     ) -> None:
-        """Add those of the prompt tokens that follow the positions of this step, where they are asked for.
+        """Add the requested logprobs of prompt tokens behind the positions of this step.
 
-        A rank without a readout computes its part of the logits.
+        A rank without a readout only computes its part of the logits.
         """
         decoder, _ = self._model.resident()
         for span in self._slots.prompt_spans(plan, first_tokens):
@@ -334,14 +339,14 @@ class CudaRunner:
             following = span.token_ids.astype(np.int32)
             on_device = None if readout is None else self._machine.upload(following)
             for at in range(0, num, LOGITS_AT_ONCE):
-                piece = slice(at, at + LOGITS_AT_ONCE)
-                logits = decoder.logits(hidden[piece])
+                rows = slice(at, at + LOGITS_AT_ONCE)
+                logits = decoder.logits(hidden[rows])
                 if readout is not None and on_device is not None:
                     readout.add_prompt(
-                        span.entry, logits, following[piece], on_device[piece], span.num_top
+                        span.entry, logits, following[rows], on_device[rows], span.num_top
                     )
 
 
 def _nothing(end: PendingResult[list[np.ndarray]]) -> None:
-    """Wait for the end of a step that another rank answers; an error of the device is met here."""
+    """Wait for the end of a step that another rank answers. An error of the device is raised here."""
     end.finish()

@@ -1,20 +1,20 @@
-"""The numbers of a step that its kernels read, as one array of a fixed place on the device.
+"""The inputs of a step on a GPU: the numbers that its kernels read, and the size to which it is padded. Pure.
 
-    bounds [C + 1]            first token of each entry, then the number of tokens
+A captured CUDA graph reads its inputs from a fixed address, so a plan becomes one array of int32:
+
+    bounds [C + 1]            the first token of each entry, then the number of tokens
     request_slots [C]
-    num_computed_tokens [C]   which is the position of the entry's first token
-    sampled_slots [C]         the slot again where its entry samples, else -1
-    seq_lens [C]              after the step: the position of the sampled token
-    last_tokens [C]           the token whose hidden state the sample comes from
+    num_computed_tokens [C]   the position of the entry's first token
+    sampled_slots [C]         the request slot if the entry samples, else -1
+    seq_lens [C]              the length after the step, which is the position of the sampled token
+    last_tokens [C]           the token that predicts the sample
 
-Entries beyond the plan's are padding: empty, and without a sample.
+Entries beyond those of the plan are padding: they are empty and do not sample. Graphs exist for these sizes:
 
-The sizes that batches are padded to, so that their launches can be captured.  Pure.
+    decode   every entry has one token: 1, 2, 4, 8, then in steps of 8 up to 256 and of 16 up to 512
+    mixed    some entries are prompts or chunks: powers of two from 16 to 2048 tokens
 
-    decode   every entry has one token: 1, 2, 4, 8, then in steps of 8 to 256 and of 16 to 512
-    mixed    prompts and chunks among them: powers of two from 16 to 2048 tokens
-
-A larger batch runs as it is, uncaptured: a layer of it takes longer on the GPU than its launches on the CPU.
+A larger batch runs without a graph, because each layer takes longer on the GPU than its launches take on the CPU.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ from trouper.actors.messages.steps import StepPlan
 
 
 class Inputs(NamedTuple):
-    """int32; views of the array on the device, cut to the entries of a batch."""
+    """The rows of the array on the device, int32, as views with the entries of one batch."""
 
     bounds: Tensor
     request_slots: Tensor
@@ -38,6 +38,7 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(array: Tensor, num_entries: int) -> Inputs:
+    """Return views of the first `num_entries` entries of the array [6, width]."""
     bounds, *others = array.unbind(0)
     return Inputs(
         bounds.narrow(0, 0, num_entries + 1), *(x.narrow(0, 0, num_entries) for x in others)
@@ -45,7 +46,7 @@ def inputs_of(array: Tensor, num_entries: int) -> Inputs:
 
 
 def pack(plan: StepPlan | None, width: int) -> np.ndarray:
-    """Pack a plan as [6, width] int32, for at most width - 1 entries; without a plan all of it is padding."""
+    """Pack a plan of at most width - 1 entries as [6, width] int32. Without a plan, everything is padding."""
     packed = np.zeros((len(Inputs._fields), width), dtype=np.int32)
     bounds, slots, starts, sampled, seq_lens, last_tokens = packed
     sampled[:] = -1
@@ -68,12 +69,13 @@ MIXED = tuple(2**i for i in range(4, 12))
 
 
 class BatchShape(NamedTuple):
-    """The size of a batch, its padding included."""
+    """The size of a batch including its padding, and the kind of graph that it needs."""
 
     num_tokens: int
     num_entries: int
     is_decode: bool
-    has_adapters: bool = False  # of some of its tokens
+    # Whether some token has an adapter.
+    has_adapters: bool = False
 
 
 def graph_shapes(
@@ -83,11 +85,11 @@ def graph_shapes(
     *,
     has_adapters: bool = False,
 ) -> tuple[BatchShape, ...]:
-    """List the shapes to capture, the largest first, so that the smaller ones find room in its memory.
+    """List the shapes to capture, the largest first, so that smaller graphs reuse its memory.
 
     Args:
-        sizes: of both kinds, as the user wishes; empty = the defaults; None = none at all.
-        has_adapters: whether the engine has any: then each size is captured with and without.
+        sizes: the user's sizes for both kinds. Empty selects the defaults, and None disables graphs.
+        has_adapters: whether the engine supports adapters; each size is then captured with and without them.
     """
     if sizes is None:
         return ()
@@ -112,11 +114,11 @@ def shape_of(plan: StepPlan) -> BatchShape:
 
 
 def padded(shape: BatchShape, captured: Iterable[BatchShape]) -> BatchShape:
-    """Return the least captured shape that holds this one, or this one where none does."""
+    """Return the smallest captured shape that fits this one, or this one itself if none does."""
     fitting = [
         other
         for other in captured
-        if other[2:] == shape[2:]  # of the same kind
+        if (other.is_decode, other.has_adapters) == (shape.is_decode, shape.has_adapters)
         and other.num_tokens >= shape.num_tokens
         and other.num_entries >= shape.num_entries
     ]

@@ -1,12 +1,12 @@
-"""The request slots on the device, and the changes that a plan makes of them.
+"""The request slots on the device, and the changes that a plan makes to them.
 
-All numbers of all slots lie in one array of int32 words, the *arena*; each table is a view of it.  So
-whatever a plan changes (a slot's tokens, blocks, sampling state) is a list of words with their addresses:
-packed here without looking at the device, copied at once and written by one launch.
+All numbers of all slots are in one array of int32 words, the *arena*; each table is a view of it. Whatever a plan changes (a
+slot's tokens, blocks, sampling parameters) is therefore a list of words with their addresses. It is packed here without the
+device, copied at once, and written by one launch.
 
     M  request slots    L  longest sequence    V  vocabulary
 
-What only the device writes stands beside the arena: `history`, and in `tokens` what has been sampled.
+The device itself writes only two things: `history`, which is not in the arena, and sampled tokens in `tokens`.
 """
 
 from collections.abc import Sequence
@@ -22,23 +22,24 @@ from trouper.kernels.cuda.sampling.sampling_rows import NEVER, SamplingRows, mak
 
 
 class Field(NamedTuple):
-    """A table's place in the arena."""
+    """A table within the arena: its first word, its shape [M, …], and the words of each slot."""
 
-    first: int  # word
-    shape: tuple[int, ...]  # [M, …]
+    first: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     slot_words: int
 
     def view(self, arena: Tensor) -> Tensor:
+        """Return the table as a view of the arena."""
         words = arena.narrow(0, self.first, self.shape[0] * self.slot_words)
         return words.view(self.dtype).view(self.shape)
 
 
 class Layout:
-    """The place of each table.
+    """The layout of the arena: where each table begins.
 
     Args:
-        max_num_blocks: of one sequence.
+        max_num_blocks: the most KV blocks of one sequence.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Layout:
         rows = make_sampling_rows(
             num_slots, vocab_size, max_edits=MAX_EDITS, max_condition=MAX_BAD_WORD, device="meta"
         )
-        # one more token: a step in flight may sample one that exceeds the length, and is dropped
+        # One token more, because a step in flight may sample a token beyond the length, which is dropped.
         tokens = torch.empty(num_slots, max_model_len + 1, dtype=torch.int32, device="meta")
         blocks = torch.empty(num_slots, max_num_blocks, dtype=torch.int32, device="meta")
         tables = {**rows._asdict(), "tokens": tokens, "blocks": blocks}
@@ -62,7 +63,7 @@ class Layout:
 
 
 class TableViews(NamedTuple):
-    """The tables as the kernels take them."""
+    """The tables in the form that kernels read."""
 
     tokens: Tensor  # [M, L + 1] int32
     blocks: Tensor  # [M, …] int32
@@ -70,14 +71,14 @@ class TableViews(NamedTuple):
 
 
 def views(layout: Layout, arena: Tensor, history: Tensor) -> TableViews:
-    """Cut the arena into its tables."""
+    """Return the tables as views of the arena, together with `history`."""
     found = {name: field.view(arena) for name, field in layout.fields.items()}
     tokens, blocks = found.pop("tokens"), found.pop("blocks")
     return TableViews(tokens, blocks, SamplingRows(**found, history=history))
 
 
 class Changes:
-    """The words that one plan writes into the arena."""
+    """Collects the words that one plan writes into the arena."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -85,13 +86,13 @@ class Changes:
         self._words: list[np.ndarray] = []
 
     def packed(self) -> np.ndarray | None:
-        """Return [2, words] int64: distinct addresses, and what goes there; None without changes."""
+        """Return [2, words] int64, distinct addresses and the new words, or None without changes."""
         if not self._words:
             return None
         return np.stack((np.concatenate(self._addresses), np.concatenate(self._words)))
 
     def place(self, new: NewSequence) -> None:
-        """Write the sequence that takes a slot; its history is not in the arena."""
+        """Write everything about the sequence that takes a slot, except its history."""
         slot, s = new.request_slot, new.sampling
         self.put("tokens", slot, new.token_ids)
         self.put("blocks", slot, new.block_ids)
@@ -120,7 +121,7 @@ class Changes:
             self._put_edits(slot, edits)
 
     def lift_min_tokens(self, slot: int, s: Sampling, num_prompt: int) -> None:
-        """Let a sequence end before its `min_tokens`, since it can do nothing else."""
+        """Allow a sequence to end before its `min_tokens`, because its grammar allows nothing else."""
         if s.min_tokens:
             until = [
                 min(edit.until, 0) if edit.is_stop else edit.until for edit in _edits(s, num_prompt)
@@ -128,7 +129,7 @@ class Changes:
             self.put("edit_untils", slot, until)
 
     def put(self, name: str, slot: int, values: Sequence[float] | np.ndarray, at: int = 0) -> None:
-        """Write values of a slot in one table, from its `at`-th word there on."""
+        """Write values into one table of a slot, beginning at its `at`-th word."""
         field = self._layout.fields[name]
         words = np.asarray(values, dtype=str(field.dtype)[6:]).view(np.int32)
         first = field.first + slot * field.slot_words + at
@@ -137,7 +138,10 @@ class Changes:
 
     def _put_edits(self, slot: int, edits: "Sequence[Edit]") -> None:
         if len(edits) > MAX_EDITS or max(len(edit.condition) for edit in edits) > MAX_BAD_WORD:
-            raise ValueError(f"{len(edits)} edits of a request's logits, or a longer bad word")
+            raise ValueError(
+                f"a request has {len(edits)} edits of logits (maximum {MAX_EDITS}), or a bad word of more than "
+                f"{MAX_BAD_WORD} tokens"
+            )
         self.put("edit_ids", slot, [edit.token for edit in edits])
         self.put("edit_values", slot, [edit.value for edit in edits])
         self.put("edit_untils", slot, [edit.until for edit in edits])
@@ -153,11 +157,12 @@ class Edit(NamedTuple):
     value: float
     until: int = NEVER
     condition: tuple[int, ...] = ()
-    is_stop: bool = False  # of a stop token under `min_tokens`
+    # Whether the edit forbids a stop token because of `min_tokens`.
+    is_stop: bool = False
 
 
 def is_penalised(s: Sampling) -> bool:
-    """Whether a penalty counts the tokens of the sequence."""
+    """Whether a penalty needs the counts of the sequence's tokens."""
     return s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
 
 
@@ -171,7 +176,7 @@ def _edits(s: Sampling, num_prompt: int) -> list[Edit]:
 
 
 def allowed_bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Set bit v % 32 of word v // 32 for each token v."""
+    """Return a bit mask of the vocabulary as int32 words: bit v % 32 of word v // 32 is set for each allowed token v."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
