@@ -645,7 +645,7 @@ def test_modules_in_front_of_the_pooling_are_refused(kinds, word, tmp_path):
         run(tmp_path, "embed")
 
 
-@pytest.mark.parametrize("name", ["XLMRobertaLoRA", "BertGenerationEncoder"])
+@pytest.mark.parametrize("name", ["BertGenerationEncoder"])
 def test_names_that_only_begin_alike_are_refused(name):
     with pytest.raises(UnsupportedFeatureError, match=f"{name}: "):
         encoder_traits(SMALL, name)
