@@ -45,7 +45,8 @@ class StepWork(NamedTuple):
     """The work of one step."""
 
     has_chunk: int
-    num_tokens: int  # of chunks
+    # Of all chunks.
+    num_tokens: int
     num_rows: int
     num_pairs: float
     num_context: int
@@ -78,16 +79,18 @@ class StepTimes:
     def __init__(self) -> None:
         self.coefficients: tuple[float, ...] = (0.0,) * 6
         self.drift = 1.0
-        self.num_chunks = 0  # steps with a chunk that were noted
+        # Steps with a chunk.
+        self.num_chunks = 0
         self._kept: tuple[deque[tuple[StepWork, float]], ...] = (
             deque(maxlen=NUM_KEPT), deque(maxlen=NUM_KEPT)
         )  # fmt: skip
         self._recent: deque[tuple[StepWork, float]] = deque(maxlen=NUM_RECENT)
-        self._shapes: set[tuple[int, int]] = (
-            set()
-        )  # that have been computed; some 30 of chunks, one a number of rows
-        self._num_new = 0  # steps since the last fit
-        self._fitted_at = 0  # steps with a chunk at the last fit
+        # Shapes of all earlier steps: some 30 of chunks, and one for each number of rows.
+        self._shapes: set[tuple[int, int]] = set()
+        # Steps since the last fit.
+        self._num_new = 0
+        # `num_chunks` at the last fit.
+        self._fitted_at = 0
         self.is_known = False
 
     def __repr__(self) -> str:

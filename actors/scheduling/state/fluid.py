@@ -30,11 +30,15 @@ class Job(msgspec.Struct, eq=False):
     id: SequenceId
     key: str
     order: Order
-    num_tokens: int  # not planned yet
-    size: float  # tokens in the fluid
-    mark: float = 0.0  # its key's meter when the fluid finishes it
+    # Not planned yet.
+    num_tokens: int
+    # Tokens in the fluid.
+    size: float
+    # The meter of its key at which the fluid finishes it.
+    mark: float = 0.0
     num_planned: int = 0
-    is_finished: bool = False  # in the fluid
+    # Whether the fluid has finished it.
+    is_finished: bool = False
 
 
 class _Key:
@@ -44,7 +48,8 @@ class _Key:
 
     def __init__(self) -> None:
         self.meter = 0.0
-        self.jobs: list[Job] = []  # by mark, then by order
+        # Sorted by mark, then by order.
+        self.jobs: list[Job] = []
 
     @property
     def until_next(self) -> float:
@@ -144,10 +149,10 @@ class Fluid:
     """Keep the prompts to compute, and the progress of the fluid."""
 
     def __init__(self) -> None:
-        self.open: dict[SequenceId, Job] = {}  # that the engine has not planned to their end
-        self._levels: dict[
-            int, _Level
-        ] = {}  # by the first part of an `Order`: the smaller comes first
+        # Jobs that are not planned to their end.
+        self.open: dict[SequenceId, Job] = {}
+        # By the first part of an `Order`, its priority.  The smaller comes first.
+        self._levels: dict[int, _Level] = {}
 
     def __repr__(self) -> str:
         return f"<Fluid {len(self.open)} open, {self.num_overdue_tokens} tokens overdue>"
@@ -201,7 +206,8 @@ class Fluid:
             num_tokens = self._levels[rank].advance(num_tokens)
             if num_tokens <= NOTHING:
                 break
-        if not self.open:  # a busy period ends
+        # A busy period ends.
+        if not self.open:
             self._levels.clear()
 
     def ahead_of(self, key: str, order: Order, size: float) -> Iterator[Job]:

@@ -1,14 +1,14 @@
-"""The grammars that a device has compiled, and those that it shall compile next.  Pure.
+"""The compiled grammars of one device, and the grammars to compile next.
 
-A device compiles while it computes: a sequence starts when its grammar is ready, and no step waits for one.
+Compiling may take seconds.  The device compiles during its steps, and a sequence starts when its grammar is ready, so no step waits.
 
 Laws:
-1. One grammar is being prepared at a time, the smallest first: what is dear holds up only what is dearer.
-2. What requests use, and what is kept because it was used, take `MAX_GRAMMAR_BYTES` together at most.
-3. Of what is in use, the requests of one key take half of that at most.  A single grammar always has room, so each is prepared
-   when those that are in use have ended.
-4. One in whose preparation the device has died is prepared again while nothing else runs.  If the device dies once more, it is
-   not prepared a third time.
+1. The device prepares one grammar at a time, the smallest first, so an expensive grammar delays only more expensive ones.
+2. All compiled grammars, used ones and cached ones, take at most `MAX_GRAMMAR_BYTES`.
+3. The requests of one client use at most half of that.  A single grammar always has room, so each grammar is prepared at the latest
+   when all requests with grammars have ended.
+4. If the device dies while it prepares a grammar, the grammar is prepared again while nothing else runs.  If the device dies again,
+   the requests with this grammar fail.
 """
 
 from bisect import insort
@@ -18,21 +18,25 @@ import msgspec
 
 from trouper.actors.messages.requests import Admit, Grammar, GrammarReady, PrepareGrammar
 
-MAX_GRAMMAR_BYTES = 512 * 2**20  # in each process that follows grammars
-# What a matcher learns of its grammar on its way.  It is at most 50,000 states, and rarely a hundred.
+# In each process that follows grammars.
+MAX_GRAMMAR_BYTES = 512 * 2**20
+# The growth of a matcher during an output: at most 50,000 states, and rarely a hundred.
 GROWTH_BYTES = 2**20
-MAX_DEATHS = 2  # of the device, in the preparation of one grammar
+# Losses of the device while it prepares one grammar.
+MAX_DEATHS = 2
 
 
 class _Source(msgspec.Struct, eq=False):
-    """Entry for all requests with one source."""
+    """The entry of all requests with equal grammar sources."""
 
     grammar: Grammar
-    owner: str  # of the first request that brought it
+    # The client of the first request with this source.
+    owner: str
     number: int
     num_users: int = 0
     is_ready: bool = False
-    is_suspect: bool = False  # the device has died while it was prepared
+    # The device has died while it prepared this grammar.
+    is_suspect: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -40,28 +44,32 @@ class _Source(msgspec.Struct, eq=False):
 
     @property
     def place(self) -> tuple[int, int]:
-        """The place among those that are wanted."""
+        """Return the key by which wanted sources are sorted."""
         return self.num_bytes, self.number
 
 
 class GrammarLedger:
-    """Owns the account of one device's grammars."""
+    """Keep the account of one device's grammars."""
 
     def __init__(self, max_bytes: int = MAX_GRAMMAR_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._sources: dict[bytes, _Source] = {}  # by key; those that were used last at the end
-        self._wanted: list[_Source] = []  # used and not ready, the smallest first
+        # By key, the most recently used at the end.
+        self._sources: dict[bytes, _Source] = {}
+        # Used and not ready, the smallest first.
+        self._wanted: list[_Source] = []
         self._preparing: bytes | None = None
         self._num_made = 0
-        self._has_suspects = False  # or had
-        self._may_fit = False  # something has changed since nothing that is wanted had room
+        # Whether there is or was a suspect.
+        self._has_suspects = False
+        # False after a search that found no room, until something changes.
+        self._may_fit = False
 
     def __repr__(self) -> str:
         return f"<GrammarLedger: {len(self._sources)} grammars, {len(self._wanted)} wanted>"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of those that the device has, or is preparing."""
+        """Count the bytes of the grammars that the device has or prepares."""
         return sum(source.num_bytes for key, source in self._sources.items() if self._is_on(key))
 
     def use(self, admit: Admit) -> None:
@@ -81,7 +89,7 @@ class GrammarLedger:
             self._may_fit = True
 
     def leave(self, admit: Admit) -> None:
-        """Note that a request needs its grammar no more; it is kept as long as there is room."""
+        """Note that a request has ended.  Its compiled grammar stays cached while there is room."""
         if admit.grammar is None or not (key := admit.grammar.key):
             return
         source = self._sources[key]
@@ -93,14 +101,14 @@ class GrammarLedger:
                 del self._sources[key]
 
     def is_ready(self, admit: Admit) -> bool:
-        """Whether a request's sequences can start, as far as a grammar is concerned."""
+        """Whether a request has no grammar, or a compiled one."""
         if admit.grammar is None or not (key := admit.grammar.key):
             return True
         return self._sources[key].is_ready
 
     @property
     def needs_silence(self) -> bool:
-        """Whether a suspect is prepared, or could be if nothing ran."""
+        """Whether a suspect is being prepared, or could be prepared if nothing else ran."""
         if not self._has_suspects:
             return False
         if self._preparing is not None:
@@ -110,17 +118,18 @@ class GrammarLedger:
     def next_order(
         self, only: Collection[bytes] | None = None, *, is_silent: bool = True
     ) -> PrepareGrammar | None:
-        """Return what the device shall prepare now; None: nothing.
+        """Return the order to prepare the next grammar.  Returns None if there is none to prepare now.
 
         Args:
-            only: keys of the grammars that may be prepared; None: all.
-            is_silent: whether nothing runs.
+            only: keys of the grammars that may be prepared.  None allows all.
+            is_silent: whether no step is in flight.
         """
         if self._preparing is not None or not self._may_fit or not self._wanted:
             return None
         is_any_left = False
         wanted = self._wanted
-        if self._has_suspects:  # the silence is for them
+        if self._has_suspects:
+            # Suspects go first, because the device is kept silent for them.
             wanted = sorted(wanted, key=lambda source: not source.is_suspect)
         for source in wanted:
             if (only is not None and source.grammar.key not in only) or (
@@ -135,7 +144,7 @@ class GrammarLedger:
         return None
 
     def note(self, ready: GrammarReady) -> bool:
-        """Take an answer of the device; False: no request can have this grammar."""
+        """Take the answer of the device.  Returns False if the grammar does not compile."""
         self._may_fit = True
         if self._preparing == ready.key:
             self._preparing = None
@@ -149,13 +158,13 @@ class GrammarLedger:
         return source.is_ready
 
     def forget(self, *, is_their_doing: bool) -> bytes | None:
-        """The device is gone with all that it had.
+        """Forget all compiled grammars, because the device is lost.
 
         Args:
-            is_their_doing: whether what it did can be the cause.
+            is_their_doing: whether the work of the device may be the cause of the loss.
 
         Returns:
-            The key of a grammar that has cost it its life twice.
+            The key of a grammar whose preparation has killed the device twice, or None.
         """
         key, self._preparing = self._preparing, None
         suspect = self._sources.get(key) if key is not None and is_their_doing else None
@@ -170,7 +179,7 @@ class GrammarLedger:
         return key if is_culprit else None
 
     def _is_on(self, key: bytes) -> bool:
-        """Whether the device has it, or prepares it."""
+        """Whether the device has this grammar or prepares it."""
         return self._preparing == key or self._sources[key].is_ready
 
     def _has_room(self, source: _Source) -> bool:
@@ -183,7 +192,7 @@ class GrammarLedger:
         return num_bytes <= self._max_bytes and of_owner + source.num_bytes <= most
 
     def _make_room(self) -> tuple[bytes, ...]:
-        """Give up what nothing uses, the eldest first, until all that is left fits."""
+        """Release unused grammars, the least recently used first, until the rest fits.  Returns their keys."""
         released: list[bytes] = []
         num_bytes = self.num_bytes
         for key, source in list(self._sources.items()):

@@ -1,15 +1,16 @@
-"""Paged KV memory as numbers: which blocks are held, and which still hold a prefix worth keeping.
+"""Paged KV memory as numbers: which blocks are held, and which free blocks still contain a reusable prefix.
 
-Knows nothing of sequences, tokens or devices; a caller holds lists of block ids.
+Paging lets sequences of any length share one memory without moving data.  This module handles only block ids: it is independent of
+sequences, tokens and devices, and its callers keep the lists of their blocks.
 
 Laws:
-1. Block 0 is the null block: never handed out, never counted as usable.
+1. Block 0 is the null block.  It is never allocated and not counted as usable.
 2. A block is *held* (references > 0) or *free* (in the free list), never both.
-3. Allocation is all or nothing, from the front of the free list.  A block loses its hash when it is
-   handed out again, so a hit can never name a block that another holder writes.
-4. Blocks come back tail first; one with a hash goes to the end of the free list (it is used again last),
-   one without to the front.
-5. Only full blocks are hashed, and their holders only read them.
+3. An allocation gets all its blocks or none, from the front of the free list.  A block loses its hash when it is allocated again,
+   so a cache hit never returns a block that another holder writes to.
+4. The blocks of a sequence are freed from its end.  A block with a hash goes to the end of the free list, where it is reused last,
+   and a block without a hash to the front.
+5. Only full blocks have a hash, and their holders only read them.
 """
 
 import hashlib
@@ -17,14 +18,17 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-FIRST_PARENT = bytes(32)  # the parent of a sequence's first block: fixed, so that runs agree
+# The parent of the first block of a sequence.  It is constant, so hashes are equal in all runs.
+FIRST_PARENT = bytes(32)
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
-    """Name a full block's content: all tokens up to its end, and all else that shaped its KV.
+    """Hash the content of a full block: all tokens up to its end, and everything else that its KV depends on.
 
-    `extra` is the cache salt in a first block, and the place for adapters, media and embeddings.  Parent
-    and tokens have fixed sizes, so no two different inputs are the same bytes.
+    Parent and tokens have fixed sizes, so two different inputs never have the same bytes.
+
+    Args:
+        extra: the cache salt, the cache scope and the adapter in a first block, and digests of embeddings.
     """
     return hashlib.sha256(parent + array("q", token_ids).tobytes() + extra).digest()
 
@@ -33,14 +37,16 @@ class KVBlocks:
     """The block pool and its prefix cache.  Every operation is O(number of blocks named)."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        """Make a pool of `num_blocks` free blocks, one of which is the null block."""
+        """Make a pool of `num_blocks` free blocks, including the null block."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._free = OrderedDict.fromkeys(range(1, num_blocks))  # front: handed out next
+        # The front is allocated next.
+        self._free = OrderedDict.fromkeys(range(1, num_blocks))
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._cached: dict[bytes, list[int]] = {}  # equal blocks may coexist; the eldest is offered
+        # Blocks with equal content may coexist.  The first one is offered.
+        self._cached: dict[bytes, list[int]] = {}
 
     def __repr__(self) -> str:
         return (
@@ -50,22 +56,22 @@ class KVBlocks:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that can be handed out: all but the null block."""
+        """Count the blocks without the null block."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that no sequence holds."""
+        """Count the blocks that no sequence holds."""
         return len(self._free)
 
     @property
     def usage(self) -> float:
-        """The held part of the usable blocks, 0 … 1."""
+        """Return the held share of the usable blocks: 0 … 1."""
         return 1 - self.num_free / self.num_usable if self.num_usable else 0.0
 
     @property
     def free_list(self) -> tuple[int, ...]:
-        """The free blocks in the order of reuse, for tests and debugging."""
+        """List the free blocks in the order of reuse, for tests and debugging."""
         return tuple(self._free)
 
     def num_references(self, block: int) -> int:
@@ -73,7 +79,7 @@ class KVBlocks:
         return self._references[block]
 
     def hash_of(self, block: int) -> bytes | None:
-        """Return the name under which a block is offered as a prefix, if it is."""
+        """Return the hash under which a block is offered as a prefix.  Returns None if it is not offered."""
         return self._hashes[block]
 
     def prefixes(self) -> dict[bytes, tuple[int, ...]]:
@@ -85,7 +91,7 @@ class KVBlocks:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Hand out `count` blocks to write to; None, and nothing changes, if there are not so many."""
+        """Allocate `count` blocks to write to.  Returns None, and changes nothing, if fewer are free."""
         if count > len(self._free):
             return None
         taken: list[int] = []
@@ -105,7 +111,7 @@ class KVBlocks:
             self._references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Take a holder from each of a sequence's blocks, given in the order of its positions."""
+        """Remove a holder from each of these blocks, which are in the order of the sequence's positions."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block]:
@@ -115,7 +121,7 @@ class KVBlocks:
                 self._free.move_to_end(block, last=False)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Find the blocks of the longest cached prefix of a hash chain.  Changes nothing; `share` takes them."""
+        """Find the blocks of the longest cached prefix of a hash chain.  It changes nothing; `share` takes the blocks."""
         found: list[int] = []
         for name in hashes:
             equal = self._cached.get(name)
@@ -125,23 +131,23 @@ class KVBlocks:
         return found
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """Count those without a holder: sharing these takes them out of the free list."""
+        """Count the blocks without a holder, which sharing would remove from the free list."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def register(self, block: int, name: bytes) -> None:
-        """Offer a held block, which is full and computed, as a prefix."""
+        """Offer a held block as a prefix.  It must be full and computed."""
         if self.enable_prefix_caching and self._hashes[block] is None:
             self._hashes[block] = name
             self._cached.setdefault(name, []).append(block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Withdraw these as prefixes: their KV is suspect."""
+        """Withdraw blocks from the prefix cache, because their KV may be wrong."""
         for block in blocks:
             if self._hashes[block] is not None:
                 self._forget(block)
 
     def reset_cache(self) -> bool:
-        """Forget every prefix; False, and nothing changes, while any block is held."""
+        """Forget every prefix.  Returns False, and changes nothing, while any block is held."""
         if self.num_free != self.num_usable:
             return False
         self._cached.clear()

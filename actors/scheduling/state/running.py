@@ -1,10 +1,14 @@
 """The running sequences and their resources: request slots, KV blocks, shared prefixes.
 
-Laws.  A sequence holds blocks exactly while it holds a slot.  Taking both is all or nothing (`start`),
-giving both back is immediate (`preempt`, `leave`), whatever is in flight: plans run in order.
-No sequence is evicted for another's growth more than MAX_EVICTIONS times.  The spare room that it must
-find to start again doubles each time, until it starts only where no other runs; from then on it is no
-victim.  So at most one such sequence runs, and it runs to its end.
+When KV memory is short, a running sequence is preempted so that a better one can grow.  Two sequences must not preempt each other
+for ever, so evictions are bounded.
+
+Laws:
+1. A sequence holds blocks exactly while it holds a slot.  It gets both or none (`start`), and gives both back at once (`preempt`,
+   `leave`), whatever is in flight, because plans run in order.
+2. A sequence is evicted for the growth of another at most MAX_EVICTIONS times.  Each time the number of free blocks that it needs to
+   start again doubles, until it starts only if no other sequence runs.  From then on it is never evicted.  So at most one such
+   sequence runs, and it runs to its end.
 """
 
 from trouper.actors.messages.requests import SequenceId
@@ -23,15 +27,18 @@ class Running:
     def __init__(self, config: SchedulerConfig, blocks: KVBlocks, returning: Queue) -> None:
         self._config = config
         self._blocks = blocks
-        self._returning = returning  # the queue of preempted sequences
+        # The queue of preempted sequences.
+        self._returning = returning
         self._is_fcfs = config.policy == "fcfs"
         self._watermark = int(config.watermark * blocks.num_usable)
         self._free_slots = list(reversed(range(config.max_num_seqs)))
         self._sequences: dict[SequenceId, Sequence] = {}
         self.num_preemptions = 0
-        self.num_queries = self.num_hits = 0  # prefix cache, in tokens
-        self.num_lost_tokens = 0  # computed, and gone with the device
-        self.num_recompute_queries = self.num_recompute_hits = 0  # the same after a preemption
+        # Lookups in the prefix cache, in tokens: first starts, and starts after a preemption.
+        self.num_queries = self.num_hits = 0
+        self.num_recompute_queries = self.num_recompute_hits = 0
+        # Tokens whose KV was lost with the device.
+        self.num_lost_tokens = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -41,20 +48,20 @@ class Running:
 
     @property
     def free_slots(self) -> tuple[int, ...]:
-        """The request slots that no sequence holds."""
+        """List the free request slots."""
         return tuple(self._free_slots)
 
     @property
     def ids(self) -> tuple[SequenceId, ...]:
-        """The ids in the order in which the sequences started."""
+        """List the ids in the order in which the sequences started."""
         return tuple(self._sequences)
 
     def snapshot(self) -> list[Sequence]:
-        """Copy the list, to walk over while sequences come and go."""
+        """Copy the sequences to a list, so that a caller can preempt some of them while it iterates."""
         return list(self._sequences.values())
 
     def has_adapter_room(self, sequence: Sequence) -> bool:
-        """Whether the running sequences with this one have no more different adapters than may be."""
+        """Whether this sequence can run without more different adapters than `max_loras`."""
         most, adapter = self._config.max_loras, sequence.request.admit.adapter
         if most is None or adapter is None:
             return True
@@ -115,7 +122,10 @@ class Running:
                 break  # it was the last, and the victim itself
 
     def grow(self, sequence: Sequence, num_tokens: int, builder: StepBuilder) -> bool:
-        """Extend its blocks to `num_tokens`, at the expense of others; False if it was the victim itself."""
+        """Extend the blocks of a sequence to `num_tokens`, preempting others if necessary.
+
+        Returns False if the sequence was preempted itself.
+        """
         missing = self._blocks.num_for(num_tokens) - len(sequence.blocks)
         while (blocks := self._blocks.allocate(missing)) is None:
             victim = self._victim()
@@ -130,8 +140,9 @@ class Running:
         return True
 
     def _lookahead(self, sequence: Sequence, end: int, builder: StepBuilder) -> int:
-        """Count the drafts that a step may verify behind position `end`: as many as free blocks hold, at no other's expense."""
-        rest = sequence.limit - end - 1  # tokens after the one that is sampled anyway
+        """Count the drafts that a step may verify behind position `end`.  Only free blocks are used: no sequence is preempted."""
+        # Tokens up to the limit, without the sampled one.
+        rest = sequence.limit - end - 1
         known = sequence.num_tokens + sequence.num_in_flight
         is_decoding = known == sequence.num_computed + 1
         count = min(builder.max_lookahead, sequence.request.max_drafts, rest)
@@ -142,14 +153,14 @@ class Running:
         return count
 
     def _reach(self, sequence: Sequence, end: int, builder: StepBuilder) -> bool:
-        """Extend its blocks to `end` at no other's expense; False, and nothing changes, if too few are free."""
+        """Extend the blocks of a sequence to `end` with free blocks.  Returns False, and changes nothing, if too few are free."""
         missing = self._blocks.num_for(end) - len(sequence.blocks)
         return missing <= 0 or (
             missing <= self._blocks.num_free and self.grow(sequence, end, builder)
         )
 
     def preempt(self, sequence: Sequence, *, drop_results: bool = False) -> None:
-        """Take its resources; it is recomputed later, once its results in flight have come."""
+        """Take the slot and the blocks of a sequence.  It is recomputed later, after its results in flight have arrived."""
         self.leave(sequence)
         sequence.state = State.PREEMPTED
         sequence.preemption_epoch += 1
@@ -163,17 +174,17 @@ class Running:
             self._returning.push(sequence)
 
     def preempt_all(self) -> None:
-        """Take the resources of every sequence."""
+        """Preempt every sequence."""
         for sequence in self.snapshot():
             self.preempt(sequence)
 
     def lose_all(self) -> None:
-        """Preempt every sequence, since the device's memory is gone."""
+        """Preempt every sequence, because the memory of the device is lost."""
         self.num_lost_tokens += sum(s.num_computed_on_device for s in self._sequences.values())
         self.preempt_all()
 
     def leave(self, sequence: Sequence) -> None:
-        """Give its slot and blocks back at once."""
+        """Give the slot and the blocks of a sequence back at once."""
         del self._sequences[sequence.id]
         self._free_slots.append(sequence.request_slot)
         sequence.request_slot = -1
@@ -181,7 +192,7 @@ class Running:
         sequence.blocks = []
 
     def register(self, sequence: Sequence) -> None:
-        """Offer its full and computed blocks as a prefix."""
+        """Offer the full and computed blocks of a sequence as a prefix."""
         blocks = self._blocks
         count = sequence.num_computed_on_device // blocks.block_size
         if count <= sequence.num_registered or not blocks.enable_prefix_caching:
@@ -192,12 +203,12 @@ class Running:
         sequence.num_registered = count
 
     def expected_start(self, sequence: Sequence) -> int:
-        """Find the first position that a waiting sequence would compute if it started now."""
+        """Return the first position that a queued sequence would compute if it started now."""
         _, start, _ = self._prefix(sequence)
         return start
 
     def has_longer_prefix(self, sequence: Sequence, start: int) -> bool:
-        """Whether the cache has the block behind position `start` of a waiting sequence: O(1) once its blocks are hashed."""
+        """Whether the cache has the block behind position `start` of a queued sequence.  Takes O(1) after its blocks are hashed."""
         blocks = self._blocks
         end = start // blocks.block_size + 1
         if not blocks.enable_prefix_caching or _skips_cache(sequence):
@@ -207,13 +218,13 @@ class Running:
         return bool(blocks.match(sequence.hash_blocks(end, blocks.block_size)[-1:]))
 
     def _spare(self, sequence: Sequence) -> int:
-        """Count the blocks that must stay free when it starts beside others."""
+        """Count the blocks that must stay free when the sequence starts while others run."""
         if sequence.num_evictions == 0:
             return self._watermark
         return self._blocks.num_usable >> (MAX_EVICTIONS - sequence.num_evictions)
 
     def _victim(self) -> Sequence:
-        """Choose the sequence to preempt: by priority the worst, among equals the latest; fcfs the last."""
+        """Choose the sequence to preempt: the last one under fcfs, else the one with the lowest priority and the latest arrival."""
         if self._is_fcfs:
             return self._sequences[next(reversed(self._sequences))]
         return max(
@@ -222,10 +233,10 @@ class Running:
         )
 
     def _prefix(self, sequence: Sequence) -> tuple[list[int], int, int | None]:
-        """Find blocks to share, the first position to compute, and the block to copy for a fork.
+        """Find the blocks to share, the first position to compute, and the block to copy for a fork.
 
-        A fork computes the last prompt token only; the leader's block of it, partly filled with prompt, is
-        copied, for the leader writes on in it.  A hit of the cache is whole blocks.
+        A fork computes only the last prompt token.  The leader continues to write to its last, partly filled prompt block, so the
+        fork gets a copy of it.  The prefix cache shares only whole blocks.
         """
         blocks = self._blocks
         leader = _fork_leader(sequence)
@@ -240,7 +251,7 @@ class Running:
         return hit, len(hit) * blocks.block_size, None
 
     def _count_lookup(self, sequence: Sequence, num_cached: int) -> None:
-        """Count a prefix lookup: once a sequence, when it first starts; those after a preemption apart."""
+        """Count a prefix lookup once for each sequence.  Lookups after a preemption have their own counters."""
         leader = _fork_leader(sequence)
         if leader is not None:
             sequence.num_cached = leader.num_cached

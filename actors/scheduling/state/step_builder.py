@@ -1,19 +1,13 @@
-"""The plans that the device has not answered, the eldest first.
+"""A step while it is planned, and the plans in flight.
 
-Law: answers come in the order of the plans.
+`StepBuilder` collects the sequences of the next step.  Law: it changes no sequence until `commit`, so a preempted sequence can still
+leave the step.  `commit` advances `num_computed` and counts the samples in flight.
 
-A step while it is planned.
+`InFlight` holds the plans without an answer, the eldest first.  Law: answers come in the order of the plans.
 
-Law: a builder commits nothing to a sequence.  A victim of preemption can still leave it, and only `commit`
-advances `num_computed` and counts the samples that are now in flight.
-
-How many drafts a step may verify, and what became of those of the steps before.  Pure.
-
-Decide which running sequences a plan for a pipeline of stages may take.
-
-All rows in one step would keep one stage busy and leave the others idle.  So each plan takes its share of the
-sequences that decode, those first that have sampled longest ago, and one with a sample in flight only when its token
-will have come by the time that the plan is run.  Prompts are not held back: no token of theirs is waited for.
+`Lookahead` shares the drafts of a step among its sequences.  `take_turns` does the same for the stages of a pipeline: if one step took
+all sequences, one stage would work while the others idle.  So each plan takes its share of the decoding sequences, beginning with the
+oldest sample.  It takes one with a sample in flight only if that token arrives before the plan runs.  Prompts need no such wait.
 """
 
 import collections.abc
@@ -30,9 +24,9 @@ from trouper.actors.stages import decode_quota, is_due
 from trouper.config.resolve import SchedulerConfig
 
 StepEntry = tuple[Sequence, int, int, int, int]
-"""A sequence, its preemption epoch, the first position, the position after the last, and samples.
+"""A sequence, its preemption epoch, the first position, the position after the last, and the number of samples.
 
-Where drafts are in flight before it, the positions are those if none of them is right.
+If drafts are in flight, the positions assume that none of them is accepted.
 """
 
 
@@ -89,11 +83,11 @@ class InFlightSteps(InFlight[InFlightStep]):
     """The plans in flight of an engine that generates."""
 
     def sequence_ids(self) -> set[SequenceId]:
-        """Return the sequences that steps in flight compute."""
+        """Return the sequences in all steps in flight."""
         return {entry[0].id for each in self for entry in each.entries}
 
     def unknown_tokens(self) -> dict[SequenceId, int]:
-        """Count the tokens that drafts may yield for each sequence, beyond the one that its step samples anyway."""
+        """Count the tokens that the drafts in flight may add to each sequence, beyond the sampled ones."""
         found: dict[SequenceId, int] = {}
         for step in self:
             if step.is_cancelled or not step.lookaheads:
@@ -139,28 +133,37 @@ class StepBuilder:
     )
 
     def __init__(self, config: SchedulerConfig, num_competing: int, capacity: int) -> None:
-        """Begin a step of at most `capacity` tokens, for which `num_competing` sequences run or queue."""
+        """Begin a step.
+
+        Args:
+            num_competing: sequences that run or are queued.
+            capacity: the most tokens of the step.
+        """
         self.capacity = capacity
-        self.budget = capacity  # tokens left
-        self.max_count = _max_count(config, num_competing)  # tokens of one sequence
+        # Tokens left.
+        self.budget = capacity
+        # The most tokens of one sequence.
+        self.max_count = _max_count(config, num_competing)
         self.sequences: list[Sequence] = []
         self.counts: list[int] = []
         self.new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self.copies: list[tuple[int, int]] = []
         self.has_preempted = False
-        self.max_lookahead = 0  # drafts of one sequence that the device may verify
+        # The most drafts of one sequence.
+        self.max_lookahead = 0
         self.lookaheads: list[int] = []
-        self.unknown: dict[SequenceId, int] = {}  # tokens that drafts in flight may yield, if any
+        # Tokens that drafts in flight may add to each sequence.
+        self.unknown: dict[SequenceId, int] = {}
 
     def add(self, sequence: Sequence, count: int, lookahead: int = 0) -> None:
-        """Schedule `count` tokens of a sequence, and as many drafts behind them as `lookahead` says at the most."""
+        """Schedule `count` tokens of a sequence, and at most `lookahead` drafts behind them."""
         self.sequences.append(sequence)
         self.counts.append(count)
         self.lookaheads.append(lookahead)
         self.budget -= count + lookahead
 
     def drop(self, victim: Sequence) -> None:
-        """Take out a sequence that is about to be preempted and still has its request slot."""
+        """Remove a sequence before its preemption, while it still has its request slot."""
         self.has_preempted = True
         self.new_blocks = [entry for entry in self.new_blocks if entry[0] != victim.request_slot]
         if victim in self.sequences:
@@ -169,7 +172,7 @@ class StepBuilder:
             self.budget += self.counts.pop(i) + self.lookaheads.pop(i)
 
     def commit(self, step: int, epoch: int) -> tuple[StepPlan, InFlightStep]:
-        """Make the plan and its record, and advance the sequences."""
+        """Advance the sequences.  Returns the plan for the device, and the record of it for its answer."""
         slots: list[int] = []
         num_computed: list[int] = []
         num_sampled: list[int] = []
@@ -214,7 +217,7 @@ class StepBuilder:
 
 
 def _max_count(config: SchedulerConfig, num_competing: int) -> int:
-    """The most tokens of one sequence; the threshold for long prompts does not bind one that is alone."""
+    """Return the most tokens of one sequence.  The threshold for long prompts applies only if sequences compete."""
     threshold, budget = config.long_prefill_token_threshold, config.max_num_scheduled_tokens
     if threshold <= 0 or num_competing <= 1:
         return budget
@@ -241,22 +244,23 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
     )
 
 
-# Tokens of a step that verifies drafts, all sequences together: eight rows cost 1.2 to 1.55 of one on the CPU, sixteen twice.
+# The most tokens of a step with drafts, of all sequences together.  On the CPU eight rows cost 1.2 to 1.55 times one row, sixteen twice.
 MAX_VERIFIED = 16
 
 
 class Lookahead:
-    """The drafts of one engine.
+    """Share the drafts of a step among its sequences, and count how many are accepted.
 
     Args:
-        most: of one sequence in a step; 0 = none.
+        most: the most drafts of one sequence in a step.  0 turns speculation off.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.num_drafts = 0  # runs of tokens
+        # Runs of draft tokens, their tokens, and the accepted tokens.
+        self.num_drafts = 0
         self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0  # that were right
+        self.num_accepted_tokens = 0
 
     def __repr__(self) -> str:
         return f"<Lookahead of {self._most}, {self.num_accepted_tokens} of {self.num_draft_tokens} right>"
@@ -270,7 +274,7 @@ class Lookahead:
         }
 
     def per_sequence(self, num_running: int, num_tokens: int) -> int:
-        """Share what a step of `num_tokens` can verify among the running sequences, all of which find room in it."""
+        """Return the drafts of each running sequence in a step of `num_tokens`, so that all of them have room in it."""
         if not self._most or not num_running:
             return 0
         return max(0, min(self._most, min(MAX_VERIFIED, num_tokens) // num_running - 1))
@@ -285,16 +289,18 @@ class Lookahead:
             self.num_accepted_tokens += max(0, len(token_ids) - 1)
 
 
-MAX_EARLY = 2  # samples in flight of a sequence that decodes before its token is due
+# The most samples in flight of a sequence that is planned before its token is due.
+MAX_EARLY = 2
 
 
 def take_turns(
     sequences: list[Sequence], step: int, num_stages: int, *, is_early: bool = False
 ) -> list[Sequence]:
-    """Return those that step `step` may take, in their order.
+    """Return the sequences that one step of a pipeline may take, in their order.
 
     Args:
-        is_early: whether nothing else is runnable, so a sequence may be planned once before its token is due.
+        step: the number of the step.
+        is_early: whether nothing else is runnable.  Then a sequence may be planned once before its token is due.
     """
     decoding = [s for s in sequences if _decodes(s)]
     due = [
@@ -310,6 +316,6 @@ def take_turns(
 
 
 def _decodes(sequence: Sequence) -> bool:
-    """Whether it is past its prompt and does not end with what is in flight."""
+    """Whether a sequence is past its prompt, and does not certainly end with a step in flight."""
     known = sequence.num_tokens + sequence.num_in_flight
     return sequence.num_computed >= sequence.num_prompt and known < sequence.limit
