@@ -22,7 +22,7 @@ MIB = 2**20
 
 def a_grammar(source, num_bytes=0):
     rules = GrammarRules(
-        source=source, eos_token_ids=(99,), ignore_eos=False, num_tokens=100, thinking=None, num_bytes=num_bytes
+        source=source, eos_token_ids=(99,), ignore_eos=False, num_tokens=100, reasoning=None, num_bytes=num_bytes
     )  # fmt: skip
     return Grammar(rules, lambda: None, str)
 

@@ -355,7 +355,7 @@ class World:
 def a_grammar(number: int) -> Grammar:
     """One that allows everything, and must be prepared all the same."""
     rules = GrammarRules(
-        source=f"grammar {number}", eos_token_ids=(), ignore_eos=False, num_tokens=VOCAB_SIZE, thinking=None,
+        source=f"grammar {number}", eos_token_ids=(), ignore_eos=False, num_tokens=VOCAB_SIZE, reasoning=None,
         num_bytes=2 ** (20 + 3 * number),
     )  # fmt: skip
     return Grammar(rules, lambda: None, str, Vocabulary("", VOCAB_SIZE, (), ()))
