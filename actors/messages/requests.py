@@ -58,7 +58,7 @@ class Embeds(msgspec.Struct, frozen=True):
     first: int = 0
 
 
-class Reasoning(msgspec.Struct, frozen=True):
+class ReasoningRules(msgspec.Struct, frozen=True):
     """The marks of the reasoning in one request's outputs, and its token budget.
 
     A grammar constrains only the text behind the end mark.
@@ -101,7 +101,7 @@ class GrammarRules(msgspec.Struct, frozen=True, kw_only=True):
     # Size of the vocabulary and of the masks.
     num_tokens: int
     # The reasoning in front of the constrained text.
-    reasoning: Reasoning | None
+    reasoning: ReasoningRules | None
     # Memory of the compiled source, as measured by its trial.
     num_bytes: int = 0
 

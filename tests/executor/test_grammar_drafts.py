@@ -29,7 +29,7 @@ from trouper.actors.executor.speculation.grammar_drafts import (
 from trouper.actors.executor.speculation.matching import SEPARATOR
 from trouper.actors.executor.speculation.pace import STEP_COSTS, Shares, best_length
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.messages.requests import Grammar, GrammarRules, Reasoning, SequenceId
+from trouper.actors.messages.requests import Grammar, GrammarRules, ReasoningRules, SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE
 
@@ -174,7 +174,7 @@ def test_no_draft_changes_what_is_drawn(texts, sampling, ignore_eos, error_behin
 )  # fmt: skip
 @settings(max_examples=100)
 def test_no_draft_changes_the_reasoning_before_a_grammar(texts, sampling, budget, inside, data):
-    thinking = Reasoning("2021", "2223", (20, 21), (22, 23), inside, budget)
+    thinking = ReasoningRules("2021", "2223", (20, 21), (22, 23), inside, budget)
     grammar = grammar_of(texts, thinking=thinking)
     wanted = one_by_one(grammar, sampling)
     guess = lambda right: data.draw(st.sampled_from([right, right, right, 1, 20, 22, 23]))  # noqa: E731

@@ -3,14 +3,14 @@
 import pytest
 
 from trouper.actors.executor.sampling.reasoning import ReasoningProgress
-from trouper.actors.messages.requests import Reasoning
+from trouper.actors.messages.requests import ReasoningRules
 
 TEXTS = ["<think>", "</think>", "a", "b", "</th", "ink>", "\n", "<th"]
 START, END, A, B, END_1, END_2, NEWLINE, START_1 = range(8)
 
 
 def follow(tokens, *, budget=None, begins_inside=True, has_grammar=False, split=False):
-    thinking = Reasoning(
+    thinking = ReasoningRules(
         start="<think>",
         end="</think>",
         start_ids=(START_1, END_2) if split else (START,),

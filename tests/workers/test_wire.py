@@ -15,7 +15,7 @@ from trouper.actors.messages.requests import (
     Embeds,
     Grammar,
     GrammarRules,
-    Reasoning,
+    ReasoningRules,
     SequenceId,
     Vocabulary,
 )
@@ -48,7 +48,7 @@ def a_plan(num_rows=4, num_embeds_bytes=0):
 
 
 VOCABULARY = Vocabulary('{"added_tokens": []}', 3, (0,), ("a", "b", ""))
-THINKING = Reasoning("<a>", "</a>", (1,), (2,), begins_inside=True, budget=5)
+THINKING = ReasoningRules("<a>", "</a>", (1,), (2,), begins_inside=True, budget=5)
 FRAMES = [
     a_plan(),
     StepDone(9, ((5,), ())),

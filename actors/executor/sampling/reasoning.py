@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from trouper.actors.messages.requests import Reasoning
+from trouper.actors.messages.requests import ReasoningRules
 
 
 class ReasoningProgress:
@@ -19,7 +19,7 @@ class ReasoningProgress:
     """
 
     def __init__(
-        self, thinking: Reasoning, text_of: Callable[[int], str], *, has_grammar: bool
+        self, thinking: ReasoningRules, text_of: Callable[[int], str], *, has_grammar: bool
     ) -> None:
         self._thinking, self._text_of = thinking, text_of
         self._has_grammar = has_grammar

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Raw
 from msgspec.json import decode, encode
 
-from trouper.actors.messages.requests import Grammar, GrammarRules, Reasoning, Vocabulary
+from trouper.actors.messages.requests import Grammar, GrammarRules, ReasoningRules, Vocabulary
 from trouper.actors.rendering.grammar.matchers import Matchers
 from trouper.actors.rendering.grammar.sources import typed_failures
 from trouper.actors.rendering.grammar.trial_processes import GrammarTrials, TrialTokens
@@ -79,7 +79,7 @@ class Grammars:
         )
 
     def compile(
-        self, params: SamplingParams, thinking: Reasoning | None = None, owner: str = ""
+        self, params: SamplingParams, thinking: ReasoningRules | None = None, owner: str = ""
     ) -> Grammar | None:
         """Compile what the output of a request must match; None: it may be anything.
 

@@ -1,6 +1,6 @@
 """Sampling parameters as the caller wrote them -> with everything the model decides filled in.  Pure.
 
-The marks of a model's reasoning and a request's budget for it -> `Reasoning`.  Pure.
+The marks of a model's reasoning and a request's budget for it -> `ReasoningRules`.  Pure.
 """
 
 import copy
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from trouper.actors.messages.requests import Reasoning
+from trouper.actors.messages.requests import ReasoningRules
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.generation import Marks, StructuredOutputsConfig
 from trouper.errors import TrouperValidationError, invalid
@@ -125,7 +125,7 @@ def thinking_of(
     prompt: str | None,
     prompt_token_ids: list[int],
     tokenizer: Tokenizer | None,
-) -> Reasoning | None:
+) -> ReasoningRules | None:
     """Return the reasoning that an output may begin with; None: nothing depends on it.
 
     Raises:
@@ -145,7 +145,7 @@ def thinking_of(
     if prompt.rstrip().endswith(end):  # the template has closed it already
         return None
     start_ids, end_ids = (tuple(tokenizer.encode(mark, False)) for mark in (start, end))
-    return Reasoning(
+    return ReasoningRules(
         start=start,
         end=end,
         start_ids=start_ids,
