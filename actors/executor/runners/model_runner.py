@@ -1,6 +1,7 @@
-"""The seam between a device and the model that computes its plans: on the CPU, on a GPU, generating or pooling.
+"""The interface between a device and the model that computes its plans, and the profiler around its work.
 
-Torch's profiler around the work of a model runner.
+Devices differ in where the model runs; runners differ in what runs: on the CPU or a GPU, generating or
+pooling. The interface keeps both independent.
 """
 
 import logging
