@@ -8,7 +8,7 @@ import operator
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from enum import IntEnum
 from numbers import Real
@@ -23,13 +23,11 @@ from trouper.errors import (
     invalid,
     out_of_vocabulary,
 )
+from trouper.sampling_fields import FIELDS, NOT_IMPLEMENTED, named
 from trouper.structured_outputs import StructuredOutputsParams
 
-MAX_N = 16_384
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 LOWEST_TEMPERATURE = 1e-2
-INT64 = 2**63
-MAX_LOGPROB_TOKEN_IDS = 128
 # A stop string is looked for in every token's text, and bad words are tokenised twice each: their number and
 # their length bound what one request costs the others.  16,384 characters take a tokenizer some 30 ms.
 MAX_STRINGS = {"stop": 64, "bad_words": 128}
@@ -193,7 +191,7 @@ class SamplingParams(msgspec.Struct):
     def _check_supported(self) -> None:
         if self.thinking_token_budget == -1:
             self.thinking_token_budget = None
-        for name, default in _NOT_IMPLEMENTED.items():
+        for name, default in NOT_IMPLEMENTED.items():
             value = getattr(self, name)
             if type(value) is not type(default) or value != default:
                 raise UnsupportedFeatureError(
@@ -246,7 +244,7 @@ class SamplingParams(msgspec.Struct):
     def _check_types(self) -> None:
         for name in _INTEGERS:
             value = getattr(self, name)
-            if value is None and name in _MAY_BE_NONE:
+            if value is None and FIELDS[name].is_optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise invalid(name, "must be an integer", value)
@@ -261,10 +259,10 @@ class SamplingParams(msgspec.Struct):
             raise invalid("output_kind", "must be a RequestOutputKind", self.output_kind) from None
 
     def _check_ranges(self) -> None:
-        for name, holds, rule in _RULES:
+        for name, field in FIELDS.items():
             value = getattr(self, name)
-            if value is not None and not holds(value):
-                raise invalid(name, rule, value)
+            if field.holds is not None and value is not None and not field.holds(value):
+                raise invalid(name, field.rule, value)
         drafts = (self.extra_args or {}).get(MAX_DRAFTS, 0)
         if type(drafts) is not int or drafts < 0:
             raise invalid(f"extra_args.{MAX_DRAFTS}", "must be an integer ≥ 0", drafts)
@@ -389,31 +387,8 @@ def _is_token_id(key: Any) -> bool:
     return isinstance(token, int) or (isinstance(token, str) and bool(TOKEN_ID.fullmatch(token)))
 
 
-_NOT_IMPLEMENTED: dict[str, Any] = {
-    "flat_logprobs": False,
-    "prompt_logprob_token_ids": None, "prompt_logprob_start": None, "trace_decode_token_ids": None,
-    "routed_experts_prompt_start": 0, "watermarking": None,
-}  # fmt: skip
-_INTEGERS = (
-    "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "stream_interval",
-    "thinking_token_budget",
-)  # fmt: skip
-_MAY_BE_NONE = (
-    "seed",
-    "max_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "stream_interval",
-    "thinking_token_budget",
-)
-_NUMBERS = (
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"
-)  # fmt: skip
-_FLAGS = (
-    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output", "skip_reading_prefix_cache",
-)  # fmt: skip
-_ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+_INTEGERS, _NUMBERS, _FLAGS = map(named, ("integer", "number", "flag"))
+_ID_LISTS = named("token ids")
 _LISTS = (list, tuple, set, frozenset)
 _CONTAINERS: tuple[tuple[str, Any, str], ...] = (
     ("stop", (str, *_LISTS), "must be a string or a list of strings"),
@@ -423,35 +398,4 @@ _CONTAINERS: tuple[tuple[str, Any, str], ...] = (
     ("extra_args", Mapping, "must be a dict"),
     ("repetition_detection", RepetitionDetectionParams, "must be RepetitionDetectionParams"),
     ("structured_outputs", StructuredOutputsParams, "must be StructuredOutputsParams"),
-)
-_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("n", lambda v: 1 <= v <= MAX_N, f"must be in [1, {MAX_N}]"),
-    ("presence_penalty", lambda v: -2 <= v <= 2, "must be in [-2, 2]"),
-    ("frequency_penalty", lambda v: -2 <= v <= 2, "must be in [-2, 2]"),
-    ("repetition_penalty", lambda v: v > 0, "must be > 0"),
-    ("temperature", lambda v: 0 <= v <= 2, "must be in [0, 2]"),
-    ("top_p", lambda v: 0 < v <= 1, "must be in (0, 1]"),
-    ("top_k", lambda v: -1 <= v < INT64, "must be ≥ -1; 0 and -1 switch it off"),
-    ("min_p", lambda v: 0 <= v <= 1, "must be in [0, 1]"),
-    # The two words are pydantic's, which clients of vLLM match.
-    (
-        "seed",
-        lambda v: -INT64 <= v < INT64,
-        "must fit into 64 bits (greater_than_equal -2**63, less_than_equal 2**63-1)",
-    ),
-    ("max_tokens", lambda v: v >= 1, "must be at least 1"),
-    ("min_tokens", lambda v: v >= 0, "must be at least 0"),
-    ("logprobs", lambda v: v >= -1, "must be -1 or at least 0"),
-    ("prompt_logprobs", lambda v: v >= -1, "must be -1 or at least 0"),
-    (
-        "logprob_token_ids",
-        lambda v: len(v) <= MAX_LOGPROB_TOKEN_IDS,
-        f"at most {MAX_LOGPROB_TOKEN_IDS} ids",
-    ),
-    ("stream_interval", lambda v: v >= 1, "must be at least 1"),
-    (
-        "thinking_token_budget",
-        lambda v: v >= 0,
-        "must be a non-negative integer or -1 for unlimited",
-    ),
 )

@@ -15,7 +15,8 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.inputs import PromptType, TokensPrompt
 from trouper.outputs import FinishReason, LogprobsOnePosition, RequestOutput
-from trouper.params import MAX_LOGPROB_TOKEN_IDS, BeamSearchParams, SamplingParams
+from trouper.params import BeamSearchParams, SamplingParams
+from trouper.sampling_fields import MAX_LOGPROB_TOKEN_IDS
 
 Generate = Callable[[Sequence[PromptType], SamplingParams], Sequence[RequestOutput]]
 # Takes token ids and whether to skip special tokens.

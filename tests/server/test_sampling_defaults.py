@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trouper.actors.messages.steps import Sampling
 from trouper.config.args import EngineArgs
 from trouper.config.generation import (
     COMMON_SAMPLING,
@@ -20,9 +21,11 @@ from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.arguments.options import SamplingOptions
 from trouper.frontends.server.anthropic.requests import MessagesRequest
+from trouper.frontends.server.generation.requests import Generating
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.responses.requests import ResponsesRequest
-from trouper.params import _NOT_IMPLEMENTED, _RULES, SamplingParams
+from trouper.params import SamplingParams
+from trouper.sampling_fields import BODY_FIELDS, DEVICE_FIELDS, FIELDS, NOT_IMPLEMENTED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
 FRONTENDS = ("library", "terminal", "server", "batch")
@@ -156,11 +159,11 @@ REQUESTS = {
 def page_rows():
     """Write the rows of the page's table: field, default, range, and its name for each API."""
     options = {field.name for field in dataclasses.fields(SamplingOptions)} | {"n"}
-    ranges = {name: rule for name, _, rule in _RULES}
+    ranges = {name: field.rule for name, field in FIELDS.items()}
     fields, defaults = SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__
     for name, value in zip(fields, defaults, strict=True):
         cells = [f"`{name}`", f"`{getattr(value, 'name', value)}`"]
-        cells.append(ranges.get(name, "" if name not in _NOT_IMPLEMENTED else "only the default"))
+        cells.append(ranges.get(name, "" if name not in NOT_IMPLEMENTED else "only the default"))
         cells.append(f"`--{name.replace('_', '-')}`" if name in options else "")
         for api, request in REQUESTS.items():
             shown = OTHER_NAMES[api].get(name, name)
@@ -172,6 +175,26 @@ def page_rows():
 def test_page_lists_every_field_with_its_default_range_and_names():
     found = re.findall(r"^\| `\w+` \| `[^|]*` \|.*\|.*\|.*\|.*\|.*\|.*\|$", PAGE, re.MULTILINE)
     assert found == list(page_rows())
+
+
+def test_every_field_is_declared_once():
+    assert set(SamplingParams.__struct_fields__) == FIELDS.keys() | NOT_IMPLEMENTED.keys()
+    assert not FIELDS.keys() & NOT_IMPLEMENTED.keys()
+
+
+def test_declared_fields_exist_where_they_are_passed_on():
+    assert set(BODY_FIELDS) <= set(Generating.__struct_fields__)
+    assert set(DEVICE_FIELDS) <= set(Sampling.__struct_fields__)
+    options = {field.name for field in dataclasses.fields(SamplingOptions)}
+    assert {name for name, field in FIELDS.items() if field.help} <= options
+
+
+def test_a_search_decides_about_every_field_of_a_body():
+    """A field that a search neither follows nor refuses would be ignored without an error."""
+    decided = {name for name, field in FIELDS.items() if field.beam_search}
+    own = {"n", "temperature"}
+    without_effect = {"seed", "spaces_between_special_tokens", "stream_interval"}
+    assert set(BODY_FIELDS) == decided | own | without_effect
 
 
 def test_the_page_names_the_common_defaults():

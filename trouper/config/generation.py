@@ -16,6 +16,7 @@ from trouper.config.checkpoint.files import read_object
 from trouper.config.gguf.header import Gguf
 from trouper.errors import TrouperValidationError, invalid
 from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, SamplingParams
+from trouper.sampling_fields import FIELDS
 
 # The interface in use: a Python program, `generate` and `chat`, `serve`, or `run-batch`, which samples like a server.
 Frontend = Literal["library", "terminal", "server", "batch"]
@@ -31,6 +32,10 @@ SAMPLING_FIELDS = (
 )
 # The defaults of llama.cpp and Ollama, for a model without its own.
 COMMON_SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+# Fields that the line about the sampling shows after the temperature, unless their value changes nothing.
+SHOWN_FIELDS = (
+    "top_k", "top_p", "repetition_penalty", "min_p", "presence_penalty", "frequency_penalty"
+)  # fmt: skip
 # Keys of a GGUF file, and the field that each sets.
 GGUF_KEYS = "general.sampling."
 GGUF_FIELDS = {
@@ -181,8 +186,7 @@ def describe_sampling(params: Mapping[str, Any]) -> str:
         parts = ["greedy (temperature 0)"]
     else:
         parts = [f"temperature {temperature:g}"]
-    neutral = {"top_k": (0, -1)} | dict.fromkeys(("top_p", "repetition_penalty"), (1,))
-    neutral |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (0,))
+    neutral = {name: FIELDS[name].neutral for name in SHOWN_FIELDS}
     if temperature < GREEDY_BELOW:
         neutral = {name: values for name, values in neutral.items() if name.endswith("penalty")}
     for name, values in neutral.items():

@@ -23,9 +23,11 @@ from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, block_hash
 from trouper.config.resolve import SchedulerConfig
 from trouper.outputs import FinishReason
 from trouper.params import RepetitionDetectionParams
+from trouper.sampling_fields import DEVICE_FIELDS, named
 
 # Negative priority, arrival time, number of the request, index of the sequence.  A smaller order runs first; all are different.
 Order = tuple[int, float, int, int]
+DEVICE_IDS = [name for name in named("token ids") if name in DEVICE_FIELDS]
 
 
 class State(Enum):
@@ -258,23 +260,17 @@ def _sampling(admit: Admit, stop_ids: list[int], engine_seed: int) -> Sampling:
         # Only the engine's seed and the request determine it, so a replay samples the same tokens.
         text = f"{engine_seed}:{admit.id}".encode()
         seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+    # Structs with immutable fields cross to the device, so lists become tuples.
+    given = {name: getattr(params, name) for name in DEVICE_FIELDS}
+    for name in DEVICE_IDS:
+        given[name] = tuple(given[name] or ())
     return Sampling(
+        **given,
         temperature=0.0 if params.is_greedy else params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
         seed=seed,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
         logit_bias=tuple((params.logit_bias or {}).items()),
-        allowed_token_ids=tuple(params.allowed_token_ids or ()),
         bad_words_ids=admit.bad_words_ids,
-        min_tokens=params.min_tokens,
         stop_ids=tuple(stop_ids) if params.min_tokens else (),
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        logprob_token_ids=tuple(params.logprob_token_ids or ()),
     )
 
 

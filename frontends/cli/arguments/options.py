@@ -28,6 +28,7 @@ from trouper.frontends.cli.arguments.server_options import (
 from trouper.frontends.cli.arguments.values import integers, json_object
 from trouper.frontends.server.shared.settings import ServeSettings
 from trouper.params import SamplingParams
+from trouper.sampling_fields import FIELDS
 from trouper.structured_outputs import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = (
@@ -147,34 +148,18 @@ MATCHED = ("json_object", "regex", "choice")  # options that become fields of `s
 class SamplingOptions:
     """The sampling options of a command line; None leaves the model's own default."""
 
-    max_tokens: Annotated[int | None, _sampling("Largest number of tokens to generate.")] = None
-    min_tokens: Annotated[int | None, _sampling("Tokens to generate before the text may end.")] = (
-        None
-    )
-    temperature: Annotated[
-        float | None, _sampling("Randomness of the text; 0 takes the likeliest token.")
-    ] = None
-    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens of this total.")] = None
-    top_k: Annotated[int | None, _sampling("Keep this many likeliest tokens; 0 is off.")] = None
-    min_p: Annotated[float | None, _sampling("Drop tokens below this share of the best.")] = None
-    presence_penalty: Annotated[
-        float | None, _sampling("Penalty on tokens that are already in the text.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, _sampling("Penalty on tokens by the number of their uses.")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, _sampling("Factor that makes repeated tokens less likely.")
-    ] = None
-    seed: Annotated[int | None, _sampling("Seed of the sampling; equal seeds give equal text.")] = (
-        None
-    )
-    stop: Annotated[
-        list[str] | None, _sampling("End the text before this string; repeatable.", metavar="TEXT")
-    ] = None
-    ignore_eos: Annotated[
-        bool, _sampling("Continue after an end-of-text token.", "--ignore-eos")
-    ] = False
+    max_tokens: Annotated[int | None, _sampling(FIELDS["max_tokens"].help)] = None
+    min_tokens: Annotated[int | None, _sampling(FIELDS["min_tokens"].help)] = None
+    temperature: Annotated[float | None, _sampling(FIELDS["temperature"].help)] = None
+    top_p: Annotated[float | None, _sampling(FIELDS["top_p"].help)] = None
+    top_k: Annotated[int | None, _sampling(FIELDS["top_k"].help)] = None
+    min_p: Annotated[float | None, _sampling(FIELDS["min_p"].help)] = None
+    presence_penalty: Annotated[float | None, _sampling(FIELDS["presence_penalty"].help)] = None
+    frequency_penalty: Annotated[float | None, _sampling(FIELDS["frequency_penalty"].help)] = None
+    repetition_penalty: Annotated[float | None, _sampling(FIELDS["repetition_penalty"].help)] = None
+    seed: Annotated[int | None, _sampling(FIELDS["seed"].help)] = None
+    stop: Annotated[list[str] | None, _sampling(FIELDS["stop"].help, metavar="TEXT")] = None
+    ignore_eos: Annotated[bool, _sampling(FIELDS["ignore_eos"].help, "--ignore-eos")] = False
     json_schema: Annotated[
         str | None,
         _sampling(

@@ -28,14 +28,8 @@ from trouper.params import (
     RequestOutputKind,
     SamplingParams,
 )
+from trouper.sampling_fields import BEAM_FOLLOWED, BEAM_REFUSED, BODY_FIELDS, FIELDS
 
-SAME_NAME = (
-    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-    "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "logprob_token_ids",
-    "stream_interval", "thinking_token_budget", "repetition_detection",
-)  # fmt: skip
 MAX_SEQUENCES = 16_384  # prompts × n of one request
 LONGEST = {"stop": 128, "stop_token_ids": 64, "logit_bias": 1024, "bad_words": 128}
 MAX_STOP_CHARS = 256
@@ -159,7 +153,7 @@ def _check_lengths(request: Generating) -> None:
 
 
 def _given(request: Generating) -> dict[str, Any]:
-    given = {name: getattr(request, name) for name in SAME_NAME}
+    given = {name: getattr(request, name) for name in BODY_FIELDS}
     given["extra_args"] = request.vllm_xargs
     given["structured_outputs"] = structured_outputs(request)
     return {name: value for name, value in given.items() if value is not None}
@@ -181,20 +175,10 @@ def _make(request: Generating, values: dict[str, Any], max_model_len: int) -> Sa
     return params
 
 
-# What a search does not follow; a value that asks for nothing is allowed.
-SAMPLING = (
-    "min_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "stop", "stop_token_ids", "logit_bias", "bad_words", "prompt_logprobs", "logprob_token_ids",
-    "thinking_token_budget", "repetition_detection", "prompt_embeds", "suffix",
-)  # fmt: skip
-NEUTRAL = {
-    "min_tokens": (0,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "thinking_token_budget": (-1,),
-}  # fmt: skip
+# Other fields that have no meaning for a search.
+NOT_SEARCHED = ("prompt_embeds", "suffix")
 FORMATS = ("response_format", "structured_outputs", *(f"guided_{name}" for name in GUIDED))
-FOLLOWED = (
-    "ignore_eos", "length_penalty", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids",
-)  # fmt: skip
+FOLLOWED = (*BEAM_FOLLOWED, "length_penalty")
 NO_GRAMMAR = "not with use_beam_search: a search chooses among the likeliest tokens, of which a grammar may allow none"
 
 
@@ -266,9 +250,10 @@ def _beams(
 
 def _check_followed(request: Generating) -> None:
     """Refuse what would change the answer of sampling and has no meaning for a search."""
-    for name in SAMPLING:
+    for name in (*BEAM_REFUSED, *NOT_SEARCHED):
         value = getattr(request, name, None)
-        if value not in (None, "", [], {}, *NEUTRAL.get(name, ())):
+        neutral = FIELDS[name].neutral if name in FIELDS else ()
+        if value not in (None, "", [], {}, *neutral):
             raise invalid(name, "not with use_beam_search")
     for name in FORMATS:
         value = getattr(request, name)
