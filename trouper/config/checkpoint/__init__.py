@@ -1,1 +1,1 @@
-"""Read a model folder's configuration, from its JSON files and GGUF headers only: never from code."""
+"""Read a model folder's configuration, only from its JSON files and GGUF headers, never from code."""

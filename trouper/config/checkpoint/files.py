@@ -1,4 +1,7 @@
-"""Reading the files of a model folder, which may come from anywhere: bounded, and never waiting for a writer."""
+"""Read the files of a model folder, which may come from an untrusted source.
+
+Sizes are bounded, and reading never waits for a writer.
+"""
 
 import json
 import os
@@ -10,16 +13,16 @@ import msgspec
 
 from trouper.errors import invalid
 
-# Ten times the largest tokenizer_config.json that is known; parsing as much takes about a second.
+# Ten times the size of the largest known tokenizer_config.json; parsing this much takes about a second.
 MAX_TEXT_BYTES = 32 * 2**20
 T = TypeVar("T")
 
 
 def check_folder(folder: Path, parameter: str = "model") -> None:
-    """Refuse a folder that holds pipes, sockets or devices: a reader that opens one of those may wait for good.
+    """Check that a folder contains no pipes, sockets or devices, because opening one may block forever.
 
     Raises:
-        TrouperValidationError: it names the file.
+        TrouperValidationError: the message names the file.
     """
     if not folder.is_dir():
         return
@@ -28,7 +31,8 @@ def check_folder(folder: Path, parameter: str = "model") -> None:
             try:
                 mode = entry.stat().st_mode
             except OSError:
-                continue  # a link to nothing, which no reader finds either
+                # A broken link; readers do not find it either.
+                continue
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise invalid(parameter, f"{entry.name} is not a regular file", entry.path)
 
@@ -37,8 +41,8 @@ def read_text(path: Path, parameter: str = "model") -> str:
     """Read a small text file.
 
     Raises:
-        FileNotFoundError: there is none.
-        TrouperValidationError: it is no regular file, too large, or cannot be read; the message names it.
+        FileNotFoundError: the file does not exist.
+        TrouperValidationError: it is not a regular file, too large, or unreadable; the message names it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -57,7 +61,11 @@ def read_text(path: Path, parameter: str = "model") -> str:
 
 
 def read_json(path: Path, parameter: str = "model") -> Any:
-    """Parse a json file, None when there is none; raises as `read_text` does, and for bad json."""
+    """Parse a JSON file.  Returns None if it does not exist.
+
+    Raises:
+        TrouperValidationError: the file is not readable, too large, or not JSON.
+    """
     try:
         text = read_text(path, parameter)
     except FileNotFoundError:
@@ -69,7 +77,11 @@ def read_json(path: Path, parameter: str = "model") -> Any:
 
 
 def read_object(path: Path, parameter: str = "model") -> dict[str, Any] | None:
-    """Parse a json file that holds an object; raises as `read_json` does, and for anything else."""
+    """Parse a JSON file that must contain an object.  Returns None if it does not exist.
+
+    Raises:
+        TrouperValidationError: the errors of `read_json`, or the file contains something else.
+    """
     value = read_json(path, parameter)
     if value is not None and not isinstance(value, dict):
         raise invalid(parameter, f"{path.name} is not an object", str(path))
@@ -77,10 +89,10 @@ def read_object(path: Path, parameter: str = "model") -> dict[str, Any] | None:
 
 
 def checked(value: Any, kind: type[T], file: str, parameter: str = "model") -> T:
-    """Convert parsed json to a type.
+    """Convert parsed JSON to a type.
 
     Raises:
-        TrouperValidationError: the message names the file and the field, and holds its value.
+        TrouperValidationError: the message names the file and the field and shows its value.
     """
     try:
         return msgspec.convert(value, kind)
@@ -93,7 +105,7 @@ def checked(value: Any, kind: type[T], file: str, parameter: str = "model") -> T
 
 
 def _at(value: Any, field: str) -> Any:
-    """Find the value of a path such as `a.b[1]`, as far as it leads."""
+    """Return the value at a path such as `a.b[1]`, or the last value that the path reaches."""
     for name in field.replace("[", ".[").split("."):
         try:
             value = value[int(name[1:-1])] if name.startswith("[") else value[name]

@@ -1,12 +1,10 @@
-"""Fields that `hf_overrides` puts over those of config.json.
+"""Normalise config.json: apply `hf_overrides`, and bring any release and family into one flat shape with one name for each field.
 
-Law: what is asked for wins, or is refused by its name.  A config says how its positions are stretched in one of several places,
-by its age and its family, and its reader looks at the newest; so an override goes to where the config at hand says it.
+Overrides: a requested value wins or is refused by name.  Depending on its age and family, a config describes the scaling of
+positions in one of several places, and readers look at the newest one; so an override goes to the place that the config uses.
 
-Bring the config.json of any release and family into one shape: flat, with one name for each field.
-
-A config may say the same thing twice: inside and outside of `text_config`, under a name of before transformers 5 and
-today's.  Law: where it says two things, the one that transformers uses counts; where transformers has no rule, the
+A config may contain the same information twice: inside and outside of `text_config`, or under names from before and after
+transformers 5.  Law: if the two contradict each other, the one that transformers uses counts; if transformers has no rule, the
 config is refused.
 """
 
@@ -17,7 +15,7 @@ from trouper.errors import invalid
 
 Fields = dict[str, Any]
 ROPE, OLD_ROPE = "rope_parameters", "rope_scaling"
-# Groups of layers with frequencies of their own, and the names that configs had for those before.
+# Groups of layers with their own frequencies, and the older names of these groups.
 WHOLE, LOCAL = "full_attention", "sliding_attention"
 OLD_NAMES = {
     "rope_theta": WHOLE, "global_rope_theta": WHOLE, "rope_local_base_freq": LOCAL, "local_rope_theta": LOCAL,
@@ -33,15 +31,15 @@ KINDS = (
     "mrope",
     "su",
 )
-# What a model keeps when its positions are stretched in another way.
+# The fields that remain if positions are scaled in another way.
 KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 def overridden(config: Fields, overrides: Fields) -> Fields:
-    """Replace fields of a config; objects are merged, field by field.
+    """Replace fields of a config.  Objects are merged field by field.
 
     Raises:
-        TrouperValidationError: a kind of `rope_type` that there is not, or a field that this config cannot follow.
+        TrouperValidationError: an unknown `rope_type`, or a field that this config cannot support.
     """
     found = dict(config)
     for name, value in overrides.items():
@@ -63,7 +61,7 @@ def _says(config: Fields, name: str) -> bool:
 
 
 def _put(config: Fields, name: str, value: Any) -> None:
-    """Replace one field where the config has it."""
+    """Replace one field at the place where the config has it."""
     own = config.get(name)
     if name in (ROPE, OLD_ROPE) and (value is None or isinstance(value, dict)):
         _put_rope(config, name, cast("Fields | None", value))
@@ -83,7 +81,10 @@ def _put(config: Fields, name: str, value: Any) -> None:
 
 
 def _put_rope(config: Fields, name: str, wish: Fields | None) -> None:
-    """Put what is asked for where readers look first; one of both names is left, for transformers looks at the other one first."""
+    """Write an override of rope where readers look first.
+
+    Only one of the two names remains, because transformers reads the other one first.
+    """
     place = ROPE if config.get(ROPE) else name
     own = cast("Fields", config.get(ROPE) or config.get(OLD_ROPE) or {})
     if place == ROPE:
@@ -103,12 +104,12 @@ def _put_rope(config: Fields, name: str, wish: Fields | None) -> None:
 
 
 def is_grouped(ropes: Fields) -> bool:
-    """Check whether each kind of layer has frequencies of its own."""
+    """Check whether each kind of layer has its own frequencies."""
     return bool(ropes) and all(isinstance(each, dict) for each in ropes.values())
 
 
 def _stretched(own: Fields, wish: Any) -> Any:
-    """Put one way to stretch positions over another: of the same kind field by field, of another kind whole."""
+    """Apply an override to a scaling of positions: field by field for the same kind, as a whole for another kind."""
     if wish is None:
         wish = {"rope_type": "default"}
     if not isinstance(wish, dict):
@@ -128,7 +129,7 @@ def _stretched(own: Fields, wish: Any) -> Any:
     return {name: value for name, value in own.items() if name != "type"} | wish
 
 
-# Names of some families for what nearly all others call so.
+# Names in some families for fields that nearly all others name differently.
 _OTHER_NAMES = {
     "hidden_size": ("dim", "n_embd", "d_model"),
     "num_attention_heads": ("n_heads", "n_head", "num_heads"),
@@ -136,7 +137,7 @@ _OTHER_NAMES = {
     "intermediate_size": ("hidden_dim", "n_inner", "d_ff"),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
 }
-# The sizes that a text_config leaves out are those of its class in transformers.
+# Sizes that a text_config omits: the defaults of its class in transformers.
 _LLAMA = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
@@ -155,11 +156,11 @@ TEXT_DEFAULTS: dict[str, Fields] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
     },
 }  # fmt: skip
-# What the outer model decides, if its config says it: the end of an answer, the stored dtype, and whether the head is
+# Fields that the outer model decides, if its config has them: the end of an answer, the stored dtype, and whether the head is
 # the embedding.  A text_config repeats the defaults of its class for these.
 _OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
 _STRETCHED = ("llama3", "yarn", "longrope", "su")
-# Families whose layers of both kinds have frequencies of their own, and the kinds that `rope_scaling` changes.
+# Families with two kinds of layers, each with its own frequencies, and the kinds that `rope_scaling` changes.
 _SCALED_GROUPS = {
     "gemma3": (WHOLE,),
     "gemma3_text": (WHOLE,),
@@ -170,7 +171,7 @@ _FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("n
 
 
 def with_floats(value: Any) -> Any:
-    """Replace `{"__float__": "Infinity"}`, as transformers writes numbers that JSON does not have."""
+    """Replace `{"__float__": "Infinity"}`, the form in which transformers writes numbers that JSON lacks."""
     if isinstance(value, dict):
         fields = cast("Fields", value)
         if fields.keys() == {"__float__"}:
@@ -184,7 +185,7 @@ def with_floats(value: Any) -> Any:
 
 
 def flattened(raw: Fields) -> Fields:
-    """Put the fields of a nested text_config at the top, where a plain decoder has them, and use one name for each field.
+    """Lift the fields of a nested text_config to the top, like in a plain decoder, and use one name for each field.
 
     Raises:
         TrouperValidationError: two fields contradict each other, and transformers has no rule for them.
@@ -197,7 +198,7 @@ def flattened(raw: Fields) -> Fields:
         if raw.get(name) is not None:
             config[name] = raw[name]
     if nested:
-        # Without a flag the outer classes share the embedding, whatever the text model's own class does.
+        # Without a flag the outer classes tie the embedding, even if the text model's own class does not.
         config["tie_word_embeddings"] = raw.get("tie_word_embeddings", True)
     config["dtype"] = next(
         (
@@ -213,14 +214,14 @@ def flattened(raw: Fields) -> Fields:
             if config.get(name) is None and config.get(other) is not None:
                 config[name] = config[other]
     if config.get("model_type") in ("t5", "mt5"):
-        # Positions are relative, so only the length that it was trained with limits a text.
+        # Positions are relative, so only the trained length limits a text.
         config.setdefault("max_position_embeddings", 512)
     _use_one_rope(config)
     return config
 
 
 def _use_one_rope(config: Fields) -> None:
-    """Merge `rope_scaling` and `rope_parameters`, and the trained length beside them."""
+    """Merge `rope_scaling`, `rope_parameters` and the trained length, which may be outside of them."""
     old, new = config.get(OLD_ROPE), config.get(ROPE)
     if isinstance(old, dict) and isinstance(new, dict) and old and new and old != new:
         scaling, ropes = cast("Fields", old), cast("Fields", new)
@@ -240,7 +241,7 @@ def _use_one_rope(config: Fields) -> None:
 
 
 def _stretches(rope: Any) -> TypeGuard[Fields]:
-    """Check for one way of all layers to stretch positions, which reads the length before."""
+    """Check whether all layers share one scaling of positions, which depends on the original length."""
     if not isinstance(rope, dict):
         return False
     fields = cast("Fields", rope)

@@ -1,14 +1,14 @@
-"""The fields of a model folder's json files that anything here depends on, with types and bounds.
+"""The fields of a model folder's JSON files that trouper uses, with types and bounds.
 
-A field that is absent or null is the reader's business; a value of another type, or so large that reading on
-would take hours or all memory, is refused when the folder is opened.  Fields with other names are ignored.
+Readers handle absent fields and null.  A value of another type, or one so large that loading would take hours or all
+memory, is refused when the folder is opened.  Fields with other names are ignored.
 """
 
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-# Each bound is some ten times what the largest published model has.
+# Each bound is about ten times the largest value of a published model.
 Vocabulary = Annotated[int, Meta(ge=1, le=2**24)]
 Width = Annotated[int, Meta(ge=1, le=2**20)]
 Count = Annotated[int, Meta(ge=1, le=4096)]  # of layers, heads, …
@@ -45,7 +45,7 @@ class Rope(Struct):
 
 
 class HfFields(Struct):
-    """config.json, after its `text_config` has been lifted and other families' names replaced."""
+    """config.json, after lifting its `text_config` and replacing other families' names."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -58,14 +58,14 @@ class HfFields(Struct):
     type_vocab_size: Annotated[int, Meta(ge=0, le=2**20)] | None = None
     hidden_size: Width | None = None
     dim: Width | None = None
-    intermediate_size: Width | list[Width] | None = None  # Gemma 3n: of each layer
+    intermediate_size: Width | list[Width] | None = None  # Gemma 3n: for each layer
     num_hidden_layers: Count | None = None
     num_attention_heads: Count | None = None
     num_key_value_heads: Count | None = None
     head_dim: Annotated[int, Meta(ge=1, le=2**14)] | None = None
     max_position_embeddings: Positions | None = None
     # attention
-    sliding_window: Annotated[int, Meta(ge=0, le=2**24)] | None = None  # 0: none
+    sliding_window: Annotated[int, Meta(ge=0, le=2**24)] | None = None  # 0 is none
     sliding_window_pattern: Annotated[int, Meta(ge=0, le=4096)] | str | None = (
         None  # EXAONE: "LLLG"
     )
@@ -136,7 +136,7 @@ class HfFields(Struct):
 
 
 class GenerationFields(Struct):
-    """generation_config.json; its sampling defaults are checked by `SamplingParams`."""
+    """generation_config.json.  `SamplingParams` checks its sampling defaults."""
 
     eos_token_id: Index | list[Index] | None = None
 
@@ -161,13 +161,13 @@ class DenseFields(Struct):
 
 
 class PoolingFields(Struct):
-    """config.json of a sentence-transformers Pooling module; its older flags are read one by one."""
+    """config.json of a sentence-transformers Pooling module.  Its older flags are read one by one."""
 
     pooling_mode: str | list[str] | None = None
 
 
 class TransformerFields(Struct):
-    """sentence_…_config.json, as far as it does not belong to late interaction."""
+    """sentence_…_config.json, except for the fields of late interaction."""
 
     max_seq_length: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     do_lower_case: bool | None = None

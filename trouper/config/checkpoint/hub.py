@@ -1,4 +1,4 @@
-"""The hub: which files a repository has, and fetching them."""
+"""List and download the files of a repository on the hub."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError
 
-# Of a model that is a folder.
+# The files of a model folder.
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "artifact.metadata")
 OFFLINE = (
     "no such folder, not among the models that were fetched before, and the hub cannot be reached; "
@@ -22,12 +22,12 @@ def download(
     *,
     parameter: str = "model",
 ) -> Path:
-    """Fetch a snapshot (huggingface_hub shows the progress bar), or find it in the cache: the files of the patterns only.
+    """Download a snapshot with a progress bar, or find it in the cache: only the files that match the patterns.
 
-    The folder does not exist where no file is of the patterns.
+    The folder does not exist if no file matches.
 
     Raises:
-        TrouperValidationError: there is no such repository, or it can neither be reached nor found in the cache.
+        TrouperValidationError: the repository does not exist, or can neither be reached nor found in the cache.
     """
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -49,10 +49,10 @@ def download(
 
 
 def cached_folder(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
-    """Find what was fetched of a repository before, which may be some of its files.
+    """Find the cached files of a repository, which may be incomplete.
 
     Raises:
-        TrouperValidationError: nothing was.
+        TrouperValidationError: the cache has no files of the repository.
     """
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
 
@@ -61,7 +61,8 @@ def cached_folder(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
             repo_id,
             revision=revision,
             cache_dir=args.download_dir,
-            allow_patterns=[],  # else a snapshot that lacks some of these is refused
+            # Other patterns would refuse an incomplete snapshot.
+            allow_patterns=[],
             local_files_only=True,
         )
     except (OSError, ValueError) as error:
@@ -70,17 +71,17 @@ def cached_folder(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
 
 
 def list_files(args: EngineArgs, repo_id: str, revision: str | None) -> list[str] | None:
-    """List the files of a repository, None where the hub cannot be reached.
+    """List the files of a repository.  Returns None if the hub cannot be reached.
 
     Raises:
-        TrouperValidationError: there is no such repository.
+        TrouperValidationError: the repository does not exist.
     """
     import httpx2
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        # not `list_repo_files`, which tries for 23 s where there is no network
+        # `list_repo_files` would retry for 23 s without a network.
         found = HfApi(token=args.hf_token).model_info(repo_id, revision=revision)
         return [file.rfilename for file in found.siblings or ()]
     except (RepositoryNotFoundError, RevisionNotFoundError, ValueError) as error:

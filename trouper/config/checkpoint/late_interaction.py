@@ -1,8 +1,7 @@
-"""The form in which a late-interaction model was trained to read queries and documents, from its folder.
+"""How a late-interaction model was trained to read queries and documents, from its folder.
 
-PyLate says it in `config_sentence_transformers.json`, whose names and defaults these are, sentence-transformers in
-the configs of its modules, Stanford's ColBERT in `artifact.metadata`.  A folder with none has its texts read as
-they are.
+PyLate stores this in `config_sentence_transformers.json`, with the names and defaults used here; sentence-transformers in
+the configs of its modules; and Stanford's ColBERT in `artifact.metadata`.  Without any of them texts are read unchanged.
 """
 
 import string
@@ -22,19 +21,26 @@ STANFORD_NAMES = {
 
 
 class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
-    """Markers and lengths, in tokens with all that is added; a marker that is no token is text, "" = none."""
+    """Markers and lengths.  Lengths are in tokens, including everything added; a marker that is not a token is inserted as text."""
 
     query_prefix: str = "[Q] "
     document_prefix: str = "[D] "
     query_length: int = 32
     document_length: int = 180
-    do_query_expansion: bool = True  # up to its length a query is filled with mask tokens
-    attend_to_expansion_tokens: bool = False  # they are seen, too
-    skiplist_words: tuple[str, ...] = tuple(string.punctuation)  # documents are scored without them
+    # Whether queries are filled up to their length with mask tokens.
+    do_query_expansion: bool = True
+    # Whether attention sees the added mask tokens.
+    attend_to_expansion_tokens: bool = False
+    # Tokens that do not count in the scores of documents.
+    skiplist_words: tuple[str, ...] = tuple(string.punctuation)
 
     @classmethod
     def of_pylate(cls, config: Mapping[str, Any]) -> Self | None:
-        """Read PyLate's config; None when it is not PyLate's.  Raises msgspec.ValidationError for a wrong type."""
+        """Read PyLate's config.  Returns None for other configs.
+
+        Raises:
+            msgspec.ValidationError: a field has the wrong type.
+        """
         given = {n: config[n] for n in cls.__struct_fields__ if config.get(n) is not None}
         return msgspec.convert(given, cls) if given else None
 
@@ -46,10 +52,10 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
         mask: Mapping[str, Any],
         max_length: int | None,
     ) -> Self:
-        """Read a MultiVectorEncoder's configs: its own, its Transformer's, its MultiVectorMask's; tokens a text.
+        """Read the configs of a MultiVectorEncoder: its own, its Transformer's and its MultiVectorMask's.
 
         Raises:
-            UnsupportedFeatureError: an option that is not read here.
+            UnsupportedFeatureError: an option that is not supported.
         """
         prompts: dict[str, Any] = config.get("prompts") or {}
         expansion: dict[str, Any] = transformer.get("query_expansion") or {}

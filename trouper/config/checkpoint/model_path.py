@@ -1,4 +1,4 @@
-"""Finding the folder or the GGUF file that `model` names, on this machine or, if need be, from the hub."""
+"""Find the folder or GGUF file that `model` names, on this machine or on the hub."""
 
 import difflib
 import glob
@@ -26,10 +26,10 @@ QUANTIZATION = re.compile(r"\w[\w.-]*(/[\w.-]+)*")
 
 
 def model_path(args: EngineArgs) -> Path:
-    """Find the folder or the GGUF file of the model, or the name of a geometry; may download.
+    """Return the folder or GGUF file of the model, or the name of a geometry.  It may download.
 
     Raises:
-        TrouperValidationError: there is none, or several; the message says what there is.
+        TrouperValidationError: no model or several models match; the message lists the candidates.
     """
     if args.model is None:
         return DEMO_MODEL
@@ -68,7 +68,7 @@ def _no_folder(name: str, *, knows_presets: bool) -> TrouperValidationError:
 
 @contextmanager
 def _as_given(name: str) -> Generator[None]:
-    """Let errors of the hub show the whole name, and explain what names are where it may be one of Ollama's."""
+    """Make errors of the hub show the whole name, and explain the form of names if the name may come from Ollama."""
     try:
         yield
     except TrouperValidationError as error:
@@ -80,7 +80,7 @@ def _as_given(name: str) -> Generator[None]:
 
 
 def _others(path: Path) -> str:
-    """Name the GGUF files beside one that does not exist, the nearest names first."""
+    """Name the GGUF files in the folder of a missing file, the most similar names first."""
     try:
         names = sorted(file.name for file in path.parent.glob("*.gguf"))
     except OSError:
@@ -90,7 +90,7 @@ def _others(path: Path) -> str:
 
 
 def is_plain(folder: Path, load_format: str = "auto") -> bool:
-    """Tell a folder of config.json and safetensors from one of GGUF files; the format that is asked for decides between both."""
+    """Distinguish a folder of config.json and safetensors from one of GGUF files.  If it has both, the requested format decides."""
     has_config = (folder / "config.json").exists() and load_format != "gguf"
     is_asked = load_format in ("dummy", "safetensors")
     return has_config and (is_asked or any(folder.glob("*.safetensors")))
@@ -105,7 +105,7 @@ def _file(path: Path) -> Path:
 
 
 def _of_hub(args: EngineArgs, repo_id: str) -> Path:
-    """Fetch a folder with config.json, or the one GGUF model of a repository without."""
+    """Download a folder with config.json, or the only GGUF model of a repository without one."""
     if args.load_format == "gguf":
         return _named(_gguf_of_hub(args, repo_id), repo_id)
     folder = download(args, repo_id, args.revision)
@@ -118,7 +118,7 @@ def _of_hub(args: EngineArgs, repo_id: str) -> Path:
 
 
 def _gguf_of_hub(args: EngineArgs, repo_id: str, quantization: str = "") -> Path | None:
-    """Choose among the files of a repository, or of its snapshot where the hub cannot be reached, and fetch those alone."""
+    """Choose and download the GGUF files of one model in a repository, or in its snapshot if the hub cannot be reached."""
     names = list_files(args, repo_id, args.revision)
     if names is None:
         folder = cached_folder(args, repo_id, args.revision)

@@ -1,7 +1,7 @@
-"""From the options of pooling, `PoolerConfig`, and the model's own files to a `PoolerSpec`.
+"""Resolve the options of pooling, `PoolerConfig`, and the model's own files to a `PoolerSpec`.
 
-An explicit setting beats the sentence-transformers files, which beat the architecture's default.  Only
-json files are read.
+An explicit option has precedence over the sentence-transformers files, and these over the architecture's default.  Only JSON
+files are read.
 """
 
 from collections.abc import Sequence
@@ -30,25 +30,25 @@ CONVERSIONS = ("embed", "classify")
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 LATE_INTERACTION = ("HF_ColBERT", "ColBERTModel")
 COLBERT_SIZES = ("colbert_dim", "dim", "projection_dim")
-# In the order in which the model's default is looked for, and the engine's.
+# In the order of preference for the model's default task, and for the engine's.
 MODEL_ORDER = ("embed", "classify", "token_embed", "token_classify")
 ENGINE_ORDER = ("token_embed", "token_classify", "embed", "classify")
-# The modes of sentence-transformers' pooling module, in either spelling of its config.
+# The modes of sentence-transformers' pooling module, in both spellings of its config.
 ST_MODES: dict[str, SeqPooling] = {
     "pooling_mode_cls_token": "CLS", "pooling_mode_mean_tokens": "MEAN",
     "pooling_mode_lasttoken": "LAST", "cls": "CLS", "mean": "MEAN", "lasttoken": "LAST",
 }  # fmt: skip
-# `sentence_…_config.json`: today's name, then those of folders that were saved before there was one for all
+# `sentence_…_config.json`: the current name, then the names in folders from before there was one for all models.
 ST_TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 TOKEN_METHODS = ("from_2_way_softmax", "no_post_processing")
 DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid")
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a pooling engine under vLLM's names; None takes what the model says.
+    """The options of a pooling engine under vLLM's names.  None uses the model's own value.
 
     Raises:
-        TrouperValidationError: a value that cannot be; the message names the option.
+        TrouperValidationError: a value is invalid; the message names the option.
     """
 
     task: str | None = None
@@ -84,7 +84,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, given: Any) -> "PoolerConfig":
-        """Make one from None, a dict, json text, a PoolerConfig, or any object with its attributes."""
+        """Create the options from None, a dict, JSON text, a PoolerConfig, or any object with its attributes."""
         if given is None:
             return cls()
         if isinstance(given, cls):
@@ -121,25 +121,26 @@ class Dense(msgspec.Struct, frozen=True):
     num_outputs: int
     has_bias: bool
     activation: str
-    normalizes_input: bool = False  # a Normalize module is in front of it
+    # Whether a Normalize module precedes it.
+    normalizes_input: bool = False
 
 
 class TokenClassifier(msgspec.Struct, frozen=True):
-    """A classifier that is rows of a language model's head: rerankers that were trained to answer "yes" or "no".
+    """A classifier that uses rows of a language model's head, for rerankers trained to answer "yes" or "no".
 
     Its fields are vLLM's `hf_overrides` for such models.
     """
 
     tokens: tuple[str, ...]
-    # The second token's row less the first one's, instead of a row for each token.
+    # The difference of the second and the first token's rows, instead of a row for each token.
     is_difference: bool
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "TokenClassifier | None":
-        """Read `classifier_from_token` and `method`, or `is_original_qwen3_reranker`; None where there is neither.
+        """Read `classifier_from_token` and `method`, or `is_original_qwen3_reranker`.  Returns None without them.
 
         Raises:
-            TrouperValidationError: one without the other, or another number of tokens than the method needs.
+            TrouperValidationError: one of them is missing, or the method needs another number of tokens.
         """
         tokens, method = config.get("classifier_from_token"), config.get("method")
         if config.get("is_original_qwen3_reranker"):
@@ -160,33 +161,37 @@ class TokenClassifier(msgspec.Struct, frozen=True):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Name the classes: the tokens, or the second one of two that are compared."""
+        """The names of the classes: the tokens, or the second of two tokens that the method compares."""
         return self.tokens[1:] if self.is_difference else self.tokens
 
 
 class Splade(msgspec.Struct, frozen=True):
-    """How logits over the vocabulary become a sparse embedding: weights ≥ 0, one for each token of the vocabulary."""
+    """The conversion of logits over the vocabulary to a sparse embedding with weights ≥ 0, one for each token."""
 
-    takes_sum: bool = False  # over the tokens of the text, in place of the largest
-    num_logs: int = 1  # how often log(1 + x) is taken of what is positive
+    # Whether the weight is the sum over the text's tokens, instead of the maximum.
+    takes_sum: bool = False
+    # How often log(1 + x) is applied to positive logits.
+    num_logs: int = 1
 
 
 class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about pooling that is decided when the engine is built."""
+    """All properties of pooling, resolved when the engine is built."""
 
     tasks: tuple[str, ...]
     task: str  # the model's default
-    engine_task: str  # `encode` without a task
+    engine_task: str  # `encode` without task
     seq_pooling_type: SeqPooling
     tok_pooling_type: TokPooling
     embedding_size: int
-    normalizes: bool  # embeddings, unless a request says otherwise
-    use_activation: bool  # of logits, the same
+    # Whether embeddings are normalised, and whether an activation is applied to logits, unless a request overrides it.
+    normalizes: bool
+    use_activation: bool
     activation: Activation
     labels: tuple[str, ...] = ()
     token_classifier: TokenClassifier | None = None
     dense: tuple[Dense, ...] = ()
-    splade: Splade | None = None  # None: embeddings are pooled hidden states
+    # Without it embeddings are pooled hidden states.
+    splade: Splade | None = None
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
     dimensions: int | None = None
@@ -195,16 +200,19 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     step_tag_id: int | None = None
     returned_token_ids: tuple[int, ...] = ()
     lowers_case: bool = False
-    default_prompt: str = ""  # comes before each text that is embedded
-    max_length: int | None = None  # that of the sentence-transformers files, else the tokenizer's
-    late: LateInteraction | None = None  # None: texts are read as they are
+    # The text that precedes each embedded text.
+    default_prompt: str = ""
+    # The limit of the sentence-transformers files, else of the tokenizer.
+    max_length: int | None = None
+    # Without it texts are read unchanged.
+    late: LateInteraction | None = None
 
 
 def is_pooling(runner: str, convert: str, folder: Path, architecture: str) -> bool:
-    """Tell whether the model runs as a pooling model.
+    """Return whether the model runs as a pooling model.
 
     Raises:
-        TrouperValidationError: an option that does not exist, or that this model cannot follow.
+        TrouperValidationError: an option is unknown, or the model does not support it.
     """
     if runner not in ("auto", "generate", "pooling", "draft"):
         raise invalid("runner", "must be auto, generate or pooling", runner)
@@ -232,11 +240,11 @@ def pooler_spec(
     config: dict[str, Any],
     convert: str = "auto",
 ) -> PoolerSpec:
-    """Read the model's files.  A model of another kind is read as `convert` says.
+    """Read the pooling properties from the model's files.  `convert` applies to a model of another kind.
 
     Raises:
-        TrouperValidationError: a wish that the model cannot fulfil, or a file that cannot be read.
-        UnsupportedFeatureError: a sentence-transformers module that is not known here.
+        TrouperValidationError: the model does not support an option, or a file cannot be read.
+        UnsupportedFeatureError: an unsupported sentence-transformers module.
     """
     is_decoder = _is_decoder(architecture)
     found = _Modules(folder)
@@ -290,11 +298,11 @@ def pooler_spec(
 
 
 def _default_prompt(saved: dict[str, Any], tasks: Sequence[str], folder: Path) -> str:
-    """Return what sentence-transformers puts before every text that it embeds.
+    """Return the text that sentence-transformers puts before every embedded text.
 
     Raises:
         TrouperValidationError: the name is not among the prompts.
-        UnsupportedFeatureError: a classifier has one, or the tokens of the prompt are left out of the pooling.
+        UnsupportedFeatureError: a classifier has a prompt, or pooling excludes the tokens of the prompt.
     """
     name = saved.get("default_prompt_name")
     if name is None:
@@ -321,7 +329,7 @@ def _default_prompt(saved: dict[str, Any], tasks: Sequence[str], folder: Path) -
 
 
 def _task_instruction(config: dict[str, Any]) -> str:
-    """Return what a model with an adapter for each task puts before the texts of the chosen one."""
+    """Return the instruction of the chosen task, for a model with an adapter for each task."""
     instructions: Any = config.get("task_instructions") or {}
     if not isinstance(instructions, dict):
         raise invalid("model", "config.json: task_instructions must be an object")
@@ -329,7 +337,7 @@ def _task_instruction(config: dict[str, Any]) -> str:
 
 
 def _is_decoder(architecture: str) -> bool:
-    """Tell a decoder by its name: encoders are named after BERT, but for a few families."""
+    """Recognise a decoder by its name: all encoders except a few families are named after BERT."""
     return "bert" not in architecture.lower() and not architecture.startswith(
         ("MPNet", "Gte", "New", "XLM", "Electra", "Data2VecText", "JinaEmbeddingsV3", "T5", "MT5")
     )
@@ -340,7 +348,7 @@ def _tasks(architecture: str, found: "_Modules", convert: str) -> tuple[str, ...
         if architecture.endswith(TOKEN_CLASSIFIERS):
             return ("token_classify",)
         if architecture.endswith(CLASSIFIERS) or convert == "classify":
-            # an encoder's head reads one state of the text, a decoder's what each token has seen so far
+            # An encoder's head reads one state of the text; a decoder's head can read the state of each token.
             return ("classify", "token_classify") if _is_decoder(architecture) else ("classify",)
     if architecture in LATE_INTERACTION or found.is_late_interaction:
         return ("token_embed",)
@@ -383,7 +391,7 @@ def _labels(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _activation(config: dict[str, Any], saved: dict[str, Any], num_labels: int) -> Activation:
-    """Find a cross-encoder's own activation where any release of sentence-transformers wrote it, newest first."""
+    """Find a cross-encoder's own activation in the places of all releases of sentence-transformers, the newest first."""
     modules: dict[str, Any] = config.get("sentence_transformers") or {}
     own = (
         saved.get("activation_fn")
@@ -405,7 +413,7 @@ def _activation(config: dict[str, Any], saved: dict[str, Any], num_labels: int) 
 
 
 class _Modules:
-    """The contents of modules.json and of the modules' own files; defaults where there are none."""
+    """The contents of modules.json and of the modules' own files, with defaults for missing ones."""
 
     def __init__(self, folder: Path) -> None:
         self.pooling: SeqPooling | None = None
@@ -429,7 +437,7 @@ class _Modules:
         if "MLMTransformer" in kinds and self.splade is None:
             rule = "the sentence-transformers module 'MLMTransformer' needs SpladePooling after it"
             raise UnsupportedFeatureError(rule, parameter="model")
-        # A projection of each token, and no pooling over them.
+        # A projection of each token without pooling over tokens.
         self.is_late_interaction = "Pooling" not in kinds and (
             "Dense" in kinds or self.mask is not None
         )
@@ -469,7 +477,7 @@ class _Modules:
 
 
 def _tokenizer_length(folder: Path) -> int | None:
-    """Read how many tokens a text may have; a huge number, or none, is a tokenizer's way to say no limit."""
+    """Return the number of tokens that a text may have, or None.  Tokenizers without a limit store a huge number."""
     length: Any = (read_object(folder / "tokenizer_config.json") or {}).get("model_max_length")
     return int(length) if type(length) in (int, float) and 1 <= length < UNLIMITED else None
 
@@ -521,7 +529,7 @@ def _needed(path: Path) -> dict[str, Any]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Name a module's folder, which lies in the model's."""
+    """Return a module's folder inside the model's folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise invalid("model", "modules.json: a path that leads out of the folder", name)
     check_folder(folder / name)

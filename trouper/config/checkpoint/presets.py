@@ -1,6 +1,6 @@
-"""Geometries that need no folder: `load_format="dummy"` takes their names as models.
+"""Geometries without a folder: `load_format="dummy"` accepts their names as models.
 
-What their config.json say, as far as weights and steps depend on it.  `tiny` is for trying a command out.
+They contain the fields of config.json that determine weights and steps.  `tiny` is for trying a command.
 """
 
 from typing import Any
