@@ -202,7 +202,7 @@ async def pull(service: Service, context: RequestContext, request: OllamaNamed) 
     await context.end_events(b"")
 
 
-async def refuse(service: Service, context: RequestContext, _: object) -> None:
+async def refuse(service: Service, context: RequestContext, _: object) -> None:  # noqa: ASYNC124  # a handler is async
     text = f"{context.path} is not supported: the server has the model that it was started with; start `trouper serve` with another"
     raise HTTPError(501, "not_supported", text)
 
