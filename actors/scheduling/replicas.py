@@ -1,21 +1,19 @@
-"""Scheduling of several replicas of a model: a policy for each, and one place where requests are given to them.
+"""Schedule several replicas of a model: one policy for each, and one router that gives each request to a policy.
 
-Pure, as the policies are: one owner has them all, so a request moves from one to another between two events, and
-no message about it can be on its way meanwhile.
+All policies have one owner, so a request moves from one to another between two events, and no message about it is on its way
+meanwhile.  Like the policies, this is a pure state machine.
 
 Laws:
 1. Each unfinished request is with exactly one policy.
-2. What is asked of all (a pause, a reset of the caches) is done by all.
-3. All put out through one table, so the outputs of a request that moves stay in order.
-4. The requests of a replica that is lost go to the others at once, and wait for it only where none is available.
-   Those in question stay: whatever killed it is tried where it was, and kills no other.
-5. A replica that becomes available takes its share of what has not begun, and all of those that are lost.
-6. One that has failed is out for good; the others go on as long as one is left.
+2. Orders for all replicas (a pause, a reset of the caches) reach all policies.
+3. All policies share one table of outputs, so the outputs of a request stay in order when it moves.
+4. The requests of a lost replica go to the others at once.  They wait for it only if no other replica is available.
+   Suspects stay: the request that killed the replica is tested there, and kills no other.
+5. A replica that becomes available takes its share of the requests without a start, and all requests of lost replicas.
+6. A failed replica never returns.  The others go on while one is left.
 
-Probes of the devices of all replicas: the first that answers proves that the engine makes progress.  Pure.
-
-A device that hangs holds the probe that is on its way to it, and no other: so that its inbox has room, none is sent after it
-until that one is answered.
+`Probes` show that the engine makes progress: one answer from any device is enough.  A hanging device never answers, so at most one
+probe is on its way to each device, and its inbox cannot fill up.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,11 +31,11 @@ RequestT = TypeVar("RequestT")
 
 
 class Replicas(Generic[OutputsT, RequestT]):
-    """The policies of all replicas.  The device of each is planned for by its own policy.
+    """Own the policies of all replicas.  Each policy plans for its own device.
 
     Args:
-        step_tokens: the budget of one step.
-        block_size: of the prefixes that they keep.
+        step_tokens: the token budget of one step.
+        block_size: tokens of one block of the prefix caches.
     """
 
     def __init__(
@@ -50,10 +48,11 @@ class Replicas(Generic[OutputsT, RequestT]):
         num_replicas = len(self.policies)
         self.router = Router(num_replicas, step_tokens)
         self._block_size = block_size
-        self._were_available = [True] * num_replicas  # when last looked at
-        # Seconds since the eldest plan in flight of each replica became the eldest.  The scheduler, which has a clock, sets them.
+        # The availability at the last call of `rebalance`.
+        self._were_available = [True] * num_replicas
+        # Seconds since the eldest plan in flight of each replica became the eldest.  The scheduler sets them, because it has a clock.
         self.elapsed_s: Sequence[float] = [0.0] * num_replicas
-        # Tokens and rows of each replica; None: to be counted again.
+        # Tokens and rows of each replica.  None asks for a new count.
         self._work: list[tuple[int, int] | None] = [None] * num_replicas
 
     def __repr__(self) -> str:
@@ -61,7 +60,7 @@ class Replicas(Generic[OutputsT, RequestT]):
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Plans that no device has answered."""
+        """Count the plans in flight on all devices."""
         return sum(policy.num_steps_in_flight for policy in self.policies)
 
     @property
@@ -71,23 +70,23 @@ class Replicas(Generic[OutputsT, RequestT]):
 
     @property
     def num_started(self) -> int:
-        """Unfinished sequences that `Pause.NO_NEW_REQUESTS` lets run on."""
+        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`."""
         return sum(policy.num_started for policy in self.policies)
 
     def statistics(self) -> SchedulerStats:
-        """Describe the state of all together in numbers."""
+        """Describe the state of all replicas together in numbers."""
         return total(self.replica_statistics())
 
     def replica_statistics(self) -> tuple[SchedulerStats, ...]:
-        """Describe the state of each in numbers."""
+        """Describe the state of each replica in numbers."""
         return tuple(policy.statistics() for policy in self.policies)
 
     def admit(self, admit: Admit | AdmitPooling) -> None:
-        """Take a request in, and give it to a replica."""
+        """Give a new request to a replica."""
         self._place(self.policies[0].open_request(admit))
 
     def abort(self, id: RequestId) -> None:
-        """End a request, wherever it is; unknown and finished ones are ignored."""
+        """End a request on any replica.  Unknown and finished requests are ignored."""
         for policy in self.policies:
             policy.abort(id)
         self.note_change()
@@ -109,7 +108,7 @@ class Replicas(Generic[OutputsT, RequestT]):
             policy.preempt_all()
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all prefixes; False, and nothing changes, while a block of any replica is held."""
+        """Forget all prefixes.  Returns False, and changes nothing, while a sequence holds a block on any replica."""
         if not reset_running and any(policy.holds_blocks for policy in self.policies):
             return False
         for replica, policy in enumerate(self.policies):
@@ -122,26 +121,27 @@ class Replicas(Generic[OutputsT, RequestT]):
         return self.policies[0].take_outputs(answers)
 
     def note_change(self, replica: int | None = None) -> None:
-        """Count the work of a replica, or of all, again before the next choice."""
+        """Count the work of a replica, or of all replicas, again before the next choice."""
         if replica is None:
             self._work = [None] * len(self.policies)
         else:
             self._work[replica] = None
 
     def note_loss(self, replica: int) -> None:
-        """A policy has lost its device: what it has goes to the others."""
+        """Move the requests of a lost replica to the others."""
         self.note_change()
-        self._were_available[replica] = False  # it may be back before the next look
+        # It may be back before the next call of `rebalance`.
+        self._were_available[replica] = False
         self.router.prefixes.forget(replica)
         self._evacuate(replica)
 
     def note_failure(self, replica: int) -> None:
-        """A device that was lost is not started again: what waited for it goes to those that are."""
+        """Move the requests of a failed replica to the others."""
         if not self.have_failed:
             self._place_again(self.policies[replica].evacuate())
 
     def rebalance(self) -> bool:
-        """Let replicas that have become available take their share: their device is back, or a search has ended there.
+        """Let newly available replicas take their share: their device is back, or a search for a culprit has ended there.
 
         Returns:
             Whether anything may have moved.
@@ -192,17 +192,18 @@ class Replicas(Generic[OutputsT, RequestT]):
 
 
 class Probes:
-    """The promises that wait for an answer, and the replicas to which a probe is on its way."""
+    """Keep the promises without an answer, and the replicas with a probe on its way."""
 
     def __init__(self) -> None:
-        self._waiting: list[Promise[object]] = []  # few: the front asks one at a time
+        # The engine sends one probe at a time, so the list is short.
+        self._waiting: list[Promise[object]] = []
         self._under_way: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<Probes: {len(self._waiting)} wait, under way to {sorted(self._under_way)}>"
 
     def begin(self, answer: Promise[object], replicas: Iterable[int]) -> list["ReplicaProbe"]:
-        """Take a promise that the first answer keeps; return what is to be sent to which replica."""
+        """Take a promise for the first answer.  Returns the probes to send."""
         self._waiting.append(answer)
         sent = [
             ReplicaProbe(self, replica) for replica in replicas if replica not in self._under_way
@@ -211,14 +212,14 @@ class Probes:
         return sent
 
     def passed(self, replica: int, value: object) -> None:
-        """A device has answered: so the engine makes progress."""
+        """Keep all promises, because a device has answered."""
         self._under_way.discard(replica)
         waiting, self._waiting = self._waiting, []
         for answer in waiting:
             answer.set(value)
 
     def failed(self, replica: int, error: BaseException) -> None:
-        """A device has refused; the last one that might have answered fails all that wait."""
+        """Note that a device has refused.  If no other probe is on its way, all promises fail."""
         self._under_way.discard(replica)
         if not self._under_way:
             waiting, self._waiting = self._waiting, []
@@ -227,16 +228,16 @@ class Probes:
 
 
 class ReplicaProbe:
-    """One probe, on its way to a replica: a promise that the executor keeps."""
+    """A probe on its way to one replica: the promise in the message to its executor."""
 
     def __init__(self, probes: Probes, replica: int) -> None:
         self.replica = replica
         self._probes = probes
 
     def set(self, value: object) -> None:
-        """Tell that the device has answered."""
+        """Note that the device has answered."""
         self._probes.passed(self.replica, value)
 
     def fail(self, error: BaseException) -> None:
-        """Tell that the device has refused."""
+        """Note that the device has refused."""
         self._probes.failed(self.replica, error)

@@ -1,16 +1,16 @@
-"""The choice of a replica for a request.  Pure.
+"""Choose a replica for a request, so that its first token comes early and its prefix is in the cache.
 
 Laws:
-1. A replica that is not available is chosen only where none is; one that has failed is never chosen.
-2. A request that names a replica gets it while that one is available; then it counts as one that names none.
-3. A session stays with one replica, as long as that one is available and not overloaded; when a replica goes, only
-   its own sessions change their place (rendezvous hash).
-4. Any other request goes to the replica with the earliest expected first token.  Short prompts pass long ones, so the tokens ahead do
-   not measure that wait.  Replicas within NEAR of the earliest count as equal.
-5. Among equals, and when a replica cannot estimate, the least work ahead decides: tokens not computed yet,
-   less those of its own prompt that are cached there.  Ties go to the fewest rows, then in turn.
+1. A replica is chosen only if it is available, or if no replica is.  A failed one is never chosen.
+2. A request that names a replica gets it while that replica is available.  Otherwise the choice is free.
+3. A session stays with one replica while that replica is available and not overloaded.  If a replica is lost, only its own sessions
+   move (rendezvous hashing).
+4. Any other request goes to the replica with the earliest expected first token.  Replicas within NEAR of the earliest count as equal.
+   The tokens ahead do not measure this wait, because short prompts pass long ones.
+5. Among equals, and if a replica cannot estimate, the least work ahead decides: the tokens without KV, minus the cached tokens of the
+   request's own prompt.  Ties go to the fewest rows, then to each replica by turns.
 
-Tokens are counted, not requests: a prompt of 8,192 tokens is the work of a hundred short ones.
+The unit of work is a token, not a request: a prompt of 8,192 tokens is the work of a hundred short ones.
 """
 
 import hashlib
@@ -19,40 +19,54 @@ from collections.abc import Sequence
 
 import msgspec
 
-ROW_TOKENS = 4  # work of a row that decodes, in tokens of a prompt: it is in every step
+# The work of a decoding row in prompt tokens, because it is in every step.
+ROW_TOKENS = 4
 # A multiple of the earliest first token.  Nine of ten predictions are more accurate.
 NEAR = 1.25
-OVERLOAD = 1.5  # times the least work, and a step's budget on top: here a session gives way to load
-MAX_PREFIXES = 2**16  # blocks remembered, of some 100 bytes each
+# A session leaves its replica if the work there is more than this multiple of the least work plus the budget of a step.
+OVERLOAD = 1.5
+# Blocks in the table of prefixes, of some 100 bytes each.
+MAX_PREFIXES = 2**16
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
-    """Work that is ahead of a new request on a replica."""
+    """The work ahead of a new request on a replica."""
 
-    num_tokens: int  # of prompts, not computed yet
-    num_rows: int  # unfinished sequences
+    # Prompt tokens without KV.
+    num_tokens: int
+    # Unfinished sequences.
+    num_rows: int
     is_available: bool = True
-    has_failed: bool = False  # it will never be available
-    expected_s: float | None = None  # seconds until the first token of the request
+    # It will never be available again.
+    has_failed: bool = False
+    # Seconds until the first token of the request.  None without an estimate.
+    expected_s: float | None = None
 
     @property
     def num_ahead(self) -> int:
-        """All of it in tokens."""
+        """Return the work in tokens."""
         return self.num_tokens + ROW_TOKENS * self.num_rows
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """Describes what a request asks of a replica, and what it gives it to do."""
+    """The work of a request, and its wishes about the replica."""
 
-    num_tokens: int  # that are known, none of them computed
+    # Known tokens without KV.
+    num_tokens: int
     num_rows: int
-    rank: int | None = None  # the replica that it names
-    session_id: str | None = None  # of the conversation that it belongs to
-    block_hashes: Sequence[bytes] = ()  # of the prefix that a cache may have
+    # The named replica.
+    rank: int | None = None
+    # The conversation.
+    session_id: str | None = None
+    # Of the prefix that a cache may have.
+    block_hashes: Sequence[bytes] = ()
 
 
 class PrefixTable:
-    """Which replicas were given a prompt with which blocks: at most `max_prefixes`, the least recently used go first."""
+    """Remember which replicas got prompts with which blocks.
+
+    It keeps at most `max_prefixes` blocks, and forgets the least recently used first.
+    """
 
     def __init__(self, num_replicas: int, max_prefixes: int = MAX_PREFIXES) -> None:
         self._all = (1 << num_replicas) - 1
@@ -64,16 +78,17 @@ class PrefixTable:
         return len(self._holders)
 
     def note(self, hashes: Sequence[bytes], replica: int) -> None:
-        """A replica has been given a prompt with this chain of blocks."""
+        """Note that a replica gets a prompt with this chain of blocks."""
         holders = self._holders
-        for name in reversed(hashes):  # so the beginning, which most share, stays longest
+        # Reversed, so the beginning of the chain is kept longest: most prompts share it.
+        for name in reversed(hashes):
             holders[name] = holders.get(name, 0) | 1 << replica
             holders.move_to_end(name)
         while len(holders) > self._max_prefixes:
             holders.popitem(last=False)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Count for each replica the blocks of the chain that it should have, from the first on."""
+        """Count for each replica the leading blocks of the chain that should be in its cache."""
         counts = [0] * self._num_replicas
         matching = self._all
         for count, name in enumerate(hashes, 1):
@@ -86,7 +101,7 @@ class PrefixTable:
         return counts
 
     def forget(self, replica: int) -> None:
-        """A replica has lost its cache."""
+        """Forget the blocks of a replica, because its cache is lost."""
         rest = self._all & ~(1 << replica)
         for name, holders in list(self._holders.items()):
             if holders & rest:
@@ -96,10 +111,10 @@ class PrefixTable:
 
 
 class Router:
-    """Chooses replicas; its state is the prefix table and whose turn it is at a tie.
+    """Choose replicas.  Its state is the table of prefixes and the next replica at a tie.
 
     Args:
-        step_tokens: the budget of one step.
+        step_tokens: the token budget of one step.
     """
 
     def __init__(
@@ -122,9 +137,9 @@ class Router:
 
         Args:
             loads: one for each replica.
-            num_cached: tokens of the prompt that each should have in its cache.
-            rank: the replica that the request names.
-            session_id: of the conversation that it belongs to.
+            num_cached: tokens of the prompt that should be in the cache of each replica.
+            rank: the named replica.
+            session_id: the conversation of the request.
         """
         living = [i for i in range(self._num_replicas) if not loads[i].has_failed]
         candidates = [i for i in living if loads[i].is_available] or living

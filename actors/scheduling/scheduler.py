@@ -1,8 +1,8 @@
-"""The scheduler actor: a `SchedulingPolicy` on one side, channels on the other.
+"""The scheduler actor: it connects a `SchedulingPolicy`, which decides, with the channels of the other actors.
 
-It waits in one place only, its inbox.  Plans need no waiting because the policy never has more of them
-in flight than the executor's channel holds; outputs need none because their receiver's channel has room
-for many steps beside everything the renderers may send.
+Everything in its inbox is handled before the next decision, so one plan takes all that is known.  It waits only for its inbox.  Plans
+never wait, because the policy has at most as many in flight as the executor's channel holds.  Outputs hardly ever wait, because the
+receiver's channel has room for many steps in addition to all messages of the renderers.
 """
 
 import logging
@@ -58,13 +58,12 @@ OutputsT = TypeVar("OutputsT")
 
 
 class Scheduler(Generic[OutputsT]):
-    """Owns the policy, and with it every KV block and the state of every sequence.
+    """Own the policy, and with it every KV block and the state of every sequence.
 
     Args:
         executors: one for each replica.
-        policy: of the one replica, or of all.
-
-    With `is_stepped` it plans once for each `Step`, and while a pause waits for what still runs.
+        policy: the policy of the only replica, or `Replicas`.
+        is_stepped: plan only once for each `Step`, and while a pause waits for running sequences.
     """
 
     def __init__(
@@ -88,14 +87,17 @@ class Scheduler(Generic[OutputsT]):
         )
         self._reporter = reporter or Reporter(None)
         self._is_stepped = is_stepped
-        # Tokens that the Observer knows of, by replica; and what grammars cost in the steps since the last turn.
+        # By replica: tokens reported to the observer, and the cost of grammars since the last report.
         self._num_reported = [0] * len(self._executors)
         self._grammar_work: list[tuple[GrammarWork, ...]] = [()] * len(self._executors)
-        self._num_plans_due = 0  # when stepped: plans that were requested and not made
+        # If stepped: requested plans that are not made yet.
+        self._num_plans_due = 0
         self._steps: list[Promise[None]] = []
-        self._pauses: list[SetPause] = []  # not in full effect yet
+        # Not in full effect yet.
+        self._pauses: list[SetPause] = []
         self._probes = Probes()
-        self._admitted: list[RequestId] = []  # in this turn
+        # In this turn.
+        self._admitted: list[RequestId] = []
         self._first_tokens = FirstTokens()
         # By replica: when the eldest plan in flight became the eldest.
         self._eldest_s = [0.0] * len(self._executors)
@@ -114,7 +116,7 @@ class Scheduler(Generic[OutputsT]):
         return tuple(policy.statistics() for policy in self._policies)
 
     def snapshot(self) -> SchedulerSnapshot:
-        """Describe where every sequence is, and what is to be answered."""
+        """Describe the state of every sequence, and the unanswered orders."""
         return SchedulerSnapshot(
             policies=tuple(policy.snapshot() for policy in self._policies),
             num_plans_due=self._num_plans_due,
@@ -133,7 +135,7 @@ class Scheduler(Generic[OutputsT]):
                         self._handle(self._inbox.receive_nowait())
                 except (anyio.WouldBlock, anyio.EndOfStream):
                     pass
-                # The device first: what it computes next hides what the others do with the outputs.
+                # Plan before handing over outputs, so that the device works while the other actors use them.
                 self._rebalance()
                 self._plan()
                 while self._rebalance():  # a search for a culprit has ended in a plan
@@ -143,7 +145,8 @@ class Scheduler(Generic[OutputsT]):
                 outputs = self._with_expected(self.policy.take_outputs(answers))
                 self._report()
                 if outputs is not None:
-                    try:  # a wait, and so a turn of the loop, only where there is no room
+                    try:
+                        # Waiting would cost a turn of the event loop, so it waits only without room.
                         self._output.send_nowait(outputs)
                     except anyio.WouldBlock:
                         await self._output.send(outputs)
@@ -202,7 +205,7 @@ class Scheduler(Generic[OutputsT]):
         | DeviceBack
         | DeviceFailed,
     ) -> None:
-        """Take what a device says; what is lost with it goes to the other replicas.
+        """Take an event of a device.  The requests of a lost device go to the other replicas.
 
         Raises:
             DeviceStartError: no replica is left.
@@ -250,7 +253,7 @@ class Scheduler(Generic[OutputsT]):
         self._reporter.report(event if self._replicas is None else ReplicaEvent(replica, event))
 
     def _probe(self, answer: Promise[object]) -> None:
-        """Probe all devices that are there, or those that come back if none is.  Room: one at a time to each."""
+        """Probe all loaded devices, or the lost ones if none is loaded.  At most one probe is on its way to each."""
         everywhere = range(len(self._executors))
         if self._replicas is not None:
             policies = self._replicas.policies
@@ -263,7 +266,7 @@ class Scheduler(Generic[OutputsT]):
         return self._replicas is not None and self._replicas.rebalance()
 
     def _plan(self) -> None:
-        """Plan for all replicas as long as there is something to plan; when stepped, once for each."""
+        """Plan for all replicas until no policy has a plan.  If stepped, plan once for each."""
         while not self._is_stepped or self._num_plans_due > 0 or self._pauses:
             has_planned = False
             for replica, executor in enumerate(self._executors):
@@ -280,13 +283,13 @@ class Scheduler(Generic[OutputsT]):
                 self._num_plans_due -= 1
 
     def _prepare_grammars(self) -> None:
-        """Order what is to be compiled; there is room for one that each device has not answered."""
+        """Order the next grammars to compile.  Each executor's channel has room for one without an answer."""
         for policy, executor in zip(self._policies, self._executors, strict=True):
             if (order := policy.next_grammar()) is not None:
                 executor.send_nowait(order)
 
     def _with_expected(self, outputs: OutputsT | None) -> OutputsT | None:
-        """Compare what has come with what was foretold of it, and foretell the first tokens of the requests of this turn."""
+        """Compare first tokens with their predictions, and add predictions for the requests admitted in this turn."""
         now, first_tokens = anyio.current_time(), self._first_tokens
         if len(first_tokens) and isinstance(outputs, StepTokens):
             ids = ((update.id, bool(update.token_ids)) for update in outputs.sequences)
@@ -321,7 +324,7 @@ class Scheduler(Generic[OutputsT]):
             self._grammar_work[replica] = ()
 
     def _due_answers(self) -> tuple[Promise[None], ...]:
-        """Take the answers that are due; they travel with the outputs, and are delivered behind them."""
+        """Take the answers of orders in full effect.  They travel with the outputs and are delivered after them."""
         if not (self._steps or self._pauses) or self.policy.num_steps_in_flight:
             return ()
         due, self._steps, self._num_plans_due = self._steps, [], 0

@@ -50,25 +50,25 @@ RequestT = TypeVar("RequestT")
 
 
 class SchedulingPolicy(Protocol[OutputsT]):
-    """A pure state machine: events in, plans and outputs out; no waits, no clock, no channels.
+    """A pure state machine: events enter, plans and outputs come out; it has no waits, no clock and no channels.
 
-    An event may come at any time, whatever is in flight.  An engine has requests of one kind, and its
-    policy is never given messages of the other.
+    An event may come at any time, whatever is in flight.  An engine either generates or pools, so its policy never gets messages of
+    the other kind.
     """
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Plans that have been made and not been answered."""
+        """Count the plans without an answer from the device."""
         ...
 
     @property
     def num_started(self) -> int:
-        """Unfinished work that `Pause.NO_NEW_REQUESTS` lets run on."""
+        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens computed and tokens sampled, so far."""
+        """Count the prompt tokens computed and the tokens sampled so far."""
         ...
 
     def statistics(self) -> SchedulerStats:
@@ -107,18 +107,18 @@ class SchedulingPolicy(Protocol[OutputsT]):
         """Take the failure of the eldest plan in flight."""
 
     def lose_device(self, loss: DeviceLost) -> int:
-        """Take the end of the device, with all plans in flight: nothing is planned until `return_device`.
+        """Take the end of the device, with all plans in flight.  Nothing is planned until `return_device`.
 
         Returns:
-            How many losses, this one included, have been found to be one request's doing; it has ended.
+            The number of losses that one request has caused, if this loss shows it.  That request has ended.  Otherwise 0.
         """
         ...
 
     def fail_device(self, message: str) -> None:
-        """The device, lost before, is not started again: requests that may have killed it end."""
+        """End the suspects of a lost device that is not started again."""
 
     def return_device(self) -> None:
-        """The device takes plans again; what it kept is gone."""
+        """Plan again: the device has been loaded anew, without its earlier memory."""
 
     def set_pause(self, pause: Pause) -> None:
         """Set what may be planned from now on."""
@@ -127,11 +127,11 @@ class SchedulingPolicy(Protocol[OutputsT]):
         """Free all KV blocks; running sequences are recomputed later, and results in flight count."""
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all prefixes; False, and nothing changes, while a block is held."""
+        """Forget all prefixes.  Returns False, and changes nothing, while a sequence holds a block."""
         ...
 
     def plan(self) -> StepPlan | PoolPlan | None:
-        """Make the next plan, which is in flight from now on; None if there is none to make now."""
+        """Make the next plan, which is in flight from now on.  Returns None if there is no plan to make now."""
         ...
 
     def next_grammar(self) -> PrepareGrammar | None:
@@ -142,14 +142,14 @@ class SchedulingPolicy(Protocol[OutputsT]):
         """Take the device's answer to `next_grammar`."""
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> OutputsT | None:
-        """Take the outputs since the last call, with `answers`; None if there are neither."""
+        """Take the outputs since the last call, with `answers`.  Returns None if there are neither."""
         ...
 
 
 class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
-    """The policy of one of several replicas: its requests may come from another, and go to one.
+    """The policy of one of several replicas.  Its requests may come from another replica and go to another one.
 
-    All put out through what they have in common, so any of them takes the outputs of all.
+    All replicas share one table of outputs, so any of them takes the outputs of all.
     """
 
     @property
@@ -164,7 +164,7 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
 
     @property
     def is_available(self) -> bool:
-        """Whether a new request is welcome: the device is there, and no search for a culprit goes on."""
+        """Whether a new request would be planned: the device is loaded, and no search for a culprit goes first."""
         ...
 
     @property
@@ -177,19 +177,23 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
         ...
 
     def demand(self, request: RequestT) -> Demand:
-        """Describe what a request asks of a replica."""
+        """Describe the work of a request for the choice of a replica."""
         ...
 
     def enter(self, request: RequestT, replica: int = 0, num_expected: int = 0) -> None:
-        """Take a request in, with all that it has.
+        """Queue a request, with its outputs so far.
 
         Args:
-            replica: the number of this one.
-            num_expected: tokens that its cache should have.
+            replica: the number of this replica.
+            num_expected: tokens of the prompt that should be in its cache.
         """
 
     def evacuate(self, *, only_fresh: bool = False) -> list[RequestT]:
-        """Give up the requests that have nothing on the device, or have never begun; those in question stay."""
+        """Remove and return the requests without state on the device, for other replicas.  Suspects stay.
+
+        Args:
+            only_fresh: remove only requests that have never run.
+        """
         ...
 
     def expect(self, request: RequestT, num_cached: int, elapsed_s: float) -> float | None:

@@ -1,14 +1,12 @@
-"""Bound the prompt work of a step in seconds.  Pure.
+"""Bound the work of a step in seconds and in tokens.
 
-A number of tokens takes 20 ms on one machine and seconds on another.  So a step gets just enough seconds of prompt work to make the loss to
-its fixed costs small.
+The same number of tokens takes 20 ms on one machine and seconds on another, and a new request waits for the step in flight.  So
+`StepBudget` allows a step just enough seconds of prompt work to make the share of its fixed costs small.
 
-The token budget of a step: halved when the device ran out of memory, doubled when that is long ago.  Pure.
+`PoolingTime` does this for whole texts: a step takes as many texts as the budget allows, and at least one.  So a new text waits for one
+short step or for one text, not for a step with a full token budget.
 
-Bound the steps of a pooling engine in seconds.  Pure.
-
-Texts are pooled whole, so a step cannot stop within one.  It takes as many texts as the `StepBudget` has seconds for, and at
-least one.  So a new text waits for one short step or for one text, not for a step that is full to its token budget.
+`TokenBudget` halves the tokens of a step when the device runs out of memory, and doubles them again after many successful steps.
 """
 
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ LOSS = 0.08
 QUIET_LOSS = 0.012
 # Seconds of steps without a new request after which `QUIET_LOSS` applies.
 QUIET_S = 45.0
-# Beside streams prompts get at least this multiple of the time of the rows: four fifths of the step.
+# While outputs are streamed, prompts get at least this multiple of the time of the rows: four fifths of the step.
 ROWS_FACTOR = 4.0
 MIN_S = 0.02
 # No plan is made behind a plan of this estimate until its answer.
@@ -31,7 +29,12 @@ LONG_S = 0.05
 
 
 def remaining_s(flights_s: Sequence[float], elapsed_s: float) -> float:
-    """Estimate how long the plans in flight still take, the eldest of which became the eldest `elapsed_s` ago."""
+    """Estimate the remaining seconds of the plans in flight.
+
+    Args:
+        flights_s: the estimate of each plan, the eldest first.
+        elapsed_s: seconds since the first one became the eldest.
+    """
     if not flights_s:
         return 0.0
     return sum(flights_s) - min(elapsed_s, flights_s[0])
@@ -51,7 +54,7 @@ class StepBudget:
         self.quiet_s = 0.0  # seconds of steps since the last new request
 
     def prompt_s(self, rows: StepWork, *, has_streams: bool) -> float | None:
-        """Return the seconds of prompt work beside these rows.  Returns None before the first fit.
+        """Return the seconds of prompt work in a step with these rows.  Returns None before the first fit.
 
         Args:
             has_streams: whether any of the rows is streamed to its client.
@@ -72,14 +75,15 @@ class StepBudget:
         return self.last_s
 
     def seconds_until(self, work_s: float, rows: StepWork, *, has_streams: bool) -> float:
-        """Estimate how long this much prompt work takes beside these rows: in whole steps, each with its fixed part."""
+        """Estimate the seconds of this much prompt work in steps with these rows, including the fixed costs of each step."""
         step_s = self._times.seconds(rows._replace(has_chunk=1))
         budget_s = self.prompt_s(rows, has_streams=has_streams)
         num_steps = max(1.0, work_s / budget_s) if budget_s else 1.0
         return work_s + num_steps * step_s
 
 
-PATIENCE = 64  # steps that must pass before a larger one is tried again
+# Successful steps before a larger one is tried.
+PATIENCE = 64
 
 
 class TokenBudget:
@@ -94,7 +98,7 @@ class TokenBudget:
         return f"<TokenBudget {self.num_tokens} of {self._most}>"
 
     def shrink(self, num_tokens: int) -> bool:
-        """Note that a step of `num_tokens` was too large; False if none can be smaller."""
+        """Halve the budget, because a step of `num_tokens` ran out of memory.  Returns False if no step can be smaller."""
         if num_tokens <= 1:
             return False
         self.num_tokens = min(self.num_tokens, num_tokens // 2)
@@ -102,7 +106,7 @@ class TokenBudget:
         return True
 
     def passed(self) -> None:
-        """Note that a step had the memory that it needed."""
+        """Note a step with enough memory."""
         self._num_passed += 1
         if self._num_passed >= PATIENCE:
             self.num_tokens = min(self._most, 2 * self.num_tokens)
@@ -118,17 +122,18 @@ NO_ROWS = StepWork(0, 0, 0, 0.0, 0)
 
 
 class PoolingTime:
-    """The step times and the budget of one pooling policy, which is the only writer.
+    """Own the step times and the budget of one pooling policy.
 
     Args:
-        max_step_ms: limit of a step in milliseconds; None means that the budget is learnt.
+        max_step_ms: limit of a step in milliseconds.  None learns the budget from the step times.
     """
 
     def __init__(self, max_step_ms: int | None) -> None:
         self.times = StepTimes()
         self.budget = StepBudget(self.times, max_step_ms)
         self._is_learnt = max_step_ms is None
-        self.num_full = 0  # steps that left texts waiting
+        # Steps after which texts still waited.
+        self.num_full = 0
         self._ratios: list[float] = []
 
     def __repr__(self) -> str:
