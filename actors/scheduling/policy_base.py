@@ -59,9 +59,9 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         self.timing: StepTiming | None = None
         # With one step in flight, only one stage of a pipeline works at a time.
         self._num_stages = min(config.num_stages, config.max_steps_in_flight)
-        self._step = 0
+        self._step: int = 0
         self._epoch = 0
-        self._num_prompt_tokens = 0
+        self._num_prompt_tokens: int = 0
 
     @property
     def num_steps_in_flight(self) -> int:

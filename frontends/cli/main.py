@@ -73,8 +73,8 @@ class BenchGroup(WholeSentenceGroup):
 
     def _table(self) -> dict[str, Any]:
         bench = import_module("trouper.bench.cli.app").bench
-        commands: dict[str, Any] = typer.main.get_command(bench).commands  # pyright: ignore
-        return commands
+        group: Any = typer.main.get_command(bench)
+        return group.commands
 
 
 app.add_typer(
