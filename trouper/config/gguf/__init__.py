@@ -1,1 +1,1 @@
-"""GGUF files: their headers, and the config.json and tensor names that a header stands for."""
+"""GGUF files: their headers, and the config.json and tensor names that correspond to a header."""

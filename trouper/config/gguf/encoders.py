@@ -1,7 +1,8 @@
-"""Encoders in GGUF files: what config.json would say, and the names that a folder of safetensors has.
+"""Encoders in GGUF files: the corresponding config.json, and the tensor names of a safetensors folder.
 
-`bert` holds BERT's own models and XLM-RoBERTa's, whose table of positions begins with the first position in the file.
-Files whose `pooling_type` is RANK are classifiers; llama.cpp computes them as BERT's: logits = out(tanh(dense(x))).
+The architecture `bert` covers BERT's own models and XLM-RoBERTa's; for the latter the table of positions starts with the
+first position in the file.  Files with the `pooling_type` RANK are classifiers, which llama.cpp computes like BERT's:
+logits = out(tanh(dense(x))).
 """
 
 import re
@@ -27,20 +28,20 @@ NOMIC = {
     "attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj", "attn_output_norm": "norm1",
     "ffn_up": "mlp.fc11", "ffn_gate": "mlp.fc12", "ffn_down": "mlp.fc2", "layer_output_norm": "norm2",
 }  # fmt: skip
-# One row of these tables is stored as a vector.
+# A single row of these tables is stored as a vector.
 TABLES = ("token_types.weight", "cls.output.weight")
 ENCODERS = {"bert": ("encoder.layer.", BERT), "nomic-bert": ("encoder.layers.", NOMIC)}
 STORED = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def gguf_config(header: Gguf) -> dict[str, Any]:
-    """Write what config.json would say of a decoder or an encoder; raises as `hf_config` does."""
+    """Return the config.json that corresponds to a decoder's or encoder's header.  Raises the errors of `hf_config`."""
     name = header.need("general.architecture", str)
     return _encoder_config(header, name) if name in ENCODERS else hf_config(header)
 
 
 def encoder_shapes(header: Gguf) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """List the tensors of an encoder by a checkpoint's names: each with its name in the file, and its shape."""
+    """List the tensors of an encoder by their names in a checkpoint: each with its name in the file, and its shape."""
     architecture = header.need("general.architecture", str)
     layers, modules = ENCODERS.get(architecture, ("", {}))
     outer = OUTER | ({"token_embd_norm": "emb_ln"} if architecture == "nomic-bert" else {})

@@ -1,12 +1,8 @@
-"""Describe how one architecture of GGUF differs from the others.
+"""The differences of GGUF architectures from each other: names, keys and scales, and those of families with layer norms.
 
-GGUF architectures that one of the decoders here computes, though they have names, keys or scales of their own.
-
-Each entry says how a file's rows of q and k are stored.  llama.cpp's architectures with "normal" rotation turn
-neighbouring dimensions: their files are permuted where the checkpoint's halves turn, and as in the checkpoint where its
-neighbours turn as well (GLM, ERNIE).
-
-GGUF's names and keys of the families with layer norms, as their config.json and their checkpoints have them.
+Each entry also records the order of a file's rows of q and k.  llama.cpp's architectures with "normal" rotation rotate
+neighbouring dimensions.  Their files are permuted if the checkpoint rotates halves, and unchanged if the checkpoint rotates
+neighbours as well (GLM, ERNIE).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,31 +17,31 @@ PRE_NORMS: Mapping[str, str] = MappingProxyType({"post_attention_layernorm": "ff
 
 
 class Family(NamedTuple):
-    """How one architecture of GGUF differs from the others."""
+    """The differences of one GGUF architecture from the others."""
 
     architecture: str
     model_type: str
     norms: Mapping[str, str] = PRE_NORMS
-    is_permuted: bool = False  # rows of q and k: pairs side by side, not in halves
-    norm_offset: float = 0.0  # that the file's norms hold and a checkpoint's do not
-    modules: Mapping[str, str] = MappingProxyType(
-        {}
-    )  # of a layer, where they are not named as Llama's
-    layers: str = "model.layers."  # the beginning of their names
+    # Whether the rows of q and k are stored in pairs, not in halves.
+    is_permuted: bool = False
+    # The number that the file's norms include and a checkpoint's do not.
+    norm_offset: float = 0.0
+    # The modules of a layer with other names than Llama's.
+    modules: Mapping[str, str] = MappingProxyType({})
+    layers: str = "model.layers."  # prefix of their names
     outer: Mapping[str, str] = MappingProxyType({})
-    eps: tuple[str, str] = (
-        "attention.layer_norm_rms_epsilon",
-        "rms_norm_eps",
-    )  # key, and name in config.json
-    # The checkpoint's rows of q, k and v are by KV head, and the file's are all of q, all of k, all of v.
+    # The key of the norms' ε, and its name in config.json.
+    eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    # The checkpoint's rows of q, k and v are grouped by KV head, while the file has all of q, then all of k, then all of v.
     is_regrouped: bool = False
     own: Callable[[Gguf, str, dict[str, Any]], dict[str, Any]] | None = None
-    reads: frozenset[str] = frozenset()  # keys of attention and positions that `own` understands
+    # Keys of attention and positions that `own` reads.
+    reads: frozenset[str] = frozenset()
 
 
 Fields = dict[str, Any]
 _GROWTH, _LOG_MULTIPLIER = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
-# Positions of text are the same number in each of the sections, so the sections change nothing.
+# The positions of text are the same in all sections, so the sections have no effect.
 _SECTIONS = frozenset({"rope.dimension_sections"})
 _GLM4_NORMS = {
     "post_self_attn_layernorm": "post_attention_norm",
@@ -56,7 +52,7 @@ _HUNYUAN = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm
 
 
 def _mistral3(header: Gguf, at: str, config: Fields) -> Fields:
-    """Read Ministral 3, whose queries grow with their positions, and the older models that share its name."""
+    """Read Ministral 3, with queries scaled by their positions, and the older models of the same architecture name."""
     scaling: Fields = dict(config.get("rope_scaling") or {"rope_type": "default"})
     multiplier = header.get(at + _LOG_MULTIPLIER, float)
     if multiplier and scaling["rope_type"] == "yarn":
@@ -85,7 +81,7 @@ def _chatglm(header: Gguf, _at: str, _config: Fields) -> Fields:
 
 
 def _minicpm(header: Gguf, at: str, config: Fields) -> Fields:
-    """Read the scales; old files leave them out, and a default would be a guess."""
+    """Read the scales.  Old files omit them, and a default would be a guess."""
     share = config["hidden_size"] // max(1, config["num_attention_heads"])
     return {
         "attention_multiplier": (config.get("head_dim") or share) ** -0.5,
@@ -97,7 +93,7 @@ def _minicpm(header: Gguf, at: str, config: Fields) -> Fields:
 
 def _xverse(header: Gguf, at: str, config: Fields) -> Fields:
     if config["num_key_value_heads"] != config["num_attention_heads"]:
-        # Its converter does not permute the keys of fewer heads as it does queries.
+        # Its converter permutes the keys of fewer heads differently from the queries.
         rule = f"{header.path.name}: {at}attention.head_count_kv: xverse with fewer KV heads is not supported"
         raise UnsupportedFeatureError(rule, parameter="model")
     return {}
@@ -124,7 +120,7 @@ SIBLINGS = {
 }
 
 
-# The key of the number in the roots of the norms.
+# The key of ε in the norms.
 _EPS = "attention.layer_norm_epsilon"
 _OPENAI = {
     "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
@@ -140,7 +136,7 @@ _NEOX = {
     "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-# Of two norms the first one is that of the MLP.
+# The first of two norms belongs to the MLP.
 _FALCON = _NEOX | {
     "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output", "ln_mlp": "attn_norm",
     "ln_attn": "attn_norm_2",
@@ -157,7 +153,7 @@ _PARALLEL = "use_parallel_residual"
 
 
 def _gpt2(header: Gguf, _at: str, config: Fields) -> Fields:
-    """Read what GPT-2 and BigCode say; its width has another name in config.json."""
+    """Read the fields of GPT-2 and BigCode, which have another name for the width in config.json."""
     is_multi_query = config["num_key_value_heads"] == 1
     if not is_multi_query and config["model_type"] == "gpt_bigcode":
         rule = f"{header.path.name}: starcoder with a key for each head is not supported"

@@ -1,8 +1,8 @@
-"""Which GGUF files of a folder or a repository are one model, told by their names alone.
+"""Find the GGUF files of one model in a folder or a repository, by their names only.
 
-A model is a file, or the first file of a split; its name is that file's, without what `.gguf` and the split add.  QUANT, of
-`ORG/NAME:QUANT`, are whole parts of it, in any case: `-`, `.` and `/` stand around parts, and `_` may stand before them.
-So F16 is not BF16, and Q4_K neither Q4_K_M nor IQ4_K.  What matches a whole name is that model.
+A model is a file, or a split.  Its name is the name of its (first) file without `.gguf` and the suffix of the split.  QUANT
+in `ORG/NAME:QUANT` matches complete parts of the name, ignoring case: parts are separated by `-`, `.` and `/`, and may
+begin after `_`.  So F16 does not match BF16, and Q4_K matches neither Q4_K_M nor IQ4_K.  A complete name matches exactly.
 """
 
 import re
@@ -12,13 +12,15 @@ from pathlib import Path
 from trouper.config.gguf.header import SPLIT
 from trouper.errors import invalid
 
-DEPTH = 2  # folders in a folder; repositories have one for each QUANT, or none
+# The depth of folders in a folder: repositories have one folder for each QUANT, or none.
+DEPTH = 2
 MANY = 30  # names in a message
-NO_MODELS = {"mmproj", "imatrix"}  # what such files are part of, or were made by
+# Files that belong to a model, or that were used to make it.
+NO_MODELS = {"mmproj", "imatrix"}
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group file names by model: under the model's name its files in order, a split's first one first.
+    """Group file names by model: each model's name with its files in order.
 
     Args:
         names: paths in the folder or the repository, with `/`.
@@ -44,15 +46,15 @@ def _parts(name: str) -> tuple[str, str] | None:
 def choose_gguf(
     names: Iterable[str], quantization: str, place: str, what: str = "its GGUF files"
 ) -> list[str]:
-    """Choose the files of the one model that `quantization` names, or of the only one there is; none where there are no models.
+    """Choose the files of the model that `quantization` names, or of the only model.  Returns no files if there are no models.
 
     Args:
         names: paths in the folder or the repository, with `/`.
         place: the folder or the repository, for messages.
-        what: all of these files, for messages.
+        what: a word for all of these files, for messages.
 
     Raises:
-        TrouperValidationError: it names several, or none of those there are; the message lists them.
+        TrouperValidationError: several models match, or none of them; the message lists them.
     """
     models = gguf_models(names)
     matching = _matching(models, quantization) if quantization else list(models)
@@ -79,13 +81,13 @@ def _matching(labels: Iterable[str], quantization: str) -> list[str]:
 
 
 def gguf_names(folder: Path) -> list[str]:
-    """List the GGUF files in a folder and in those below it, as paths in the folder."""
+    """List the GGUF files in a folder and its subfolders, as relative paths."""
     patterns = ("*/" * depth + "*.gguf" for depth in range(DEPTH + 1))
     found = (file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
     return sorted(file.relative_to(folder).as_posix() for file in found)
 
 
 def find_gguf(folder: Path, quantization: str = "", place: str = "") -> Path | None:
-    """Find the first file of the one model in a folder, None where there is none; raises as `choose_gguf` does."""
+    """Find the first file of the model in a folder, or None if there are no models.  Raises the errors of `choose_gguf`."""
     files = choose_gguf(gguf_names(folder), quantization, place or str(folder))
     return folder / files[0] if files else None

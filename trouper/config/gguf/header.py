@@ -1,12 +1,12 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie.  No tensor is read here.
+"""Read the header of a GGUF file: its metadata, and the location of its tensors.  Tensors are not read.
 
     magic "GGUF", version 2 or 3, number of tensors, number of keys     u32 u32 u64 u64, little endian
     keys        name, type, value       a string is u64 length + bytes, an array u32 type + u64 count + values
     tensors     name, u32 dimensions, u64 each, innermost first, u32 type, u64 offset
     padding to the alignment, then the tensors, each at its offset from here
 
-Law: a count, a length or an offset is compared with what the file has left before anything is allocated for it,
-so that a header costs a few times its own bytes whatever it says.
+Law: a count, a length or an offset is compared with the rest of the file before memory is allocated for it, so a header
+takes at most a few times its own bytes, whatever it contains.
 """
 
 import math
@@ -26,11 +26,12 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError, inva
 from trouper.extras import install_hint
 
 if TYPE_CHECKING:
-    import numpy as np  # at run time where it is needed: `trouper --help` does without
+    # Other functions import it at run time, because `trouper --help` does not need it.
+    import numpy as np
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_ITEMS = 2**24  # of an array: as many tokens as a vocabulary may have
+MAX_ITEMS = 2**24  # of an array: the largest vocabulary
 MAX_NAMES = 2**16  # keys, and tensors
 MAX_DIMENSIONS = 4
 MAX_FILES = 1000  # of a split
@@ -44,12 +45,13 @@ T = TypeVar("T")
 
 
 class TensorType(NamedTuple):
-    """One way to store numbers: blocks of `length` numbers in `num_bytes` bytes."""
+    """A storage format: blocks of `length` numbers in `num_bytes` bytes."""
 
     name: str
     length: int
     num_bytes: int
-    held: float  # bytes that a number takes when it is loaded beside bfloat16: integers, scales and minima
+    # The bytes of a number after loading with bfloat16: integer, scale and minimum.
+    held: float
 
 
 # By the number in the file.
@@ -83,7 +85,7 @@ TENSOR_TYPES = {
 UNREAD_TYPES = {
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-# Their values are looked up in tables that the package `gguf` has.
+# These formats need the tables of the package `gguf`.
 GRID_TYPES = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"}
 
 
@@ -91,32 +93,38 @@ class GgufTensor(NamedTuple):
     """A tensor of a file."""
 
     file: Path
-    offset: int  # from the beginning of the file
-    shape: tuple[int, ...]  # outermost first, as torch has it
+    offset: int  # from the file's start
+    shape: tuple[int, ...]  # outermost first
     type: TensorType
 
     @property
     def num_bytes(self) -> int:
-        """Count the bytes that it takes in the file."""
+        """The number of bytes in the file."""
         return math.prod(self.shape) // self.type.length * self.type.num_bytes
 
 
 class GgufStrings(msgspec.Struct, frozen=True):
-    """An array of strings as it lies in a file: tokens and merges are decoded by their reader alone."""
+    """An array of strings as in the file, not decoded: only a reader of tokens or merges decodes them."""
 
-    content: bytes  # a length of eight bytes before each string
-    ends: "array[int]"  # of each string, in `content`
+    # The strings, each after its length in eight bytes.
+    content: bytes
+    # The end of each string in `content`.
+    ends: "array[int]"
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def __getitem__(self, i: int) -> str:
-        """Decode one string; bytes that are no UTF-8 become replacement characters."""
+        """Decode one string.  Bytes that are not UTF-8 become replacement characters."""
         begin = self.ends[i - 1] if i else 0
         return self.content[begin + LENGTH.size : self.ends[i]].decode(errors="replace")
 
     def decoded(self) -> list[str]:
-        """Decode all strings; raises UnicodeDecodeError."""
+        """Decode all strings.
+
+        Raises:
+            UnicodeDecodeError: a string is not UTF-8.
+        """
         content, size = self.content, LENGTH.size
         begins = [0, *self.ends]
         return [content[b + size : e].decode() for b, e in zip(begins, self.ends, strict=False)]
@@ -130,10 +138,10 @@ class Gguf(msgspec.Struct, frozen=True):
     tensors: dict[str, GgufTensor]
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Return a value of the metadata, None where there is none.
+        """Return a value of the metadata, or None if the key is absent.
 
         Raises:
-            TrouperValidationError: it is of another type.
+            TrouperValidationError: the value has another type.
         """
         value = self.metadata.get(key)
         if value is None:
@@ -149,7 +157,11 @@ class Gguf(msgspec.Struct, frozen=True):
             raise invalid("model", f"{self.path.name}: {key}: {error}", str(self.path)) from None
 
     def need(self, key: str, kind: type[T]) -> T:
-        """Return a value of the metadata; raises TrouperValidationError where there is none, too."""
+        """Return a value of the metadata.
+
+        Raises:
+            TrouperValidationError: the key is absent, or the value has another type.
+        """
         value = self.get(key, kind)
         if value is None:
             raise invalid("model", f"{self.path.name}: lacks the key {key!r}", str(self.path))
@@ -157,17 +169,17 @@ class Gguf(msgspec.Struct, frozen=True):
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Tell a GGUF file from a model folder: by its name, and by its first bytes where it has another."""
+    """Return whether a path is a GGUF file: by its name, or else by its first bytes."""
     path = Path(path)
     return not path.is_dir() if path.suffix == ".gguf" else has_magic(path)
 
 
 def has_magic(path: Path) -> bool:
-    """Tell a GGUF file by its first bytes; false for what cannot be read, and for what is no file."""
+    """Return whether a file starts like a GGUF file.  Returns False if it cannot be read."""
     try:
         with open(path, "rb", opener=_open_now) as file:
             return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(4) == MAGIC
-    except (OSError, ValueError):  # ValueError: of a path that cannot be one
+    except (OSError, ValueError):  # ValueError: invalid path
         return False
 
 
@@ -177,11 +189,11 @@ def _open_now(path: str, flags: int) -> int:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Read the header of a file, and of the others where it is the first of a split.
+    """Read the header of a file, and the headers of all files of a split.
 
     Raises:
-        TrouperValidationError: it is no GGUF file, or one that contradicts itself; the message says where.
-        UnsupportedFeatureError: a tensor is of a type that is not read here.
+        TrouperValidationError: the file is not a GGUF file, or contradicts itself; the message names the place.
+        UnsupportedFeatureError: the type of a tensor is not supported.
     """
     whole = _read_file(path)
     count = whole.get("split.count", int) or 1
@@ -208,7 +220,7 @@ def _read_file(path: Path) -> Gguf:
                 raise invalid("model", f"{path.name} is not a regular file", str(path))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _Reader(path, content).read()
-    except (OSError, ValueError) as error:  # ValueError: of an empty file
+    except (OSError, ValueError) as error:  # ValueError: empty file
         if isinstance(error, TrouperValidationError):
             raise
         raise invalid("model", f"{path.name} cannot be read: {error}", str(path)) from None
@@ -229,7 +241,7 @@ class _Reader:
             self._refuse("is big endian" if is_swapped else f"version {version}, not 2 or 3")
         num_tensors, num_keys = self._number(8, 8), self._number(16, 8)
         self._at = 24
-        # a tensor's entry takes at least 8 + 4 + 8 + 4 + 8 bytes, a key's 8 + 4 + 1
+        # The entry of a tensor takes at least 8 + 4 + 8 + 4 + 8 bytes, that of a key 8 + 4 + 1.
         self._check_count(num_tensors, 32, MAX_NAMES, "tensors")
         self._check_count(num_keys, 13, MAX_NAMES, "keys")
         metadata: dict[str, Any] = {}
@@ -302,7 +314,7 @@ class _Reader:
         return self._scalars(kind, 1, key)[0].item()
 
     def _array(self, key: str) -> Any:
-        """Read strings undecoded, numbers as an array, for lists of numbers take ten times as much."""
+        """Read strings without decoding, and numbers as an array, because lists of numbers take ten times as much memory."""
         kind, count = self._int("<I"), self._int("<Q")
         if kind == STRING:
             self._check_count(count, 8, MAX_ITEMS, key[:80])
@@ -313,7 +325,7 @@ class _Reader:
         return self._scalars(kind, count, key)
 
     def _strings(self, count: int, key: str) -> GgufStrings:
-        """Walk over strings: the length of each says where the next one begins."""
+        """Find the ends of strings; the length of each string determines the start of the next."""
         unpack, content, size = LENGTH.unpack_from, self._content, LENGTH.size
         first, last = self._at, self._size - size
         ends, at = array("Q"), self._at

@@ -1,8 +1,7 @@
-"""Keys of a GGUF header that change attention or positions: each is read, neutral, or refused by name.
+"""Check the keys of a GGUF header that change attention or positions: each is read, neutral, or refused by name.
 
-llama.cpp adds such keys as models need them.  A key that this engine does not read would make the model compute
-something else without a word, so an unknown one is an error, and a known one may only have the value that changes
-nothing.
+llama.cpp adds such keys as models need them.  If this engine ignored a key, the model would silently compute something
+else.  So an unknown key is an error, and a known key without support must have its neutral value.
 """
 
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from trouper.config.gguf.header import Gguf
 from trouper.errors import UnsupportedFeatureError
 
-# Read by `gguf_names.hf_config` for every architecture.
+# Keys that `names.hf_config` reads for every architecture.
 _READ = frozenset(
     {
         "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
@@ -20,11 +19,11 @@ _READ = frozenset(
         "rope.scaling.yarn_beta_slow",
     }
 )  # fmt: skip
-# They describe the file, or norms that no architecture here has.
+# Keys that describe the file, or norms that no supported architecture has.
 _HARMLESS = frozenset(
     {"rope.scaling.finetuned", "attention.layer_norm_epsilon", "attention.group_norm_epsilon"}
 )
-# The values that change nothing.
+# The neutral values.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
     "attention.max_alibi_bias": (0,), "attention.clamp_kqv": (0,), "attention.shared_kv_layers": (0,),
     "attention.q_lora_rank": (0,), "attention.kv_lora_rank": (0,), "attention.output_scale": (0, 1),
@@ -32,7 +31,7 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1, 1), "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_log_multiplier": (0,), "expert_weights_scale": (0, 1), "expert_gating_func": (0, 1),
 }  # fmt: skip
-# Read by architectures whose layers may have a window.
+# Keys that architectures with windows in some layers read.
 WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
 _ARRAYS = frozenset({"rope.dimension_sections"})
 
@@ -42,11 +41,11 @@ def check_keys(header: Gguf, at: str, config: dict[str, Any], reads: frozenset[s
 
     Args:
         at: the architecture's name and a dot.
-        config: what the header says, as config.json would.
-        reads: keys that the architecture's own reader understands.
+        config: the config.json that corresponds to the header.
+        reads: keys that the architecture's own reader handles.
 
     Raises:
-        UnsupportedFeatureError: a key that would be passed over; the message names it and its value.
+        UnsupportedFeatureError: a key would be ignored; the message names it and its value.
     """
     head_dim = config.get("head_dim") or config["hidden_size"] // max(
         1, config["num_attention_heads"]
@@ -67,7 +66,7 @@ def check_keys(header: Gguf, at: str, config: dict[str, Any], reads: frozenset[s
         if not name.startswith(("attention.", "rope.")) and name not in _NEUTRAL:
             continue
         if name == "attention.sliding_window":
-            # A window of the whole context hides nothing.
+            # A window over the whole context has no effect.
             longest = config["max_position_embeddings"]
             is_neutral = isinstance(value, int) and (value == 0 or value >= longest)
         elif name in _ARRAYS:
@@ -82,7 +81,9 @@ def check_keys(header: Gguf, at: str, config: dict[str, Any], reads: frozenset[s
 
 
 def layer_types(header: Gguf, at: str, num_layers: int) -> list[str] | None:
-    """Read which layers have a sliding window: one flag a layer, or the length of the pattern whose last layer has none."""
+    """Return the layers with a sliding window: from one flag for each layer, or from the length of a pattern that ends with a layer
+    without a window.
+    """
     key = at + "attention.sliding_window_pattern"
     value = header.metadata.get(key)
     if value is None:

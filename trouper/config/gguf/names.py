@@ -1,7 +1,7 @@
-"""Names of a GGUF header's fields and tensors, translated to those of config.json and of safetensors.
+"""Translate the fields and tensors of a GGUF header to those of config.json and of safetensors.
 
-The fields become a config.json, from which the traits are read as from any.  What GGUF leaves to its reader by the
-architecture's name stands here: Gemma's attention scale and local base frequency, whose rows are permuted.
+The traits of a model are then read from this config.json like from any other.  Some properties follow only from the
+architecture's name, so they are defined here: Gemma's attention scale and local base frequency, and permuted rows.
 """
 
 import re
@@ -14,11 +14,12 @@ from trouper.config.gguf.keys import WINDOW, check_keys, layer_types
 from trouper.errors import UnsupportedFeatureError, invalid
 
 SCALE, LOCAL_BASE = "attention.scale", "rope.freq_base_swa"
-# By `pooling_type`; NONE leaves it to the caller.
+# By `pooling_type`; NONE leaves the choice to the caller.
 POOLINGS = {1: "MEAN", 2: "CLS", 3: "LAST", 4: "RANK"}
-ENCODER_NAMES = ("bert", "nomic-bert")  # of `gguf_encoders.py`
-METHOD = "gguf"  # of `quantization_config`, which marks a checkpoint as quantised
-# Tokens that end an answer where `eos_token_id` names another: as llama.cpp has them.
+ENCODER_NAMES = ("bert", "nomic-bert")  # see `encoders.py`
+# The `quant_method` that marks a checkpoint as quantized.
+METHOD = "gguf"
+# Additional tokens that end an answer, like in llama.cpp, if `eos_token_id` is another token.
 END_TEXTS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
 )
@@ -34,7 +35,7 @@ MODULES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
-# one tensor holds a projection of all experts
+# One tensor contains a projection of all experts.
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 OTHER_NORMS = {
@@ -46,14 +47,18 @@ OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a file: its name there, and which of the experts, if all of them are in one."""
+    """The place of a tensor in a file: its name there, and the index of the expert if one tensor contains all experts."""
 
     name: str
     expert: int | None = None
 
 
 def family_of(header: Gguf) -> Family:
-    """Find the architecture; raises UnsupportedFeatureError for another, with those that are known."""
+    """Return the family of the architecture.
+
+    Raises:
+        UnsupportedFeatureError: the architecture is not supported; the message lists the supported ones.
+    """
     name = header.need("general.architecture", str)
     family = FAMILIES.get(name)
     if family is None:
@@ -66,11 +71,11 @@ def family_of(header: Gguf) -> Family:
 
 
 def hf_config(header: Gguf) -> dict[str, Any]:
-    """Write what config.json would say.
+    """Return the config.json that corresponds to a decoder's header.
 
     Raises:
-        UnsupportedFeatureError: the architecture is not known.
-        TrouperValidationError: a key is missing or of another type.
+        UnsupportedFeatureError: the architecture is not supported.
+        TrouperValidationError: a key is missing or has another type.
     """
     family = family_of(header)
     at = header.need("general.architecture", str) + "."
@@ -108,7 +113,7 @@ def hf_config(header: Gguf) -> dict[str, Any]:
     if family.reads >= WINDOW and (kinds := layer_types(header, at, config["num_hidden_layers"])):
         config["layer_types"] = kinds
     if rotated := header.get(at + "rope.dimension_count", int):
-        # llama.cpp rotates this many dimensions of each head, and this is where Phi-3 says how many.
+        # llama.cpp rotates this many dimensions of each head; for Phi-3 this key contains the number.
         config["partial_rotary_factor"] = rotated / max(1, _head_dim(config))
     if scaling := rope_scaling(header, at, config):
         config["rope_scaling"] = scaling
@@ -138,9 +143,9 @@ def place_of(family: Family, name: str) -> Place:
 
 
 def dtype_of(header: Gguf) -> str:
-    """Name the dtype of the layers' matrices: bfloat16 for integers, for which the kernels are made."""
+    """Return the dtype of the layers' matrices, or bfloat16 for integers, which their kernels support."""
     matrices = {name: each for name, each in header.tensors.items() if len(each.shape) > 1}
-    # Converters keep an encoder's small tables in F32.
+    # Converters store an encoder's small tables in F32.
     layers = [each for name, each in matrices.items() if name.startswith("blk.")]
     kinds = {each.type.name for each in layers or matrices.values()}
     names = {"F32": "float32", "F16": "float16"}
@@ -148,13 +153,13 @@ def dtype_of(header: Gguf) -> str:
 
 
 def quantization_of(header: Gguf) -> dict[str, Any]:
-    """Mark a file that holds integers."""
+    """Return the field that marks a file with integers as quantized."""
     is_packed = any(tensor.type.length > 1 for tensor in header.tensors.values())
     return {"quantization_config": {"quant_method": METHOD}} if is_packed else {}
 
 
 def pooling_of(header: Gguf, at: str) -> dict[str, Any]:
-    """Read how the model pools; nothing where the file leaves it open."""
+    """Return how the model pools, or no fields if the file does not define it."""
     kind = header.get(at + "pooling_type", int) or 0
     if kind and kind not in POOLINGS:
         rule = f"{header.path.name}: {at}pooling_type={kind} is not supported"
@@ -164,7 +169,8 @@ def pooling_of(header: Gguf, at: str) -> dict[str, Any]:
 
 def _end_ids(header: Gguf) -> list[int]:
     """List the tokens that end an answer, the primary one first."""
-    import numpy as np  # not above: `trouper --help` does without
+    # Imported here, because `trouper --help` does not need it.
+    import numpy as np
 
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [header.get(f"tokenizer.ggml.{key}", int) for key in keys]
@@ -177,7 +183,7 @@ def _end_ids(header: Gguf) -> list[int]:
 
 
 def rope_scaling(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Read how the context was stretched; factors by frequency, as Llama 3 has them, are those of longrope."""
+    """Return the scaling of the context.  Factors by frequency, like Llama 3's, have the form of longrope."""
     original = header.get(at + "rope.scaling.original_context_length", int)
     length = original or config["max_position_embeddings"]
     if "rope_freqs.weight" in header.tensors:
@@ -203,7 +209,7 @@ def rope_scaling(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any
 
 
 def _plain_scaling(header: Gguf, at: str, original: int | None) -> dict[str, Any] | None:
-    """Read a stretch that needs no tensors, from today's keys or that of old files."""
+    """Return a scaling that needs no tensors, from current keys or from those of old files."""
     kind = header.get(at + "rope.scaling.type", str)
     old_factor = header.get(at + "rope.scale_linear", float)
     if kind is None and old_factor not in (None, 0.0, 1.0):
@@ -237,7 +243,7 @@ def _head_dim(config: dict[str, Any]) -> int:
 
 
 def _gemma(header: Gguf, at: str, config: dict[str, Any], num_large: int) -> dict[str, Any]:
-    """The largest size of each family scales by the width of a hidden state's share, not of a head."""
+    """The largest model of each family scales attention by the width of a hidden state divided by the heads, not of a head."""
     is_large = config["num_hidden_layers"] == num_large
     share = config["hidden_size"] // max(1, config["num_attention_heads"])
     return {
@@ -262,7 +268,7 @@ def _gemma3(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _olmo(_header: Gguf, _at: str, config: dict[str, Any]) -> dict[str, Any]:
-    """OLMo 3's files carry the name of OLMo 2, and have windows; only layers without one are stretched."""
+    """OLMo 3's files use the name of OLMo 2, but have windows.  Only layers without a window are scaled."""
     if not config.get("sliding_window"):
         return {}
     theta: dict[str, Any] = {"rope_theta": config.get("rope_theta", 500_000.0)}
@@ -293,7 +299,7 @@ def _granite_moe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any
 
 
 def _llama(header: Gguf, at: str, _config: dict[str, Any]) -> dict[str, Any]:
-    """Mixtral's files carry the name of Llama."""
+    """Mixtral's files use the name of Llama."""
     if not header.get(at + "expert_count", int):
         return {}
     own = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
@@ -306,7 +312,7 @@ def _qwen_moe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
         return own | {"norm_topk_prob": True}
     shared = header.tensors.get("blk.0.ffn_gate_shexp.weight")
     width = header.get(at + "expert_shared_feed_forward_length", int)
-    if not width and shared is not None:  # of files from before the key
+    if not width and shared is not None:  # files from before the key
         width = shared.shape[0]
     return own | {"shared_expert_intermediate_size": width, "qkv_bias": config["attention_bias"]}
 
@@ -327,7 +333,8 @@ def _experts(header: Gguf, at: str) -> dict[str, Any]:
     count = header.need(at + "expert_count", int)
     gate = header.tensors.get("blk.0.ffn_gate_exps.weight")
     found = 0 if gate is None else gate.shape[0]
-    if count != found:  # else a number alone would take memory for the names of so many
+    # Otherwise a single number could allocate memory for that many names.
+    if count != found:
         rule = f"{header.path.name}: {at}expert_count: {count} of {found} in blk.0.ffn_gate_exps"
         raise invalid("model", rule, str(header.path))
     return {
