@@ -13,8 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 from trouper.config.checkpoint.presets import GEOMETRIES
 
-BYTES_S, FLOPS_S = 4.3e12, 790e12  # of an H200, where a run has measured none
-MAX_IDLE = 0.05  # of a decode step
+# Limits of an H200, used if a run has not measured them.
+BYTES_S, FLOPS_S = 4.3e12, 790e12
+# Share of a decode step in which the GPU may be idle.
+MAX_IDLE = 0.05
 DECODE_STEPS = 128
 TINY_BATCH, TINY_LENGTH = 2, 24
 
@@ -22,11 +24,16 @@ Kind = Literal["decode", "prefill", "workload"]
 
 
 class Goal(NamedTuple):
+    """One case with the shares of the lower bound to accept and to aim at.
+
+    `length` is the context in the middle of the decode steps, the length of the prompt, or the maximum length.
+    """
+
     model: str
     kind: Kind
     batch_size: int
-    length: int  # context in the middle of the decode steps; of the prompt; or the longest
-    accept: float  # shares of the floor
+    length: int
+    accept: float
     stretch: float
 
     @property
@@ -37,7 +44,7 @@ class Goal(NamedTuple):
         return f"{self.model} {self.kind}{suffix}"
 
     def shrunk(self) -> "Goal":
-        """To try the way to the figures in seconds."""
+        """Return a tiny version of the case, to test the procedure in seconds."""
         batch, length = min(self.batch_size, TINY_BATCH), min(self.length, TINY_LENGTH)
         return self._replace(model="tiny", batch_size=batch, length=length)
 
@@ -57,12 +64,18 @@ GOALS = (
 
 
 class Costs(NamedTuple):
-    """Sizes of one geometry in 16 bits: parameters that a token is multiplied with, bytes and FLOPs beside them."""
+    """The costs of one preset in 16 bits.
 
-    layers: int  # parameters
+    Attributes:
+        layers, head: parameters that each token is multiplied with.
+        kv_bytes: bytes of the KV cache for each token.
+        attention_flops: FLOPs for each pair of a query and a key.
+    """
+
+    layers: int
     head: int
-    kv_bytes: int  # of a token
-    attention_flops: int  # of a query and a key
+    kv_bytes: int
+    attention_flops: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Costs":
@@ -75,11 +88,11 @@ class Costs(NamedTuple):
         return cls(num_layers * layer, hidden * int(config["vocab_size"]), kv_bytes, flops)
 
     def decode_s(self, num_keys: int, roofs: "Ceilings") -> float:
-        """`num_keys`: of all sequences."""
+        """Return the minimum seconds of a decode step; `num_keys` counts the keys of all sequences."""
         return (2 * (self.layers + self.head) + num_keys * self.kv_bytes) / roofs.bytes_s
 
     def serial_decode_s(self, batch_size: int, num_keys: int, roofs: "Ceilings") -> float:
-        """Products and attention one after the other, each at the roof that is nearer."""
+        """Return the seconds of products and then attention, each at the limit that binds it."""
         num_params = self.layers + self.head
         products = max(2 * num_params / roofs.bytes_s, 2 * batch_size * num_params / roofs.flops_s)
         return products + num_keys * self.kv_bytes / roofs.bytes_s
@@ -94,14 +107,14 @@ class Ceilings(NamedTuple):
 
 
 def workload(num: int, longest: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts, and how many tokens each is to make; 256 of up to 1,024 are 142,827 in and 133,966 out."""
+    """Return prompts and output lengths; 256 of up to 1,024 have 142,827 input and 133,966 output tokens."""
     rng, least = Random(0), min(100, longest // 2)
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(least, longest))] for _ in range(num)]  # fmt: skip
     return prompts, [rng.randint(least, longest) for _ in range(num)]
 
 
 def floor_s(goal: Goal, roofs: Ceilings) -> float:
-    """The least seconds of a decode step, of a prefill, or of a whole workload."""
+    """Return the minimum seconds of a decode step, a prefill, or a whole workload."""
     costs = Costs.of(GEOMETRIES[goal.model])
     if goal.kind == "decode":
         return costs.decode_s(goal.batch_size * goal.length, roofs)
@@ -116,7 +129,7 @@ def floor_s(goal: Goal, roofs: Ceilings) -> float:
 
 
 def num_tokens(goal: Goal) -> int:
-    """Made in the time of `floor_s`; of a prefill: read."""
+    """Return the tokens generated in the time of `floor_s`, or the prompt tokens of a prefill."""
     if goal.kind == "workload":
         return sum(workload(goal.batch_size, goal.length)[1])
     return goal.length if goal.kind == "prefill" else goal.batch_size
@@ -125,7 +138,10 @@ def num_tokens(goal: Goal) -> int:
 def table(
     records: Sequence[Mapping[str, Any]], peers: Sequence[Mapping[str, Any]], roofs: Ceilings
 ) -> Iterator[str]:
-    """Markdown.  A record holds `goal`, `seconds` and perhaps `idle_share`; a peer's are of the same work."""
+    """Yield the lines of a Markdown table.
+
+    A record has `goal`, `seconds` and perhaps `idle_share`; the peers' records are of the same work.
+    """
     yield f"roofs: {roofs.bytes_s / 1e12:.3g} TB/s, {roofs.flops_s / 1e12:.4g} TFLOP/s"
     yield ""
     yield "| case | floor, ms | ms | tokens/s | share | accept | reached | idle | transformers-cb, ms | trouper is |"

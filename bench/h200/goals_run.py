@@ -48,7 +48,7 @@ def engine_args(goals: Sequence[Goal]) -> EngineArgs:
 
 
 def measure(goals: Sequence[Goal]) -> Iterator[dict[str, Any]]:
-    """One record for each goal, as it is done."""
+    """Measure the goals and yield a record for each."""
     args = engine_args(goals)
     with steps.profile_folder(args) as folder, LLM.from_engine_args(args) as llm:
         for goal in goals:
@@ -108,7 +108,7 @@ def _peer_seconds(peer: PeerEngine, goal: Goal) -> float:
 
 
 def decode_prompts(goal: Goal) -> tuple[list[list[int]], int]:
-    """Draw prompts, and say how many tokens to make so that the context is right in their middle."""
+    """Draw prompts, and return how many tokens to generate so that the goal's context is in the middle."""
     num_steps = min(DECODE_STEPS, goal.length // 2)
     return _random_prompts(goal, goal.length - num_steps // 2, 0), num_steps
 

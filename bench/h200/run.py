@@ -26,25 +26,27 @@ from trouper.bench import report
 from trouper.bench.h200 import goals
 from trouper.config.devices import num_devices
 
-PROJECT = Path("pyproject.toml")  # of the checkout that this runs in
+# Relative to the checkout, which must be the current folder.
+PROJECT = Path("pyproject.toml")
 MODELS = tuple(dict.fromkeys(goal.model for goal in goals.GOALS))
 PEER = "transformers-cb"
-REPORT = "{report}"  # stands for the path
+# Replaced by the path of the report.
+REPORT = "{report}"
 GRACE_S = 30.0
 BENCH = ("-m", "trouper", "bench")
 
 
-class Piece(NamedTuple):
-    """`command` follows the interpreter; it writes its report to REPORT, or none if it only passes or fails."""
+class Job(NamedTuple):
+    """A process to run; `command` follows the interpreter and writes a report to REPORT, unless it is only a test."""
 
     name: str
     limit_s: float
     command: tuple[str, ...]
-    num_gpus: int = 1  # that it needs
+    num_gpus: int = 1
 
 
-def pieces(*, is_tiny: bool) -> list[Piece]:
-    """List the commands to run; what tells most comes first."""
+def jobs(*, is_tiny: bool) -> list[Job]:
+    """Return the jobs to run, the most informative ones first."""
     tests = ("tests/kernels/cuda", "tests/parity")
     if is_tiny:
         tests = ("tests/kernels/cuda/test_act_and_mul.py",)
@@ -60,9 +62,9 @@ def pieces(*, is_tiny: bool) -> list[Piece]:
         ),
     }
     return [
-        Piece("tests", 500, ("-m", "pytest", "-q", "-m", "gpu", *tests)),
+        Job("tests", 500, ("-m", "pytest", "-q", "-m", "gpu", *tests)),
         *(
-            Piece(f"{kind}-{model}", limit_s, command(model))
+            Job(f"{kind}-{model}", limit_s, command(model))
             for kind, (limit_s, command) in kinds.items()
             for model in MODELS
         ),
@@ -75,14 +77,14 @@ def _kernels(model: str, *, is_tiny: bool) -> tuple[str, ...]:
     if not is_tiny:
         return (*command, "--device", "cuda", "--model", model, "--num-tokens", "1,32,256,2048")
     sizes = "--num-tokens 2 --context 20 --roof-mib 1 --roof-gemm 64 --cold-mib 0 --dtype float32"
-    # what takes the interpreter long is left out
+    # The interpreter is too slow for the other operations.
     few = "linear (cuBLAS)", "decode_attention", "prefill_attention", "sample"
     ops = (part for op in few for part in ("--op", op))
     return (*command, "--device", "interpreter", "--model", "tiny", *sizes.split(), *ops)
 
 
-def _ranks(*, is_tiny: bool) -> Piece:
-    """Two GPUs beside one, on the largest model of the goals."""
+def _ranks(*, is_tiny: bool) -> Job:
+    """Return the job that compares two GPUs with one, on the largest model of the goals."""
     model = "tiny" if is_tiny else MODELS[0]
     sizes = "--ranks 2 --device cuda --prompt-tokens 2048 --rows 1,32,256 --output-tokens 64"
     if is_tiny:
@@ -97,7 +99,7 @@ def _ranks(*, is_tiny: bool) -> Piece:
         "--output-json",
         REPORT,
     )
-    return Piece(f"ranks-{MODELS[0]}", 300, command, num_gpus=1 if is_tiny else 2)
+    return Job(f"ranks-{MODELS[0]}", 300, command, num_gpus=1 if is_tiny else 2)
 
 
 def _latency(model: str, *, is_tiny: bool) -> tuple[str, ...]:
@@ -135,28 +137,28 @@ def _has(package: str) -> bool:
         return False
 
 
-def run_pieces(wanted: Sequence[Piece], folder: Path, budget_s: float) -> Iterator[str]:
-    """Run what has no report yet, as long as it fits; a line for each piece."""
+def run_jobs(wanted: Sequence[Job], folder: Path, budget_s: float) -> Iterator[str]:
+    """Run the jobs without a report while the time budget lasts; yield a line for each job."""
     end = monotonic() + budget_s
-    for piece in wanted:
-        path = folder / f"{piece.name}.json"
+    for job in wanted:
+        path = folder / f"{job.name}.json"
         left_s = end - monotonic()
         if path.exists():
-            yield f"{piece.name}: done before"
-        elif piece.num_gpus > 1 and piece.num_gpus > (found := num_devices()):
-            yield f"{piece.name}: left out, it needs {piece.num_gpus} GPUs and {found} can be seen"
-        elif left_s < min(piece.limit_s, budget_s) / 2:
-            yield f"{piece.name}: NOT RUN, {left_s:.0f} s are left; call again"
+            yield f"{job.name}: done before"
+        elif job.num_gpus > 1 and job.num_gpus > (found := num_devices()):
+            yield f"{job.name}: left out, it needs {job.num_gpus} GPUs and {found} can be seen"
+        elif left_s < min(job.limit_s, budget_s) / 2:
+            yield f"{job.name}: NOT RUN, {left_s:.0f} s are left; call again"
         else:
-            yield f"{piece.name}: {_run(piece, path, min(piece.limit_s, left_s))}"
+            yield f"{job.name}: {_run(job, path, min(job.limit_s, left_s))}"
 
 
-def _run(piece: Piece, path: Path, limit_s: float) -> str:
-    """The report gets its name when it is whole."""
+def _run(job: Job, path: Path, limit_s: float) -> str:
+    """Run one job and return its line; the report gets its final name when it is complete."""
     partial, log = path.with_suffix(".partial"), path.with_suffix(".log")
     command = [
         sys.executable,
-        *(str(partial) if part == REPORT else part for part in piece.command),
+        *(str(partial) if part == REPORT else part for part in job.command),
     ]
     started = monotonic()
     with log.open("w") as file:
@@ -177,14 +179,14 @@ def _run(piece: Piece, path: Path, limit_s: float) -> str:
         return f"FAILED with {code}: {last_line(log)}"
     seconds = monotonic() - started
     if not partial.exists():
-        report.write(str(partial), {"about": report.about(piece.command), "said": last_line(log)})
+        report.write(str(partial), {"about": report.about(job.command), "said": last_line(log)})
     partial.rename(path)
     log.unlink()
     return f"{seconds:.0f} s"
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Gently first: it may have processes of its own."""
+    """Terminate a process, and kill it only after a grace period, so that it can end its own processes."""
     process.terminate()
     try:
         process.wait(GRACE_S)
@@ -198,7 +200,7 @@ def last_line(log: Path) -> str:
 
 
 def goals_table(folder: Path) -> str:
-    """From the reports that are there."""
+    """Return the table of goals from the reports in a folder."""
     ours, theirs = _results(folder, "goals-*"), _results(folder, f"{PEER}-*")
     roofs = [
         json.loads(path.read_text())["roofs"] for path in sorted(folder.glob("kernels-*.json"))
@@ -219,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Everything that needs a GPU, in one command.")
     parser.add_argument("--out", type=Path, help="folder of the reports; bench/results/h200")
     parser.add_argument(
-        "--only", nargs="+", default=[""], help="pieces whose names contain one of these"
+        "--only", nargs="+", default=[""], help="jobs whose names contain one of these"
     )
     parser.add_argument("--budget", type=float, default=570, help="seconds for this call")
     parser.add_argument(
@@ -237,15 +239,13 @@ def main() -> None:
     if not options.tiny and not report.gpus():
         sys.exit("no GPU here: nvidia-smi finds none; --tiny tries the command")
     chosen = [
-        piece
-        for piece in pieces(is_tiny=options.tiny)
-        if any(part in piece.name for part in options.only)
+        job for job in jobs(is_tiny=options.tiny) if any(part in job.name for part in options.only)
     ]
     if options.again:
-        for piece in chosen:
-            (folder / f"{piece.name}.json").unlink(missing_ok=True)
+        for job in chosen:
+            (folder / f"{job.name}.json").unlink(missing_ok=True)
     is_whole = True
-    for line in run_pieces(chosen, folder, options.budget):
+    for line in run_jobs(chosen, folder, options.budget):
         is_whole &= "FAILED" not in line and "NOT RUN" not in line
         print(line, flush=True)
     print(f"\n{goals_table(folder)}\n\nreports: {folder}")

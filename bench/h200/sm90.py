@@ -46,7 +46,7 @@ class Compiled(msgspec.Struct, frozen=True):
 
 
 class OfflineDriver:
-    """A stand-in for Triton's driver: as much of it as a launch touches."""
+    """Replaces Triton's driver, with only the methods that a launch uses."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[str, bytes, int]] = []  # name, machine code, shared bytes
@@ -73,7 +73,7 @@ class OfflineDriver:
 
 
 def compile_all(kernel: str = "", case: str = "") -> Iterator[Compiled]:
-    """Compile the cases whose names contain these."""
+    """Compile the cases with these texts in their names."""
     if INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, and nothing would be compiled")
     driver = OfflineDriver()

@@ -47,7 +47,7 @@ NUM_LORAS, RANK = 8, 16
 
 
 class _Adapted(NamedTuple):
-    """The product of gate and up with adapters, whose rows take turns."""
+    """The product of gate and up with adapters, which the rows use alternately."""
 
     weights: TritonLoRA
     parts: list[LowRank]  # of the first adapter
@@ -141,7 +141,7 @@ TOP_K, TOP_P, NUM_LOGPROBS = 50, 0.9, 20
 
 
 def products(s: Shapes) -> Iterator[Case]:
-    """cuBLAS: the four products of a layer, and the head."""
+    """Yield cuBLAS products: the four of a layer, and the head."""
     heads = s.num_q * s.width
     for num, inputs, outputs in (
         (s.num_tokens, s.hidden, heads + 2 * s.num_kv * s.width),
@@ -167,7 +167,7 @@ def _product(num: int, inputs: int, outputs: int, s: Shapes) -> Case:
 
 
 class _Cache(NamedTuple):
-    """A layer's cache under a step: every block is written, and they lie in no order."""
+    """A layer's KV cache during a step, with all blocks written and in random order."""
 
     arguments: tuple[Tensor, ...]  # q, cache, bounds, rows, starts, blocks
     options: dict[str, float]
@@ -201,7 +201,7 @@ class _Cache(NamedTuple):
 
 
 def decode(s: Shapes) -> Iterator[Case]:
-    """Every token is the newest of a sequence of its own."""
+    """Yield attention in which every token is the newest of its own sequence."""
     step = _Cache.of(s, [s.context - 1] * s.num_tokens, [1] * s.num_tokens)
     num = s.num_tokens
     yield Case(
@@ -214,7 +214,7 @@ def decode(s: Shapes) -> Iterator[Case]:
 
 
 def prefill(s: Shapes) -> Iterator[Case]:
-    """All tokens are one prompt."""
+    """Yield attention in which all tokens are one prompt."""
     num = s.num_tokens
     if num == 1:
         return
@@ -295,7 +295,7 @@ def preparation(s: Shapes) -> Iterator[Case]:
 
 
 class _Draw(NamedTuple):
-    """The logits of a step whose rows all sample."""
+    """The logits of a step in which all rows sample."""
 
     logits: Tensor  # [R, V]
     edited: Tensor
@@ -321,7 +321,7 @@ class _Draw(NamedTuple):
 
 
 def edits(s: Shapes) -> Iterator[Case]:
-    """With penalties on every row."""
+    """Yield the penalties, applied to every row."""
     d = _Draw.of(s, repetition=1.1, is_edited=1, history=2)
 
     def reference() -> Tensor:

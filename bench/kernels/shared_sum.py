@@ -22,7 +22,7 @@ from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 from trouper.kernels.cpu.rank_exchange import RankExchange
 
 NUM_RANKS = 2
-# Of one recorded step, as a model of 32 layers has them.  The parts are -1, 0 and 1, so all that is added is exact in bfloat16.
+# The sums of one recorded step, for 32 layers.  The parts are -1, 0 and 1, so the sums are exact in bfloat16.
 NUM_SUMS = 64
 EPS = 1e-6
 TIMEOUT = timedelta(seconds=60)
@@ -32,7 +32,7 @@ class Sums:
     """The parts and the results of both ranks.
 
     Args:
-        num_rows: of a part, of so much hidden size.
+        num_rows: rows of each part, of width `hidden_size`.
     """
 
     def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype) -> None:

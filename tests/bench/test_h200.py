@@ -1,4 +1,4 @@
-"""The command that needs a GPU, without one: its pieces, its floors, and a whole run on tiny shapes."""
+"""The command that needs a GPU, without one: its jobs, its floors, and a whole run on tiny shapes."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from trouper.bench.h200 import run
 from trouper.bench.h200.goals import GOALS, Ceilings, Goal, floor_s, table, workload
-from trouper.bench.h200.run import Piece
+from trouper.bench.h200.run import Job
 
 WRITE = "import sys; open(sys.argv[1], 'w').write('{}')"
 
@@ -42,30 +42,30 @@ def test_goal_needs_share_of_floor_and_busy_device():
     assert rows[0][9] == "2.00 × |"
 
 
-def test_pieces_run_once_and_what_fails_runs_again(tmp_path):
-    bad = Piece("bad", 20, ("-c", "print('this is why'); raise SystemExit(3)"))
-    good = Piece("good", 20, ("-c", WRITE, run.REPORT))
-    silent = Piece("silent", 20, ("-c", "print('17 passed')"))
-    lines = list(run.run_pieces([bad, good, silent], tmp_path, 60))
+def test_jobs_run_once_and_what_fails_runs_again(tmp_path):
+    bad = Job("bad", 20, ("-c", "print('this is why'); raise SystemExit(3)"))
+    good = Job("good", 20, ("-c", WRITE, run.REPORT))
+    silent = Job("silent", 20, ("-c", "print('17 passed')"))
+    lines = list(run.run_jobs([bad, good, silent], tmp_path, 60))
     assert lines[0] == "bad: FAILED with 3: this is why"
     assert json.loads((tmp_path / "silent.json").read_text())["said"] == "17 passed"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.log", "good.json", "silent.json"]  # fmt: skip
-    again = list(run.run_pieces([bad, good], tmp_path, 60))
+    again = list(run.run_jobs([bad, good], tmp_path, 60))
     assert again == [lines[0], "good: done before"]
 
 
 def test_slow_measurement_is_ended_and_unfitting_one_skipped(tmp_path):
-    endless = Piece("endless", 0.5, ("-c", "import time; time.sleep(600)"))
-    assert list(run.run_pieces([endless], tmp_path, 60)) == [
+    endless = Job("endless", 0.5, ("-c", "import time; time.sleep(600)"))
+    assert list(run.run_jobs([endless], tmp_path, 60)) == [
         "endless: FAILED after 0.5 s; see endless.log"
     ]
-    (line,) = run.run_pieces([endless], tmp_path, -1)
+    (line,) = run.run_jobs([endless], tmp_path, -1)
     assert "NOT RUN" in line
 
 
 @pytest.mark.parametrize("is_tiny", [False, True])
 def test_every_goals_model_has_its_pieces(is_tiny):
-    names = [piece.name for piece in run.pieces(is_tiny=is_tiny)]
+    names = [job.name for job in run.jobs(is_tiny=is_tiny)]
     assert names[0] == "tests"
     for model in {goal.model for goal in GOALS}:
         assert {f"{kind}-{model}" for kind in ("kernels", "goals", run.PEER)} < set(names)
@@ -73,14 +73,14 @@ def test_every_goals_model_has_its_pieces(is_tiny):
     assert len(names) == len(set(names)) == 12
 
 
-def test_piece_for_two_gpus_is_left_out_where_one(tmp_path, monkeypatch):
-    two = Piece("two", 20, ("-c", WRITE, run.REPORT), num_gpus=2)
+def test_job_for_two_gpus_is_left_out_where_one(tmp_path, monkeypatch):
+    two = Job("two", 20, ("-c", WRITE, run.REPORT), num_gpus=2)
     monkeypatch.setattr(run, "num_devices", lambda: 1)
-    assert list(run.run_pieces([two], tmp_path, 60)) == [
+    assert list(run.run_jobs([two], tmp_path, 60)) == [
         "two: left out, it needs 2 GPUs and 1 can be seen"
     ]
     monkeypatch.setattr(run, "num_devices", lambda: 2)
-    list(run.run_pieces([two], tmp_path, 60))
+    list(run.run_jobs([two], tmp_path, 60))
     assert (tmp_path / "two.json").exists()
 
 

@@ -30,7 +30,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
 
-CASES = {"one stream": 1, "a batch": 16}  # requests, of which the batch has all adapters
+CASES = {"one stream": 1, "a batch": 16}  # requests; the batch uses all adapters
 
 
 def main() -> None:

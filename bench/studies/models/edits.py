@@ -143,7 +143,7 @@ def compare(
     num_rounds: int,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Answer every prompt, one after the other, on every engine in turn.
+    """Answer the prompts one after the other, alternating between the engines.
 
     Returns:
         {label: {"version", "output_tok_s": the median's, "all_s": [of each round], "trouper_is": how many times as fast the

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def write_config(folder: Path, kind: str, num_layers: int) -> None:
-    """Write the configuration of a random model, which is all that is read of it."""
+    """Write the configuration of a random model, which needs no other file."""
     folder.mkdir()
     config = {
         **SHAPE, "model_type": kind, "architectures": [MODELS[kind]], "num_hidden_layers": num_layers,

@@ -66,7 +66,7 @@ def resident(address: int, num_bytes: int) -> int:
 
 @contextmanager
 def _caught() -> Iterator[list[CpuRunner]]:
-    """The runners that are loaded in the block."""
+    """Collect the runners loaded during the block."""
     runners: list[CpuRunner] = []
     load = CpuRunner.load
 

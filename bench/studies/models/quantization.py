@@ -83,7 +83,7 @@ def quantization(
     *,
     report: ReportOptions,
 ) -> None:
-    """Measure KL divergence, equal top tokens and perplexity of int8 and int4 beside the plain weights."""
+    """Measure KL divergence, equal top tokens and perplexity of int8 and int4, relative to the original weights."""
     report.check()
     results = measure(model, num_chars=num_chars, num_files=num_files)
     lines = (

@@ -19,7 +19,7 @@ class Seconds(NamedTuple):
 
 
 class InTurn:
-    """A whole model and one that is cut, or any two engines."""
+    """Two open engines, for example a whole model and a divided one."""
 
     def __init__(self, whole: Engine, cut: Engine) -> None:
         self._engines = whole, cut
@@ -27,7 +27,7 @@ class InTurn:
     async def measure(
         self, name: str, seconds_of: Callable[[Engine, str], Awaitable[float]], num_rounds: int
     ) -> Seconds:
-        """Measure each engine so many times.
+        """Measure each engine this many times, alternately.
 
         Args:
             name: that those of the requests begin with.

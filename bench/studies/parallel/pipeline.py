@@ -33,7 +33,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize
 def configs(
     args: EngineArgs, num_stages: int, chunk_tokens: int, num_chunks: int, *, stalls: bool
 ) -> tuple[EngineConfig, EngineConfig]:
-    """Resolve one stage and several, for prompts of up to so many chunks.
+    """Resolve engines with one stage and with several, for prompts of up to `max_chunks` chunks.
 
     A step is one chunk.  With `stalls` one step is in flight, so each waits until the last stage has answered the one
     before.  The layers are cut evenly where the environment does not say how: a prompt reads the head once, not in every

@@ -82,7 +82,7 @@ async def measure(
 async def _seconds(
     num_tokens: int, num_outputs: int, num_rows: int, engine: Engine, name: str
 ) -> float:
-    """Return the seconds of a prompt alone; of several outputs those of one step after the first tokens."""
+    """Return the seconds of a prompt, or with several outputs those of one step after the first tokens."""
     params = SamplingParams(
         temperature=0, max_tokens=num_outputs, ignore_eos=True, detokenize=False
     )
@@ -128,7 +128,7 @@ def ranks(
     geometry: GeometryOptions,
     report: ReportOptions,
 ) -> None:
-    """Measure a prompt and decode steps by ranks, beside one process on the same cores or one GPU."""
+    """Measure a prompt and decode steps with ranks, relative to one process on the same cores or one GPU."""
     report.check()
     whole, cut = configs(geometry.args(), ranks, prompt_tokens, max(rows), output_tokens, device)
     records = measure_both(

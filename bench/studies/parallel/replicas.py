@@ -73,7 +73,7 @@ class InstantDevice:
 
 
 def config_of(args: EngineArgs, num_replicas: int) -> EngineConfig:
-    """Resolve an engine of so many replicas."""
+    """Resolve an engine with this many replicas."""
     args = EngineArgs(**{**vars(args), "data_parallel_size": num_replicas})
     config = resolve(args)
     return msgspec.structs.replace(config, block_size=BLOCK_SIZE, tokenizer=None)
@@ -88,7 +88,7 @@ async def _stream(engine: Engine, prompt: Sequence[int], num_tokens: int, name: 
 
 
 async def us_per_token(engine: Engine, num_streams: int, num_tokens: int) -> float:
-    """Run so many streams at once to their ends."""
+    """Run this many simultaneous streams to their ends."""
     begun = time.perf_counter()
     async with anyio.create_task_group() as tasks:
         for number in range(num_streams):
@@ -213,7 +213,7 @@ def replicas(
     *,
     report: ReportOptions,
 ) -> None:
-    """Measure an engine of replicas whose devices answer at once: its own time a token, and hits and balance of routing."""
+    """Measure replicas with immediate devices: the engine's time per token, cache hits, and the balance of work."""
     report.check()
     args = EngineArgs(model=model, device="cpu", skip_tokenizer_init=True, disable_log_stats=True)
     results = measure(

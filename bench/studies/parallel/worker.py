@@ -39,7 +39,7 @@ async def _stream(engine: Engine, name: str, num_tokens: int) -> None:
 
 
 async def tokens_per_s(engine: Engine, num_streams: int, num_tokens: int) -> float:
-    """Run so many streams at once to their ends."""
+    """Run this many simultaneous streams to their ends."""
     begun = time.perf_counter()
     async with anyio.create_task_group() as tasks:
         for number in range(num_streams):
@@ -118,7 +118,7 @@ def worker(
     *,
     report: ReportOptions,
 ) -> None:
-    """Compare tokens a second with the model in a thread of the engine and in a process, in turn."""
+    """Compare tokens per second with the model in a thread of the engine and in a process, alternately."""
     from trouper.config.args import EngineArgs
 
     report.check()

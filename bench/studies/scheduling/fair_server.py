@@ -147,7 +147,7 @@ class _Scene:
         }
 
     def _streams(self) -> dict[str, Any]:
-        """Read streams, without and with a long prompt beside them."""
+        """Measure streams without and with a simultaneous long prompt."""
         found: dict[str, Any] = {}
         for name, num_long in (("alone", 0), ("beside", 1)):
             streams = [self._ask(20, STREAM_TOKENS) for _ in range(NUM_STREAMS)]

@@ -29,12 +29,13 @@ from trouper.frontends.cli.arguments.options import expand_options
 from trouper.frontends.cli.arguments.values import integers
 
 LONG = 20_000  # tokens of a long prompt
-TITLES = 161, 586  # tokens of the requests that an agent sends beside it
+# Tokens of the small requests that an agent sends during a long one.
+TITLES = 161, 586
 SATISFIED = 3.0  # times alone
 
 
 def titles(machine: VirtualMachine, num_long: int) -> list[VirtualClient]:
-    """Make title requests at moments that are spread over the computation of long prompts, all of one key."""
+    """Return short requests spread over the computation of long prompts, all with one key."""
     dice, unit = random.Random(5), machine.alone_s(LONG) * num_long
     clients = [VirtualClient(0.001 * i, LONG, 64, "long", "a") for i in range(num_long)]
     for i in range(24):
@@ -44,19 +45,19 @@ def titles(machine: VirtualMachine, num_long: int) -> list[VirtualClient]:
 
 
 def streams(machine: VirtualMachine) -> list[VirtualClient]:
-    """Make 16 streams, and ten documents beside them."""
+    """Return 16 streams and ten documents."""
     chats = [VirtualClient(0.001 * i, 40, 600, "stream", f"u{i % 4}") for i in range(16)]
     return [*chats, *(VirtualClient(2.0 + 0.01 * i, 10_000, 16, "long", "docs") for i in range(10))]
 
 
 def stream_and_prompt(machine: VirtualMachine) -> list[VirtualClient]:
-    """Make 16 streams, and one prompt of 20,000 tokens beside them."""
+    """Return 16 streams and one prompt of 20,000 tokens."""
     chats = [VirtualClient(0.001 * i, 40, 600, "stream", f"u{i % 4}") for i in range(16)]
     return [*chats, VirtualClient(1.0, LONG, 16, "long", "docs")]
 
 
 def agents(machine: VirtualMachine) -> list[VirtualClient]:
-    """Make requests of five keys, of which few are very long, at 70 % of the machine's pace."""
+    """Return requests with five keys, a few of them very long, at 70 % of the machine's capacity."""
     dice, arrival_s = random.Random(3), 0.0
     clients: list[VirtualClient] = []
     for _ in range(250):
@@ -105,14 +106,14 @@ def overload(machine: VirtualMachine) -> list[VirtualClient]:
 
 
 def batch(machine: VirtualMachine) -> list[VirtualClient]:
-    """Make twelve prompts of 8,000 tokens whose clients wait for the whole answer."""
+    """Return twelve prompts of 8,000 tokens without streaming."""
     return [
         VirtualClient(0.001 * i, 8000, 64, "long", f"k{i % 2}", is_stream=False) for i in range(12)
     ]
 
 
 def long_batch(machine: VirtualMachine) -> list[VirtualClient]:
-    """Make a batch of some five minutes whose clients wait for the whole answers."""
+    """Return a batch of about five minutes without streaming."""
     num_prompts = max(12, int(300 / machine.alone_s(8000)))
     return [
         VirtualClient(0.001 * i, 8000, 64, "long", f"k{i % 2}", is_stream=False)
@@ -121,7 +122,7 @@ def long_batch(machine: VirtualMachine) -> list[VirtualClient]:
 
 
 def flood(machine: VirtualMachine) -> list[VirtualClient]:
-    """Make short requests at 90 % of the machine's pace beside a long prompt of their own key."""
+    """Return short requests at 90 % of the machine's capacity, and a long prompt with the same key."""
     dice, unit, arrival_s = random.Random(7), machine.alone_s(300), 0.0
     clients = [VirtualClient(0.5, LONG, 8, "long", "a")]
     for _ in range(400):
@@ -198,7 +199,7 @@ def _describe_kind(clients: Sequence[VirtualClient], machine: VirtualMachine) ->
 
 
 def _num_foretold(clients: Sequence[VirtualClient]) -> float | None:
-    """Return the share of first tokens that came within 20 % of what was foretold; None: none was foretold exactly."""
+    """Return the share of first tokens within 20 % of their predicted time, or None without exact predictions."""
     ratios = [c.expected_s / c.first_token_s for c in clients if c.expected_s and not c.is_least]
     return sum(abs(ratio - 1) <= 0.2 for ratio in ratios) / len(ratios) if ratios else None
 
@@ -246,7 +247,7 @@ def fairness(
     *,
     report: ReportOptions,
 ) -> None:
-    """Play workloads against the scheduler in virtual time, or measure servers: short requests beside long prompts, streams, greedy keys."""
+    """Measure how long requests wait for others, in virtual time with the real scheduler, or on real servers."""
     from trouper.bench.studies.scheduling import fair_server
     from trouper.bench.studies.scheduling.virtual_time import MACHINES
 

@@ -52,7 +52,7 @@ async def measure(
     interval_s: float = 0.001,
     idle_s: float = 1.0,
 ) -> dict[str, Any]:
-    """Stream all requests at once beside a heartbeat.
+    """Stream all requests simultaneously, together with a heartbeat.
 
     Returns:
         {"idle_ms": gaps, "busy_ms": gaps, "num_beats": n, "num_tokens": n, "duration_s": s}
@@ -106,7 +106,7 @@ def loop_gap(
     report: ReportOptions,
     engine_args: EngineArgs,
 ) -> None:
-    """Measure how late a heartbeat wakes beside streaming requests."""
+    """Measure how late a heartbeat wakes while requests stream."""
     from trouper.bench.datasets import check_fit
 
     report.check()

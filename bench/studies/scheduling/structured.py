@@ -69,8 +69,8 @@ async def measure(
 
     Args:
         num_streams: at once, of `num_tokens` each.
-        num_rounds: of free and bound streams in turn; the medians count.
-        num_new: schemas that are asked for once.
+        num_rounds: rounds of streams without and with a schema; the results are medians.
+        num_new: number of schemas that are sent only once.
         rate: new schemas a second while the event loop is watched.
     """
     structured = StructuredOutputsParams(json=schema(num_items=64))
@@ -130,7 +130,7 @@ async def _counted(engine: "AsyncLLMEngine") -> dict[str, float]:
 
 
 def _work(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Tell what grammars cost a step, and how often a token was drawn again; nothing without statistics."""
+    """Return the cost of grammars per step and the share of tokens sampled again; empty without statistics."""
     gained = {name: value - before[name] for name, value in after.items()}
     if not gained.get("grammar_mask_seconds_count"):
         return {}
@@ -145,7 +145,7 @@ def _work(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
 async def _streams(
     engine: "AsyncLLMEngine", num: int, num_tokens: int, structured: StructuredOutputsParams | None
 ) -> float:
-    """Run so many streams at once; return their tokens a second."""
+    """Run this many simultaneous streams and return their tokens per second."""
     found = 0
 
     async def stream(seed: int) -> None:
@@ -188,7 +188,7 @@ async def _first_token_ms(
 
 
 async def _loop_gap_ms(engine: "AsyncLLMEngine", num: int, rate: float) -> dict[str, float]:
-    """Ask for new schemas at a steady rate; return how late a heartbeat beside them woke."""
+    """Send new schemas at a steady rate, and return how late a heartbeat woke meanwhile."""
     heartbeat = Heartbeat(0.001)
     async with anyio.create_task_group() as beats:
         beats.start_soon(heartbeat.beat)

@@ -124,7 +124,7 @@ def policy_of(
 def replicas_of(
     machine: VirtualMachine, num: int, **settings: Any
 ) -> Replicas[StepTokens, Request]:
-    """Make the policies of some replicas that have been running."""
+    """Create the policies of several replicas with learned step times."""
     shared = Shared()
     policies = [policy_of(machine, shared=shared, **settings) for _ in range(num)]
     for seed, policy in enumerate(policies, 1):
@@ -134,7 +134,7 @@ def replicas_of(
 
 
 def teach(times: StepTimes, machine: VirtualMachine, seed: int = 1, noise: float = 0.1) -> None:
-    """Let the model of steps see some, as one of a server that has been running has."""
+    """Train the model of step times, so that it is like that of a running server."""
     dice = random.Random(seed)
     for i in range(2 * NUM_LEARNT):
         if i % 2:
@@ -263,7 +263,7 @@ def admission(number: int, client: VirtualClient) -> Admit:
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:
-    """Return the values at some ranks; nothing, of nothing."""
+    """Return percentiles and the maximum of the values; empty without values."""
     ordered = sorted(values)
     if not ordered:
         return {}

@@ -18,7 +18,7 @@ from trouper.frontends.server.program.server import listener_task
 from trouper.frontends.server.shared.settings import ServerSettings
 
 MAX_BODY = 128 * 2**20
-# Sends the file's bytes once for each line on stdin, and says how it was answered.
+# Sends the file's bytes once for each line on stdin, and prints the status of the answer.
 CLIENT = """
 import socket, sys
 request = open(sys.argv[2], "rb").read()

@@ -67,7 +67,7 @@ async def stream(engine: Engine, number: int, num_tokens: int, run: StreamedRun)
 async def run_streams(
     engine: Engine, requests: range, num_tokens: int, num_streams: int
 ) -> StreamedRun:
-    """Stream all requests, so many at once."""
+    """Stream all requests, `num_streams` at a time."""
     run, limiter = StreamedRun(), anyio.CapacityLimiter(num_streams)
 
     async def one(number: int) -> None:
@@ -81,7 +81,7 @@ async def run_streams(
 
 
 async def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Run for so long with kills, then the same requests without."""
+    """Run with kills for `seconds`, then the same requests without."""
     config = resolve(
         EngineArgs(
             model=args.model, dtype="float32", device_worker="process", max_num_seqs=args.streams,

@@ -188,7 +188,7 @@ def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
 
 
 class _Overload:
-    """Clients of an overloaded server: those that were admitted stay when the arrivals stop, and ask again, so it is always full."""
+    """Clients of an overloaded server: admitted ones stay when the arrivals stop, and ask again, so it is always full."""
 
     def __init__(self, stage: ServerUnderTest, max_tokens: int) -> None:
         self.is_over = False

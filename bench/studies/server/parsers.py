@@ -68,7 +68,7 @@ def parser_of(dialect: str) -> AnswerParser:
 
 
 def hostile_text(beginning: str, pattern: str, length: int = MEGABYTE) -> str:
-    """Write a text of so many characters."""
+    """Return a text of this many characters."""
     return (beginning + pattern * (length // len(pattern) + 1))[:length]
 
 

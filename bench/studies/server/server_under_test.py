@@ -53,14 +53,14 @@ class ServerUnderTest:
         kind: str,
         is_over: Callable[[], bool],
     ) -> "list[Client]":
-        """Start so many clients, each of which asks again when it has its answer."""
+        """Start this many clients; each sends a new request after each answer."""
         clients = [Client(self, max_tokens, kind, is_over) for _ in range(num)]
         for client in clients:
             client.ask()
         return clients
 
     def play(self, seconds: float) -> "Turn":
-        """Let all clients go on for so long, and return what was seen in that time."""
+        """Let all clients continue for this many seconds, and return what they observed."""
         before = self._get("/metrics")
         self.callers.run_until(perf_counter() + CATCH_UP_S)
         outcomes = self.outcomes.copy()
@@ -147,7 +147,7 @@ class Client:
 
 @dataclass
 class Turn:
-    """Counts of what the clients saw in a stretch of time, or in several."""
+    """Counts of what the clients observed in one or several periods."""
 
     seconds: float
     frames: dict[str, int]  # read by the clients, by kind
@@ -218,7 +218,7 @@ def _metric(metrics: bytes, name: str) -> float:
 
 
 def lateness(counts: Counter[float]) -> dict[str, float]:
-    """Bounds of the histogram that hold so many of its values."""
+    """Bounds of the histogram that contain this many of its values."""
     total = max(counts.values(), default=0)
 
     def within(share: float) -> float:
