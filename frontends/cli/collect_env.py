@@ -24,7 +24,7 @@ from trouper.frontends.cli.arguments.options import expand_options
 @expand_options
 def collect_env(
     ctx: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show versions, processor, memory, limits and devices for a bug report; nothing is sent.
 

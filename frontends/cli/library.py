@@ -1,4 +1,4 @@
-"""`trouper pull`, `show`, `rm` and `ps`: the models that were fetched, and those that a server has loaded."""
+"""`trouper pull`, `show`, `rm` and `ps`: manage downloaded models, and list those that a server has loaded."""
 
 import difflib
 import json
@@ -23,11 +23,9 @@ Name = Annotated[
 ]
 DownloadDir = Annotated[
     Path | None,
-    typer.Option(
-        "--download-dir", help="Folder in which downloads are kept; the hub's by default."
-    ),
+    typer.Option("--download-dir", help="Folder of downloaded models; the hub's cache by default."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @expand_options
@@ -42,17 +40,19 @@ def pull(
         str | None, typer.Option("--hf-token", help="Token for models that need one.")
     ] = None,
 ) -> None:
-    """Fetch a model from the hub, and tell whether it can be served.
+    """Download a model from the hub and check whether it can be served.
 
     For example: trouper pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M
 
-    Files that were fetched before are not fetched again.  The first use of a model by any command fetches it, too.
+    Existing files are not downloaded again. Any command downloads a model when it first uses it, so this only does so
+    in advance.
     """
     args = EngineArgs(name, revision=revision, hf_token=hf_token)
     if download_dir is not None:
         args.download_dir = str(download_dir)
     path = model_path(args)
-    if not path.exists():  # the name of a geometry, whose weights are made up
+    # The name is that of a preset, which has random weights and no files.
+    if not path.exists():
         raise TrouperValidationError("is not a model to be fetched", parameter="name", value=name)
     (entry,) = find_models([path], hub=False)[:1]
     if entry["reason"]:
@@ -189,7 +189,7 @@ def _on_this_machine(name: str, download_dir: Path | None) -> dict[str, Any]:
 
 
 def _is_labelled(entry: dict[str, Any], label: str) -> bool:
-    """Check for a GGUF model whose name ends with the quantization that is asked for."""
+    """Return whether the name of a GGUF model ends with the requested quantization."""
     return str(entry["model"]).lower().endswith(label.lower())
 
 

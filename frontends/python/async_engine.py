@@ -132,16 +132,16 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         `async with engine.generate(…) as stream`, which aborts the request at the end of the block.
 
         Args:
-            sampling_params: None takes the model's own defaults.
-            request_id: echoed in the outputs and the handle for `abort`; None mints one.
-            priority: larger runs first.
-            lora_request: the adapter; it is loaded when it is first named.
-            data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
-            session_id: requests of a session go to one replica, whose cache has their prefix.
-            prompt_text: accepted at None only.
+            sampling_params: None means the model's defaults.
+            request_id: appears in the outputs and identifies the request in `abort`; generated if it is None.
+            priority: larger numbers run first.
+            lora_request: the adapter to use; the first request that names it loads it.
+            data_parallel_rank: run on this replica while it lives; by default the engine chooses one.
+            session_id: requests of a session run on the same replica, to reuse their prefix in its cache.
+            prompt_text: must be None.
 
         Raises:
-            TypeError: `request_id` is not a string, or `sampling_params` not SamplingParams.
+            TypeError: `request_id` is not a string, or `sampling_params` is not SamplingParams.
             While iterating: TrouperValidationError for an invalid prompt or parameter, ValueError if another
             open request has the same id, EngineDeadError if the engine has failed.
         """
@@ -165,7 +165,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         request_id: str | None,
         options: RequestOptions,
     ) -> Generation[RequestOutput]:
-        """Do what `generate` does, with all options in one object.  Its errors are those of `generate`."""
+        """Start a request with all options in one object; returns and errors are those of `generate`."""
         if self._starts_itself:
             make = partial(self._generate, prompt, sampling_params, request_id, options)
             return cast("Any", LazyGeneration(self._start_itself, make))
@@ -198,9 +198,9 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
 
         Raises:
-            TypeError: `request_id` is not a string, or `pooling_params` not PoolingParams.
-            TrouperValidationError: the model does not pool, or there is no such replica.
-            While iterating: as `generate`.
+            TypeError: `request_id` is not a string, or `pooling_params` is not PoolingParams.
+            TrouperValidationError: the model does not pool, or the replica does not exist.
+            While iterating: the errors listed in `generate`.
         """
         check_unused(lora_request=lora_request, trace_headers=trace_headers)
         options = RequestOptions(
@@ -219,7 +219,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         request_id: str | None,
         options: RequestOptions,
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
-        """Do what `encode` does, with all options in one object.  Its errors are those of `encode`."""
+        """Start a pooling request with all options in one object; returns and errors are those of `encode`."""
         if self._starts_itself:
             make = partial(self._encode, prompt, pooling_params, request_id, options)
             return cast("Any", LazyGeneration(self._start_itself, make))

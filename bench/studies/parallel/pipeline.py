@@ -33,10 +33,10 @@ PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize
 def configs(
     args: EngineArgs, num_stages: int, chunk_tokens: int, num_chunks: int, *, stalls: bool
 ) -> tuple[EngineConfig, EngineConfig]:
-    """Resolve engines with one stage and with several, for prompts of up to `max_chunks` chunks.
+    """Resolve engines with one stage and with several, for prompts of up to `num_chunks` chunks.
 
-    A step is one chunk.  With `stalls` one step is in flight, so each waits until the last stage has answered the one
-    before.  The layers are cut evenly where the environment does not say how: a prompt reads the head once, not in every
+    A step is one chunk. With `stalls` only one step is in flight, so each waits for the previous one's result. The
+    layers are divided evenly unless the environment sets a partition: a prompt reads the head only once, not in every
     chunk.
     """
     args.enable_prefix_caching = False

@@ -81,7 +81,7 @@ async def run_streams(
 
 
 async def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Run with kills for `seconds`, then the same requests without."""
+    """Run for `args.seconds` with kills, then the same requests without them."""
     config = resolve(
         EngineArgs(
             model=args.model, dtype="float32", device_worker="process", max_num_seqs=args.streams,

@@ -31,9 +31,8 @@ from trouper.params import SamplingParams
 from trouper.sampling_fields import FIELDS
 from trouper.structured_outputs import StructuredOutputsParams
 
-DEFAULT_MAX_TOKENS = (
-    128  # where the model names none; more than the library's 16, for use at a terminal
-)
+# Used if the model has no default of its own; the library's 16 are too few at a terminal.
+DEFAULT_MAX_TOKENS = 128
 
 SHORT = {
     "model": "-m",
