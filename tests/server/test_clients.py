@@ -118,7 +118,7 @@ def test_a_chat_is_the_same_here_and_there(ask, capsys, monkeypatch):
     [
         (["--model-name", "nope"], "404: The model `nope` does not exist. This server has"),
         (["--temperature", "7"], "400: temperature: must be in [0, 2]"),
-        (["--api-key", "wrong"], "401: a valid API key is needed"),
+        (["--api-key", "wrong"], "401: a valid API key is required"),
         (["--stop", "x", "--max-tokens", "0"], "400: max_tokens"),
     ],
 )

@@ -370,8 +370,8 @@ class TestInMemory:
             ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
             ({"messages": [*HI, CALLED]}, "messages[1].content: "),
             # Anthropic wants each result in the next turn
-            ({"messages": [*HI, CALLED, *HI]}, "messages[1].content: every tool_use needs a tool_result after it; there is none for 'u'"),
-            ({"messages": [*HI, {"role": "assistant", "content": [USE, {**USE, "id": "v"}]}, {"role": "user", "content": [RESULT]}]}, "none for 'v'"),
+            ({"messages": [*HI, CALLED, *HI]}, "messages[1].content: every tool_use needs a tool_result after it; 'u' has none"),
+            ({"messages": [*HI, {"role": "assistant", "content": [USE, {**USE, "id": "v"}]}, {"role": "user", "content": [RESULT]}]}, "'v' has none"),
             ({"messages": [*HI, CALLED, {"role": "user", "content": [{**RESULT, "tool_use_id": "x"}]}]}, "messages[2].content[0].tool_use_id: "),
             ({"messages": [*HI, CALLED, {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]}, "messages[2].content[0].content[0].type"),
             ({"messages": [{"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[0].content[0].input: "),

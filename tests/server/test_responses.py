@@ -252,7 +252,7 @@ async def test_left_out_tool_is_named_and_logged(client, caplog):
         assert headers["x-trouper-ignored-fields"] == "temprature"
     assert [
         record.getMessage() for record in caplog.records if "web_search" in record.msg % record.args
-    ] == [f"{PATH}: the tool 'web_search' cannot run here, and is left out"]
+    ] == [f"{PATH}: left out the tool 'web_search', which this server cannot run"]
 
 
 async def test_namespace_becomes_its_functions_and_calls_name_it_again(says):

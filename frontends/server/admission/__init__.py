@@ -1,1 +1,1 @@
-"""Decide which HTTP requests may enter, and when."""
+"""Decide which HTTP requests are admitted, in which order they start, and which are refused under load."""

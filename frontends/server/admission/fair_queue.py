@@ -2,10 +2,10 @@
 
     enter ─▶ ENTERED ─wait─▶ WAITING ─next_starts─▶ STARTED        leave: from any state, once
 
-Laws.  Every request holds its places and its tokens from `enter` to `leave`.  Priority decides first, then
-the tenant that has been served least (a virtual token counter for each: Sheng et al., "Fairness in
-Serving Large Language Models", algorithm 2), then the order of arrival.  When the queue is full and a tenant with less
-usage arrives, the newest waiting request of the tenant with the most usage is evicted.
+Laws.  Every request holds its places and its tokens from `enter` to `leave`.  Requests start by priority, then by the service that
+their tenant has received (a virtual token counter for each tenant: Sheng et al., "Fairness in Serving Large Language Models",
+algorithm 2), then by arrival.  When the queue is full and a tenant with less usage arrives, the newest waiting request of the
+tenant with the most usage is evicted.
 """
 
 from bisect import insort
@@ -25,7 +25,7 @@ class Phase(Enum):
 
 
 class Full(Exception):
-    """There is no room.  `is_over_share`: the tenant has more than an equal part of it."""
+    """No room is left.  `is_over_share` means that the tenant already has more than an equal share."""
 
     def __init__(self, *, is_over_share: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Full(Exception):
 
 
 class Entry:
-    """One admitted request; only `FairQueue` writes it."""
+    """One admitted request.  Only `FairQueue` writes it."""
 
     def __init__(self, number: int, tenant: str, num_tokens: int) -> None:
         self.number = number  # in the order of arrival
@@ -49,14 +49,15 @@ class Entry:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The position among the requests of one tenant: larger priority first, then arrival."""
+        """The sort key among one tenant's requests: larger priority first, then earlier arrival."""
         return -self.priority, self.number
 
 
 class FairQueue:
-    """The admitted requests: `max_sequences` in all, `max_waiting_tokens` not started, about `max_started` started.
+    """The admitted requests, within three limits: `max_sequences` in all, `max_waiting_tokens` not started, and about
+    `max_started` started.
 
-    A request that is larger than a limit is admitted when no other request counts against it.
+    A request larger than a limit is admitted if no other request counts against that limit.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class FairQueue:
         return f"<FairQueue {self.num_sequences} of {self.max_sequences}, {num_waiting} waiting>"
 
     def enter(self, tenant: str, num_tokens: int) -> tuple[Entry, list[Entry]]:
-        """Admit a request of one sequence; return its entry and those that were evicted for it.  Raises Full."""
+        """Admit a request of one sequence.  Returns its entry and the evicted ones.  Raises Full."""
         entry = Entry(self._num_entered, tenant, num_tokens)
         gone = self._make_room(entry)
         self._num_entered += 1
@@ -88,13 +89,13 @@ class FairQueue:
         return entry, gone
 
     def check(self, tenant: str, num_tokens: int) -> None:
-        """Raise Full where `enter` would, and change nothing."""
+        """Raise Full if `enter` would, without any change."""
         self._victims(Entry(self._num_entered, tenant, num_tokens))
 
     def resize(
         self, entry: Entry, num_sequences: int, num_tokens: int, priority: int
     ) -> list[Entry]:
-        """Count what a request asks for, all of it or nothing; return those that were evicted.  Raises Full."""
+        """Set the size of a request, entirely or not at all.  Returns the evicted entries.  Raises Full."""
         self._count(entry, -1)
         before = entry.num_sequences, entry.num_tokens
         entry.num_sequences, entry.num_tokens, entry.priority = num_sequences, num_tokens, priority
@@ -118,11 +119,11 @@ class FairQueue:
 
     @property
     def is_full(self) -> bool:
-        """No request can start."""
+        """Whether no request can start now."""
         return self.num_started >= self.max_started
 
     def next_starts(self) -> list[Entry]:
-        """Start the requests whose turn has come; the last may exceed the limit, so that none is too large."""
+        """Start the next requests.  The last one may exceed the limit, so that every request can start eventually."""
         started: list[Entry] = []
         while not self.is_full and (entry := self.next_waiting()) is not None:
             tenant = entry.tenant
@@ -137,7 +138,7 @@ class FairQueue:
         return started
 
     def leave(self, entry: Entry, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
-        """Remove a request and charge its tenant for the tokens it took.  Idempotent."""
+        """Remove a request and charge its tenant for the used tokens.  Idempotent."""
         if entry.phase is Phase.GONE:
             return
         if entry.phase is Phase.WAITING:
@@ -150,9 +151,9 @@ class FairQueue:
         self.num_requests -= 1
 
     def trim(self, num_tokens: int) -> list[Entry]:
-        """Evict requests until so many tokens wait: each time the newest of the tenant with the most usage.
+        """Evict requests until at most this many tokens wait: each time the newest one of the tenant with the most usage.
 
-        One request stays, however large.
+        One request stays, whatever its size.
         """
         tokens = [entry.num_tokens for entry in self.waiting()]
         num_left, num_tokens_left = len(tokens), sum(tokens)
@@ -200,14 +201,14 @@ class FairQueue:
             del self._held[entry.tenant]
 
     def _make_room(self, request: Entry) -> list[Entry]:
-        """Evict what has to go for a request that is not counted yet: all at once, or none.  Raises Full."""
+        """Evict requests to make room for a new one: enough of them or none.  Raises Full."""
         gone = self._victims(request)
         for victim in gone:
             self.leave(victim)
         return gone
 
     def _victims(self, request: Entry) -> list[Entry]:
-        """Find what would have to go for a request that is not counted yet.  Raises Full."""
+        """Find the requests to evict for a new one.  Raises Full."""
         num_sequences, num_tokens = self.num_sequences, self.num_waiting_tokens
         held = {tenant: (held[0], held[1]) for tenant, held in self._held.items()}
         mine = held.pop(request.tenant, (0, 0))
@@ -228,7 +229,7 @@ class FairQueue:
     def _victim(
         self, held: dict[str, tuple[int, int]], gone: list[Entry], share: float, priority: int
     ) -> Entry | None:
-        """Find the last in the queue of the tenant with the most usage, unless that leaves it less than `share`."""
+        """Find the last queued request of the tenant with the most usage, unless the tenant would keep less than `share`."""
         for tenant in sorted(held, key=lambda tenant: self._share(*held[tenant]), reverse=True):
             queue = [entry for entry in self._waiting.get(tenant, ()) if entry not in gone]
             if not queue or queue[-1].priority > priority:
@@ -238,7 +239,7 @@ class FairQueue:
         return None
 
     def _share(self, num_sequences: int, num_tokens: int) -> float:
-        """Return a tenant's usage: its part of the limit that it uses more of (dominant resource fairness)."""
+        """Return a tenant's usage: its fraction of the limit that it uses most (dominant resource fairness)."""
         return max(
             num_sequences / max(1, self.max_sequences), num_tokens / max(1, self.max_waiting_tokens)
         )

@@ -1,6 +1,7 @@
-"""Admit requests: `with gate.enter(…) as ticket`, and every way out of the block gives everything back.
+"""Admit requests: `with gate.enter(…) as ticket`; every exit from the block returns all places.
 
-`FairQueue` decides; here are the tasks that wait, and the refusals of requests that are not admitted.
+`FairQueue` decides.  The gate adds what is not pure: the tasks that wait for their turn, the measured throughput, and the errors for
+refused requests.
 """
 
 import math
@@ -26,19 +27,22 @@ OVERLOADED = "the server is overloaded, try again later"
 
 
 class EngineWork(Protocol):
-    """Work of the engine for one request: a `Generation`, or several that follow each other."""
+    """The engine's work for one request: a `Generation`, or several in succession."""
 
     @property
     def is_over(self) -> bool: ...
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Tokens of the prompt, and generated so far."""
+        """Tokens of the prompt, and tokens generated so far."""
         ...
 
 
 class AdmissionGate:
-    """The admitted requests.  `num_prefill_tokens` counts what the engine has and has not begun to answer."""
+    """The gate of one server.
+
+    `num_prefill_tokens` returns the engine's number of prompt tokens without a first output token.
+    """
 
     def __init__(self, note_rejection: Callable[[str], None]) -> None:
         self.admission = FairQueue()
@@ -61,7 +65,7 @@ class AdmissionGate:
         return f"<AdmissionGate {self.admission!r}>"
 
     def check(self, tenant: str, num_bytes: int) -> None:
-        """Raise the HTTPError that `enter` would raise: 429 or 503.  Nothing is reserved."""
+        """Raise the HTTPError (429 or 503) that `enter` would raise, without reserving anything."""
         self._limit()
         num_tokens = num_bytes // BYTES_PER_TOKEN
         try:
@@ -72,7 +76,7 @@ class AdmissionGate:
             self.check(tenant, num_bytes)
 
     def enter(self, tenant: str, num_bytes: int) -> "AdmissionTicket":
-        """Reserve a place for a request whose body has come.  Raises HTTPError: 429 or 503."""
+        """Reserve a place for a request after its body was read.  Raises HTTPError: 429 or 503."""
         self.check(tenant, num_bytes)
         entry, gone = self.admission.enter(tenant, num_bytes // BYTES_PER_TOKEN)
         self._refusing_since = None
@@ -82,7 +86,7 @@ class AdmissionGate:
         return ticket
 
     def refusing_s(self) -> float:
-        """Return how long requests have been refused and none admitted; 0 when one would be admitted now."""
+        """Return for how many seconds all requests have been refused; 0 if one would be admitted now."""
         if self._refusing_since is None:
             return 0.0
         if not self.level >= Level.SHED_ALL and not self._has_too_much_prefill:
@@ -96,7 +100,7 @@ class AdmissionGate:
         return self.now() - self._refusing_since
 
     def close(self, reason: HTTPError, tickets: "Iterable[AdmissionTicket] | None" = None) -> int:
-        """Refuse all waiting requests, or those of `tickets` that wait; return how many."""
+        """Refuse all waiting requests, or those among `tickets`.  Returns their number."""
         chosen = None if tickets is None else {ticket.entry for ticket in tickets}
         gone = [e for e in self.admission.waiting() if chosen is None or e in chosen]
         for entry in gone:
@@ -105,7 +109,7 @@ class AdmissionGate:
         return len(gone)
 
     def refuse(self, code: str, message: str, *, is_over_share: bool = False) -> HTTPError:
-        """Make a refusal that names the time in which what is admitted now will be done, at the recent pace."""
+        """Make a refusal.  Its Retry-After is the time that the admitted work takes at the recent throughput."""
         self._num_refused += 1
         if self._refusing_since is None and not is_over_share:
             self._refusing_since = self.now()
@@ -117,7 +121,7 @@ class AdmissionGate:
         return refusal
 
     def look(self, *, is_paused: bool = False) -> None:
-        """Cut a queue that stands to what is done in time; called now and then.  A pause is no wait."""
+        """Trim the queue if its delay stays too long.  The monitor calls this; a pause does not count as delay."""
         now, entry = self.now(), self.admission.next_waiting()
         wait_s = 0.0
         if is_paused:
@@ -127,22 +131,22 @@ class AdmissionGate:
         self.delay.look(wait_s, now)
         if self.delay.stands:
             for gone in self.admission.trim(self._done_in_time):
-                text = "the wait has become too long, try again later"
+                text = "the queue has become too long, try again later"
                 self._tickets[gone].refuse(self.refuse("overloaded", text))
 
     def let_in(self) -> None:
-        """Start the requests that have room now."""
+        """Start the waiting requests for which there is room now."""
         if self.admission.is_full and self.admission.next_waiting() is not None:
             self._release_read()
         for entry in self.admission.next_starts():
             self._tickets[entry].let_in()
 
     def _limit(self) -> None:
-        """Set how much may wait now.  Raises HTTPError when no request is admitted, whatever its tenant."""
+        """Set how many tokens may wait.  Raises HTTPError if no request of any tenant is admitted."""
         if self.level >= Level.SHED_ALL:
             raise self.refuse("overloaded", OVERLOADED)
         if self._has_too_much_prefill:
-            raise self.refuse("max_num_queued_tokens", "too many prompt tokens wait")
+            raise self.refuse("max_num_queued_tokens", "too many prompt tokens are queued")
         pace = (self.throughput.per_s or 0.0) if self.is_adaptive else 0.0
         limit = max(self.min_waiting_tokens, int(pace * TTFT_TARGET_S))
         if self.delay.stands:
@@ -162,9 +166,9 @@ class AdmissionGate:
         return outside + self.num_prefill_tokens() >= limit
 
     def _release_read(self) -> bool:
-        """Free the places of requests that the engine is done with and whose clients have not read it all.
+        """Free the places of requests that the engine finished but whose clients still read their responses.
 
-        At most once in `LOOK_S`; returns whether a place has become free.
+        This runs at most once in `LOOK_S` seconds.  Returns whether a place became free.
         """
         now = self.now()
         if now < self._looked_at + LOOK_S:
@@ -179,7 +183,9 @@ class AdmissionGate:
 
     def resize(self, entry: Entry, num_sequences: int, num_tokens: int, priority: int) -> None:
         if self.level >= Level.SHED_LOWEST and priority < 0:
-            raise self.refuse("overloaded", "the server is overloaded: negative priority waits")
+            raise self.refuse(
+                "overloaded", "the server is overloaded and refuses requests of negative priority"
+            )
         try:
             self._evict(self.admission.resize(entry, num_sequences, num_tokens, priority))
         except Full as full:
@@ -204,13 +210,13 @@ class AdmissionGate:
 
     def _refuse_full(self, full: Full) -> HTTPError:
         if full.is_over_share:
-            text = "this key has more than its share of a full server, try again later"
+            text = "the server is full, and this key uses more than its share; try again later"
             return self.refuse("rate_limited", text, is_over_share=True)
         return self.refuse("overloaded", "the server is full, try again later")
 
 
 class AdmissionTicket:
-    """The places of one request, given back at the latest at the end of its `with` block."""
+    """The places of one request, returned at the latest at the end of its `with` block."""
 
     def __init__(self, gate: AdmissionGate, entry: Entry, num_bytes: int) -> None:
         self.entry = entry
@@ -227,7 +233,7 @@ class AdmissionTicket:
     def size(
         self, num_bytes: int, num_prompts: int, n: int, max_tokens: int | None, priority: int
     ) -> None:
-        """Count what the body asks for: n completions of each prompt.  Raises HTTPError, all or nothing."""
+        """Set the size of the request: n completions of each prompt.  Raises HTTPError and changes nothing if there is no room."""
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
         num_sequences = num_prompts * n
         output = num_sequences * min(max_tokens or MAX_OUTPUT_ESTIMATE, MAX_OUTPUT_ESTIMATE)
@@ -235,7 +241,7 @@ class AdmissionTicket:
         self._gate.resize(self.entry, num_sequences, num_tokens, priority)
 
     async def wait_turn(self) -> None:
-        """Wait until the request may start; one that has started waits no more.  Raises HTTPError when it is evicted."""
+        """Wait until the request may start; a started one returns at once.  Raises HTTPError if it is evicted."""
         if not self._turn.is_set():
             self.waits_since = self._gate.now()
             self._gate.wait(self.entry)
@@ -245,27 +251,27 @@ class AdmissionTicket:
             raise self._refusal
 
     def let_in(self) -> None:
-        """End the wait: the request may start."""
+        """Let the request start."""
         self._turn.set()
 
     def refuse(self, refusal: HTTPError) -> None:
-        """End the wait: the request is evicted."""
+        """End the wait with a refusal, because the request was evicted."""
         self._refusal = refusal
         self._turn.set()
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine is done with the request."""
+        """Whether the engine has finished the request."""
         return bool(self.generations) and all(stream.is_over for stream in self.generations)
 
     @property
     def cost(self) -> tuple[int, int]:
-        """The tokens of the prompts, and those generated so far."""
+        """Tokens of the prompts, and tokens generated so far."""
         counts = [stream.num_tokens for stream in self.generations]
         return sum(prompt for prompt, _ in counts), sum(output for _, output in counts)
 
     def leave(self) -> None:
-        """Give the places back.  Idempotent."""
+        """Return the places.  Idempotent."""
         self._gate.leave(self.entry)
 
     def __enter__(self) -> Self:

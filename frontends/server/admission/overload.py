@@ -1,9 +1,9 @@
-"""Levels of overload: what the server gives up, step by step, when it runs short of memory or of time.
+"""Decide what the server gives up when memory or time runs short, level by level.
 
-    TIDY  idle connections are closed        SHED_ALL      no new request is admitted
-    SHED_LOWEST  negative priorities go      ABORT     the newest request is aborted, at every look
+    TIDY         closes idle connections                 SHED_ALL   admits no new request
+    SHED_LOWEST  refuses requests of negative priority   ABORT      aborts the newest request at every check
 
-`Ladder` decides; `memory_used` reads.
+`Ladder` decides, and `memory_used` measures.
 """
 
 from enum import IntEnum
@@ -26,14 +26,14 @@ NUM_CALM = 8  # looks in a row below a level before it is left
 
 
 class Ladder:
-    """Decides the level: it rises at once and falls one level at a time."""
+    """Choose the level.  It rises at once and falls by one level at a time."""
 
     def __init__(self) -> None:
         self.level = Level.CALM
         self._num_below = 0
 
     def look(self, memory: float, lag_s: float) -> Level:
-        """Return the level, given the share of memory in use and how late the event loop was since the last look."""
+        """Return the level for this share of used memory and this lag of the event loop since the last call."""
         wanted = _level(memory, lag_s)
         if wanted >= self.level:
             self.level, self._num_below = wanted, 0
@@ -53,9 +53,9 @@ def _level(memory: float, lag_s: float) -> Level:
 
 
 def memory_used(root: Path = Path("/")) -> float:
-    """Return the share of memory that cannot be reclaimed, of the machine or of the control group: the larger.
+    """Return the share of unreclaimable memory, of the machine or the control group, whichever is larger.
 
-    0.0 where the system does not say (not Linux).
+    Returns 0.0 on systems without this information (all but Linux).
     """
     return max(_used_of_machine(root), _used_of_group(root / "sys/fs/cgroup"))
 
@@ -70,7 +70,7 @@ def _used_of_machine(root: Path) -> float:
 
 
 def _used_of_group(group: Path) -> float:
-    """Read a control group of version 2; inactive pages of files are reclaimed when memory is needed."""
+    """Read a control group of version 2, without inactive file pages, which the system reclaims on demand."""
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit == "max":

@@ -1,12 +1,10 @@
-"""Watch whether the engine moves, and how fast.  Pure.
+"""Measure whether the engine makes progress, how fast, and whether the admission queue persists.  Pure.
 
-Does the admission queue stand?  Pure.
-
-A queue that takes up a burst empties again.  One that stands makes every request wait its whole length, and
-serves clients that have given up.  CoDel's test tells the two apart (Nichols and Jacobson, "Controlling Queue Delay"): for a
-whole interval no request has waited less than the target.  It need not drop one by one as CoDel does: here the pace is
-known, so the queue is cut to what is done in the target's time.  A request that is kept has waited the target once and waits
-it once more at most, so the target is half of what a first token may take.
+A queue that absorbs a burst drains again.  A queue that persists makes every request wait for its whole length, and serves clients
+that have given up.  CoDel's test distinguishes the two (Nichols and Jacobson, "Controlling Queue Delay"): the queue persists if no
+request waited less than the target during a whole interval.  CoDel then drops one request at a time; here the throughput is known,
+so the queue is cut at once to the work of one target time.  A kept request has waited for the target once and waits at most once
+more, so the target is half of the acceptable time to the first token.
 """
 
 import math
@@ -18,16 +16,16 @@ MIN_S = 0.2  # seconds of work before the throughput is known
 
 
 class StepClock:
-    """Notices that a step has ended when the scheduler's counters have moved between two looks."""
+    """Detect the end of steps by changes of the scheduler's counters between two calls."""
 
     def __init__(self) -> None:
         self._seen: tuple[int, int, int] = (0, 0, 0)
         self._moved_at: float | None = None
 
     def age_s(self, stats: SchedulerStats, now: float) -> float:
-        """Return the seconds since the last step that was seen to end.
+        """Return the seconds since the last detected end of a step.
 
-        Nothing in flight counts as a step: there is nothing to wait for.
+        An idle engine counts as just having ended one, because there is nothing to wait for.
         """
         seen = (stats.num_prompt_tokens, stats.num_generation_tokens, stats.num_preemptions)
         if self._moved_at is None or seen != self._seen or not stats.num_steps_in_flight:
@@ -36,7 +34,7 @@ class StepClock:
 
 
 class Throughput:
-    """The tokens per second while there is work, over the last seconds of it."""
+    """A moving average of tokens per second, over the recent seconds with work."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -46,7 +44,7 @@ class Throughput:
         )
 
     def note(self, num_tokens: int, now: float, *, is_busy: bool) -> None:
-        """Note the token counter, at any time; `is_busy` holds until the next call."""
+        """Record the token counter.  `is_busy` holds until the next call."""
         if self._seen is not None:
             seconds = now - self._seen[1]
             kept = math.exp(-seconds / MEMORY_S)
@@ -56,11 +54,11 @@ class Throughput:
 
     @property
     def per_s(self) -> float | None:
-        """The pace; None until it is known."""
+        """Tokens per second, or None while too little has been measured."""
         return self._tokens / self._seconds if self._seconds >= MIN_S else None
 
     def time_s(self, num_tokens: int) -> float:
-        """Return the time that so many tokens take; 0 when the pace is not known."""
+        """Return the seconds that this many tokens take, or 0 while the throughput is unknown."""
         per_s = self.per_s
         return 0.0 if per_s is None else num_tokens / max(per_s, 1e-9)
 
@@ -69,7 +67,7 @@ INTERVAL_S = 1.0
 
 
 class QueueDelay:
-    """The state of the test; `stands` is its result after each `look`."""
+    """The state of the test.  `stands` is its result after each `look`."""
 
     def __init__(self, target_s: float) -> None:
         self.target_s = target_s
@@ -77,7 +75,7 @@ class QueueDelay:
         self._above_since: float | None = None
 
     def look(self, wait_s: float, now: float) -> None:
-        """Note how long the next request to start has waited; 0 when none waits."""
+        """Record how long the next request has waited; 0 if none waits."""
         if wait_s <= self.target_s:
             self._above_since = None
         elif self._above_since is None:

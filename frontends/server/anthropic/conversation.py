@@ -50,7 +50,7 @@ def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
     response_format = _response_format(request)
     if response_format is not None and fields.get("structured_outputs") is not None:
-        raise invalid("structured_outputs", f"not beside {FORMAT}")
+        raise invalid("structured_outputs", f"cannot be combined with {FORMAT}")
     return DerivedChat(
         messages=transcript.messages,
         response_format=response_format,
@@ -121,7 +121,7 @@ def _add_messages(transcript: Transcript, request: CountTokensRequest) -> None:
             add = _add_to_user if role == "user" else _add_to_assistant
             add(transcript, place, where, block)
     if not transcript.messages:
-        raise invalid("messages", "hold nothing that this model can read")
+        raise invalid("messages", "must contain something that this model can read")
     _check_results(transcript)
     for message in transcript.messages:
         content = message.get("content")
@@ -140,7 +140,7 @@ def _check_results(transcript: Transcript) -> None:
         elif message["role"] == "assistant":
             if wanted:
                 missing = sorted(wanted)[0][:64]
-                rule = f"every tool_use needs a tool_result after it; there is none for {missing!r}"
+                rule = f"every tool_use needs a tool_result after it; {missing!r} has none"
                 raise invalid(f"{place}.content", rule)
             calls: list[JSONObject] = message.get("tool_calls") or []
             wanted = {call["id"] for call in calls}
@@ -205,7 +205,7 @@ def _blocks(place: str, content: object) -> list[tuple[str, JSONObject]]:
     if isinstance(content, str):
         return [(place, {"type": "text", "text": content})]
     if not isinstance(content, list) or not content:
-        raise invalid(place, "must be a string or a list of blocks that is not empty")
+        raise invalid(place, "must be a string or a non-empty list of blocks")
     found: list[tuple[str, JSONObject]] = []
     for i, block in enumerate(cast("list[object]", content)):
         if not isinstance(block, dict):
@@ -221,9 +221,11 @@ def _texts(place: str, content: object) -> list[JSONObject]:
 def _text(place: str, block: JSONObject) -> JSONObject:
     kind, text = block.get("type"), block.get("text")
     if isinstance(kind, str) and kind in NOT_BUILT:
-        raise unsupported(f"{place}.type", f"no block of type {kind} is; {NOT_BUILT[kind]}")
+        raise unsupported(
+            f"{place}.type", f"blocks of type {kind} cannot be used; {NOT_BUILT[kind]}"
+        )
     if kind != "text":
-        raise invalid(f"{place}.type", "must be of a type that is allowed here, such as text", kind)
+        raise invalid(f"{place}.type", "must be a type allowed here, such as text", kind)
     if not isinstance(text, str):
         raise invalid(f"{place}.text", "must be a string")
     return {"type": "text", "text": text}
@@ -271,7 +273,7 @@ def _chat_tool(place: str, tool: JSONObject) -> JSONObject:
     if not isinstance(kind, str):
         raise invalid(f"{place}.type", "must be custom", kind)
     if kind != "custom":
-        reason = f"{kind[:64]} is a built-in tool, only those with an input_schema are; {NO_TOOLS}"
+        reason = f"{kind[:64]} is a built-in tool, and only tools with an input_schema can be used; {NO_TOOLS}"
         raise unsupported(f"{place}.type", reason)
     if not isinstance(tool.get("input_schema"), dict):
         raise invalid(f"{place}.input_schema", "must be an object")

@@ -1,9 +1,9 @@
-"""The ASGI application: the one place where an exception becomes an answer.
+"""Serve HTTP requests as an ASGI application, the only place where an exception becomes a response.
 
-    head limits → key and route → body → place → decoding → handler, beside a task that waits for the disconnect
+    head limits → key and route → body → place → decoding → handler, next to a task that watches for a disconnect
 
-When the client has left or the deadline has passed, the handler's scope is cancelled; its generations close, which
-aborts them in the engine.
+When the client disconnects or the deadline passes, the scope of the handler is cancelled.  Its generations close, which aborts them
+in the engine.
 """
 
 import logging
@@ -43,7 +43,10 @@ LOST_INTERVAL_S = 5.0  # between comments on a silent stream whose device is bei
 
 
 def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None) -> "App":
-    """Make an ASGI application over a running engine, to be served or to be mounted in another application."""
+    """Make an ASGI application over a running engine, to serve it or mount it in another application.
+
+    The caller opens and closes the engine.
+    """
     service = Service(settings or ServerSettings())
     service.open(engine.engine)
     return App(service)
@@ -77,7 +80,7 @@ class App:
     async def _live(self, receive: Receive, send: Send) -> None:
         """Answer lifespan events, and run background work between them.
 
-        The engine is opened and closed by the caller of `create_app`.
+        The caller of `create_app` opens and closes the engine.
         """
         message = await receive()
         async with anyio.create_task_group() as tasks:
@@ -106,17 +109,17 @@ class App:
         return problem
 
     def _note(self, context: RequestContext) -> None:
-        """Count the answer that has been sent, and log it."""
+        """Count the sent response, and log it."""
         route = next((each.path for each in find(context.path).values()), None)
         self.service.metrics.note_answer(route or "none", context.status)
         if self._settings.logs_access and route not in self._settings.unlogged_paths:
             access_log.info("%s", access_line(context, route))
 
     def _find(self, context: RequestContext) -> Route | None:
-        """Find the route of a request; None for OPTIONS, which is answered without content.
+        """Return the route of a request.  Returns None for OPTIONS, whose response has no content.
 
         Raises:
-            HTTPError: the head is too large, the key is wrong, or there is no such route.
+            HTTPError: the head is too large, the key is wrong, or the route does not exist.
         """
         context.own_headers = cors_headers(context, self._settings)
         if self.service.gate.level >= Level.TIDY:
@@ -145,9 +148,9 @@ class App:
     async def _read(
         self, context: RequestContext, route: Route, stack: ExitStack
     ) -> tuple[Route, Any]:
-        """Read and decode the body; a place is taken in between, so that unfinished bodies hold none.
+        """Read and decode the body.  Returns the route of the body, too, because /invocations chooses one by the body.
 
-        Returns the route that the body is for, too.
+        The place is reserved between reading and decoding, so that unfinished bodies hold no places.
         """
         if route.body is None:
             return route, None
@@ -179,7 +182,7 @@ class App:
         return route, decoded.request
 
     async def _attend(self, context: RequestContext, act: Any, timeout_s: float) -> None:
-        """Run the handler until it is done, the client has left, or the time is over."""
+        """Run the handler until it returns, the client disconnects, or the deadline passes."""
         deadline = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
         await self._attend_beside(context, act, deadline)
         if deadline.cancelled_caught and not context.is_gone:
@@ -196,7 +199,7 @@ class App:
     async def _attend_beside(
         self, context: RequestContext, act: Any, deadline: anyio.CancelScope
     ) -> None:
-        """Run the handler beside a task that cancels it when the client leaves."""
+        """Run the handler next to a task that cancels it when the client disconnects."""
         error: Exception | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch_disconnect, context, tasks.cancel_scope, name="disconnect")
@@ -210,9 +213,9 @@ class App:
             raise error
 
     async def _watch_disconnect(self, context: RequestContext, handler: anyio.CancelScope) -> None:
-        """Wait until the client has left, then cancel the handler.
+        """Wait for the client to disconnect, then cancel the handler.
 
-        A stream that has been silent for an interval gets a comment, if comments are on or the device is lost.
+        A stream without events for an interval gets a comment, if comments are on or the device is lost.
         """
         interval_s = self._settings.sse_keep_alive_interval_s
         while not context.is_gone:
@@ -227,7 +230,7 @@ class App:
 
 
 def _timeout_s(context: RequestContext, settings: ServerSettings) -> float:
-    """Read the client's own deadline, which counts if it is earlier than the server's.  Raises HTTPError."""
+    """Return the deadline in seconds: the client's own if it is earlier than the server's.  Raises HTTPError for a bad one."""
     given = context.header(b"x-request-timeout-ms")
     if given is None:
         return settings.request_timeout_s

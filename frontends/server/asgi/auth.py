@@ -1,6 +1,7 @@
-"""Check keys and find routes.  Fails closed: a path that is not on the public list needs a key, if there are keys.
+"""Check API keys and find routes.
 
-The path is compared as it came, without normalisation, and routing sees the same string.
+Authentication fails closed: with keys, only paths on the public list work without one.  The path is compared exactly as received,
+without normalisation, and routing uses the same string, so no spelling of a path avoids the check.
 """
 
 import hmac
@@ -20,9 +21,9 @@ KEY_HEADERS = (b"authorization", b"x-api-key")  # OpenAI's clients, Anthropic's
 
 
 class Authenticator:
-    """Finds the route of a request and checks its key.
+    """Find the route of a request and check its key.
 
-    `is_admin_listener`: every client that can connect is trusted, unless there is an admin key.
+    With `is_admin_listener`, every client that can connect is trusted, unless there is an admin key.
     """
 
     def __init__(self, settings: ServerSettings, *, is_admin_listener: bool = False) -> None:
@@ -40,7 +41,7 @@ class Authenticator:
         self._served = [r for r in ROUTES if self._access(r) != "admin" or self._has_control]
 
     def route(self, context: RequestContext) -> Route | None:
-        """Return the route; None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405."""
+        """Return the route, or None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405."""
         context.served = self._served
         methods: Mapping[str, Route] = find(context.path)
         access = next((self._access(route) for route in methods.values()), "user")
@@ -85,11 +86,13 @@ class Authenticator:
                 context.cache_scope = sha256(b"cache scope" + digest).digest()[:16]
         else:
             header = (b"www-authenticate", b"Bearer")
-            raise HTTPError(401, "invalid_api_key", "a valid API key is needed", headers=(header,))
+            raise HTTPError(
+                401, "invalid_api_key", "a valid API key is required", headers=(header,)
+            )
 
 
 def _given_key(context: RequestContext) -> bytes | None:
-    """Return the one key of a request, as a bearer's token or as `x-api-key`; None: no key, several, or another scheme."""
+    """Return the key of a request, from a bearer token or `x-api-key`.  Returns None without a key, with several, or with another scheme."""
     given = [pair for pair in context.headers if pair[0] in KEY_HEADERS]
     if len(given) != 1:
         return None
@@ -100,5 +103,5 @@ def _given_key(context: RequestContext) -> bytes | None:
 
 
 def _digests(keys: tuple[str, ...]) -> tuple[bytes, ...]:
-    """Hash the keys to one length, so that comparing always takes the same time."""
+    """Hash all keys to one length, so that a comparison always takes the same time."""
     return tuple(sha256(key.encode()).digest() for key in keys)

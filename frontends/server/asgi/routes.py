@@ -1,4 +1,4 @@
-"""The table of routes.  Authentication and routing read the same entry of it."""
+"""List all routes of the server in one table.  Authentication and routing use the same entry, so they cannot disagree."""
 
 import difflib
 import re
@@ -112,7 +112,7 @@ OLLAMA_NAMED = (
 
 
 class InvocationKeys(msgspec.Struct, kw_only=True):
-    """`POST /invocations`: the fields that tell the body of one route from another's, unread."""
+    """The body of `POST /invocations`: only the fields that distinguish the bodies of several routes."""
 
     messages: msgspec.Raw | UnsetType = UNSET
     query: msgspec.Raw | UnsetType = UNSET
@@ -122,7 +122,7 @@ class InvocationKeys(msgspec.Struct, kw_only=True):
 
 
 def choose_invoked(service: Service, body: bytes | memoryview) -> Route:
-    """Return the route that a body sent to /invocations is for, by its fields and by what the model does."""
+    """Return the route for a body sent to /invocations, by its fields and the task of the model."""
     try:
         keys = msgspec.json.decode(body, type=InvocationKeys)
     except msgspec.DecodeError:
@@ -255,7 +255,7 @@ MAX_COMPARED = 100  # characters of a path for which a near one is looked for
 
 
 def nearest(path: str, served: Iterable[Route]) -> str | None:
-    """Return the path that a client most likely means by one that does not exist."""
+    """Return the existing path that a client most likely meant, or None."""
     paths = dict.fromkeys(route.path for route in served if route.path != "/")
     plain = "/" + re.sub(r"/+", "/", path[:MAX_COMPARED]).strip("/").lower()
     if len(path) > MAX_COMPARED or "%" in path or ".." in path:
@@ -273,7 +273,7 @@ def find(path: str) -> Mapping[str, Route]:
 
 
 def _template(path: str) -> str:
-    """Return the path with its variable part, if it has one, as the table names it."""
+    """Return the path of the table for a path with a variable part."""
     if path.startswith(operations.MODELS) and path != operations.MODELS:
         return MODEL
     if path.startswith(RESPONSES) and path != RESPONSES:
@@ -283,5 +283,5 @@ def _template(path: str) -> str:
 
 
 def errors_at(path: str) -> ErrorForm:
-    """Return the form that errors have for the clients of a path."""
+    """Return the error format of the API to which a path belongs."""
     return next((route.errors for route in find(path).values()), OPENAI_ERRORS)

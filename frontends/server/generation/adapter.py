@@ -1,7 +1,7 @@
-"""The interface between the streaming driver and an API: reading its requests, writing its replies.
+"""Define the interface between the driver and an API: how to parse its requests and render its replies.
 
-An adapter is pure and synchronous.  It sees one request, never the engine or the connection; whatever waits is
-done by the driver.
+An adapter is pure and synchronous.  It sees one request, but neither the engine nor the connection; the driver does everything
+asynchronous.  So an API is tested without a server, and all APIs share one path of cancellation and errors.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from trouper.params import BeamSearchParams, SamplingParams
 
 
 class GenerationRequest(Protocol):
-    """A decoded body, as far as the driver reads it."""
+    """The fields of a decoded body that the driver itself reads."""
 
     @property
     def model(self) -> str | None: ...
@@ -34,32 +34,39 @@ class ServedModel(NamedTuple):
     """The part of the server and its model that adapters may read."""
 
     settings: ServerSettings
-    name: str  # as the client knows it
-    default_sampling: Mapping[str, Any]  # of the model's generation_config.json
+    # The name under which the client knows it.
+    name: str
+    # Defaults from the model's generation_config.json.
+    default_sampling: Mapping[str, Any]
     max_model_len: int
     token_text: Callable[[int], str]
     token_bytes: Callable[[int], bytes]
     answers: AnswerFormat
-    grammar_is_first: bool = False  # it begins with the answer, not behind the reasoning
+    # Whether a grammar applies from the first token on, reasoning included.
+    grammar_is_first: bool = False
 
 
 class ReplyHead(NamedTuple):
     """The identity of a reply."""
 
-    request_id: str  # the client's name for the request, or else the server's
-    unique_id: str  # the server's own
-    created: int  # seconds of the wall clock
+    # The client's id of the request, or else the server's.
+    request_id: str
+    # The server's own id.
+    unique_id: str
+    # Seconds of the wall clock.
+    created: int
 
 
 class BeamRequest(NamedTuple):
-    """The search that takes the place of sampling; its width is the number of choices."""
+    """A beam search instead of sampling.  Its width is the number of choices."""
 
     params: BeamSearchParams
-    num_logprobs: int | None = None  # that are shown of each position
+    # Logprobs to show for each position.
+    num_logprobs: int | None = None
 
 
 class ParsedRequest(msgspec.Struct, kw_only=True):
-    """A request in the engine's terms."""
+    """One API's request in the engine's terms, made by `Adapter.parse`."""
 
     prompts: Sequence[Any]
     places: Sequence[str]  # the client's name for each prompt, as errors have it
@@ -83,14 +90,17 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
 
 
 def call_ids(parsed: ParsedRequest, model: ServedModel, head: ReplyHead) -> CallIds:
-    """Return the ids of a reply's tool calls."""
+    """Return the object that makes the ids of a reply's tool calls."""
     tools = model.answers.tools
     form = "random" if tools is None else tools.id_form
     return CallIds(form, head.unique_id, parsed.num_calls_before)
 
 
 class LastMetrics:
-    """The times of a request, for a reply of one choice: those of several have no one place to go."""
+    """Keep the times of a request for the end of its reply.
+
+    Replies with several choices show none, because the format has only one place for them.
+    """
 
     def __init__(self, parsed: ParsedRequest) -> None:
         self._is_shown = parsed.shows_metrics and parsed.params.n * len(parsed.prompts) == 1
@@ -105,7 +115,7 @@ class LastMetrics:
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True):
-    """The output of a choice since its last update; all of it, when the reply is not streamed."""
+    """The output of a choice since its last update.  Without streaming, it is the whole output."""
 
     index: int  # among all choices of the reply
     is_first: bool
@@ -131,10 +141,10 @@ class StreamEvent(NamedTuple):
 
 
 class Adapter(Protocol):
-    """The meaning of one API's requests and the form of its replies.
+    """The requests and replies of one API.
 
-    A stream is `begin`, then `render` for each update, then `end`; a whole reply is `add` for each update,
-    then `reply`.  The usage is that of all tokens so far; None: the client has not asked for it yet.
+    A stream calls `begin`, `render` for each update, then `end`.  A whole reply calls `add` for each update, then `reply`.
+    The usage counts all tokens so far; it is None if the client does not want it yet.
     """
 
     STREAM_END: ClassVar[bytes]
@@ -150,7 +160,7 @@ class Adapter(Protocol):
 
     @staticmethod
     def client_name(request: Any, parameter: str) -> str:
-        """Return the client's name for a parameter of the engine that is wrong."""
+        """Return the client's name of an engine parameter, for errors."""
         ...
 
     def __init__(
@@ -158,7 +168,7 @@ class Adapter(Protocol):
     ) -> None: ...
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> Iterable[StreamEvent]:
-        """Render what comes before the first update; `output` is the first of all."""
+        """Render the events before the first update.  `output` is the first output."""
         ...
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> Iterable[StreamEvent]: ...

@@ -1,4 +1,8 @@
-"""Beam search of one request: all beams of all its prompts take a token in each round."""
+"""Run a beam search for one request.
+
+In each round, every beam of every prompt is a request to the engine for one token.  The prefix cache keeps the beams' common
+prefixes, so a round costs about one step.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +26,7 @@ Make = Callable[[Any, SamplingParams, str, bool], "Generation[RequestOutput]"]
 
 
 class SearchWork:
-    """The searches of one request, as the work that its place is held for."""
+    """All searches of one request as one unit of work, for which the admission ticket is held."""
 
     def __init__(self, searches: Sequence[BeamSearch]) -> None:
         self._searches = searches
@@ -33,7 +37,7 @@ class SearchWork:
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Tokens of the prompts, each counted once since the prefix cache keeps it, and those of all rounds."""
+        """Tokens of the prompts, each counted once because the prefix cache keeps it, and tokens of all rounds."""
         counts = [search.num_tokens for search in self._searches]
         return sum(prompt for prompt, _ in counts), sum(output for _, output in counts)
 
@@ -41,12 +45,12 @@ class SearchWork:
 async def beam_outputs(
     service: Service, context: RequestContext, parsed: ParsedRequest, make: Make
 ) -> list[RequestOutput]:
-    """Return an output for each prompt, whose completions are its best beams.
+    """Return one output for each prompt; its completions are the best beams.
 
-    Leaving, in whatever way, aborts the round that runs.
+    Every exit aborts the running round.
 
     Raises:
-        Exception: the first failure among the requests of a round.
+        Exception: the first failure of a request in a round.
     """
     assert parsed.beams is not None
     params, num_logprobs = parsed.beams
@@ -82,7 +86,7 @@ def _decoder(service: Service) -> Callable[[list[int], bool], str]:
 
 
 def _output(context: RequestContext, search: BeamSearch, found: BeamSearchOutput) -> RequestOutput:
-    """Return the beams of a prompt in the form of its completions."""
+    """Convert the best beams of a prompt to completions."""
     num_prompt = len(search.prompt_token_ids)
     completions = [
         CompletionOutput(

@@ -1,7 +1,4 @@
-"""Conversion of the engine's logprobs to the two forms of OpenAI's APIs.  Pure.
-
-Find the tokens of each piece of an answer, for the logprobs of its texts.  Pure.
-"""
+"""Convert the engine's logprobs to OpenAI's two formats, and assign tokens to the parts of an answer.  Pure."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -51,12 +48,14 @@ def completion_logprobs(
     offset: int = 0,
     as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """Convert logprobs to four lists of one length.
+    """Convert logprobs to the format of completions: four lists of equal length.
 
     Args:
-        text_of: gives the text of tokens without a logprob.
-        bytes_of: gives the bytes of alternatives that are parts of a character, which are named by them, as OpenAI does.
+        text_of: returns the text of a token without a logprob.
+        bytes_of: returns the bytes of a token.  An alternative that is only part of a character is named by its bytes, like in
+            OpenAI's API.
         offset: the length of the text before these tokens.
+        as_ids: names tokens by their ids.
     """
     made = CompletionLogprobs()
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -127,7 +126,7 @@ def _plain(position: LogprobsOnePosition) -> dict[int, dict[str, Any]]:
 
 
 def _shown(position: LogprobsOnePosition, chosen: int, num_top: int) -> list[tuple[int, Logprob]]:
-    """Return the chosen token, and then the rest of the `num_top` likeliest, as clients of vLLM read them."""
+    """Return the chosen token, then the other ones of the `num_top` likeliest, in vLLM's order."""
     top = sorted(position.items(), key=lambda item: -item[1].logprob)
     shown = [item for i, item in enumerate(top) if num_top == -1 or i < num_top]
     first = [item for item in top if item[0] == chosen]
@@ -140,7 +139,7 @@ def _entry(token_id: int, entry: Logprob, as_ids: bool) -> TokenLogprob:
 
 
 def _part(entry: Logprob, raw: bytes) -> TokenLogprob:
-    """Return an alternative that is a part of a character: it has bytes, and no text but those."""
+    """Convert an alternative that is only part of a character: it has bytes but no readable text."""
     return TokenLogprob(_escaped(raw), max(entry.logprob, LEAST), list(raw))
 
 
@@ -160,12 +159,12 @@ class _TextSpan(NamedTuple):
 
 
 class TokenSpans:
-    """The tokens of one answer that belong to no piece yet.
+    """The tokens of one answer that are not assigned to any part yet.
 
-    The parsers give pieces of text, which do not say what tokens they came from: marks are left out, and what may be the
-    beginning of a mark comes later than its tokens. But the pieces are in the order of the tokens, so each piece is looked for
-    behind the end of the last one, and tokens in between are marks. A piece that the tokens do not spell, such as arguments
-    that a parser has rewritten, gets none. At most the tokens of one answer are held.
+    The parsers emit parts of text without their tokens: they remove marks, and hold back text that may become a mark.  But parts
+    keep the order of the tokens, so each part is searched after the end of the last one, and tokens in between are marks.  A part
+    that the tokens do not spell, such as arguments rewritten by a parser, gets no tokens.  At most the tokens of one answer
+    are held.
     """
 
     def __init__(self) -> None:
@@ -181,7 +180,7 @@ class TokenSpans:
         self._text += "".join([token.token for token in tokens])
 
     def take(self, piece: str) -> list[ChatToken]:
-        """Return the tokens of the next piece of the answer. A token that is in two pieces belongs to the first one."""
+        """Return the tokens of the next part of the answer.  A token in two parts belongs to the first one."""
         place = self._text.find(piece) if piece else -1
         if place < 0:
             return []

@@ -94,7 +94,7 @@ def tool_use(
     if not tools:
         raise invalid("tools", "must not be empty")
     if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"at most {MAX_TOOLS} tools", len(tools))
+        raise invalid("tools", f"must contain at most {MAX_TOOLS} tools", len(tools))
     known = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     schemas = {name: schema for name, schema, _ in known}
     if choice == "none":

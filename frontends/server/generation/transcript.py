@@ -1,11 +1,9 @@
-"""Conversations as clients send them, in the engine's form.  Pure.
+"""Convert the conversations of all APIs to the engine's form.  Pure.
 
-The messages of a chat, made from a conversation that has another form.  Pure.
-
-Pack a text into one string that clients keep and send back: past reasoning, or the summary of a conversation.  Pure.
-
-The string hides nothing, because the client may read the same text in the answer.  Its prefix distinguishes what this server
-has made from what another server has encrypted.
+The Messages and Responses APIs have their own forms of conversations; `Transcript` builds the messages of a chat from them and
+remembers the client's name of each, for errors.  `seal` packs text, such as past reasoning or a summary, into a string that the
+client sends back later.  Sealing hides nothing, because the client may read the same text in the answer; its prefix distinguishes
+this server's strings from the encrypted ones of other servers.
 """
 
 import binascii
@@ -21,14 +19,14 @@ MAX_PARTS = 256  # in one message
 
 
 def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
-    """Return a conversation in the engine's form, from any request that carries one.
+    """Convert the conversation of any request to the engine's form.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
+        TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
     """
     _check_messages(request.messages)
     if request.chat_template is not None and not settings.trust_request_chat_template:
-        raise invalid("chat_template", "this server renders its own template only")
+        raise invalid("chat_template", "needs a server started with --trust-request-chat-template")
     choice = getattr(request, "tool_choice", "none")
     tool_use(request.tools, choice)
     defaults = dict(settings.default_chat_template_kwargs)
@@ -63,11 +61,11 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
     if not messages:
         raise invalid("messages", "must not be empty")
     if len(messages) > MAX_MESSAGES:
-        raise invalid("messages", f"at most {MAX_MESSAGES} messages", len(messages))
+        raise invalid("messages", f"must contain at most {MAX_MESSAGES} messages", len(messages))
     for i, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list) and len(cast("list[Any]", content)) > MAX_PARTS:
-            raise invalid(f"messages[{i}].content", f"at most {MAX_PARTS} parts")
+            raise invalid(f"messages[{i}].content", f"must contain at most {MAX_PARTS} parts")
 
 
 JSONObject = dict[str, Any]
@@ -76,7 +74,7 @@ JSONObject = dict[str, Any]
 class Transcript:
     """The messages so far, and the client's name for each.
 
-    What the assistant has thought, said and called in one turn is one message, as templates want it.
+    All parts of one turn of the assistant (reasoning, text and calls) become one message, because chat templates expect that.
     """
 
     def __init__(self) -> None:
@@ -91,7 +89,7 @@ class Transcript:
         self._append(place, {"role": role, "content": content})
 
     def assistant(self, place: str, *ends_at: str) -> JSONObject:
-        """Return the assistant's message that goes on here: a new one where the last has one of these fields."""
+        """Return the assistant's last message to extend it, or a new one if the last message has one of these fields."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(name in last for name in ends_at):
             self._append(place, {"role": "assistant"})
@@ -104,17 +102,17 @@ class Transcript:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def add_result(self, place: str, name: str, call_id: Any, content: Any) -> None:
-        """Append the result of a call; `name` is what the client calls the id of the call.
+        """Append the result of a tool call.  `name` is the client's name of the field with the call's id.
 
         Raises:
-            TrouperValidationError: there is no such call before it.
+            TrouperValidationError: no earlier call has this id.
         """
         if not isinstance(call_id, str) or call_id not in self._call_ids:
-            raise invalid(f"{place}.{name}", "must be that of a call before it", call_id)
+            raise invalid(f"{place}.{name}", "must be the id of an earlier tool call", call_id)
         self._append(place, {"role": "tool", "tool_call_id": call_id, "content": content})
 
     def client_name(self, parameter: str) -> str:
-        """Return the client's name of a part of a message, which is `messages[i]…` here."""
+        """Translate `messages[i]…`, a place in the chat, to the client's name of that place."""
         number, bracket, rest = parameter.removeprefix("messages[").partition("]")
         if not bracket or not number.isdigit() or int(number) >= len(self._places):
             return parameter
@@ -130,7 +128,7 @@ PREFIX = "trouper:{kind}:"
 
 
 def seal(kind: Kind, text: str) -> str:
-    """Return the string that a client keeps for `text`."""
+    """Pack a text into a string for the client to keep."""
     return PREFIX.format(kind=kind) + urlsafe_b64encode(text.encode(errors="replace")).decode()
 
 

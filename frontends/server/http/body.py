@@ -1,14 +1,14 @@
-"""Request bodies while they are read, within one budget of memory.
+"""Read request bodies within one budget of memory.
 
-Laws.  Every byte of a body counts against the budget of all bodies from its arrival until the body has been decoded, or until
-its request ends where parts of it are used as they are.  When the budget is exhausted, the largest body that is still being
-read is refused, so small requests get through while large ones are trickled in.  A body that does not keep to its minimum
-rate is refused: after the start-up time it must have come at that rate on average.
+Laws.  Every byte of a body counts against the common budget until the body is decoded; if parts of the body are used without a
+copy, until the request ends.  When the budget is exhausted, the largest unfinished body is refused, so small requests get
+through while large ones trickle in.  After the start-up time, the average rate of a body must reach a minimum, or the body is
+refused.
 
-Joining the pieces at the end would hold the event loop for 50 ms at 90 MB.  So from `LARGE` on they are copied one by one
-into a buffer: mapped memory, which the system provides as it is written, in small pages, so that no client can claim more
-than it sent.  The first write of a page takes 2.5 µs and a later one 0.4 (two Zen 3 cores, a virtual machine): of 57 ms of
-the event loop for 90 MB, 8 are left where the buffer has been used before.  So one is kept.
+Joining all chunks at the end would block the event loop for 50 ms at 90 MB.  So bodies from `LARGE` bytes on are copied chunk
+by chunk into mapped memory.  The system provides its pages when they are written, so a client cannot claim more memory than it
+sent.  The first write of a page takes 2.5 µs and a later one 0.4 µs (two Zen 3 cores, a virtual machine): copying 90 MB takes
+57 ms in a new buffer and 8 ms in a used one, so one used buffer is kept.
 """
 
 import mmap
@@ -24,13 +24,14 @@ import numpy as np
 from trouper.frontends.server.shared.errors import HTTPError
 
 LARGE = 2**20  # bytes, copied in 0.1 ms
-KEPT = 2**27  # bytes of the kept buffer that stay in memory while no request uses it
+# Bytes of the unused buffer that stay in memory.
+KEPT = 2**27
 
 
 class BodyBuffers:
-    """Memory for large bodies, `capacity` bytes each; the one that was returned last is handed out first.
+    """Buffers for large bodies, `capacity` bytes each.  At most one unused buffer is kept.
 
-    A buffer may hold bytes of an earlier body, so its users see only as much as they have written.
+    A buffer may contain bytes of an earlier body, so a user gets a view only of the bytes that it wrote.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -40,12 +41,13 @@ class BodyBuffers:
         )  # filled by the thread that drops a last view
 
     def take(self) -> memoryview:
-        """Return a buffer, which comes back when the last view of it is gone."""
+        """Return a buffer.  It returns to the pool when its last view is dropped."""
         try:
             buffer = self._free.pop()
         except IndexError:
             buffer = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        held = np.frombuffer(buffer, np.uint8)  # an object whose end can be observed
+        # An array, because a finalizer can be attached to it.
+        held = np.frombuffer(buffer, np.uint8)
         weakref.finalize(held, self._give_back, buffer).atexit = False
         return held.data
 
@@ -117,7 +119,7 @@ class Body:
         self._is_evicted = False
 
     def add(self, piece: bytes) -> None:
-        """Append a piece.  Raises HTTPError: the body is too large, or the budget is exhausted."""
+        """Append a chunk.  Raises HTTPError if the body is too large or the budget is exhausted."""
         end = self.size + len(piece)
         if self._is_evicted:
             raise self._memory.refuse()
@@ -155,7 +157,7 @@ class Body:
 
         Raises:
             HTTPError: the body is too large or too slow, or the budget is exhausted.
-            ClientGone: the client has left.
+            ClientGone: the client disconnected.
         """
         started = anyio.current_time()
         with anyio.CancelScope() as self._reading:
@@ -171,10 +173,10 @@ class Body:
             raise self._memory.refuse()
         if not self.is_complete:
             headers = ((b"connection", b"close"),)
-            raise HTTPError(408, "body_timeout", "the body came too slowly", headers=headers)
+            raise HTTPError(408, "body_timeout", "the body arrived too slowly", headers=headers)
 
     def whole(self) -> bytes | memoryview:
-        """Return what has come, and nothing else of the buffer."""
+        """Return a view of the received bytes only."""
         return bytes(self._small) if self._buffer is None else self._buffer[: self.size]
 
     def evict(self) -> None:
@@ -202,8 +204,8 @@ class Body:
 
 
 class ClientGone(Exception):
-    """The client has left before its whole request had come."""
+    """The client disconnected before it sent the complete request."""
 
 
 def too_large(max_body: int) -> HTTPError:
-    return HTTPError(413, "body_too_large", f"a body may have {max_body} bytes")
+    return HTTPError(413, "body_too_large", f"the body must have at most {max_body} bytes")

@@ -1,6 +1,7 @@
-"""One HTTP request and its response, over the three callables of ASGI.
+"""Represent one HTTP request and its response, over ASGI's scope, receive and send.
 
-Laws.  One response per request; after the client has left, sending does nothing.  Nothing larger than its limit is held.
+Laws.  A request gets exactly one response.  After the client disconnected, sending does nothing.  No input larger than its limit is
+kept.
 """
 
 import re
@@ -43,7 +44,7 @@ def event_frame(content: object, name: str | None = None) -> bytes:
 
 
 class RequestContext:
-    """One request as handlers get it: its head, its body on demand, and the methods that answer it."""
+    """One request for a handler: its head, its body on demand, and the methods that send the response."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.root_path: str = scope.get("root_path", "").rstrip("/")
@@ -88,7 +89,7 @@ class RequestContext:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the head of the request has come."""
+        """Seconds since the head of the request arrived."""
         return perf_counter() - self._began
 
     @property
@@ -97,26 +98,26 @@ class RequestContext:
         return self.client_id or self.id
 
     def name_by(self, request_id: str | None) -> None:
-        """Take the body's `request_id`, unless a header has given one."""
+        """Use the body's `request_id`, unless a header named the request."""
         self.client_id = self.client_id or _sanitised((request_id or "").encode(errors="replace"))
 
     def detached(self, ticket: AdmissionTicket) -> "RequestContext":
-        """Return the context of what goes on with another ticket when this request has been answered."""
+        """Return a copy with another ticket, for work that outlives the response to this request."""
         other = copy(self)
         other.ticket = ticket
         return other
 
     def redirect(self, send: Send) -> None:
-        """Pass what is sent from now on to `send` in place of the client."""
+        """Send everything from now on to `send` instead of the client."""
         self._send = send
 
     def header(self, name: bytes) -> bytes | None:
-        """The value of the first header of that name, in small letters."""
+        """Return the value of the first header of this lower-case name, or None."""
         return self._firsts.get(name)
 
     @property
     def content_length(self) -> int:
-        """The length that the head gives; 0 if it gives none."""
+        """The value of Content-Length, or 0 without a valid one."""
         length = self.header(b"content-length") or b""
         return int(length[:20]) if length.isdigit() else 0
 
@@ -128,19 +129,26 @@ class RequestContext:
             raise HTTPError(400, "invalid_value", "the query is malformed", param="query") from None
 
     def check_head(self, settings: ServerSettings) -> None:
-        """Raise HTTPError for a head beyond its limits."""
+        """Raise HTTPError (414 or 431) if the head exceeds its limits."""
         if len(self._raw_path) > settings.max_path:
-            raise HTTPError(414, "path_too_long", f"the path has over {settings.max_path} bytes")
+            raise HTTPError(
+                414, "path_too_long", f"the path must have at most {settings.max_path} bytes"
+            )
         size = sum(len(name) + len(value) for name, value in self.headers)
         if len(self.headers) > settings.max_headers or size > settings.max_header_bytes:
             raise HTTPError(
                 431,
                 "headers_too_large",
-                f"more than {settings.max_headers} headers or {settings.max_header_bytes} bytes",
+                f"the request must have at most {settings.max_headers} headers and {settings.max_header_bytes} bytes of them",
             )
 
     async def read_body(self, settings: ServerSettings, body: Body) -> None:
-        """Read the whole body.  Raises HTTPError: too large, too slow, encoded, or no memory; ClientGone."""
+        """Read the whole body.
+
+        Raises:
+            HTTPError: the body is too large, too slow or encoded, or the budget of memory is exhausted.
+            ClientGone: the client disconnected.
+        """
         if self.header(b"content-encoding") not in (None, b"", b"identity"):
             raise HTTPError(415, "encoded_body", "a body must not have a content encoding")
         if self.content_length > settings.max_body:
@@ -154,13 +162,13 @@ class RequestContext:
         self.num_body_bytes = body.size
 
     def check_wanted(self) -> None:
-        """Raise HTTPError if the request has been aborted."""
+        """Raise HTTPError if an administrator aborted the request."""
         if self.is_aborted:
             raise aborted()
 
     async def wait_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
-            pass  # the rest of a body that no handler has read
+            pass  # unread parts of the body
         self.is_gone = True
 
     async def send_json(self, content: object, status: int = 200, headers: Headers = ()) -> None:
@@ -198,7 +206,7 @@ class RequestContext:
         await self.send_frame(frame)
 
     async def send_frame(self, frame: bytes) -> None:
-        """Send an event that is encoded already."""
+        """Send an encoded event."""
         self.num_events += 1
         await self._send_chunk(frame)
 
@@ -211,7 +219,7 @@ class RequestContext:
         await self._put({"type": "http.response.body", "body": mark, "more_body": False})
 
     async def fail(self, problem: ErrorBody, form: ErrorForm) -> None:
-        """Tell an error as the status, or as an event if the status has been sent already."""
+        """Send an error as the response, or as an event if a stream has already started."""
         if not self.has_started:
             body = form.render(problem, self.request_id)
             await self.send_json(body, problem.status, problem.headers)
@@ -243,19 +251,20 @@ class RequestContext:
             with anyio.CancelScope(shield=True):
                 await self._send(message)
         except OSError:
-            self.is_gone = True  # servers may raise it when the client has left
+            # Some servers raise it after the client disconnected.
+            self.is_gone = True
         finally:
             self._is_sending = False
 
 
 def _address(client: tuple[str, int | None] | None) -> str:
-    """Return the peer's address, which is the proxy's where there is one, or `-` of a socket file."""
+    """Return the address of the peer (a proxy's, behind a proxy), or `-` for a socket file."""
     host, port = client or ("", None)
     host = f"[{host}]" if ":" in host else host or "-"
     return host if port is None else f"{host}:{port}"
 
 
 def _sanitised(value: bytes | None) -> str | None:
-    """Cut an id to harmless printable characters; None for an empty one."""
+    """Reduce an id to harmless printable characters.  Returns None for an empty one."""
     text = (value or b"")[:MAX_ID].decode("ascii", errors="replace")
     return UNSAFE_IN_ID.sub("_", text) or None

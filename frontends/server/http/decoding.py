@@ -1,10 +1,10 @@
 """Decode JSON bodies into request types.
 
-Bodies that two parsers could read differently are refused, so a proxy and this server never see two different requests.
-msgspec refuses nearly everything that is not JSON.  A second reading finds duplicate keys and the fields that the type does
-not have.  The texts of errors are ours or msgspec's; those of the interpreter tell of its insides and are replaced.
+A body that two parsers could read differently is refused, so a proxy and this server never see two different requests.
+msgspec refuses nearly all invalid JSON; a second pass finds duplicate keys and undeclared fields.  Errors show texts by trouper
+or msgspec; texts of the interpreter would expose internals and are replaced.
 
-Report the fields and tools that a request is answered without, to its client and in the log.
+Unknown fields and tools do not fail a request: its response names them in a header, and the log shows each name once.
 """
 
 import json
@@ -29,10 +29,11 @@ MAX_COMMAS = (
 MAX_DEPTH = (
     128  # of arrays and objects; copying, encoding and rendering recurse, and stop at about 300
 )
-MAX_FIELD = 16 * 2**10  # bytes of a field that is in no table
+MAX_FIELD = 16 * 2**10  # bytes of an unknown field
 MAX_ECHO = 200
-TOO_DEEP = f"arrays and objects may be nested {MAX_DEPTH} deep"
-IN_DICT = re.compile(r"\$\.(\w+)\[\.\.\.\](.*)")  # of a field; msgspec does not say which key
+TOO_DEEP = f"arrays and objects must not be nested deeper than {MAX_DEPTH} levels"
+# The place of a wrong value in a dict.  msgspec does not name its key.
+IN_DICT = re.compile(r"\$\.(\w+)\[\.\.\.\](.*)")
 WHERE = re.compile(r" - at (?:`(?P<path>[^`]*)`|\S+)$")
 MISSING = re.compile(r"missing required field `(\w+)`")
 EXPECTED = re.compile(r"Expected `(\w+)")
@@ -84,7 +85,9 @@ def _copied(body: bytes | memoryview) -> bytes:
 
 def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
     if body.count(b",") > MAX_COMMAS:
-        raise HTTPError(400, "schema_too_complex", f"a body may hold {MAX_COMMAS} values")
+        raise HTTPError(
+            400, "schema_too_complex", f"the body must contain at most {MAX_COMMAS} values"
+        )
     try:
         request = _read_typed(body, kind)
         plain = _read_plain(body)
@@ -100,7 +103,10 @@ def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
     for name in unknown:
         if len(msgspec.json.encode(others[name])) > MAX_FIELD:
             raise HTTPError(
-                400, "invalid_schema", f"may have {MAX_FIELD} bytes", param=clean(name, MAX_ECHO)
+                400,
+                "invalid_schema",
+                f"must have at most {MAX_FIELD} bytes",
+                param=clean(name, MAX_ECHO),
             )
     return Decoded(request, unknown)
 
@@ -221,29 +227,30 @@ def _wrong_key(field: str, body: bytes, kind: type[Any]) -> str:
 
 MAX_NAME = 64  # characters of a name that clients and the log are shown
 MAX_NAMES = 16  # of one request that the header names: with commas 1 KiB
-MAX_LOGGED = 256  # names that are remembered, 16 KiB; the log is not a place that clients fill
+# Remembered names, 16 KiB.  Clients must not be able to fill the log.
+MAX_LOGGED = 256
 
 
 class Ignored(NamedTuple):
-    """Describe a kind of thing that is ignored: the header that names it, and the line for the log."""
+    """A kind of ignored input: the response header that lists it, and the text of its log line."""
 
     header: bytes
     text: str
 
 
-FIELDS = Ignored(b"x-trouper-ignored-fields", "the field %r is not known, and is ignored")
-TOOLS = Ignored(b"x-trouper-ignored-tools", "the tool %r cannot run here, and is left out")
+FIELDS = Ignored(b"x-trouper-ignored-fields", "ignored the unknown field %r")
+TOOLS = Ignored(b"x-trouper-ignored-tools", "left out the tool %r, which this server cannot run")
 
 
 class UnknownFields:
-    """Count the fields of requests that are ignored, and warn of each name once."""
+    """Count ignored fields, and warn of each name once."""
 
     def __init__(self) -> None:
         self.num = 0
         self._logged: set[str] = set()
 
     def note(self, path: str, names: Sequence[str], kind: Ignored = FIELDS) -> Headers:
-        """Count what one request is answered without, log what is new, and return a header that names it."""
+        """Count the ignored names of one request, log the new ones, and return the header that lists them."""
         self.num += len(names)
         shown = sorted(clean(name, MAX_NAME).encode("ascii", "replace").decode() for name in names)
         for name in shown:

@@ -1,12 +1,8 @@
-"""CORS headers: they tell browsers which pages of other origins may read the answers.  Pure.
+"""Read and write headers with a meaning of their own.  Pure.
 
-Source: the Fetch standard, section 3.2.
-
-Read the W3C trace context of a request's headers.
-
-Report the engine's load in a header of an answer, in the ORCA format that load balancers read.  Pure.
-
-Read which replica a request names, and its session: headers as vLLM has them, or fields of the body.
+CORS headers let browsers decide which pages of other origins may read a response (Fetch standard, section 3.2).  Trace context
+(W3C) names the caller's span.  The load report (ORCA) informs load balancers.  vLLM's headers for replica and session choose
+where a request runs.
 """
 
 import json
@@ -23,9 +19,9 @@ MAX_AGE_S = b"600"
 
 
 def cors_headers(context: RequestContext, settings: ServerSettings) -> Headers:
-    """Make the headers of an answer; none for requests without an origin or with one that is not allowed.
+    """Make the CORS headers of a response.  Returns none without an origin, or for an origin that is not allowed.
 
-    With credentials the origin is named, because browsers take no `*` then.
+    With credentials the response names the origin, because browsers refuse `*` then.
     """
     origin = context.header(b"origin")
     if origin is None or not settings.allowed_origins:
@@ -51,7 +47,7 @@ def cors_headers(context: RequestContext, settings: ServerSettings) -> Headers:
 
 
 def _listed(allowed: tuple[str, ...], wanted: bytes) -> bytes:
-    """List what is allowed; `*` repeats what is wanted, because with credentials browsers take no other form."""
+    """List the allowed values.  For `*`, repeat the requested ones, because browsers refuse `*` with credentials."""
     return wanted if "*" in allowed else ", ".join(allowed).encode()
 
 
@@ -59,9 +55,9 @@ TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 
 
 def trace_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str] | None:
-    """The headers that name the caller's span; None unless exactly one span is named.
+    """Return the headers that name the caller's span, or None unless they name exactly one.
 
-    The standard says that several parents are none, and that several states are one list.
+    By the standard, several parents count as none, and several states form one list.
     """
     found = [
         (name, value.decode("latin-1")) for name, value in headers if name.startswith(b"trace")

@@ -1,6 +1,6 @@
-"""Read numbers and booleans as clients of vLLM may write them.
+"""Read numbers and booleans in the loose forms that vLLM accepts.
 
-vLLM decodes bodies with pydantic, whose lax mode takes "5", 5.0 and true where a number is wanted, and "true" or 1 for a boolean.
+vLLM decodes bodies with pydantic.  Its lax mode accepts "5", 5.0 and true for a number, and "true" or 1 for a boolean.
 Clients rely on it, mostly those that fill forms or shell templates. msgspec has a lax mode, too, but with other rules: it reads
 the text "null" as a missing value, for example. A body is relaxed only after its strict reading has failed.
 """
@@ -19,7 +19,7 @@ FALSE = frozenset(("0", "off", "f", "false", "n", "no"))
 
 
 def relax(value: Any, wanted: Any) -> Any:
-    """Return the value as pydantic's lax mode reads it for the type `wanted`, or as it is where that mode refuses it."""
+    """Convert a value to the type `wanted` by pydantic's lax rules.  Returns it unchanged if they refuse it."""
     if wanted in SCALARS:
         return SCALARS[wanted](value)
     if _fits(value, wanted):

@@ -1,6 +1,7 @@
-"""Log lines on stderr, written by a thread, so that a reader of stderr that stops delays no request.
+"""Write log lines to stderr in a thread, and make the lines of the access log.
 
-The access log: one line for each answer, without anything that a client could forge it with.
+A blocked reader of stderr must not delay requests, so the event loop only queues the lines.  In the access log, one line describes
+one response, and no input of a client can forge another line.
 """
 
 import contextlib
@@ -15,11 +16,12 @@ from threading import Thread
 from trouper.frontends.server.http.context import RequestContext
 
 STOP_S = 1.0  # for the last lines
-MAX_LINES = 10_000  # that wait to be written; later ones are dropped
+# Queued lines; further ones are dropped.
+MAX_LINES = 10_000
 
 
 class _Dropping(QueueHandler):
-    """Passes lines on to the writer; those for which there is no room are dropped and counted, in a line that follows."""
+    """Queue lines for the writer.  If the queue is full, lines are dropped, and a later line reports their number."""
 
     _num_dropped = 0
 
@@ -59,20 +61,21 @@ def log_lines(name: str, level: str) -> Generator[None]:
 
 
 def _stop(listener: QueueListener) -> None:
-    """Stop the thread, which may wait for the reader of stderr for ever."""
+    """Stop the thread.  It may wait forever for the reader of stderr, so this does not wait for it."""
     with contextlib.suppress(Full):
         listener.stop()
 
 
-MAX_PATH = 128  # characters of a path that is no route
+# Characters shown of an unknown path.
+MAX_PATH = 128
 UNSAFE_IN_PATH = re.compile(r"[^A-Za-z0-9._~:@!$&'()*+,;=/-]")
 
 
 def access_line(context: RequestContext, route: str | None) -> str:
     """Return client, method, path, status, duration, tokens of prompt and answer, and the request's ids.
 
-    The query is left out, for it may hold secrets; of a path that is no route, characters that could begin
-    another line or move a terminal's cursor are replaced.
+    The query is omitted because it may contain secrets.  In an unknown path, characters are replaced that could start
+    another line or move the cursor of a terminal.
     """
     path = route or UNSAFE_IN_PATH.sub("_", context.path[:MAX_PATH])
     tokens = "-"

@@ -1,4 +1,8 @@
-"""One entry of the table of routes, and nothing of what stands in it."""
+"""Define an entry of the table of routes.
+
+The type is apart from the table because the context, the service and the OpenAPI document use it, and the table imports all
+handlers.
+"""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
@@ -15,9 +19,13 @@ Handler = Callable[[Any, Any, Any], Awaitable[None]]
 class Route(msgspec.Struct, frozen=True):
     """The handler of a method and a path, and its description for the OpenAPI document.
 
-    `body` is what the request's body is decoded to.  A route that `generates` makes the engine work, and
-    one that also `pools` needs a pooling model; requests of a route that generates or `tokenizes` are admitted.  `reply` of None stands for any JSON object.  `choose` finds the
-    route that a body is for, where one path takes the bodies of several.
+    Attributes:
+        body: the type of the request's body, or None without a body.
+        generates: whether the engine works for the request, which is then admitted by the gate.
+        pools: whether the route needs a pooling model; it `generates`, too.
+        tokenizes: whether the request is admitted although the engine does not work for it.
+        reply: the type of the reply; None means any JSON object.
+        choose: finds the route of a body, if one path takes the bodies of several routes.
     """
 
     method: str

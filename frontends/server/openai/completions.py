@@ -230,7 +230,10 @@ def _text_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     for i, prompt in enumerate(given):
         place = f"prompt[{i}]"
         if type(prompt) is not kind or kind not in (str, list):
-            raise invalid(place, "must be text, or a list of token ids, as the others")
+            raise invalid(
+                place,
+                "must have the type of the other inputs: either all are texts or all are lists of token ids",
+            )
         if not prompt:
             raise invalid(place, "must not be empty")
         if kind is list and not _is_ids(cast("list[Any]", prompt)):

@@ -191,7 +191,7 @@ def completion_beams(
         TrouperValidationError, UnsupportedFeatureError: naming the field.
     """
     if request.echo and request.logprobs is not None:
-        raise invalid("echo", "not with logprobs and use_beam_search")
+        raise invalid("echo", "cannot be combined with logprobs and use_beam_search")
     max_tokens = request.max_tokens
     if max_tokens is None:
         max_tokens = defaults.get("max_tokens", OPENAI_MAX_TOKENS)
@@ -232,7 +232,7 @@ def _beams(
     num_logprobs: int | None,
 ) -> BeamRequest:
     if request.stream:
-        raise invalid("stream", "not with use_beam_search")
+        raise invalid("stream", "cannot be combined with use_beam_search")
     check_common(request)
     _check_followed(request)
     if num_logprobs is not None and num_logprobs < -1:
@@ -254,7 +254,7 @@ def _check_followed(request: Generating) -> None:
         value = getattr(request, name, None)
         neutral = FIELDS[name].neutral if name in FIELDS else ()
         if value not in (None, "", [], {}, *neutral):
-            raise invalid(name, "not with use_beam_search")
+            raise invalid(name, "cannot be combined with use_beam_search")
     for name in FORMATS:
         value = getattr(request, name)
         is_text = name == "response_format" and value is not None and value.type == "text"

@@ -1,1 +1,1 @@
-"""Control, operations and the API's description."""
+"""Routes for operators: control, health, metrics, and the description of the API."""

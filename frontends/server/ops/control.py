@@ -1,7 +1,4 @@
-"""Control routes for administrators: sleep, pause, abort, profile.
-
-Control routes for adapters: load and unload.
-"""
+"""Control routes for administrators: sleep, pause, abort, profile, and load or unload adapters."""
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
@@ -45,7 +42,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
-    """`POST /abort_requests`; no ids: all."""
+    """The body of `POST /abort_requests`.  Without ids, all requests are aborted."""
 
     request_ids: list[str] | None = None
 
@@ -103,13 +100,13 @@ async def reset_prefix_cache(service: Service, context: RequestContext, _: None)
 
 
 async def start_profile(service: Service, context: RequestContext, _: None) -> None:
-    """Trace the device, into the folder that --profiler-config names."""
+    """Start a trace of the device, written to the folder of --profiler-config."""
     await service.engine.controls.start_profile(service.config.profile_folder(), "trouper")
     await context.send_empty()
 
 
 async def stop_profile(service: Service, context: RequestContext, _: None) -> None:
-    """Write the trace."""
+    """End the trace and write it."""
     service.config.profile_folder()  # raises if no folder is configured
     await service.engine.controls.stop_profile()
     await context.send_empty()
@@ -117,7 +114,7 @@ async def stop_profile(service: Service, context: RequestContext, _: None) -> No
 
 @contextmanager
 def _transition() -> "Generator[None]":
-    """Turn the engine's refusal of a call into an error about the query's field."""
+    """Convert the engine's refusal of a call to an error about the field of the query."""
     try:
         yield
     except TrouperValidationError as error:
@@ -146,15 +143,17 @@ def _bad_query(name: str, rule: str) -> HTTPError:
 async def load_adapter(
     service: Service, context: RequestContext, request: LoadAdapterRequest
 ) -> None:
-    """Load an adapter from a folder below --lora-root; from then on it is a model of that name."""
+    """Load an adapter from a folder below --lora-root.  Requests can then use its name as a model."""
     root, name = service.settings.lora_root, request.lora_name
     if root is None:
-        raise HTTPError(403, "not_allowed", "adapters are loaded by HTTP with --lora-root only")
+        raise HTTPError(
+            403, "not_allowed", "loading adapters over HTTP needs a server started with --lora-root"
+        )
     known = service.adapter(name)
     if known is not None and not request.load_inplace:
         raise invalid("lora_name", "has already been loaded; set load_inplace to replace it", name)
     if name in service.model_names:
-        raise invalid("lora_name", "is a model's", name)
+        raise invalid("lora_name", "is the name of a model", name)
     number = service.next_adapter_number() if known is None else known.lora_int_id
     adapter = LoRARequest(name, number, request.lora_path, load_inplace=request.load_inplace)
     try:
@@ -169,7 +168,7 @@ async def load_adapter(
 async def unload_adapter(
     service: Service, context: RequestContext, request: UnloadAdapterRequest
 ) -> None:
-    """Unload an adapter; requests that use it finish first."""
+    """Unload an adapter.  Requests that use it finish first."""
     if not request.lora_name:
         raise invalid("lora_name", "must name an adapter")
     known = service.adapter(request.lora_name)
@@ -182,12 +181,12 @@ async def unload_adapter(
 
 
 async def _tell(context: RequestContext, name: str, what: str) -> None:
-    """Answer with vLLM's sentence, which clients match, and the name for those that read JSON."""
+    """Answer with vLLM's sentence, which clients compare, and with the adapter's name for clients that read JSON."""
     message = f"Success: LoRA adapter '{name}' {what} successfully."
     await context.send_json({"status": "success", "message": message, "id": name})
 
 
 def _broken(error: TrouperValidationError | UnsupportedFeatureError) -> HTTPError:
-    """Return the error for files that are no adapter: a 500 as in vLLM, for the request itself is right."""
+    """Return the error for files that are not an adapter.  It is a 500 like in vLLM, because the request itself is valid."""
     problem = describe(error)
     return HTTPError(500, "broken_adapter", problem.message, param=problem.param, headers=NO_RETRY)

@@ -1,4 +1,4 @@
-"""The answer to `/`: one line for programs that look whether a server is there, a small page for browsers."""
+"""Answer `/`: one line for programs that check for a server, and a small page for browsers."""
 
 import re
 from base64 import b64encode
@@ -30,7 +30,7 @@ LINKS = ("/v1/models", "/openapi.json", "/health", "/metrics")
 
 
 async def welcome(service: Service, context: RequestContext, _: None) -> None:
-    """Say that the server is here, and how to ask it."""
+    """Describe the running server, and how to send requests to it."""
     is_wanted = b"text/html" in (context.header(b"accept") or b"")
     text, kind = (
         (_page(service, context), b"text/html") if is_wanted else (_line(service), b"text/plain")
@@ -39,7 +39,7 @@ async def welcome(service: Service, context: RequestContext, _: None) -> None:
 
 
 def _model(service: Service) -> str | None:
-    """Return the model's name; None while it is loading, and where only clients with a key may know it."""
+    """Return the model's name, or None while it is loading or if only clients with a key may know it."""
     if service.is_starting or service.settings.api_keys:
         return None
     return service.model_names[0]

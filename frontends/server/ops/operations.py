@@ -1,4 +1,4 @@
-"""Routes for operators: models, health, metrics."""
+"""Routes for operators: models, health checks, metrics, and the state of the server."""
 
 import time
 from contextlib import suppress
@@ -48,14 +48,14 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
 
 
 async def live(service: Service, context: RequestContext, _: None) -> None:
-    """Fails only when no progress is possible any more."""
+    """Fail only if no progress is possible any more."""
     if not service.is_starting:
         service.check_alive()
     await context.send_empty()
 
 
 async def ready(service: Service, context: RequestContext, _: None) -> None:
-    """Tell whether a request would be admitted and scheduled now."""
+    """Report whether a request would be admitted and scheduled now."""
     service.check_alive()
     service.check_open()
     if service.engine.lifecycle.is_sleeping:
@@ -72,11 +72,11 @@ async def ready(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def step_age(service: Service, context: RequestContext, _: None) -> None:
-    """Tell the seconds since a step ended, while there is work; 0 when there is none."""
+    """Report the seconds since the last step ended, or 0 without work."""
     service.check_alive()
     age_s = service.steps.age_s(service.engine.statistics().scheduler, anyio.current_time())
     if age_s > service.settings.max_step_age_s:
-        raise unavailable("no_progress", f"no step has ended for {age_s:.0f} s")
+        raise unavailable("no_progress", f"the engine has completed no step for {age_s:.0f} s")
     await context.send_json({"age_s": round(age_s, 3)})
 
 
@@ -99,7 +99,7 @@ async def metrics(service: Service, context: RequestContext, _: None) -> None:
     engine = service.engine
     found = engine.metrics
     if found is None:
-        raise HTTPError(404, "not_found", "statistics are switched off")
+        raise HTTPError(404, "not_found", "statistics are off (--disable-log-stats)")
     # An engine that is ending reports no more; the counts so far stay.
     with suppress(EngineDeadError), anyio.move_on_after(REFRESH_S):
         await engine.refresh_metrics()

@@ -137,12 +137,12 @@ async def create_cohere_embedding(
     kinds = tuple(dict.fromkeys(request.embedding_types or ("float",)))
     for kind in kinds:
         if kind not in COHERE_TYPES:
-            rule = f"{kind[:40]!r} is none of {', '.join(COHERE_TYPES)}"
+            rule = f"must be one of {', '.join(COHERE_TYPES)}, not {kind[:40]!r}"
             raise invalid("embedding_types", rule)
     spec = _spec(service, "embed")
     size = request.output_dimension or spec.dimensions or spec.embedding_size
     if size % 8 and ("binary" in kinds or "ubinary" in kinds):
-        rule = f"binary needs a multiple of 8 dimensions, and these are {size}"
+        rule = f"binary needs a multiple of 8 dimensions, but the embeddings have {size}"
         raise invalid("embedding_types", rule)
     if request.input_type is not None and request.input_type not in COHERE_INPUTS:
         text = f"Unsupported input_type {request.input_type[:40]!r}. Supported values: {', '.join(COHERE_INPUTS)}"
@@ -249,7 +249,7 @@ def _spec(service: Service, task: str) -> PoolerSpec:
 
 def _check_shared(request: PoolingRequestFields) -> None:
     if request.normalize is not None:
-        raise invalid("normalize", "is no parameter any more: use use_activation")
+        raise invalid("normalize", "was replaced: use use_activation")
 
 
 def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingPrompt], list[str]]:
@@ -259,11 +259,14 @@ def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingProm
     if isinstance(given, str) or all(type(id) is int for id in given):
         return [given], [field]
     if len(given) > MAX_INPUTS:
-        raise invalid(field, f"at most {MAX_INPUTS} inputs", len(given))
+        raise invalid(field, f"must contain at most {MAX_INPUTS} inputs", len(given))
     kind = cast("type[object]", type(given[0]))
     for i, prompt in enumerate(given):
         if type(prompt) is not kind or kind not in (str, list):
-            raise invalid(f"{field}[{i}]", "must be text, or a list of token ids, as the others")
+            raise invalid(
+                f"{field}[{i}]",
+                "must have the type of the other inputs: either all are texts or all are lists of token ids",
+            )
         if not prompt:
             raise invalid(f"{field}[{i}]", "must not be empty")
     return given, [f"{field}[{i}]" for i in range(len(given))]
@@ -293,7 +296,9 @@ async def _score(
     _spec(service, "score")
     _check_shared(request)
     if len(documents) > MAX_INPUTS:
-        raise invalid(places[1][0].partition("[")[0], f"at most {MAX_INPUTS} pairs", len(documents))
+        raise invalid(
+            places[1][0].partition("[")[0], f"must give at most {MAX_INPUTS} pairs", len(documents)
+        )
     params = PoolingParams(use_activation=request.use_activation)
     serving = _context(service, context, request, "score", list(documents), [], params)
 
@@ -320,7 +325,7 @@ def _most(request: ScoringFields, name: str) -> int | None:
     """Return how many tokens of each text are read; None: all."""
     num: int | None = getattr(request, name)
     if num is not None and num < 0:
-        text = f"{name} must be a non-negative integer; 0 is no limit"
+        text = f"{name} must be a non-negative integer (0 means no limit)"
         raise TrouperValidationError(text, parameter=name, value=num)
     return num or None
 

@@ -157,7 +157,9 @@ class BatchFile:
             HTTPError: the line is not answered by any route.
         """
         if len(line) > self._max_line:
-            raise HTTPError(400, "line_too_large", f"a line may have {self._max_line} bytes")
+            raise HTTPError(
+                400, "line_too_large", f"a line must have at most {self._max_line} bytes"
+            )
         request: BatchLine = (await decode(line, BatchLine, self._app.service.threads)).request
         digest = custom_id_key(request.custom_id)
         if digest in self._seen:
@@ -167,7 +169,9 @@ class BatchFile:
         if request.url not in URLS:
             raise HTTPError(400, "invalid_url", f"must be one of {', '.join(URLS)}", param="url")
         if field_of(request.body, "stream") is True:
-            raise HTTPError(400, "invalid_value", "a batch has no streams", param="body.stream")
+            raise HTTPError(
+                400, "invalid_value", "is not supported in a batch", param="body.stream"
+            )
         return request
 
     async def _answer(self, request: BatchLine, answers: Answers, slot: "_Slot") -> None:

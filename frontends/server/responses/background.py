@@ -56,7 +56,7 @@ class BackgroundResponse:
     def queue(self) -> JSONObject:
         """Store the response as queued, and return it.  Raises HTTPError when all that is stored is running."""
         if not self._put(self._response):
-            text = "there is no room for another response in background, try again later"
+            text = "the store has no room for another background response, try again later"
             raise HTTPError(503, "overloaded", text)
         if self._streams:
             self._service.responses.open_log(self.name)
@@ -133,7 +133,7 @@ async def follow(service: Service, context: RequestContext, name: str, start: in
     """
     log = service.responses.log(name)
     if log is None:
-        text = "only a response made with background and stream can be streamed by its id; ask for it without stream"
+        text = "only a response made with background and stream can be streamed by its id; get this one without stream"
         raise HTTPError(400, "invalid_value", text, param="stream")
     await context.start_events()
     while frames := await log.read(start):
@@ -141,6 +141,6 @@ async def follow(service: Service, context: RequestContext, name: str, start: in
             await context.send_frame(frame)
         start += len(frames)
     if log.is_dropped:
-        text = "the events of this response are not kept any more; ask for it by its id"
+        text = "the events of this response were evicted; get the response by its id"
         raise HTTPError(404, "response_not_found", text)
     await context.end_events(ResponsesAdapter.STREAM_END)

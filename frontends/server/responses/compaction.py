@@ -52,7 +52,7 @@ async def compact_response(
     response = driver.adapter.response
     summary = "\n".join(_texts(response["output"])).strip()
     if not summary:
-        raise HTTPError(500, "no_summary", "the model has written no summary; try again")
+        raise HTTPError(500, "no_summary", "the model wrote no summary; try again")
     name = response["id"].removeprefix("resp_")
     said = [item for item in (*turn.history, *turn.items) if _is_of_user(item)]
     compaction = {

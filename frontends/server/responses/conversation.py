@@ -58,7 +58,7 @@ def _add(transcript: Transcript, place: str, item: JSONObject) -> None:
         case kind if kind in PASSED_OVER:
             pass
         case str(kind):
-            text = f"{kind[:64]} is no item that this server knows; send {TAKEN}"
+            text = f"items of type {kind[:64]} cannot be used; send {TAKEN}"
             raise unsupported(f"{place}.type", text)
         case _:
             raise invalid(f"{place}.type", "must be a string")

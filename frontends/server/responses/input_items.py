@@ -51,7 +51,7 @@ def listed(items: Sequence[JSONObject], response_id: str, page: Page) -> JSONObj
     if page.after is not None:
         last = _place_of(page.after, items, response_id, places)
         if last is None:
-            raise invalid("after", "is the id of no item of this list", page.after[:64])
+            raise invalid("after", "must be the id of an item of this list", page.after[:64])
         places = places[places.index(last) + 1 :]
     data = [_named(items[i], _id(items[i], response_id, i)) for i in places[: page.limit]]
     return {

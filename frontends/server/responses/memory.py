@@ -59,7 +59,7 @@ def find(
     """Return the response of that id.  Raises HTTPError: 404, the same for those that other keys have made."""
     found = service.responses.get(name, context.tenant)
     if found is None:
-        text = f"Response with id '{clean(name, MAX_ECHO)}' not found. It is not kept any more, or another key has made it."
+        text = f"Response with id '{clean(name, MAX_ECHO)}' not found. It was evicted, or it belongs to another key."
         raise HTTPError(404, "response_not_found", text, param=parameter or "response_id")
     return found
 
@@ -117,7 +117,7 @@ async def _resolved(
         if item.get("type") == "item_reference":
             place, name = f"input[{i}].id", item.get("id")
             if not isinstance(name, str) or name in named:
-                raise invalid(place, "must be an id that no other reference has")
+                raise invalid(place, "must be an id, and each id may be referenced only once")
             named[name] = place
     owners: dict[str, str] = {}
     for name, place in named.items():
@@ -127,7 +127,7 @@ async def _resolved(
     by_id = {name: item for item in outputs if isinstance(name := item.get("id"), str)}
     for name, place in named.items():
         if name not in by_id:
-            raise HTTPError(404, "item_not_found", "there is no item of this id", param=place)
+            raise HTTPError(404, "item_not_found", "no stored item has this id", param=place)
     return [by_id[item["id"]] if item.get("type") == "item_reference" else item for item in items]
 
 

@@ -106,7 +106,7 @@ async def cancel_response(service: Service, context: RequestContext, _: None) ->
     stored = find(service, context, name)
     response = msgspec.json.decode(stored.body)
     if not response["background"]:
-        text = "Cannot cancel a synchronous response. It must have been asked for with background."
+        text = "Cannot cancel a synchronous response. Only responses made with background can be cancelled."
         raise HTTPError(400, "invalid_value", text, param="response_id")
     if stored.is_running:
         response["status"] = "cancelled"

@@ -135,7 +135,7 @@ class ResponseTools:
         """Return the one tool that a choice names, as a chat has it."""
         kind = _kind(tool, place)
         if kind not in ("function", "custom", SHELL):
-            reason = f"{kind[:64]} is no tool that a client runs; {NO_TOOLS}"
+            reason = f"{kind[:64]} is not a tool that a client can run; {NO_TOOLS}"
             raise unsupported(f"{place}.type", reason)
         name, namespace = tool.get("name"), tool.get("namespace")
         if kind == SHELL:

@@ -76,7 +76,7 @@ class ResponsesTurn:
         fields = {name: getattr(body, name) for name in SAME_NAME}
         response_format = _response_format(body)
         if response_format is not None and body.structured_outputs is not None:
-            raise invalid("structured_outputs", "not beside text.format")
+            raise invalid("structured_outputs", "cannot be combined with text.format")
         return ChatRequest(
             messages=self.transcript.messages,
             max_completion_tokens=body.max_output_tokens,

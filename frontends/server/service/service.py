@@ -219,7 +219,7 @@ class Service:
         """Raise HTTPError (503) if all requests of the last seconds were refused."""
         refusing_s = self.gate.refusing_s()
         if refusing_s > self.settings.max_refusing_s:
-            text = f"no request has been admitted for {refusing_s:.0f} s"
+            text = f"the server has admitted no request for {refusing_s:.0f} s"
             raise unavailable("overloaded", text)
 
     async def prove(self) -> None:
@@ -370,7 +370,9 @@ class Service:
             engine.abort(slots[-1].request_id)
 
     def _refuse_body(self) -> HTTPError:
-        refusal = self.gate.refuse("body_memory_full", "too many bytes of requests are under way")
+        refusal = self.gate.refuse(
+            "body_memory_full", "the request bodies being read use too much memory, try again later"
+        )
         refusal.headers = ((b"connection", b"close"),)
         return refusal
 

@@ -179,13 +179,13 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
             return ErrorBody(503, error.code, clean(str(error), MAX_RULE), headers=_retry())
         case RetryableRequestError() | EnginePausedError():
             code = getattr(error, "code", "engine_paused")
-            text = "the engine takes no requests now, try again"
+            text = "the engine accepts no requests at the moment, try again later"
             return ErrorBody(503, code, text, headers=_retry())
         case EngineDeadError():
             return ErrorBody(500, "engine_failed", "the engine has failed", headers=NO_RETRY)
         # The step failed with only this request in it, so the same request would fail again.
         case ExecutionError():
-            text = "the model cannot be run on this request"
+            text = "the model failed on this request"
             return ErrorBody(500, "poisoned_request", text, headers=NO_RETRY)
         # No token satisfies the constraints, or the grammar is too ambiguous: the client can change both.
         case GenerationError(code="no_valid_token" | "grammar_error"):
