@@ -1,4 +1,4 @@
-"""Blocks of an answer as content blocks of a message, and as the events in which they come.  Pure."""
+"""Render the blocks of an answer as content blocks of a message, and as their events in a stream.  Pure."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ INVALID = "INVALID_JSON"  # the key of arguments that are no object, as Anthropi
 
 
 def render_block(change: BlockEvent, *, omits_thinking: bool = False) -> list[StreamEvent]:
-    """Return the events that tell what has become of a block."""
+    """Return the events for one change of a block."""
     is_omitted = omits_thinking and change.block.kind == "reasoning"
     match change:
         case BlockStarted(block):
@@ -45,7 +45,7 @@ def render_block(change: BlockEvent, *, omits_thinking: bool = False) -> list[St
 
 
 def content_block(block: AnswerBlock, *, omits_thinking: bool = False) -> JSONObject:
-    """Return a block as clients read it.  Thinking that is not to be shown is in the signature, which comes back."""
+    """Return a block in the format of the API.  Hidden thinking is only in the signature, which the client sends back."""
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}
@@ -63,7 +63,7 @@ def content_block(block: AnswerBlock, *, omits_thinking: bool = False) -> JSONOb
 
 
 def _input(arguments: str) -> JSONObject:
-    """Decode the arguments of a call; those that were cut, or are no object, are there as a text."""
+    """Decode the arguments of a call.  Cut arguments, or ones that are no object, become a text."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except msgspec.DecodeError:

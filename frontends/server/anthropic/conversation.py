@@ -1,7 +1,4 @@
-"""Conversations of the Messages API as chats.  Pure.
-
-Tools of the Messages API as tools of a chat.  Pure.
-"""
+"""Convert conversations and tools of the Messages API to those of a chat.  Pure."""
 
 import json
 import math
@@ -31,12 +28,12 @@ JSONObject = dict[str, Any]
 
 
 def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
-    """Return the conversation, and how it is to be continued, as a chat; its messages go to `transcript`.
+    """Convert a request to a chat.  Its messages go to `transcript`.
 
-    Neighbours of one role become one message.  A last message of the assistant is the beginning of the reply.
+    Consecutive messages of one role become one message.  A last message of the assistant is the start of the reply.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
+        TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
     """
     if not request.messages:
         raise invalid("messages", "must not be empty")
@@ -63,7 +60,7 @@ def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
 
 
 def _thinking(request: CountTokensRequest) -> JSONObject:
-    """Return the fields of a chat that say whether the model is to reason, and for how long."""
+    """Return the fields of a chat that control whether the model reasons, and for how many tokens."""
     thinking = request.thinking
     if thinking is None:
         return {}
@@ -104,7 +101,7 @@ def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
 
 
 def _add_messages(transcript: Transcript, request: CountTokensRequest) -> None:
-    """Append the messages, the system's first."""
+    """Append the messages, starting with the system prompt."""
     system = _system_texts(request.system)
     if system:
         transcript.append("system", "system", system)
@@ -130,7 +127,7 @@ def _add_messages(transcript: Transcript, request: CountTokensRequest) -> None:
 
 
 def _check_results(transcript: Transcript) -> None:
-    """Refuse a call without its result: the next turn must bring one for each."""
+    """Refuse a call without a result: the next turn must contain one for each call."""
     wanted: set[str] = set()
     place = ""
     messages: list[JSONObject] = [*transcript.messages, {"role": "assistant"}]
@@ -235,20 +232,20 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_tools(tools: list[JSONObject] | None) -> list[JSONObject] | None:
-    """Return the client's tools as functions; None: there are none.
+    """Convert the client's tools to chat functions.  Returns None without tools.
 
     Raises:
-        TrouperValidationError: a tool is not in its form.
-        UnsupportedFeatureError: one is a tool that the server itself would have to know.
+        TrouperValidationError: a tool is malformed.
+        UnsupportedFeatureError: a tool would have to run on the server.
     """
     return [_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools or ())] or None
 
 
 def chat_tool_choice(choice: JSONObject | None, *, has_tools: bool) -> str | JSONObject | None:
-    """Return the choice as a chat has it.
+    """Convert `tool_choice` to the chat format.
 
     Raises:
-        TrouperValidationError: it is not in its form.
+        TrouperValidationError: it is malformed.
     """
     if choice is None:
         return None
@@ -263,7 +260,7 @@ def chat_tool_choice(choice: JSONObject | None, *, has_tools: bool) -> str | JSO
 
 
 def client_name(parameter: str) -> str:
-    """Return the client's name of a part of a tool, which is `tools[i].function…` in a chat."""
+    """Translate `tools[i].function…`, a place in the chat, to the client's name of that place."""
     name = parameter.replace(".function", "", 1)
     return name.replace(".parameters", ".input_schema", 1)
 

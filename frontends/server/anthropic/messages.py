@@ -1,8 +1,6 @@
-"""`POST /v1/messages`: the adapter of Anthropic's conversations, whole or as named events.
+"""Serve `POST /v1/messages`: the adapter of Anthropic's Messages API, and its error format.
 
-A request becomes a `ChatRequest`, and the same rules hold.
-
-Errors in the form of the Messages API.
+A request becomes a `ChatRequest`, so the rules of chats hold here, too.
 """
 
 from functools import partial
@@ -60,10 +58,10 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}  # others keep their
 
 
 class MessagesTurn:
-    """A request, and the conversation that it continues as a chat.
+    """A request, and the conversation that it continues in the form of a chat.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
+        TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
     """
 
     def __init__(self, body: CountTokensRequest) -> None:
@@ -76,7 +74,7 @@ class MessagesTurn:
         self.chat = chat_of(body, self._transcript)
 
     def client_name(self, parameter: str) -> str:
-        """Return the client's name for a parameter of the chat."""
+        """Translate a parameter of the chat to the client's name."""
         # The grammar may have been made for the tools.
         if parameter == "structured_outputs":
             parameter = ChatAdapter.client_name(self.chat, parameter)
@@ -92,7 +90,7 @@ class MessagesTurn:
 async def create_message(
     service: Service, context: RequestContext, request: MessagesRequest
 ) -> None:
-    """Continue a conversation, whole or as named events."""
+    """Continue a conversation, as one reply or as named events."""
     await drive(service, context, MessagesTurn(request), MessagesAdapter)
 
 
@@ -112,7 +110,7 @@ async def count_tokens(
 
 
 class MessagesAdapter:
-    """One message with the blocks of the answer as its content."""
+    """Render one message.  The blocks of the answer are its content."""
 
     STREAM_END: ClassVar[bytes] = b""  # the last event says that it is the last
 
@@ -191,10 +189,10 @@ class MessagesAdapter:
 
 
 def _within_limits(chat: ChatRequest, model: ServedModel) -> ChatRequest:
-    """Return the chat with the limits that matter to this model.
+    """Return the chat with limits that suit this model.
 
-    The API makes every client give `max_tokens`, so agents give what suits the largest models: more than this model's
-    length means no limit.  A model that does not reason keeps within every budget of thinking.
+    The API requires `max_tokens`, so agents send a value for the largest models: more than this model's context means no limit.  A model
+    that does not reason meets every thinking budget.
     """
     max_tokens, budget = chat.max_tokens, chat.thinking_token_budget
     if max_tokens is not None:
@@ -209,7 +207,7 @@ def _event(kind: str, **content: Any) -> StreamEvent:
 
 
 def _usage(usage: Usage | None) -> dict[str, int]:
-    """Return the counts. Tokens that the cache held, or holds now, are not among the input tokens of this API."""
+    """Return the token counts.  In this API, input tokens exclude tokens read from or written to the cache."""
     assert usage is not None  # `parse` asks for it with every update
     details = usage.prompt_tokens_details
     cached = details if isinstance(details, CachedTokens) else CachedTokens(0)
@@ -228,12 +226,12 @@ TYPES = {
     503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 OTHERS = "invalid_request_error"
-# Anthropic's words for it, by which clients know that the conversation must be shortened
+# Anthropic's phrase, by which clients recognise that they must shorten the conversation.
 TOO_LONG = "prompt is too long"
 
 
 def _render(problem: ErrorBody, request_id: str) -> dict[str, Any]:
-    """Return the body of an error; its message begins with the name of the parameter."""
+    """Return the body of an error.  Its message begins with the name of the parameter."""
     message = problem.message
     if problem.code == "context_length_exceeded":
         has_counts = problem.length is not None and problem.limit is not None

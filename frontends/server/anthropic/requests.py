@@ -1,4 +1,7 @@
-"""The bodies of the Messages API; null means "not given".  Fields that are not here are in the table of `fields.py`."""
+"""Declare the bodies of the Messages API.
+
+A null means that the field is not given; the table in `fields.py` decides about all other fields.
+"""
 
 from typing import Any, ClassVar
 
@@ -7,7 +10,7 @@ from trouper.frontends.server.shared import fields
 
 
 class CountTokensRequest(SamplingFields, kw_only=True):
-    """`POST /v1/messages/count_tokens`: a conversation; fields that do not change the count are taken."""
+    """The body of `POST /v1/messages/count_tokens`.  Fields without an influence on the count are accepted."""
 
     OTHERS: ClassVar[fields.Others] = fields.COUNTING
 
@@ -22,7 +25,7 @@ class CountTokensRequest(SamplingFields, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """`POST /v1/messages`: a conversation to be continued."""
+    """The body of `POST /v1/messages`."""
 
     OTHERS: ClassVar[fields.Others] = fields.MESSAGES
 

@@ -48,7 +48,7 @@ VLLM_SENTENCES = {
 
 
 class Decoded(NamedTuple):
-    """A request, the names of its unknown fields, and whether it uses bytes of the body as they came."""
+    """A decoded request, the names of its unknown fields, and whether it refers to bytes of the body."""
 
     request: Any
     unknown: tuple[str, ...]
@@ -58,14 +58,14 @@ class Decoded(NamedTuple):
 async def decode(
     body: bytes | memoryview, kind: type[T], limiter: anyio.CapacityLimiter
 ) -> Decoded:
-    """Raises HTTPError: 400 `invalid_json` or `invalid_schema`."""
+    """Decode a body, in a thread if it is large.  Raises HTTPError: 400 `invalid_json` or `invalid_schema`."""
     if len(body) < THREAD_FROM:
         return decode_now(body, kind)
     return await anyio.to_thread.run_sync(decode_now, body, kind, limiter=limiter)
 
 
 def decode_now(body: bytes | memoryview, kind: type[T]) -> Decoded:
-    """Decode in this thread.  A type with `put_back` gets its long texts as bytes of the body, undecoded."""
+    """Decode in this thread.  A type with `put_back` gets its long strings as undecoded bytes of the body."""
     short = excerpt(body) if hasattr(kind, "put_back") and len(body) >= THREAD_FROM else None
     if short is not None:
         decoded = _decode_whole(short.rest, kind)
@@ -119,10 +119,10 @@ def _read_typed(body: bytes, kind: type[Any]) -> Any:
 
 
 def _read_plain(body: bytes) -> dict[str, Any]:
-    """Read a body as the interpreter does, by the rules that msgspec does not check.
+    """Read a body with the interpreter's parser, to check rules that msgspec does not.
 
     Raises:
-        ValueError, RecursionError: it breaks one of them.
+        ValueError, RecursionError: the body breaks a rule.
     """
     # The body is decoded first because json takes encoded surrogates where it gets bytes.
     plain = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
@@ -131,7 +131,7 @@ def _read_plain(body: bytes) -> dict[str, Any]:
 
 
 class _InvalidJsonError(ValueError):
-    """A rule of JSON that is broken, in words for the client."""
+    """A broken rule of JSON, described for the client."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _bad_schema(error: msgspec.ValidationError, body: bytes, kind: type[Any]) ->
 
 
 def _choices(kind: type[Any], path: str) -> str:
-    """Return the values that a field of the body may have, as pydantic lists them."""
+    """Return the allowed values of a field in pydantic's format."""
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     members = get_args(fields.get(path.removeprefix("$.")))
     values = [value for member in members for value in get_args(member)]
@@ -201,7 +201,7 @@ def _choices(kind: type[Any], path: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return vLLM's sentence for an error of the schema, which clients may match, and then msgspec's."""
+    """Return vLLM's sentence for an error of the schema, which clients may compare, followed by msgspec's."""
     expected = EXPECTED.search(text)
     first = "Field required" if MISSING.search(text) else None
     if expected:
@@ -211,7 +211,7 @@ def _sentence(text: str) -> str:
 
 
 def _wrong_key(field: str, body: bytes, kind: type[Any]) -> str:
-    """Return the key of the first value that a field of keys and values may not have, after a dot."""
+    """Return the key of the first invalid value in a dict, after a dot."""
     wanted = next(each.type for each in msgspec.structs.fields(kind) if each.encode_name == field)
     try:
         given: dict[str, Any] = json.loads(body.decode())[field]

@@ -1,4 +1,7 @@
-"""Listening sockets, bound before the model is loaded so that a taken port ends the start at once; limits of connections."""
+"""Open listening sockets and limit their connections.
+
+Sockets are bound before the model is loaded, so that a used port fails the start at once.
+"""
 
 import os
 import socket
@@ -20,12 +23,13 @@ MAX_HEAD_BYTES = (
 MAX_UNSENT_BYTES = (
     2**14
 )  # of a slow client in the kernel, which else takes megabytes; what comes later merges before
-UNREAD_S = 60  # a client that takes nothing of its answer for so long is disconnected
+# A client that reads nothing of its response for this many seconds is disconnected.
+UNREAD_S = 60
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A listening socket, and the files of its certificate and key if it speaks TLS."""
+    """A listening socket, with the files of its certificate and key if it serves TLS."""
 
     sock: socket.socket
     certfile: str | None = None
@@ -41,10 +45,10 @@ class Listener:
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Load the certificate and the key; None without a certificate.
+        """Load the certificate and the key.  Returns None without a certificate.
 
         Raises:
-            TrouperValidationError: one of the files is missing, or they do not belong together.
+            TrouperValidationError: a file is missing, or key and certificate do not match.
         """
         if self.certfile is None:
             if self.keyfile is None:
@@ -65,14 +69,14 @@ class Listener:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Two events for listeners: `closing` stops accepting, `aborting` ends the connections that are left."""
+    """Two events for listeners: `closing` stops accepting, and `aborting` ends the remaining connections."""
 
     closing: anyio.Event = field(default_factory=anyio.Event)
     aborting: anyio.Event = field(default_factory=anyio.Event)
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
-    """Open a listening TCP socket.  Raises TrouperValidationError when the address cannot be bound."""
+    """Open a listening TCP socket.  Raises TrouperValidationError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -91,7 +95,7 @@ def bind_tcp(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def bind_unix(path: str) -> Generator[socket.socket]:
-    """Open a socket file that only this user can connect to; leaving the block removes it."""
+    """Open a socket file that only this user can connect to.  It is removed after the block."""
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o177)
@@ -116,7 +120,7 @@ def bind_unix(path: str) -> Generator[socket.socket]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of an earlier server that no longer runs."""
+    """Remove the socket file of a server that is no longer running."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return  # bind will say that the name is taken

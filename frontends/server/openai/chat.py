@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: the adapter of chats."""
+"""Serve `POST /v1/chat/completions`: the adapter of chats."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -71,12 +71,12 @@ NEW_NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 
 
 async def create_chat(service: Service, context: RequestContext, request: ChatRequest) -> None:
-    """Answer a conversation, whole or as a stream."""
+    """Answer a conversation, as one reply or as a stream."""
     await drive(service, context, request, ChatAdapter)
 
 
 class ChatAdapter:
-    """n choices of one conversation; a stream begins with the role of each choice."""
+    """Render n choices of one conversation.  A stream begins with the role of each choice."""
 
     STREAM_END: ClassVar[bytes] = DONE
 
@@ -159,7 +159,7 @@ class ChatAdapter:
     # Streamed
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
-        """Render the role of each choice, and the message that is echoed."""
+        """Render the role of each choice, and the echoed message."""
         chunks: list[ChatChunk] = []
         for index in range(self._num_choices):
             role = Message(role=self._role, content="")
@@ -313,7 +313,7 @@ def _answer_parser(model: ServedModel, tools: ToolUse, prompt: str) -> AnswerPar
 def _visible_content(
     model: ServedModel, tools: ToolUse, prompt: str | None, prompt_token_ids: Sequence[int]
 ) -> VisibleContent:
-    """Make what tells the content of an answer in its text."""
+    """Return the factory of the parser that extracts the visible content from the text of an answer."""
     text = _end_of_prompt(model, prompt, prompt_token_ids)
     return VisibleContent(_answer_parser(model, tools, text))
 
@@ -329,7 +329,7 @@ def _parsers(
     tools: ToolUse,
     output: RequestOutput,
 ) -> ParserChain:
-    """Make the parsers of a choice that begins with this output."""
+    """Make the parsers of a choice from its first output."""
     answers = model.answers
     prompt = _end_of_prompt(model, output.prompt, output.prompt_token_ids)
     parsers: list[Parser] = [CallsAndReasoning(_answer_parser(model, tools, prompt))]
@@ -355,7 +355,7 @@ def _parsers(
 
 
 def _echoed(request: ChatRequest, role: str) -> str:
-    """Return the message that the reply continues, where the client wants to see it again."""
+    """Return the message that the reply continues, if the client wants to see it again."""
     last = request.messages[-1]
     content = last.get("content")
     is_wanted = request.echo and last.get("role") == role and isinstance(content, str)

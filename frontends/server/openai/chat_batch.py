@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions/batch`: several conversations in one request, one choice for each."""
+"""Serve `POST /v1/chat/completions/batch`: several conversations in one request, one choice for each."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ MAX_CONVERSATIONS = 1024
 async def create_chat_batch(
     service: Service, context: RequestContext, request: ChatBatchRequest
 ) -> None:
-    """Answer several conversations, whole."""
+    """Answer several conversations in one reply."""
     await drive(service, context, request, ChatBatchAdapter)
 
 
 class ChatBatchAdapter(ChatAdapter):
-    """The choices of a chat, of which each answers a conversation of its own."""
+    """Render a chat in which each choice answers its own conversation."""
 
     @staticmethod
     def parse(request: ChatRequest, model: ServedModel) -> ParsedRequest:

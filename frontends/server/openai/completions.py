@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: the adapter of completions, of which m prompts have n each."""
+"""Serve `POST /v1/completions`: the adapter of completions, with n choices for each of m prompts."""
 
 from collections import defaultdict
 from typing import Any, ClassVar, cast
@@ -48,12 +48,12 @@ MAX_PROMPTS = 1024
 async def create_completion(
     service: Service, context: RequestContext, request: CompletionRequest
 ) -> None:
-    """Complete prompts, whole or as a stream."""
+    """Complete prompts, as one reply or as a stream."""
     await drive(service, context, request, CompletionAdapter)
 
 
 class CompletionAdapter:
-    """n choices for each prompt; chunks of a stream have the form of whole replies."""
+    """Render n choices for each prompt.  The chunks of a stream have the format of whole replies."""
 
     STREAM_END: ClassVar[bytes] = DONE
 
@@ -200,7 +200,7 @@ def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
 
 
 def _gaps(request: CompletionRequest) -> tuple[list[Any], list[str]]:
-    """Return the prompts of a request with a suffix, each of which is the text before the gap."""
+    """Return the prompts of a request with a suffix; each is the text before the gap."""
     if request.prompt_embeds:
         raise invalid("prompt_embeds", "not with suffix")
     if request.echo:

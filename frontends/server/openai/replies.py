@@ -1,7 +1,7 @@
-"""The replies of completions and chats.
+"""Declare the replies of completions and chats.
 
-`UNSET` leaves a field out.  A whole reply says null where there is nothing to say, a chunk of a stream leaves most
-of that out: the keys are those that vLLM sends.
+The keys are exactly vLLM's.  A whole reply contains null for missing values, and a chunk of a stream omits most of them; `UNSET`
+omits a field.
 """
 
 import msgspec
@@ -20,7 +20,7 @@ FINGERPRINT = f"trouper-{__version__}"
 
 
 class CompletionDelta(msgspec.Struct, kw_only=True):
-    """The next piece of a choice in a stream."""
+    """The next part of a choice in a stream."""
 
     index: int
     text: str
@@ -70,7 +70,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class WholeMessage(Message, kw_only=True):
-    """The message of a whole reply, with the fields of OpenAI's that a model of text never fills."""
+    """The message of a whole reply, with OpenAI's fields that a text model always leaves null."""
 
     refusal: None = None
     annotations: None = None

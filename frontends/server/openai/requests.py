@@ -1,4 +1,7 @@
-"""The bodies of completions, chats and tokenization; null means "not given".  Fields that are not here are in the table of `fields.py`."""
+"""Declare the bodies of completions, chats and tokenization.
+
+A null means that the field is not given; the table in `fields.py` decides about all other fields.
+"""
 
 from typing import Any, ClassVar, cast
 
@@ -19,7 +22,7 @@ class CompletionRequest(Generating, kw_only=True):
     logprobs: int | None = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
-        """Replace the placeholders of embedded payloads by their bytes, which are taken out of `strings`."""
+        """Replace placeholders of embedded payloads by their bytes, taken out of `strings`."""
         given = self.prompt_embeds
         if isinstance(given, list):
             self.prompt_embeds = [strings.pop(text, text) for text in given]  # type: ignore[misc]  # text, all the same
@@ -51,12 +54,12 @@ class ChatRequest(Generating, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None  # only the prompt's ids in it
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
-        """Replace the placeholders in parts that are embeddings, as in `CompletionRequest`."""
+        """Replace placeholders in embedding parts, like `CompletionRequest.put_back`."""
         _put_back_parts(self.messages, strings)
 
 
 class DerivedChat(ChatRequest, kw_only=True):
-    """A chat that was made of another API's request."""
+    """A chat made from another API's request."""
 
     # variables that the request does not name itself: a template that does not read them passes them over
     template_defaults: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
@@ -99,7 +102,7 @@ class ChatBatchRequest(ChatRequest, kw_only=True):
     messages: list[list[dict[str, Any]]]  # type: ignore[assignment]  # one list for each conversation
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
-        """Replace the placeholders in each conversation, as in `ChatRequest`."""
+        """Replace placeholders in each conversation, like `ChatRequest.put_back`."""
         for conversation in self.messages:
             _put_back_parts(conversation, strings)
 

@@ -1,8 +1,6 @@
-"""Conversion of a request's fields to `SamplingParams` and the rest of a `ParsedRequest`.  Pure.
+"""Convert the fields of completions and chats to `SamplingParams`, or to `BeamSearchParams` for a beam search.  Pure.
 
 Precedence: the request, then the model's generation_config.json, then OpenAI's default.
-
-The fields of a request that asks for a beam search -> `BeamSearchParams`.  Pure.
 """
 
 from collections.abc import Mapping
@@ -42,7 +40,7 @@ def completion_params(
     """Return the sampling parameters of a completion.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
+        TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
     """
     check_common(request)
     if request.logprob_token_ids is not None and request.logprobs is None:
@@ -66,7 +64,7 @@ def chat_params(
     """Return the sampling parameters of a chat.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
+        TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
     """
     check_common(request)
     if request.top_logprobs and not request.logprobs:  # 0 asks for nothing, as in vLLM
@@ -91,7 +89,7 @@ def parsed_request(
     places: list[str],
     params: SamplingParams,
 ) -> ParsedRequest:
-    """Return a request in the engine's terms, as far as completions and chats are alike."""
+    """Make the part of a `ParsedRequest` that completions and chats have in common."""
     options = request.stream_options
     is_forced = settings.force_include_usage
     shows_usage = is_forced or bool(options and options.include_usage)
@@ -126,14 +124,14 @@ def check_common(request: Generating) -> None:
 
 
 def check_sequences(num_prompts: int, n: int) -> None:
-    """Check the product of fields that multiply."""
+    """Check the number of sequences: prompts × n."""
     if num_prompts * n > MAX_SEQUENCES:
         rule = f"at most {MAX_SEQUENCES} completions (prompts × n) in one request"
         raise invalid("n", rule, num_prompts * n)
 
 
 def check_length(request: Generating, max_tokens: int | None, max_model_len: int) -> None:
-    """Check that no more tokens are asked for than the model's length."""
+    """Raise ContextLengthError if the request asks for more tokens than the context holds."""
     if max_tokens is not None and max_tokens > max_model_len:
         name = "max_tokens"
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
@@ -185,10 +183,10 @@ NO_GRAMMAR = "not with use_beam_search: a search chooses among the likeliest tok
 def completion_beams(
     request: CompletionRequest, defaults: Mapping[str, Any], max_model_len: int
 ) -> BeamRequest:
-    """Return the search of a completion.
+    """Return the beam search of a completion.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
+        TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
     """
     if request.echo and request.logprobs is not None:
         raise invalid("echo", "cannot be combined with logprobs and use_beam_search")
@@ -201,10 +199,10 @@ def completion_beams(
 def chat_beams(
     request: ChatRequest, defaults: Mapping[str, Any], max_model_len: int
 ) -> BeamRequest:
-    """Return the search of a chat.
+    """Return the beam search of a chat.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
+        TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
     """
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "needs logprobs")
@@ -215,7 +213,7 @@ def chat_beams(
 
 
 def choices_of(beams: BeamRequest) -> SamplingParams:
-    """Return parameters that count as many choices and tokens as the search yields."""
+    """Return sampling parameters with as many choices and tokens as the search yields, for usage and limits."""
     params = beams.params
     return SamplingParams(
         n=params.beam_width,

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, in worker threads."""
+"""Serve `POST /tokenize` and `/detokenize`, in worker threads, because long texts take long."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def _text_of(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
 
 
 async def tokenizer_info(service: Service, context: RequestContext, _: None) -> None:
-    """Show the settings of the tokenizer and the chat template, where the server is told to."""
+    """Show the settings of the tokenizer and the chat template, if the server is configured to."""
     if not service.settings.shows_tokenizer_info:
         raise HTTPError(404, "not_found", "needs --enable-tokenizer-info-endpoint")
     tokenizer = _tokenizer(service)
@@ -84,10 +84,10 @@ async def tokenizer_info(service: Service, context: RequestContext, _: None) -> 
 async def conversation_ids(
     service: Service, prompt: dict[str, Any], add_special_tokens: bool | None = None
 ) -> list[int]:
-    """Render a conversation in the engine's form, without generating anything.
+    """Render a conversation to token ids, without generating anything.
 
     Raises:
-        TrouperValidationError: the template refuses it, or it is longer than the model.
+        TrouperValidationError: the template refuses the conversation, or it exceeds the context.
     """
     render = Prompts.for_engine(service.config, _tokenizer(service)).render
     message = _message(prompt, add_special_tokens)
@@ -96,7 +96,7 @@ async def conversation_ids(
 
 
 def _message(prompt: Any, add_special_tokens: bool | None) -> Render:
-    """Return a message for the renderer alone; nothing is generated."""
+    """Return a message for the renderer only.  Nothing is generated."""
     params = SamplingParams(max_tokens=1)
     slot = ReplySlot("tokenize", params)  # rendering only passes it on
     slot.close()

@@ -1,1 +1,1 @@
-"""The pooling routes."""
+"""The routes of pooling models: embeddings, classification, scores and reranking."""

@@ -1,7 +1,7 @@
-"""Encoding of arrays for replies: numbers, base64 or bytes, in any of five dtypes.  Pure; runs in threads.
+"""Encode arrays for replies: numbers, base64 or bytes, in any of five dtypes.  Pure; it runs in threads.
 
-bfloat16 and the 8-bit floats have no dtype in numpy, so they are made here: rounded to nearest, ties to even,
-and beyond the largest value that value (e4m3, which has no infinity) or infinity, as torch converts.
+numpy has no bfloat16 and no 8-bit floats, so they are computed here by torch's rules: rounding to nearest, ties to even; values
+beyond the largest become the largest (e4m3, which has no infinity) or infinity.
 """
 
 import sys
@@ -22,7 +22,7 @@ as_json = msgspec.json.Encoder().encode
 
 
 class Encoding(msgspec.Struct, frozen=True):
-    """The format, dtype and byte order in which a client wants its numbers."""
+    """The format, dtype and byte order that a client wants for its numbers."""
 
     format: str = "float"
     dtype: str = "float32"
@@ -34,7 +34,7 @@ class Encoding(msgspec.Struct, frozen=True):
 
 
 def encode(array: Array, how: Encoding) -> bytes:
-    """Return the JSON of nested lists of numbers or of a base64 string, or the bytes themselves."""
+    """Return nested lists of numbers or a base64 string as JSON, or the bytes themselves."""
     if how.format == "float":
         return numbers(array)
     raw = to_bytes(array, how.dtype, how.endianness)
@@ -42,7 +42,7 @@ def encode(array: Array, how: Encoding) -> bytes:
 
 
 def numbers(array: Array) -> bytes:
-    """Return an array as JSON, nested as it is; other threads get a turn every `STEP` numbers."""
+    """Return an array as nested JSON lists.  Other threads can run after every `STEP` numbers."""
     if array.ndim > 1:
         rows: list[bytes] = []
         for row in array:
@@ -58,15 +58,15 @@ def numbers(array: Array) -> bytes:
 
 
 def listed(parts: Sequence[bytes]) -> bytes:
-    """Return a JSON list of entries that are JSON already.  Joining more than 1 MB releases the interpreter."""
+    """Join encoded entries to a JSON list.  Joining more than 1 MB releases the interpreter lock."""
     return b"".join((b"[", b",".join(parts), b"]"))
 
 
 def encode_cohere(array: Array, kind: str) -> bytes:
     """Return the JSON of one embedding in one of Cohere's types.
 
-    int8 and uint8 are scaled by the largest number of each embedding, so they keep its direction and not its length; bits
-    are those of the signs, eight in a number, the first the highest.
+    int8 and uint8 are scaled by the largest number of each embedding, so they keep its direction but not its length.  Binary types
+    contain the signs, eight in a number, the first in the highest bit.
     """
     match kind:
         case "float":
@@ -115,7 +115,7 @@ def _float8(array: Array, num_exponent_bits: int) -> np.ndarray[Any, Any]:
 
 @lru_cache(2)
 def _float8_table(num_exponent_bits: int) -> tuple[Array, Array, int]:
-    """Return the finite values ≥ 0 by code, the middles between neighbours, and the code of values beyond."""
+    """Return the finite values ≥ 0 by code, the midpoints between neighbours, and the code for larger values."""
     num_mantissa_bits = 7 - num_exponent_bits
     num_finite, beyond = (0x7F, 0x7E) if num_exponent_bits == 4 else (0x7C, 0x7C)
     codes = np.arange(num_finite)

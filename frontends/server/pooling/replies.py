@@ -1,4 +1,4 @@
-"""Building of the pooling routes' replies.  Pure, and slow for many floats, so long ones are built in a thread."""
+"""Build the replies of pooling routes.  Pure; many floats take long, so long replies are built in a thread."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ OCTETS = b"application/octet-stream"
 
 
 class PoolingServeContext(NamedTuple):
-    """A checked request; its `pooling_params` always name a task."""
+    """A checked request.  Its `pooling_params` always name a task."""
 
     prompts: list[Any]
     places: list[str]  # the client's name for each prompt
@@ -31,7 +31,7 @@ class PoolingServeContext(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A reply that is ready to be sent."""
+    """An encoded reply."""
 
     body: bytes
     kind: bytes = JSON
@@ -58,7 +58,7 @@ def build_encoded(
 def _build_bytes(
     serving: PoolingServeContext, outputs: list[Pooled], parts: list[bytes], how: Encoding
 ) -> Reply:
-    """Put all values into one body; the header `metadata` says where each begins."""
+    """Put all values into one body.  The header `metadata` contains the start of each."""
     items: list[dict[str, Any]] = []
     start = 0
     for i, (part, output) in enumerate(zip(parts, outputs, strict=True)):
@@ -140,7 +140,7 @@ def build_cohere(
 
 
 def _listed(serving: PoolingServeContext, outputs: list[Pooled], data: list[bytes]) -> Reply:
-    """Join entries that are JSON already; they may be long, so they are copied and not parsed."""
+    """Join encoded entries, which may be long, without parsing them."""
     head = {
         "id": serving.id, "object": "list", "created": serving.created, "model": serving.model
     }  # fmt: skip

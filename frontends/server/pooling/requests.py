@@ -1,6 +1,7 @@
-"""The bodies that clients of a pooling model send; null means "not given".  Other fields are in the table of `fields.py`.
+"""Declare the bodies of the pooling routes.
 
-Ranges that the engine checks itself are not checked here a second time.
+A null means that the field is not given; the table in `fields.py` decides about all other fields.  The engine checks ranges, so they
+are not checked here a second time.
 """
 
 from typing import Any, ClassVar, Literal
@@ -42,7 +43,7 @@ class InputRequest(PoolingRequestFields, kw_only=True):
 
 
 class EncodedRequest(InputRequest, kw_only=True):
-    """The form in which a client wants arrays of numbers."""
+    """The fields that choose the encoding of arrays."""
 
     dimensions: int | None = None
     encoding_format: EncodingFormat | None = None
@@ -74,7 +75,7 @@ class ScoringFields(PoolingRequestFields, kw_only=True):
 
 
 class ScoreRequest(ScoringFields, kw_only=True):
-    """`POST /score`: one pair of sides, under any of four names."""
+    """The body of `POST /score`: two sides of pairs, under any of four names."""
 
     data_1: str | list[str] | None = None
     data_2: str | list[str] | None = None

@@ -1,8 +1,8 @@
-"""The routes of a pooling model.
+"""Serve the routes of a pooling model.
 
-    pre-process (checks; the engine renders) -> one `encode` for each prompt -> post-process, in a thread
+    preprocess (checks; the engine renders) → one `encode` for each prompt → postprocess, in a thread
 
-A reply, with all its floats, base64 or bytes, is built in a thread unless it is short; the event loop only sends it.
+A thread builds each reply, with all its floats, base64 or bytes, unless it is short.  The event loop only sends it.
 """
 
 import time
@@ -78,10 +78,10 @@ async def create_embedding(
 async def embed(
     service: Service, context: RequestContext, request: EmbeddingRequest, field: str
 ) -> tuple[str, list[Pooled]]:
-    """Return the name of the model and the embedding of each input, for another API's reply.
+    """Return the model's name and the embedding of each input, for another API's reply.
 
     Args:
-        field: the client's name for the input.
+        field: the client's name of the input.
     """
     serving = _preprocess(service, context, request, "embd", "embed", field=field)
     return serving.model, await _encode(service, context, serving)
@@ -189,7 +189,7 @@ def _preprocess(
     *,
     field: str = "input",
 ) -> PoolingServeContext:
-    """Check a request and collect its prompts; the engine's renderers render them later."""
+    """Check a request and collect its prompts.  The engine renders them later."""
     _spec(service, task)
     _check_shared(request)
     if request.messages is not None:
@@ -240,7 +240,7 @@ def _context(
 
 
 def _spec(service: Service, task: str) -> PoolerSpec:
-    """Return the settings of the pooler.  Raises TrouperValidationError for a model that generates."""
+    """Return the pooler's settings.  Raises TrouperValidationError if the model generates text."""
     spec = service.config.pooler
     if spec is None:
         raise unsupported_task(task, "This model can generate.", "model")
@@ -322,7 +322,7 @@ async def _score(
 
 
 def _most(request: ScoringFields, name: str) -> int | None:
-    """Return how many tokens of each text are read; None: all."""
+    """Return the maximum number of tokens to read from each text, or None without a limit."""
     num: int | None = getattr(request, name)
     if num is not None and num < 0:
         text = f"{name} must be a non-negative integer (0 means no limit)"
@@ -337,7 +337,7 @@ async def _run_listed(
     bar: Any,
     places: Sequence[str],
 ) -> list[Pooled]:
-    """Run some of the requests that a score consists of, and list them where they can be aborted."""
+    """Run some of the requests for a score, and register them so that they can be aborted."""
     ticket = context.ticket
     noted: list[Any] = [] if ticket is None else [*ticket.generations]
 
@@ -358,7 +358,7 @@ async def _run_listed(
 
 
 def _whole(outputs: list[Pooled]) -> list[Pooled]:
-    """Return the outputs, or raise the error that ended one of them early."""
+    """Return the outputs, or raise the error of one that ended early."""
     for output in outputs:
         if output.error is not None:
             raise output.error.to_exception(output.request_id)

@@ -1,8 +1,8 @@
-"""OpenAI's batch files: each line is a request, and goes the way of an HTTP request, without the network.
+"""Answer OpenAI's batch files: each line is handled like an HTTP request, without the network.
 
-Laws.  Each line has one answer, in the order of the lines, whatever has become of it: only the engine's
-death and files that fail end a batch.  At most `max_inflight` lines are held, read and not yet answered in order;
-of the lines before them only a digest of each custom_id is kept.  An answer is saved as soon as it is there.
+Laws.  Each line gets one answer, in the order of the lines, whatever happens to it; only the death of the engine or a failing file ends
+a batch.  At most `max_inflight` lines are in memory, from reading to the ordered output; of earlier lines only a digest of
+each custom_id is kept.  An answer is saved as soon as it exists.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class BatchFile:
 
         Args:
             note_reply: called after each line of the output.
-            origin: digest of what decides an answer besides its request (`origin_of`).
+            origin: a digest of everything besides the request that determines an answer (`origin_of`).
         """
         self._app = app
         self._note_reply = note_reply
@@ -70,11 +70,11 @@ class BatchFile:
         return f"<BatchFile {self.num_lines} lines written, {self.num_failed} of them failures>"
 
     async def answer_all(self, source: BinaryIO, answers: Answers) -> None:
-        """Answer every line of `source` with a line in `answers`; requests with a saved answer are not sent.
+        """Answer every line of `source` with a line in `answers`.  Requests with a saved answer are not sent.
 
         Raises:
-            EngineDeadError, OSError: the engine or the output has failed; also in a group for the source.
-            TrouperValidationError: a saved answer answers something else.
+            EngineDeadError, OSError: the engine or the output failed; possibly inside an exception group.
+            TrouperValidationError: a saved answer belongs to another request.
         """
         error: Exception | None = None
         # The writer holds one, so that `max_inflight` have been read and not been written.
@@ -138,7 +138,7 @@ class BatchFile:
     async def _save(
         self, reply: BatchReply, answers: Answers, slot: "_Slot", model: object = None
     ) -> None:
-        """Save an answer at once, whatever becomes of those before it."""
+        """Save an answer at once, independent of earlier lines."""
         if reply.has_failed:
             self.num_failed += 1
             self.failures.note(reply, model)
@@ -201,7 +201,7 @@ class _Slot:
 
 
 class _InProcessCall:
-    """One request to the application, and its reply."""
+    """One request to the application in this process, and its reply."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
@@ -242,7 +242,7 @@ def _not_asked(number: int, line: bytes, problem: ErrorBody) -> BatchReply:
 
 
 def _custom_id(line: bytes) -> str | None:
-    """Return the custom_id of a line that is wrong otherwise, if it can be found."""
+    """Return the custom_id of a malformed line, or None if it has none."""
     try:
         return msgspec.json.decode(line, type=_Named).custom_id
     except msgspec.MsgspecError:

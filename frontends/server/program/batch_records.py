@@ -1,9 +1,9 @@
-"""The lines of OpenAI's batch files, and how a saved answer is matched with the request that it answers.
+"""Define the lines of OpenAI's batch files, and match saved answers with their requests.
 
-A run that was interrupted is continued by `custom_id`.  Equal ids do not prove that a saved answer belongs to the
-input at hand: generated inputs often number their lines from 1.  The `id` of an answer therefore holds two
-digests, one of the request and one of everything else that decides the answer (the `origin`: model, seed, options).
-Answers of other programs have other ids and are matched by their custom_id only.
+An interrupted run is continued by `custom_id`.  Equal ids do not prove that a saved answer belongs to the present input, because
+generated inputs often number their lines from 1.  So the `id` of an answer contains two digests: one of the request, and one of everything
+else that determines the answer (the `origin`: model, seed, options).  Answers of other programs have other ids and are matched
+only by their custom_id.
 """
 
 import re
@@ -65,25 +65,25 @@ class BatchReply(msgspec.Struct):
 
 
 class Answers(Protocol):
-    """The output of a batch.  Positions are whatever `add` and `find` return."""
+    """The output of a batch.  Positions are the values returned by `add` and `find`."""
 
     def find(self, request: BatchLine) -> int | None:
-        """Return the position of the answer of an earlier run.  Raises TrouperError if it answers something else."""
+        """Return the position of an earlier run's answer.  Raises TrouperError if it belongs to another request."""
         ...
 
     def add(self, line: bytes) -> int:
-        """Save one answer and return its position; answers are added in the order in which they come."""
+        """Save one answer and return its position.  Answers are added in the order of completion."""
         ...
 
     def keep(self, position: int) -> None:
-        """Let the answer at `position` be the next in the order of the requests."""
+        """Put the answer at `position` next in the order of the requests."""
         ...
 
 
 class StreamAnswers:
-    """Answers to a pipe or a device, in the order of the requests; those that come early wait in memory.
+    """Answers written to a pipe or a device in the order of the requests.  Early ones wait in memory.
 
-    At most `max_inflight` wait, the number of lines that a batch holds.
+    At most `max_inflight` wait, the number of lines that a batch keeps.
     """
 
     def __init__(self, sink: BinaryIO) -> None:
@@ -121,12 +121,12 @@ class _ErrorReply(msgspec.Struct):
 
 
 def custom_id_key(custom_id: str) -> bytes:
-    """Return a short digest, which is kept in place of the custom_id itself."""
+    """Return a short digest to remember instead of the custom_id."""
     return blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()
 
 
 def origin_of(*facts: object) -> str:
-    """Return a digest of the facts that decide an answer besides its request."""
+    """Return a digest of everything besides the request that determines an answer."""
     return blake2b(repr(facts).encode(), digest_size=ORIGIN_BYTES).hexdigest()
 
 
@@ -146,12 +146,12 @@ def answer_id(request: BatchLine, origin: str) -> str:
 
 
 def refusal_id() -> str:
-    """Return the id of an answer that is never continued from, since its line was no request."""
+    """Return the id of an answer to a malformed line, which a later run never reuses."""
     return f"batch_req_{uuid4().hex}"
 
 
 def differs(saved_id: str, request: BatchLine, origin: str) -> Literal["request", "origin"] | None:
-    """Return in what a saved answer differs from the answer to `request`, or None if it can be used."""
+    """Return the difference between a saved answer and the answer to `request`, or None if the saved one can be used."""
     found = OWN_ID.fullmatch(saved_id)
     if found is None:
         return None
@@ -169,7 +169,7 @@ def field_of(body: msgspec.Raw, name: Literal["model", "stream"]) -> Any:
 
 
 class Failures:
-    """Failed requests by reason, in bounded memory, for the lines that end a batch."""
+    """Failed requests by reason, in bounded memory, for the summary of a batch."""
 
     def __init__(self) -> None:
         self._counts: dict[Reason, int] = {}
@@ -178,7 +178,7 @@ class Failures:
         self._num_more = 0  # failures for reasons beyond the first MAX_REASONS
 
     def note(self, reply: BatchReply, model: object = None) -> None:
-        """Count a failed reply; `model` is the model that its request names."""
+        """Count a failed reply.  `model` is the model in its request."""
         reason, message = _reason(reply)
         if reason not in self._counts and len(self._counts) == MAX_REASONS:
             self._num_more += 1
@@ -221,5 +221,5 @@ def _reason(reply: BatchReply) -> tuple[Reason, str]:
 
 
 def _quoted(name: str) -> str:
-    """Return a name as a shell takes it."""
+    """Quote a name for a shell."""
     return name if re.fullmatch(r"[\w./:@-]+", name) else "'" + name.replace("'", "'\\''") + "'"

@@ -1,15 +1,13 @@
-"""Control of the garbage collector in a serving process: a collection stops every task and every thread.
+"""Control garbage collection and overload of a serving process, four times a second.
 
-Laws.  Python never collects by itself here, and no collection scans the objects of the loaded model.  Requests and
-connections leave no cycles in ordinary use, so a collection runs when no request is open, when much more memory is in use
-than after the last one, or after a while of work, sooner where memory is short.  Memory that is free when no request is
-open goes back to the system.
+A collection stops every task and every thread, so Python's automatic ones are off.  Laws: no collection scans the objects of the loaded
+model.  Requests and connections normally create no reference cycles, so a collection runs only when no request is open, when much more
+memory is in use than after the last one, or after a while of work (sooner if memory is short).  Without open requests, free memory is
+returned to the system.
 
-Measured with 256 streams of 290 objects each: Python's own collections of the youngest objects scan 28,000 in 10 ms, with
-the next generation in 34 ms; those of a quarter of a second take 2 to 4 ms, 1.2 % of a busy loop.  A full collection
-takes 25 to 70 ms, nearly all of it for live objects, and took 90 or 200 with torch's objects.
-
-Background task: four times a second it updates the overload level and the GC policy; it measures event-loop lag.
+Measured with 256 streams of 290 objects each: an automatic collection of the youngest objects scans 28,000 of them in 10 ms, and in
+34 ms with the next generation.  A collection each quarter of a second takes 2 to 4 ms, 1.2 % of a busy loop.  A full collection takes
+25 to 70 ms, nearly all of it for live objects; with torch's objects it took 90 to 200 ms.
 """
 
 import gc
@@ -28,7 +26,7 @@ MAX_MORE = 1_000_000  # blocks of Python's memory, some 100 MB
 
 
 class Heap:
-    """The collector's state, as a context manager around loading and serving; call `settle` between the two."""
+    """The state of the garbage collector, as a context manager around loading and serving.  Call `settle` after loading."""
 
     def __init__(self) -> None:
         self._was_busy = False
@@ -40,13 +38,13 @@ class Heap:
         return self
 
     def settle(self) -> None:
-        """Exempt all present objects from collections; call it once the model is loaded."""
+        """Exempt all existing objects from collections.  Call it once the model is loaded."""
         gc.collect()
         gc.freeze()
         self._num_blocks = sys.getallocatedblocks()
 
     def look(self, now: float, *, is_busy: bool, is_tight: bool = False) -> None:
-        """Collect if a collection is due."""
+        """Run a collection if one is due."""
         longest_s = TIGHT_S if is_tight else LONGEST_S
         is_due = now - self._looked_at > longest_s if is_busy else self._was_busy
         self._was_busy = is_busy
@@ -71,7 +69,7 @@ NUM_PERIODS = 25  # between two updates: a quarter of a second
 
 
 async def watch(service: Service, heap: Heap) -> None:
-    """Update overload level and garbage collector, and record the lag of the event loop, until cancelled."""
+    """Update the overload level and the heap, and record the lag of the event loop, until cancelled."""
     worst_s = 0.0
     while True:
         due = anyio.current_time() + PERIOD_S  # the update itself is part of the lag

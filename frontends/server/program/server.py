@@ -1,11 +1,11 @@
-"""`trouper serve` as a whole: listeners open first, the engine ends last.
+"""Run `trouper serve`: listeners open first, and the engine closes last.
 
     signals ⊃ engine ⊃ listeners
 
-The first SIGTERM or SIGINT: readiness goes, the listeners close, open requests get `shutdown_timeout_s`, the rest their
-final abort output, connections that do not take it are closed, exit 0.  The second ends the process at once.  A
-watchdog that needs no interpreter ends a process that is stuck.  SIGHUP changes nothing: there is no configuration to
-be read again, and a closed terminal is no reason to cut streams.
+On the first SIGTERM or SIGINT, readiness fails and the listeners close.  Open requests get `shutdown_timeout_s`, and the rest their
+final abort output.  Connections that do not read it are closed, and the process exits with 0.  A second signal ends the process at once.
+A watchdog outside the interpreter ends a stuck process.  SIGHUP is ignored: there is no configuration to reload, and a closed
+terminal is no reason to cut streams.
 """
 
 import faulthandler
@@ -40,7 +40,7 @@ SWITCH_S = 0.0001
 
 
 def listener_task(loop: str) -> Callable[[Any, Listener, Shutdown], Coroutine[Any, Any, None]]:
-    """Find what serves an ASGI application at a listener on this event loop, `asyncio` or `trio`."""
+    """Return the function that serves an ASGI application on this event loop, `asyncio` or `trio`."""
     if loop == "trio":
         from trouper.frontends.server.http.hypercorn_server import serve
     else:
@@ -49,12 +49,12 @@ def listener_task(loop: str) -> Callable[[Any, Listener, Shutdown], Coroutine[An
 
 
 def loop_options(loop: str) -> dict[str, Any]:
-    """Options of `anyio.run` for this event loop.  There is no uvloop for Windows."""
+    """Return the options of `anyio.run` for this event loop: uvloop if it is installed (not on Windows)."""
     return {"use_uvloop": find_spec("uvloop") is not None} if loop == "asyncio" else {}
 
 
 class _Signals:
-    """Calls `stop` for each signal that ends the process; the library itself installs no handler."""
+    """Call `stop` for each signal that ends the process.  The library itself installs no handlers."""
 
     def __init__(self, stop: Callable[[int], None], report: Callable[[str], None]) -> None:
         self._stop = stop
@@ -72,10 +72,10 @@ class _Signals:
 
 
 async def load_adapters(engine: "AsyncLLMEngine", adapters: Sequence[LoRARequest]) -> None:
-    """Load the adapters that a server begins with, so that a bad one is found now; they are known by their names.
+    """Load the adapters given at the start, so that a bad one fails the start.  Clients use their names as models.
 
     Raises:
-        TrouperValidationError: one has a model's name, or its files do not fit.
+        TrouperValidationError: an adapter has the model's name, or its files do not fit the model.
     """
     for adapter in adapters:
         if adapter.lora_name == engine.config.model.name:
@@ -84,7 +84,7 @@ async def load_adapters(engine: "AsyncLLMEngine", adapters: Sequence[LoRARequest
 
 
 class Server:
-    """One run: starting, serving, draining, over."""
+    """One run of a server: starting, serving, draining, closed."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class Server:
         admin: Sequence[Listener],
         backend: str,
     ) -> None:
-        """Serve until a signal, or the death of the engine.
+        """Serve until a signal arrives or the engine dies.
 
         Raises:
-            Exception: why the engine could not start, or what it died of.
+            Exception: the reason why the engine did not start, or why it died.
         """
         switch_before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
@@ -187,7 +187,7 @@ class Server:
     async def _run_engine(
         self, unopened: "AsyncLLMEngine", *, task_status: TaskStatus["Engine | None"]
     ) -> None:
-        """Keep the engine open until all connections have ended."""
+        """Keep the engine open until all connections are closed."""
         is_open = False
         try:
             async with unopened as engine:
@@ -203,7 +203,7 @@ class Server:
                 task_status.started(None)
 
     async def _run_background(self) -> None:
-        """Run background work until the listeners close, when no client can ask for its result any more."""
+        """Run background work until the listeners close; after that no client can ask for its results."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._service.background.run_tasks, name="background work")
             await self._shutdown.closing.wait()
@@ -217,7 +217,7 @@ class Server:
             self._shutdown.closing.set()
 
     async def _abort_later(self, engine: "Engine | None") -> None:
-        """Abort the requests that are open at the deadline, then close the connections that are left."""
+        """Abort the open requests at the deadline, then close the remaining connections."""
         if engine is not None:
             await anyio.sleep(self._shutdown_timeout_s)
             self._service.close_gate()
@@ -237,7 +237,7 @@ class Server:
         self._shutdown.closing.set()
 
     async def _leave_loading(self) -> None:
-        """End the process although a thread still loads weights: it cannot be cancelled, and nothing is lost."""
+        """End the process while a thread still loads weights, because the thread cannot be cancelled and nothing is lost."""
         await self._shutdown.closing.wait()
         await anyio.sleep(GRACE_S)
         os._exit(0)

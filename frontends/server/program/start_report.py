@@ -1,4 +1,4 @@
-"""The report of a server: the progress of its loading, and a summary when it serves."""
+"""Report the progress of loading, and summarise a server when it is ready."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ CLEAR = "\r\x1b[K"  # of a terminal's line
 def summarise(
     name: str, config: EngineConfig, info: DeviceInfo, addresses: Sequence[str], seconds: float
 ) -> list[str]:
-    """Describe a server that is ready: what it serves where, and what it has for it."""
+    """Describe a ready server: its addresses, model, memory and limits, one line each."""
     whole = config.model.max_position_embeddings
     of = f" of {whole:,}" if config.max_model_len < whole else ""
     context = f"{config.max_model_len:,}{of} tokens of context"
@@ -38,7 +38,7 @@ def summarise(
 
 
 def _sampling(config: EngineConfig) -> str:
-    """Say how requests are sampled that leave it out."""
+    """Describe the default sampling."""
     if config.pooler is not None:
         return ""
     model = config.model
@@ -46,7 +46,7 @@ def _sampling(config: EngineConfig) -> str:
 
 
 def _weights(config: EngineConfig, info: DeviceInfo) -> str:
-    """Say what the weights take, those of all stages together."""
+    """Describe the memory of the weights of all stages."""
     if not info.num_weight_bytes:
         return ""
     stored: dict[str, Any] = config.model.hf_config.get("quantization_config") or {}
@@ -91,9 +91,9 @@ def _kv_cache(config: EngineConfig, info: DeviceInfo) -> str:
 
 
 class LoadingLine(logging.Handler):
-    """A line of a terminal that is drawn again and again: what is being loaded, and for how long.
+    """A terminal line that is redrawn with the current step of loading and its duration.
 
-    While it is attached, the records of `trouper.loading` are shown in it alone.
+    While it is attached, records of `trouper.loading` appear only in it.
     """
 
     def __init__(self, terminal: TextIO) -> None:

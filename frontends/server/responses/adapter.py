@@ -1,4 +1,4 @@
-"""The adapter of responses, whole or as typed events.  Pure."""
+"""Render responses, as one reply or as typed events.  Pure."""
 
 from functools import partial
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ CLIENT_NAMES = {
 
 
 class ResponsesAdapter:
-    """A response with the blocks of the answer as its items; `response` is what is known of it by now."""
+    """Render one response.  The blocks of the answer are its items, and `response` is its state so far."""
 
     STREAM_END: ClassVar[bytes] = b""  # the last event says that it is the last
 
@@ -75,13 +75,13 @@ class ResponsesAdapter:
         self.response = _new_response(request, parsed, model.name, head)
 
     def queue(self) -> list[StreamEvent]:
-        """Render what a client gets of a response in background before it begins."""
+        """Render the first events of a background response, before it starts."""
         self._is_created = True
         response = {**self.response, "status": "queued"}
         return [self.event(f"response.{name}", response) for name in ("created", "queued")]
 
     def event(self, kind: str, response: JSONObject) -> StreamEvent:
-        """Render an event of the whole response."""
+        """Render an event that contains the whole response."""
         return self._events.event(kind, response=response)
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
@@ -143,7 +143,7 @@ class ResponsesAdapter:
 
 
 class RawMessages:
-    """The prompt and the answer as the model has them, which `enable_response_messages` asks for."""
+    """The rendered prompt and the raw answer, for `enable_response_messages`."""
 
     def __init__(self) -> None:
         self._prompt: JSONObject = {}

@@ -1,4 +1,4 @@
-"""A response that goes on when its client has been told its id."""
+"""Run a response in background, after its client has received its id."""
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,9 +28,9 @@ CODES = {
 
 
 class BackgroundResponse:
-    """One such response.  In whatever way it ends, the store has its end; unless it was deleted meanwhile.
+    """One background response.  However it ends, the store gets its end, unless it was deleted.
 
-    One that streams has its events in the store, too, where any number of clients read them.
+    The events of a streaming one are stored, too, so that any number of clients can read them.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BackgroundResponse:
         return self._response["id"]
 
     def queue(self) -> JSONObject:
-        """Store the response as queued, and return it.  Raises HTTPError when all that is stored is running."""
+        """Store the response as queued, and return it.  Raises HTTPError if the store has no room."""
         if not self._put(self._response):
             text = "the store has no room for another background response, try again later"
             raise HTTPError(503, "overloaded", text)
@@ -65,7 +65,7 @@ class BackgroundResponse:
         return self._response
 
     async def perform(self, resources: AbstractContextManager[Any]) -> None:
-        """Generate the answer, and give the resources back."""
+        """Generate the answer, then release the resources."""
         with resources, self._ended():
             self._put({**self._response, "status": "in_progress"})
             with anyio.move_on_after(self._context.timeout_s) as deadline:

@@ -1,4 +1,4 @@
-"""`POST /v1/responses/compact` and `/v1/responses/input_tokens`: a conversation made shorter, and its length."""
+"""Serve `POST /v1/responses/compact` and `/v1/responses/input_tokens`: shorten or measure a conversation."""
 
 from functools import partial
 from typing import Any
@@ -39,10 +39,10 @@ async def count_input_tokens(
 async def compact_response(
     service: Service, context: RequestContext, request: CompactRequest
 ) -> None:
-    """Have the model sum a conversation up, and return what the user has said with the summary.
+    """Let the model summarise a conversation.  Returns the user's messages with the summary.
 
     Raises:
-        HTTPError: the model has written no summary.
+        HTTPError: the model wrote no summary.
     """
     turn = await _recalled(service, context, request)
     turn.transcript.append("input", "user", INSTRUCTION)
@@ -74,9 +74,9 @@ async def compact_response(
 async def _recalled(
     service: Service, context: RequestContext, request: CompactRequest
 ) -> ResponsesTurn:
-    """Return the conversation, to be read or answered once and not to be kept.
+    """Return the conversation for one use, without storing it.
 
-    The tools stay in the prompt, so that it begins like the conversation and shares its prefix, and none is called.
+    The tools stay in the prompt, so that it shares its prefix with the conversation, but none is called.
     """
     choice = "none" if request.tools else None
     given = [] if request.input is None else request.input

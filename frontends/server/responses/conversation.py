@@ -1,4 +1,4 @@
-"""Items of the Responses API as the messages of a chat.  Pure."""
+"""Convert items of the Responses API to the messages of a chat.  Pure."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -26,10 +26,10 @@ SUMMARY = "Summary of the conversation so far:"
 
 
 def add_items(transcript: Transcript, items: Iterable[JSONObject], name: str) -> None:
-    """Append items; `name` is what the client calls the list of them.
+    """Append items.  `name` is the client's name of their list.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the item's field.
+        TrouperValidationError, UnsupportedFeatureError: a field of an item is invalid; the error names it.
     """
     for i, item in enumerate(items):
         _add(transcript, f"{name}[{i}]", item)
@@ -72,7 +72,7 @@ def _string(place: str, item: JSONObject, name: str) -> str:
 
 
 def _call(place: str, item: JSONObject) -> tuple[str, str]:
-    """Return the name and the arguments of the function that a call of any kind is in a chat."""
+    """Return the name and arguments of the chat function for a call of any kind."""
     if item["type"] == "local_shell_call":
         given: Any = item.get("action")
         if not isinstance(given, dict):
@@ -105,9 +105,9 @@ def _summary(place: str, item: JSONObject) -> str:
 
 
 def _reasoning_text(place: str, item: JSONObject) -> str | None:
-    """Return what an item of reasoning shows: its text, or else the summary of it.
+    """Return the text of a reasoning item, or else its summary.
 
-    Returns None if another server has encrypted the reasoning, which cannot be read here.
+    Returns None if another server encrypted the reasoning, because it cannot be read here.
     """
     texts: list[str] = []
     sealed = unseal("reasoning", item.get("encrypted_content"))

@@ -1,4 +1,4 @@
-"""The items that a response was made from, page by page, as OpenAI lists them.  Pure."""
+"""List the input items of a stored response in pages.  Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ PREFIXES = {
 
 
 class Page(NamedTuple):
-    """The part of a list that is asked for.
+    """The requested part of a list.
 
     Attributes:
-        limit: the most items.
-        is_descending: the newest comes first.
-        after: the id of the item that it begins behind.
+        limit: the maximum number of items.
+        is_descending: whether the newest item comes first.
+        after: the id of the item before the page.
     """
 
     limit: int = 20
@@ -27,10 +27,10 @@ class Page(NamedTuple):
 
     @classmethod
     def of(cls, query: Mapping[str, Sequence[str]]) -> "Page":
-        """Read the fields of a query, of which the others are ignored.
+        """Read the fields of a query.  Other fields are ignored.
 
         Raises:
-            TrouperValidationError: naming the field.
+            TrouperValidationError: a field is invalid; the error names it.
         """
         given = {name: query[name][-1] for name in ("limit", "order", "after") if name in query}
         limit, order = given.get("limit", "20"), given.get("order", "desc")
@@ -42,10 +42,10 @@ class Page(NamedTuple):
 
 
 def listed(items: Sequence[JSONObject], response_id: str, page: Page) -> JSONObject:
-    """Return one page of the items, which have ids then, each the same in all pages.
+    """Return one page of the items.  Every item gets an id, the same one in all pages.
 
     Raises:
-        TrouperValidationError: `after` is the id of none of them.
+        TrouperValidationError: `after` is not the id of an item.
     """
     places = range(len(items))[:: -1 if page.is_descending else 1]
     if page.after is not None:
@@ -66,7 +66,7 @@ def listed(items: Sequence[JSONObject], response_id: str, page: Page) -> JSONObj
 def _place_of(
     name: str, items: Sequence[JSONObject], response_id: str, places: range
 ) -> int | None:
-    """Find the item of an id: one made of a place says it, and of the items' own the first of `places` counts."""
+    """Find the index of an item by its id: a generated id contains the index, and of equal own ids the first in `places` counts."""
     _, mark, number = name.rpartition(f"_{response_id}_in")
     if mark and number.isascii() and number.isdigit():
         place = int(number[:9])
@@ -76,7 +76,7 @@ def _place_of(
 
 
 def _id(item: JSONObject, response_id: str, index: int) -> str:
-    """Return the item's own id, or one made of its place."""
+    """Return the item's own id, or one generated from its index."""
     given = item.get("id")
     if isinstance(given, str) and given:
         return given
@@ -84,7 +84,7 @@ def _id(item: JSONObject, response_id: str, index: int) -> str:
 
 
 def _named(item: JSONObject, name: str) -> JSONObject:
-    """Return an item with its type, its id, what OpenAI's clients require and, of a message, its content as parts."""
+    """Complete an item with its type, its id and the fields that OpenAI's clients require."""
     kind = item.get("type", "message")
     content = item.get("content")
     whole = {"status": "completed", **item, "id": name, "type": kind}

@@ -1,4 +1,4 @@
-"""Blocks of an answer as output items, and as the events in which they come.  Pure."""
+"""Render the blocks of an answer as output items, and as their events in a stream.  Pure."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -29,13 +29,13 @@ CUSTOM_INPUT = "response.custom_tool_call_input"
 
 
 class ItemForm(NamedTuple):
-    """Describe the form of the items of one response.
+    """How the items of one response are rendered.
 
     Attributes:
-        id: the response's own part of the ids of its items.
-        tools: the tools that may be called.
-        seals_reasoning: items of reasoning have `encrypted_content`, too.
-        shows_logprobs: texts have the logprobs of their tokens.
+        id: the part of item ids that is unique to the response.
+        tools: the callable tools.
+        seals_reasoning: whether reasoning items also contain `encrypted_content`.
+        shows_logprobs: whether texts contain the logprobs of their tokens.
     """
 
     id: str
@@ -44,7 +44,7 @@ class ItemForm(NamedTuple):
     shows_logprobs: bool = False
 
     def item_id(self, block: AnswerBlock) -> str:
-        """Return an id that no other block of any response has."""
+        """Return an id that is unique among all items of all responses."""
         kind = self._call_kind(block) if block.kind == "call" else block.kind
         return f"{PREFIXES[kind]}_{self.id}_{block.index}"
 
@@ -62,14 +62,14 @@ class ItemForm(NamedTuple):
         return item
 
     def part(self, block: AnswerBlock) -> JSONObject:
-        """Return what an item of reasoning or text holds."""
+        """Return the content of a reasoning or text item."""
         part = _part(block.kind, block.text)
         if self.shows_logprobs and block.kind == "text":
             part["logprobs"] = list(block.tokens)
         return part
 
     def is_held_back(self, block: AnswerBlock) -> bool:
-        """Tell whether a call is shown when it is whole, because its arguments have another form in its item."""
+        """Return whether a call is shown only when complete, because its item represents the arguments differently."""
         return block.kind == "call" and self.tools.called(block.name).kind != "function"
 
     def _call(self, block: AnswerBlock, status: Status) -> JSONObject:
@@ -94,7 +94,7 @@ class ItemForm(NamedTuple):
 
 
 class EventWriter:
-    """Numbers the events of one response."""
+    """Number the events of one response."""
 
     def __init__(self, form: ItemForm) -> None:
         self._form = form
@@ -106,7 +106,7 @@ class EventWriter:
         return StreamEvent(event, kind)
 
     def render(self, change: BlockEvent) -> list[StreamEvent]:
-        """Return the events that tell what has become of a block."""
+        """Return the events for one change of a block."""
         block = change.block
         if self._form.is_held_back(block):
             if not isinstance(change, BlockEnded):
@@ -176,7 +176,7 @@ class EventWriter:
 
 
 def response_of(item: str) -> str:
-    """Return the id of the response that an item of this id belongs to."""
+    """Return the id of the response to which an item belongs, from the id of the item."""
     return "resp_" + item.partition("_")[2].rpartition("_")[0]
 
 

@@ -1,4 +1,4 @@
-"""The memory of one request: the responses that it follows, and the form in which its own is kept."""
+"""Find the responses that a request continues, and store its own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -27,11 +27,11 @@ decode_items = msgspec.json.Decoder(list[JSONObject]).decode
 async def recall(
     service: Service, context: RequestContext, request: ResponsesRequest
 ) -> ResponsesTurn:
-    """Return the request with what it follows.
+    """Return the request together with the conversation that it continues.
 
     Raises:
-        HTTPError: what it follows is not there, or is another key's.
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
+        HTTPError: a named response does not exist, or belongs to another key.
+        TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
     """
     store = service.responses
     _check(request, store)
@@ -56,7 +56,7 @@ async def recall(
 def find(
     service: Service, context: RequestContext, name: str, parameter: str | None = None
 ) -> StoredResponse:
-    """Return the response of that id.  Raises HTTPError: 404, the same for those that other keys have made."""
+    """Return a stored response.  Raises HTTPError (404) if it does not exist; the error is the same if it belongs to another key."""
     found = service.responses.get(name, context.tenant)
     if found is None:
         text = f"Response with id '{clean(name, MAX_ECHO)}' not found. It was evicted, or it belongs to another key."
@@ -67,19 +67,19 @@ def find(
 async def input_items(
     service: Service, context: RequestContext, stored: StoredResponse
 ) -> list[JSONObject]:
-    """Return the items that a response was made from, those of the responses before it first."""
+    """Return the items of the conversation before a response, oldest first."""
     return await _read(service, context, stored.pieces[: stored.num_input_pieces])
 
 
 def check_is_on(store: ResponseStore, parameter: str | None) -> None:
-    """Raises UnsupportedFeatureError: no responses are kept."""
+    """Raise UnsupportedFeatureError if the server stores no responses."""
     if not store.is_on:
         text = f"{parameter or 'this route'} is not supported: {NO_MEMORY}"
         raise UnsupportedFeatureError(text, parameter=parameter)
 
 
 def stored_response(turn: ResponsesTurn, response: JSONObject, owner: str) -> StoredResponse:
-    """Return a response in the form in which it is kept."""
+    """Convert a response to the form in which it is stored."""
     output = response["output"]
     return StoredResponse(
         owner=owner,
@@ -105,12 +105,12 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
 async def _resolved(
     service: Service, context: RequestContext, items: list[JSONObject]
 ) -> list[JSONObject]:
-    """Return the items, those of earlier responses in place of references to them.
+    """Replace references to items of earlier responses by the items.
 
-    None may be named twice, so that what is read is never more than what is kept.
+    An item may be referenced only once, so a request never reads more than the store contains.
 
     Raises:
-        HTTPError: one is not there, or is another key's.
+        HTTPError: a referenced item does not exist, or belongs to another key.
     """
     named: dict[str, str] = {}  # the client's place, by the item's id
     for i, item in enumerate(items):
@@ -134,7 +134,7 @@ async def _resolved(
 async def _read(
     service: Service, context: RequestContext, pieces: Sequence[bytes]
 ) -> list[JSONObject]:
-    """Decode items that are kept; they count as if the request had brought them."""
+    """Decode stored items.  Their bytes count like bytes of the request."""
     num_bytes = sum(map(len, pieces))
     context.num_body_bytes += num_bytes
     return await _here_or_there(service, num_bytes, _items, pieces)
@@ -145,7 +145,7 @@ def _items(pieces: Sequence[bytes]) -> list[JSONObject]:
 
 
 async def _here_or_there(service: Service, num_bytes: int, act: Callable[[A], B], given: A) -> B:
-    """Call `act` on the event loop if it takes less time than to go to a thread and back, and else in a thread."""
+    """Call `act` on the event loop if the data is small, and otherwise in a thread."""
     if num_bytes < THREAD_FROM:
         return act(given)
     return await anyio.to_thread.run_sync(act, given, limiter=service.threads)

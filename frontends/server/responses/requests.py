@@ -1,4 +1,7 @@
-"""The body of the Responses API; null means "not given".  Fields that are not here are in the table of `fields.py`."""
+"""Declare the bodies of the Responses API.
+
+A null means that the field is not given; the table in `fields.py` decides about all other fields.
+"""
 
 from typing import Any, ClassVar
 
@@ -17,7 +20,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
-    """`POST /v1/responses`: a conversation to be continued."""
+    """The body of `POST /v1/responses`."""
 
     OTHERS: ClassVar[fields.Others] = fields.RESPONSES
 
@@ -42,6 +45,6 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 
 
 class CompactRequest(ResponsesRequest, kw_only=True):
-    """`POST /v1/responses/compact` and `/v1/responses/input_tokens`: a conversation that is not continued."""
+    """The body of `POST /v1/responses/compact` and `/v1/responses/input_tokens`, which do not continue a conversation."""
 
     input: str | list[JSONObject] | None = None  # type: ignore[assignment]  # the history may be all there is

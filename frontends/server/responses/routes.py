@@ -1,7 +1,4 @@
-"""The routes of the Responses API.
-
-Errors of the Responses API: bodies as everywhere, and events of its own.
-"""
+"""Serve the routes of the Responses API, and define its error format: the usual bodies, but its own events."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -46,7 +43,7 @@ RESPONSES = "/v1/responses/"  # an id follows, and perhaps what is to be done
 async def create_response(
     service: Service, context: RequestContext, request: ResponsesRequest
 ) -> None:
-    """Continue a conversation of items, whole, as typed events, or in background."""
+    """Continue a conversation of items: as one reply, as typed events, or in background."""
     turn = await recall(service, context, request)
     if left_out := turn.tools.left_out:
         context.own_headers += service.unknown.note(context.path, left_out, TOOLS)
@@ -69,7 +66,7 @@ async def create_response(
 
 
 async def retrieve_response(service: Service, context: RequestContext, _: None) -> None:
-    """Return a response that is kept, or that runs in background; its events, if they are asked for."""
+    """Return a stored or running response, or its events if the query asks for them."""
     check_is_on(service.responses, None)
     start = _wanted_events(context.query())
     name = _name(context)
@@ -81,7 +78,7 @@ async def retrieve_response(service: Service, context: RequestContext, _: None) 
 
 
 async def list_input_items(service: Service, context: RequestContext, _: None) -> None:
-    """List the items that a kept response was made from, a page of them."""
+    """Return one page of the input items of a stored response."""
     check_is_on(service.responses, None)
     page = Page.of(context.query())
     name = _name(context).removesuffix("/input_items")
@@ -90,7 +87,7 @@ async def list_input_items(service: Service, context: RequestContext, _: None) -
 
 
 async def delete_response(service: Service, context: RequestContext, _: None) -> None:
-    """Forget a response; one that runs in background is cancelled."""
+    """Delete a response.  A running background response is cancelled."""
     check_is_on(service.responses, None)
     name = _name(context)
     find(service, context, name)
@@ -100,7 +97,7 @@ async def delete_response(service: Service, context: RequestContext, _: None) ->
 
 
 async def cancel_response(service: Service, context: RequestContext, _: None) -> None:
-    """Cancel a response that runs in background, and return it; one that has ended is returned as it is."""
+    """Cancel a running background response, and return it.  A finished one is returned unchanged."""
     check_is_on(service.responses, None)
     name = _name(context).removesuffix("/cancel")
     stored = find(service, context, name)
@@ -118,10 +115,10 @@ async def cancel_response(service: Service, context: RequestContext, _: None) ->
 
 
 def _wanted_events(query: Mapping[str, Sequence[str]]) -> int | None:
-    """Return the number of the first event that the query asks for, or None if it asks for the whole response.
+    """Return the number of the first requested event, or None if the query asks for the whole response.
 
     Raises:
-        TrouperValidationError: naming the field.
+        TrouperValidationError: a field of the query is invalid; the error names it.
     """
     stream = query.get("stream", ["false"])[-1]
     after = query.get("starting_after", [None])[-1]
@@ -139,11 +136,11 @@ def _wanted_events(query: Mapping[str, Sequence[str]]) -> int | None:
 
 
 def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> JSONObject:
-    """Hand the request over to a task of its own, and return the response so far.
+    """Start a background task for the request, and return the response so far.
 
     Raises:
-        HTTPError: there is no place for it.
-        UnsupportedFeatureError: the application is served without its lifespan, which the task would live in.
+        HTTPError: the server has no room for it.
+        UnsupportedFeatureError: the application runs without lifespan events, so there is nothing to run the task.
     """
     if not service.background.is_on:
         raise unsupported("background", "this application runs no background work; use stream")
@@ -163,7 +160,7 @@ def _name(context: RequestContext) -> str:
 
 
 def _render_event(problem: ErrorBody, number: int) -> dict[str, Any]:
-    """Return the typed event `error`, with the body that makes OpenAI's clients raise."""
+    """Return the typed event `error`.  It contains the body that makes OpenAI's clients raise an exception."""
     return {
         "type": "error",
         "sequence_number": number,

@@ -1,8 +1,8 @@
-"""Tools of the Responses API as functions of a chat, and the way back from a call to the tool.  Pure.
+"""Convert tools of the Responses API to chat functions, and calls of the functions back.  Pure.
 
-A chat knows functions only.  A namespace becomes the functions in it, a custom tool a function whose only argument is the
-text, and `local_shell` a function with the arguments of its action.  A tool that the server itself would have to run is
-left out where there are others to call.
+A chat has only functions.  A namespace becomes its functions, a custom tool a function whose single argument is the text, and
+`local_shell` a function with the arguments of its action.  A tool that the server itself would have to run is left out if other
+tools remain.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ SHELL_DESCRIPTION = "Runs a command, given as a list of its words, on the user's
 
 
 class ClientTool(NamedTuple):
-    """Describe a tool that the client runs, by the names that the client uses."""
+    """A tool that the client runs, under the client's names."""
 
     kind: ToolKind
     name: str
@@ -44,25 +44,25 @@ class ClientTool(NamedTuple):
 
 
 class CustomInput(msgspec.Struct):
-    """Hold the arguments of the function that stands for a custom tool."""
+    """The arguments of the function for a custom tool."""
 
     input: str
 
 
 class ResponseTools:
-    """Hold the tools of one request, and translate between them and the functions of a chat.
+    """The tools of one request, with the translation to chat functions and back.
 
     Attributes:
-        functions: what the chat template gets.
-        shown: the client's tools that are in use.
-        left_out: the types of the client's tools that cannot run here.
+        functions: the functions for the chat template.
+        shown: the client's tools in use.
+        left_out: types of tools that cannot run here.
 
     Args:
-        given: the tools as the client sends them.
+        given: the tools in the request.
 
     Raises:
-        TrouperValidationError: naming the field.
-        UnsupportedFeatureError: the server itself would have to run all of them.
+        TrouperValidationError: a tool is malformed; the error names the field.
+        UnsupportedFeatureError: all tools would have to run on the server.
     """
 
     def __init__(self, given: Sequence[JSONObject] | None) -> None:
@@ -82,18 +82,18 @@ class ResponseTools:
         return f"<ResponseTools {[*self._tools]}, without {self.left_out}>"
 
     def called(self, function: str) -> ClientTool:
-        """Return the tool that a call of this function is for."""
+        """Return the tool to which a call of this function belongs."""
         return self._tools.get(function) or ClientTool("function", function)
 
     def client_name(self, parameter: str) -> str:
-        """Return the client's name of a part of a function, which is `tools[i].function…` in a chat."""
+        """Translate `tools[i].function…`, a place in the chat, to the client's name of that place."""
         number, _, rest = parameter.removeprefix("tools[").partition("]")
         if not number.isdigit() or int(number) >= len(self._places):
             return parameter
         return self._places[int(number)] + rest.replace(".function", "", 1)
 
     def choice(self, choice: str | JSONObject | None) -> str | JSONObject | None:
-        """Return the choice as a chat has it.
+        """Convert `tool_choice` to the chat format.
 
         Raises:
             TrouperValidationError, UnsupportedFeatureError: it names a tool that cannot be called.
@@ -132,7 +132,7 @@ class ResponseTools:
         return isinstance(tool, dict) and cast("JSONObject", tool).get("type") in self.left_out
 
     def _chosen(self, tool: Any, place: str) -> JSONObject:
-        """Return the one tool that a choice names, as a chat has it."""
+        """Return the one tool named by a choice, in the chat format."""
         kind = _kind(tool, place)
         if kind not in ("function", "custom", SHELL):
             reason = f"{kind[:64]} is not a tool that a client can run; {NO_TOOLS}"
@@ -145,7 +145,7 @@ class ResponseTools:
         return {"type": "function", "function": {"name": self._function(name, namespace)}}
 
     def _function(self, name: str, namespace: object) -> str:
-        """Return the name of the function of a tool; its namespace may be left out where one tool has the name."""
+        """Return the name of a tool's function.  The namespace is optional if the tool's name is unique."""
         if isinstance(namespace, str):
             return function_name(name, namespace)
         if name in self._tools:
@@ -155,7 +155,7 @@ class ResponseTools:
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """Return the name of a tool's function, in which the namespace comes first."""
+    """Return the name of a tool's function, which begins with the namespace."""
     if not namespace:
         return name
     whole = f"{namespace.removesuffix('__')}__{name}"
@@ -166,12 +166,12 @@ def function_name(name: str, namespace: str | None) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments of the function that a custom tool is."""
+    """Return the arguments of the function for a custom tool."""
     return msgspec.json.encode(CustomInput(text)).decode()
 
 
 def custom_input(arguments: str) -> str:
-    """Return the input of a custom tool; arguments that have not its form are the input as they are."""
+    """Return the input of a custom tool.  Malformed arguments become the input unchanged."""
     try:
         return msgspec.json.decode(arguments, type=CustomInput).input
     except msgspec.MsgspecError:
@@ -179,7 +179,7 @@ def custom_input(arguments: str) -> str:
 
 
 def shell_action(arguments: str) -> JSONObject | None:
-    """Return the action of a call of `local_shell`, or None if its arguments have no command."""
+    """Return the action of a `local_shell` call, or None if its arguments contain no command."""
     try:
         fields = msgspec.json.decode(arguments, type=dict[str, Any])
     except msgspec.MsgspecError:
@@ -204,7 +204,7 @@ def _kind(tool: Any, place: str) -> str:
 def _callable_tools(
     place: str, tool: JSONObject, namespace: str | None = None
 ) -> Iterator[tuple[str, ClientTool, JSONObject]]:
-    """Yield the client's name, the tool and the function of each that a client runs."""
+    """Yield each tool that the client runs, with the client's name and the function."""
     name = tool.get("name")
     match _kind(tool, place):
         case "function":
@@ -227,7 +227,7 @@ def _callable_tools(
 def _tools_of_namespace(
     place: str, given: JSONObject
 ) -> Iterator[tuple[str, ClientTool, JSONObject]]:
-    """Yield the tools of a namespace; the first one's description begins with that of all."""
+    """Yield the tools of a namespace.  The description of the namespace goes before the first tool's."""
     name, tools = given.get("name"), given.get("tools")
     if not isinstance(name, str) or not name:
         raise invalid(f"{place}.name", "must be the name of the namespace")
@@ -249,10 +249,10 @@ def _tools_of_namespace(
 
 
 def _custom_function(place: str, tool: JSONObject, namespace: str | None) -> JSONObject:
-    """Return a custom tool as a function with one argument, the text.
+    """Return a function with one argument, the text, for a custom tool.
 
-    A regular expression holds for the argument.  A grammar is described to the model, since no grammar of calls can
-    hold another one inside a JSON string.
+    A regular expression constrains the argument.  A grammar only becomes part of the description, because a grammar of calls cannot contain
+    another grammar inside a JSON string.
     """
     given: Any = tool.get("format")
     form = cast("JSONObject", given) if isinstance(given, dict) else {}

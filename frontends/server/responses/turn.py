@@ -1,4 +1,4 @@
-"""One turn of a conversation: a request, what came before it, and both as a chat.  Pure."""
+"""Combine a request with the conversation before it, and convert both to a chat.  Pure."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -30,12 +30,12 @@ class ResponsesTurn:
 
     Args:
         body: the request.
-        previous: the response that it follows.  What the request leaves open of model, salt and priority is as there.
+        previous: the response before it.  Its model, salt and priority are the defaults.
         history: the items up to the end of that response.
-        is_stored: follow-ups are to find what comes of it.
+        is_stored: whether the response is stored for follow-ups.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
+        TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ResponsesTurn:
 
     @property
     def seals_reasoning(self) -> bool:
-        """The client keeps the reasoning for the next turn as one string."""
+        """Whether the client keeps the reasoning as one string for the next turn."""
         return ENCRYPTED in (self.body.include or ())
 
     @property
@@ -107,7 +107,7 @@ def _input_items(request: ResponsesRequest, *, is_first: bool) -> list[JSONObjec
 
 
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
-    """Read `text.format`, which has the fields of a schema beside its type."""
+    """Read `text.format`, which contains the fields of a schema next to its type."""
     given: Any = (request.text or {}).get("format")
     if given is None:
         return None

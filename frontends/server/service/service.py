@@ -63,7 +63,7 @@ UNMEETABLE = "deadline_unmeetable"
 
 
 def untagged(name: str) -> str:
-    """Return a model's name without the tag that clients of Ollama put behind one that has none."""
+    """Return a model's name without the tag that Ollama's clients append to names without one."""
     return name.removesuffix(":latest")
 
 
@@ -78,7 +78,7 @@ class Service:
         self.metrics = ServerMetrics()
         self.gate = AdmissionGate(self._note_rejection)
         self.is_draining = False
-        self.died = anyio.Event()  # a task has met the engine's death
+        self.died = anyio.Event()
         self.unknown = UnknownFields()
         self.steps = StepClock()
         self.bodies = BodyMemory(
@@ -96,8 +96,10 @@ class Service:
         self._proved_at = -math.inf  # the last round trip
         self.answers = AnswerFormat()  # of the model's tool calls and reasoning
         self._engine: Engine | None = None
-        self._last_adapter = 0  # number that one has been loaded with
-        self._open: dict[str, RequestContext] = {}  # by the engine's id, the oldest first
+        # The largest number given to an adapter so far.
+        self._last_adapter = 0
+        # Contexts by the engine's request id, oldest first.
+        self._open: dict[str, RequestContext] = {}
 
     def __repr__(self) -> str:
         state = "starting" if self._engine is None else "draining" if self.is_draining else "open"
@@ -199,7 +201,7 @@ class Service:
 
     def look(self, lag_s: float) -> None:
         """Check the engine, and adapt admission to the load; the monitor calls it four times a second."""
-        if self._engine is None or self.is_draining:  # it is not there yet, or being closed
+        if self._engine is None or self.is_draining:
             return
         if self._engine.dead_error is not None:
             self.died.set()

@@ -3,10 +3,10 @@
 A request's type declares the honoured fields.  For every other field, this table decides which of two laws holds:
 
 * A field that would change the answer is refused with a 400 that names it, its value and what to use in its place.
-* A field that a server may pass over never ends a request. The reason why it is harmless is in the table.
+* A harmless field is ignored.  The table contains the reason why it is harmless.
 
-A value that asks for nothing (null, false, an empty value, or one of `NEUTRAL`) is allowed for a refused field, since clients
-send the defaults of all fields that they know. A field that is in no table is ignored; the log and the response's header say so.
+A refused field may have a neutral value (null, false, an empty value, or one of `NEUTRAL`), because clients send the defaults of all
+fields that they know.  An unknown field is ignored, and named in the log and in a response header.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from trouper.frontends.server.shared.errors import (
 
 
 class Others(NamedTuple):
-    """The fields that one request type knows and does not honour, each with its reason."""
+    """The known but not honoured fields of one request type, each with a reason."""
 
     refused: Mapping[str, str]
     harmless: Mapping[str, str]
@@ -36,7 +36,7 @@ USE_BUDGET = "use thinking_token_budget"
 PENALTIES = "use repetition_penalty, presence_penalty or frequency_penalty"
 LEAVE_OUT = "leave it out"
 
-# What changes the text that is generated, or what is said about it, in whatever API it is asked for.
+# Fields that change the generated text or its description, in any API.
 REFUSED = {
     # vLLM
     "best_of": "use n and choose among the completions",
@@ -130,7 +130,7 @@ HARMLESS = {
     "stream_options": "the events of this API have nothing to choose",
 }  # fmt: skip
 
-# Values that ask for nothing beside null, false and what is empty: mostly the defaults of those servers.
+# Neutral values besides null, false and empty ones, mostly the defaults of those servers.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "mirostat": (0,),
@@ -166,7 +166,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 ON_BY_DEFAULT = frozenset(("parse_tool_calls", "separate_reasoning", "stream_reasoning"))
 
-# What the text APIs honour and an API of items or blocks says in other words.
+# Fields of the text APIs for which APIs of items or blocks have other names.
 BY_OTHER_NAMES = {
     "n": "send the request again",
     "use_beam_search": "use /v1/chat/completions",
@@ -339,7 +339,7 @@ NONE = Others({}, {})
 
 
 def verdict(kind: type[msgspec.Struct], name: str) -> str:
-    """Return what becomes of a field of a request type: honoured, refused, harmless or unknown."""
+    """Return how a request type treats a field: honoured, refused, harmless or unknown."""
     others: Others = getattr(kind, "OTHERS", NONE)
     if name in kind.__struct_encode_fields__:
         return "honoured"
@@ -349,13 +349,13 @@ def verdict(kind: type[msgspec.Struct], name: str) -> str:
 
 
 def check_others(given: Mapping[str, Any], others: Others) -> tuple[str, ...]:
-    """Refuse fields that ask for what is not built, and return the names of those that are in no table.
+    """Refuse unsupported fields, and return the names of the unknown ones.
 
     Args:
-        given: the fields of a body that its type does not honour.
+        given: the undeclared fields of a body.
 
     Raises:
-        UnsupportedFeatureError: for the first field of the body that is refused.
+        UnsupportedFeatureError: for the first refused field of the body.
     """
     for name, value in given.items():
         if name in others.refused and not _asks_for_nothing(name, value):
