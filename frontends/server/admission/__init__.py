@@ -1,1 +1,1 @@
-"""Decide which HTTP requests are admitted, in which order they start, and which are refused under load."""
+"""Decide which HTTP requests start, in which order, and which ones the server refuses under load."""

@@ -25,7 +25,7 @@ class Phase(Enum):
 
 
 class Full(Exception):
-    """No room is left.  `is_over_share` means that the tenant already has more than an equal share."""
+    """The queue is full.  `is_over_share` means that the tenant already has more than an equal share."""
 
     def __init__(self, *, is_over_share: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class FairQueue:
         self._held: dict[str, list[int]] = {}  # tenant -> its sequences, its tokens not started
         self._waiting: dict[str, list[Entry]] = {}  # tenant -> in its own order, never empty
         self._counters: dict[str, int] = {}  # tenant -> service received; as many as there are keys
-        self._last_tenant: str | None = None  # the last that was served
+        self._last_tenant: str | None = None  # served last
 
     def __repr__(self) -> str:
         num_waiting = sum(map(len, self._waiting.values()))
@@ -108,7 +108,7 @@ class FairQueue:
             self._count(entry, 1)
 
     def wait(self, entry: Entry) -> None:
-        """Queue a request that is ready to start."""
+        """Queue a ready request."""
         tenant = entry.tenant
         if tenant not in self._waiting:  # time without requests earns no credit
             others = [self._counters[other] for other in self._waiting]

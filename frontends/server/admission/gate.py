@@ -17,12 +17,18 @@ from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.admission.throughput import QueueDelay, Throughput
 from trouper.frontends.server.shared.errors import HTTPError
 
-BYTES_PER_TOKEN = CHARACTERS_PER_TOKEN  # of a body that is not decoded yet
-TTFT_TARGET_S = 10.0  # as much work may wait as is done in this time
-MAX_OUTPUT_ESTIMATE = 256  # of a sequence; `max_tokens` is often far more than what comes
-RETRY_S = 1.0, 60.0  # the least and the most that a client is asked to wait
-LOOK_S = 0.25  # between two looks at all tickets, which take 0.6 ms of 512
-GOLDEN = 0.618033988749895  # its multiples modulo 1 are spread evenly: clients refused now come back one by one
+# An estimate for bodies before they are decoded.
+BYTES_PER_TOKEN = CHARACTERS_PER_TOKEN
+# The queue may hold the work of this many seconds.
+TTFT_TARGET_S = 10.0
+# Expected output tokens of a sequence, because `max_tokens` is often far larger than the output.
+MAX_OUTPUT_ESTIMATE = 256
+# The range of Retry-After in seconds.
+RETRY_S = 1.0, 60.0
+# Seconds between two scans of all tickets; a scan of 512 takes 0.6 ms.
+LOOK_S = 0.25
+# The fractional parts of its multiples are spread evenly, so refused clients do not return all at once.
+GOLDEN = 0.618033988749895
 OVERLOADED = "the server is overloaded, try again later"
 
 
@@ -166,7 +172,7 @@ class AdmissionGate:
         return outside + self.num_prefill_tokens() >= limit
 
     def _release_read(self) -> bool:
-        """Free the places of requests that the engine finished but whose clients still read their responses.
+        """Free the places of finished requests, although their clients still read the responses.
 
         This runs at most once in `LOOK_S` seconds.  Returns whether a place became free.
         """

@@ -18,11 +18,13 @@ class Level(IntEnum):
     ABORT = 4
 
 
-# A level begins at its share of memory, or its seconds of a late event loop; a late loop is no reason to abort.
+# The thresholds of each level: a share of memory, or seconds of event-loop lag.  No request is aborted because of lag.
 MEMORY = {Level.TIDY: 0.92, Level.SHED_LOWEST: 0.94, Level.SHED_ALL: 0.95, Level.ABORT: 0.98}
 LAG_S = {Level.TIDY: 1.0, Level.SHED_LOWEST: 2.0, Level.SHED_ALL: 5.0}
-MARGIN = 0.98  # × the threshold: what counts as below it
-NUM_CALM = 8  # looks in a row below a level before it is left
+# A value counts as below a threshold if it is below this share of the threshold.
+MARGIN = 0.98
+# Consecutive checks below a level before the level falls.
+NUM_CALM = 8
 
 
 class Ladder:

@@ -40,7 +40,7 @@ class Throughput:
         self._tokens = 0.0
         self._seconds = 0.0
         self._seen: tuple[int, float] | None = (
-            None  # tokens so far and when; None: it was idle then
+            None  # the counter and its time, unless it was idle then
         )
 
     def note(self, num_tokens: int, now: float, *, is_busy: bool) -> None:

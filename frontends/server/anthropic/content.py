@@ -20,7 +20,8 @@ DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-INVALID = "INVALID_JSON"  # the key of arguments that are no object, as Anthropic proposes
+# Anthropic's proposed key for arguments without a JSON object.
+INVALID = "INVALID_JSON"
 
 
 def render_block(change: BlockEvent, *, omits_thinking: bool = False) -> list[StreamEvent]:
@@ -30,7 +31,7 @@ def render_block(change: BlockEvent, *, omits_thinking: bool = False) -> list[St
         case BlockStarted(block):
             begun = content_block(block)
             if block.kind == "call":
-                begun["input"] = {}  # what clients add the pieces to
+                begun["input"] = {}  # clients append the deltas to it
             return [_event("start", block, content_block=begun)]
         case BlockGrown() if is_omitted:
             return []
@@ -63,7 +64,7 @@ def content_block(block: AnswerBlock, *, omits_thinking: bool = False) -> JSONOb
 
 
 def _input(arguments: str) -> JSONObject:
-    """Decode the arguments of a call.  Cut arguments, or ones that are no object, become a text."""
+    """Decode the arguments of a call.  Cut arguments, or other JSON than an object, become a text."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except msgspec.DecodeError:

@@ -191,7 +191,7 @@ def _add_to_assistant(transcript: Transcript, place: str, where: str, block: JSO
             message = transcript.assistant(place)
             message["reasoning_content"] = message.get("reasoning_content", "") + thought
         case "redacted_thinking":
-            pass  # only the server that has encrypted it could read it
+            pass  # only the encrypting server can read it
         case _:
             message = transcript.assistant(place)
             message.setdefault("content", []).append(_text(where, block))

@@ -52,7 +52,7 @@ CLIENT_NAMES = {
     "structured_outputs": FORMAT,
     "thinking_token_budget": BUDGET,
 }
-# No edit of `context_management` is ever applied here, and the answer says so.
+# The reply reports that no edit of `context_management` was applied.
 NO_EDITS: JSONObject = {"context_management": {"applied_edits": []}}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}  # others keep their names
 
@@ -79,7 +79,7 @@ class MessagesTurn:
         if parameter == "structured_outputs":
             parameter = ChatAdapter.client_name(self.chat, parameter)
         if getattr(self._body, parameter, None) is not None:
-            return parameter  # one of the fields that have the same name here
+            return parameter  # the name is the same in both APIs
         if parameter in CLIENT_NAMES:
             return CLIENT_NAMES[parameter]
         if parameter.startswith("tools["):
@@ -112,7 +112,8 @@ async def count_tokens(
 class MessagesAdapter:
     """Render one message.  The blocks of the answer are its content."""
 
-    STREAM_END: ClassVar[bytes] = b""  # the last event says that it is the last
+    # The last event marks the end itself.
+    STREAM_END: ClassVar[bytes] = b""
 
     @staticmethod
     def parse(request: MessagesTurn, model: ServedModel) -> ParsedRequest:
@@ -134,7 +135,7 @@ class MessagesAdapter:
         self._last: CompletionOutput | None = None
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
-        # As in vLLM, all of the prompt is input here, and the last event says what the cache had of it.
+        # Like in vLLM, the whole prompt counts as input here, and the last event reports the cached part.
         counts = _usage(usage and Usage(usage.prompt_tokens, 0, usage.prompt_tokens))
         return [_event("message_start", message=self._message(counts)), _event("ping")]
 

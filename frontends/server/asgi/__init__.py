@@ -1,1 +1,1 @@
-"""The ASGI application: routes, keys, and the one place where an exception becomes a response."""
+"""The ASGI application: routes, keys, and the conversion of exceptions to responses."""

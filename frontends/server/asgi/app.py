@@ -1,4 +1,4 @@
-"""Serve HTTP requests as an ASGI application, the only place where an exception becomes a response.
+"""Serve HTTP requests as an ASGI application.  Only this module converts exceptions to responses.
 
     head limits → key and route → body → place → decoding → handler, next to a task that watches for a disconnect
 
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 access_log = logging.getLogger("trouper.access")
 MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
 POLICY_VIOLATION = 1008
-LOST_INTERVAL_S = 5.0  # between comments on a silent stream whose device is being started again
+# Seconds between comments on a silent stream while the device restarts.
+LOST_INTERVAL_S = 5.0
 
 
 def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None) -> "App":
@@ -96,7 +97,7 @@ class App:
         try:
             await self._perform(context)
         except ClientGone:
-            pass  # there is no client to answer
+            pass  # the client is not there any more
         except Exception as error:
             await context.fail(self._describe(context, error), errors_at(context.path))
         self._note(context)
@@ -116,7 +117,7 @@ class App:
             access_log.info("%s", access_line(context, route))
 
     def _find(self, context: RequestContext) -> Route | None:
-        """Return the route of a request.  Returns None for OPTIONS, whose response has no content.
+        """Return the route of a request.  Returns None for OPTIONS, which gets a response without content.
 
         Raises:
             HTTPError: the head is too large, the key is wrong, or the route does not exist.

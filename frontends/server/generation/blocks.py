@@ -3,7 +3,7 @@
 The Responses API shows blocks as output items, the Messages API as content blocks.
 
 Laws.  Only the last block can be open.  White space forms no text block of its own, because models write some between reasoning
-and calls; only an answer without anything else gets a block of it.  No text block follows reasoning that was cut.
+and calls; only an answer without anything else gets a block of it.  No text block follows cut reasoning.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ class AnswerBlock:
     def __init__(self, index: int, kind: Kind, name: str = "", call_id: str = "") -> None:
         self.index = index
         self.kind: Kind = kind
-        self.name = name  # of the tool that is called
+        self.name = name  # of the called tool
         self.call_id = call_id
         self._pieces: list[str] = []
-        self.tokens: list[ChatToken] = []  # with their logprobs, where the client wants those
+        self.tokens: list[ChatToken] = []  # with logprobs, if the client wants them
 
     def __repr__(self) -> str:
         return f"<AnswerBlock {self.index}: {self.kind} {self.name}>"
@@ -46,7 +46,7 @@ class AnswerBlock:
 
 
 class BlockStarted(NamedTuple):
-    """A new block, which has no text yet."""
+    """A new block, still without text."""
 
     block: AnswerBlock
 

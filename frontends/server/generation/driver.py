@@ -237,7 +237,7 @@ class Driver(Generic[A]):
             trace_headers=service.trace_parent(context),
             key=context.tenant,
             cache_scope=context.cache_scope,
-            loads_adapter=False,  # one that is unloaded meanwhile stays so
+            loads_adapter=False,  # an adapter unloaded in the meantime stays unloaded
             **placement._asdict(),
         )
         rendered = options.without_tokenization()

@@ -52,7 +52,7 @@ def completion_logprobs(
 
     Args:
         text_of: returns the text of a token without a logprob.
-        bytes_of: returns the bytes of a token.  An alternative that is only part of a character is named by its bytes, like in
+        bytes_of: returns the bytes of a token.  An alternative with only part of a character is named by its bytes, like in
             OpenAI's API.
         offset: the length of the text before these tokens.
         as_ids: names tokens by their ids.
@@ -139,7 +139,7 @@ def _entry(token_id: int, entry: Logprob, as_ids: bool) -> TokenLogprob:
 
 
 def _part(entry: Logprob, raw: bytes) -> TokenLogprob:
-    """Convert an alternative that is only part of a character: it has bytes but no readable text."""
+    """Convert an alternative with only part of a character: it has bytes but no readable text."""
     return TokenLogprob(_escaped(raw), max(entry.logprob, LEAST), list(raw))
 
 
@@ -159,7 +159,7 @@ class _TextSpan(NamedTuple):
 
 
 class TokenSpans:
-    """The tokens of one answer that are not assigned to any part yet.
+    """The tokens of one answer without a part of the text yet.
 
     The parsers emit parts of text without their tokens: they remove marks, and hold back text that may become a mark.  But parts
     keep the order of the tokens, so each part is searched after the end of the last one, and tokens in between are marks.  A part

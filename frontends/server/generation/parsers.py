@@ -70,7 +70,7 @@ class StopStrings:
         self._num_kept = LATE_CHARS if is_late else 0 if is_included else self._reach
         # The end of the content, as far back as a match may reach.
         self._tail = ""
-        # Characters at the start of the tail that have been given to the next parser.
+        # Characters of the tail already given to the next parser.
         self._num_given = 0
         self.found: str | None = None
         # The stop string found by the engine.
@@ -109,7 +109,7 @@ class StopStrings:
             self._give(given, self._num_kept)
 
     def _cut(self, end: int) -> None:
-        """Cut the tail at a stop string whose end is at `end`."""
+        """Cut the tail at a stop string that ends at `end`."""
         place = end if self._is_included else end - len(self.found or "")
         self._tail = self._tail[: max(place, self._num_given)]
 

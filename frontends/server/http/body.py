@@ -89,7 +89,7 @@ class BodyMemory:
         return body
 
     def claim(self, body: "Body", num_bytes: int) -> None:
-        """Count bytes that have come.  Raises HTTPError when other bodies would have to go that are not larger."""
+        """Count received bytes.  Raises HTTPError if the budget is exhausted and no larger body can be refused instead."""
         while self.num_bytes + num_bytes > self.budget:
             unread = [other for other in self._open if not other.is_complete]
             sizes = {other: other.size for other in unread} | {body: body.size + num_bytes}

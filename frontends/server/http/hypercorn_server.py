@@ -1,12 +1,12 @@
-"""HTTP/1.1 on trio by hypercorn, for `--loop trio`.
+"""Serve HTTP/1.1 on trio by hypercorn, for `--loop trio`.
 
-`hypercorn.trio.serve` runs all connections in one nursery, so any exception of its protocols ends the server, and it has
-no setting that refuses HTTP/2 and WebSockets.  So the loop that accepts connections is here, and each runs hypercorn's own
-`TCPServer` in a scope of its own.
+`hypercorn.trio.serve` runs all connections in one nursery, so an exception of one protocol ends the whole server, and hypercorn has no
+setting that refuses HTTP/2 and WebSockets.  So this module accepts the connections and runs hypercorn's own `TCPServer` for each, in a
+scope of its own.
 
-Laws.  An exception in a connection ends that connection alone.  HTTP/1.1 is the only protocol.  A connection ends when it
-has had no request for `KEEP_ALIVE_S`, whatever its protocol waits for.  A head that gives the length of its body twice is
-refused: a proxy may have read the other one.
+Laws.  An exception in a connection ends only that connection.  HTTP/1.1 is the only protocol.  A connection ends after `KEEP_ALIVE_S`
+without a request, whatever its protocol waits for.  A head that gives the length of its body twice is refused, because a proxy
+may have used the other value.
 """
 
 import math
@@ -113,7 +113,7 @@ class _Connection:
                 await (_send_last(message, receive, send) if is_last else send(message))
             except (
                 Exception
-            ) as error:  # of several libraries: the client has left, or speaks no HTTP
+            ) as error:  # of several libraries: the client disconnected, or sent no HTTP
                 raise ConnectionError("the connection has ended") from error
 
         self._scope.deadline = math.inf
@@ -124,7 +124,7 @@ class _Connection:
 
 
 class _StrictServer(TCPServer):
-    """hypercorn's server of one connection, with a parser that is stricter than h11's own."""
+    """hypercorn's server of one connection, with a stricter parser than h11's own."""
 
     async def _read_data(self) -> None:
         protocol = cast("H11Protocol", self.protocol.protocol)  # which has read nothing yet
@@ -183,4 +183,4 @@ class _Http1Config(Config):
 
 
 class _OtherProtocolError(Exception):
-    """The client asks for a protocol that is not served."""
+    """The client asks for an unsupported protocol."""

@@ -1,6 +1,6 @@
 """Take long strings out of a JSON body before it is parsed.
 
-A parser holds the interpreter lock for its whole run: 0.2 s for 90 MB of base64, which is never needed as a Python string.  Here
+A parser holds the interpreter lock for its whole run: 0.2 s for 90 MB of base64 that no code needs as a Python string.  Here
 numpy finds the ends of all strings without the lock, a short reference replaces each long string, and the strict parser reads
 the rest.
 
@@ -69,7 +69,7 @@ def _plain_strings(view: memoryview, marks: list[int]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     begin: int | None = None  # inside a string
     is_plain = True
-    escaped = -1  # what stands after a backslash is no mark
+    escaped = -1  # an escaped quote is no mark
     for at in marks:
         if at == escaped:
             continue

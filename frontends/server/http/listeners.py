@@ -120,10 +120,10 @@ def bind_unix(path: str) -> Generator[socket.socket]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a server that is no longer running."""
+    """Remove the socket file of a dead server."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return  # bind will say that the name is taken
+            return  # bind will fail, because the name is taken
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(path)
     except FileNotFoundError:

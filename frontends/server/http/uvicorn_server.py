@@ -1,9 +1,9 @@
-"""HTTP/1.1 on asyncio by uvicorn: one `uvicorn.Server` for each listener, driven by the program.
+"""Serve HTTP/1.1 on asyncio by uvicorn: one `uvicorn.Server` for each listener, driven by the program.
 
-uvicorn has no settings for the size of a request's head, for the time in which it must come, for pipelined requests and
-for clients that do not read, so `LimitedProtocol` adds these four limits to its protocol.  It also keeps the trailers of a body out
-of the headers, and refuses encodings that it does not undo.  An exception in a protocol
-or in the application ends that connection alone: the event loop and uvicorn catch it there.
+uvicorn has no limits for the size of a head, for its arrival time, for pipelined requests, and for clients that do not read their
+responses.  `LimitedProtocol` adds these four limits to uvicorn's protocol.  It also keeps trailers out of the headers, and refuses transfer
+encodings that it does not decode.  An exception in a protocol or the application ends only that connection: the event loop
+and uvicorn catch it.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from trouper.frontends.server.http.listeners import (
     Shutdown,
 )
 
-# Requests that wait behind one that is being answered; about 3 KB each, so at most 1 MB of a connection.
+# Queued requests of one connection; about 3 KB each, so at most 1 MB.
 MAX_PIPELINED = 256
 NOT_IMPLEMENTED = (
     b"HTTP/1.1 501 Not Implemented\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 54\r\n"
@@ -77,19 +77,19 @@ class _Server(uvicorn.Server):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection of uvicorn's with limits on heads, idle time, pipelined requests and unread answers.
+    """One connection of uvicorn, with limits on heads, idle time, pipelined requests and unread responses.
 
-    Laws.  At most `MAX_HEAD_BYTES` and one read are taken without a complete head or a piece of a body, which bounds heads,
-    trailers and chunk extensions.  While no request is being answered, the next head must be complete within
-    `KEEP_ALIVE_S`, however slowly its bytes or those of an earlier body come.  A connection whose client takes nothing
-    of what was written for `UNREAD_S` is aborted.  What follows a chunked body is no header of its request (RFC 9110, 6.5.1): a proxy
-    has not looked at it.  A body is read as chunks alone; in another encoding it would be taken for what it is not.
+    Laws.  At most `MAX_HEAD_BYTES` and one read are accepted without a complete head or chunk of a body, which bounds heads, trailers
+    and chunk extensions.  While no response is pending, the next head must be complete within `KEEP_ALIVE_S`, however slowly its bytes or
+    those of an earlier body arrive.  A connection is aborted if its client reads nothing of the written bytes for `UNREAD_S`.
+    Trailers of a chunked body are not headers of its request (RFC 9110, 6.5.1), because a proxy did not check them.  Only the chunked
+    encoding is accepted, because the server would misread a body in another one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._cycles: deque[RequestResponseCycle] = deque()  # without a complete answer
-        self._num_pending_bytes = 0  # since the last complete head or piece of a body
+        self._num_pending_bytes = 0  # since the last complete head or chunk of a body
         self._idle_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._is_behind_head = self._refuses_encoding = False
@@ -109,10 +109,12 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_timers()
-        for cycle in self._cycles:  # uvicorn tells the latest alone
+        # uvicorn itself notifies only the latest request.
+        for cycle in self._cycles:
             cycle.disconnected = True
             cycle.message_event.set()
-        self._cycles.clear()  # a circle of references
+        # Break the reference cycle.
+        self._cycles.clear()
 
     def data_received(self, data: bytes) -> None:
         self._num_pending_bytes += len(data)
@@ -120,7 +122,8 @@ class LimitedProtocol(HttpToolsProtocol):
             super().data_received(data)
         elif self.cycle is None or self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]  # None at first
             self.send_400_response("The head of the request is too large.")
-        else:  # a status line would be a part of the answer that is being sent
+        else:
+            # A status line would become part of the response being sent.
             self.transport.abort()
 
     def on_headers_complete(self) -> None:
@@ -139,7 +142,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         if not self._refuses_encoding:
             super().send_400_response(msg)
-        elif self._cycles:  # a status line would be a part of the answer that is being sent
+        elif self._cycles:  # a status line would become part of the response being sent
             self.transport.abort()
         else:
             self.transport.write(NOT_IMPLEMENTED)

@@ -148,7 +148,7 @@ class ChatAdapter:
         # OpenAI's word for a call that the request itself has named
         tools = _tool_use(request)
         self._called = "stop" if tools.is_named else "tool_calls"
-        # The content beside calls: as in vLLM, an empty text where the request has named the call, and else null.
+        # The content of a message with calls: like in vLLM, an empty text if the request named the tool, and otherwise null.
         self._no_content = "" if tools.is_named else None
         ids = call_ids(parsed, model, head)
         self._calls = [CallDeltas(ids, i) for i in range(self._num_choices)]
@@ -260,7 +260,7 @@ class ChatAdapter:
         return self._called if reason == "stop" and calls.has_calls else reason
 
     def _put_reasoning(self, text: str, message: Message) -> None:
-        """Put the reasoning, if there is any, into the fields of the message that are to hold it."""
+        """Put the reasoning into the configured fields of the message."""
         if text and self._reasoning_field != "reasoning_content":
             message.reasoning = text
         if text and self._reasoning_field != "reasoning":
@@ -280,7 +280,7 @@ class ChatAdapter:
             return None
         num_top = self._request.top_logprobs or 0
         if self._request.logprob_token_ids is not None:
-            num_top = -1  # all that were asked for by name
+            num_top = -1  # all requested by id
         return chat_logprobs(
             completion.token_ids,
             completion.logprobs,
@@ -295,7 +295,7 @@ def _tool_use(request: ChatRequest) -> ToolUse:
 
 
 def _without_reasoning(model: ServedModel, params: SamplingParams, *, is_free: bool) -> ServedModel:
-    """Look for no reasoning where the grammar begins with the answer (`enable_in_reasoning`), unless it allows any text."""
+    """Turn reasoning detection off if the grammar applies from the first token on (`enable_in_reasoning`) and constrains it."""
     is_whole = params.structured_outputs is not None and not is_free
     if not (model.grammar_is_first and is_whole and params.thinking_token_budget is None):
         return model

@@ -187,6 +187,6 @@ async def _tell(context: RequestContext, name: str, what: str) -> None:
 
 
 def _broken(error: TrouperValidationError | UnsupportedFeatureError) -> HTTPError:
-    """Return the error for files that are not an adapter.  It is a 500 like in vLLM, because the request itself is valid."""
+    """Return the error for bad files of an adapter.  It is a 500 like in vLLM, because the request itself is valid."""
     problem = describe(error)
     return HTTPError(500, "broken_adapter", problem.message, param=problem.param, headers=NO_RETRY)

@@ -15,7 +15,8 @@ from trouper.frontends.server.service.metrics import expose
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError, unavailable
 
-REFRESH_S = 1.0  # for the latest statistics; an actor that is ending may hold them back for long
+# Timeout in seconds for fresh statistics, because an ending actor may delay them.
+REFRESH_S = 1.0
 MODELS = "/v1/models/"  # a name follows, which may hold slashes
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -100,7 +101,7 @@ async def metrics(service: Service, context: RequestContext, _: None) -> None:
     found = engine.metrics
     if found is None:
         raise HTTPError(404, "not_found", "statistics are off (--disable-log-stats)")
-    # An engine that is ending reports no more; the counts so far stay.
+    # An ending engine reports no new statistics, so the last ones are used.
     with suppress(EngineDeadError), anyio.move_on_after(REFRESH_S):
         await engine.refresh_metrics()
     await context.send_body(await expose((found, service.metrics)), PROMETHEUS)

@@ -115,7 +115,7 @@ class BatchFile:
                         slot.put(saved)
 
     async def _next_line(self, source: BinaryIO) -> bytes:
-        """Return the next line with its end.  A line that is too long is cut to one byte more than the limit."""
+        """Return the next line with its end.  An overlong line is cut to one byte more than the limit."""
         limit = self._max_line + 1
         line = await self._in_thread(source.readline, limit)
         rest = line

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from trouper.actors.engine.engine import Engine
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
-GRACE_S = 1.5  # for the final outputs to reach their clients
-GUARD_S = 10.0  # beyond the shutdown's own time: the above, 4 s for workers that stand still, and twice as much
+# Seconds for the final outputs to reach their clients.
+GRACE_S = 1.5
+# Seconds after the shutdown's own time until the watchdog acts: `GRACE_S` and 4 s for stuck workers, doubled.
+GUARD_S = 10.0
 EXIT_SIGNALLED = 128
 # The longest time that the device's thread waits for the interpreter while the event loop has it, several times in a
 # step.  Python's own is 5 ms; with 0.1 in place of 1 ms a crowd of streams gets a twentieth more tokens.
@@ -101,7 +103,7 @@ class Server:
         self._report = report
         self._root_path = root_path  # what a proxy leaves before the paths of the public listeners
         self._stays_dead = stays_dead  # answers 5xx after the engine's death until a signal comes
-        self._terminal = terminal  # for the progress of loading; None: it is only logged
+        self._terminal = terminal  # shows the progress of loading, which is always logged
         self._is_stopping = False  # by a signal
         self._shutdown = Shutdown()
         self._are_closed = anyio.Event()

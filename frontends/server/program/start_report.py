@@ -91,7 +91,7 @@ def _kv_cache(config: EngineConfig, info: DeviceInfo) -> str:
 
 
 class LoadingLine(logging.Handler):
-    """A terminal line that is redrawn with the current step of loading and its duration.
+    """A terminal line, redrawn with the current step of loading and its duration.
 
     While it is attached, records of `trouper.loading` appear only in it.
     """

@@ -37,7 +37,8 @@ CLIENT_NAMES = {
 class ResponsesAdapter:
     """Render one response.  The blocks of the answer are its items, and `response` is its state so far."""
 
-    STREAM_END: ClassVar[bytes] = b""  # the last event says that it is the last
+    # The last event marks the end itself.
+    STREAM_END: ClassVar[bytes] = b""
 
     @staticmethod
     def parse(request: ResponsesTurn, model: ServedModel) -> ParsedRequest:
@@ -53,7 +54,7 @@ class ResponsesAdapter:
             parameter = ChatAdapter.client_name(request.as_chat(), parameter)
         name = request.transcript.client_name(parameter)
         if getattr(request.body, name, None) is not None:
-            return name  # one of the fields that have the same name here
+            return name  # the name is the same in both APIs
         return CLIENT_NAMES.get(name, name)
 
     def __init__(

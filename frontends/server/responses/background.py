@@ -24,7 +24,7 @@ from trouper.frontends.server.shared.errors import MAX_MESSAGE, HTTPError, clean
 JSONObject = dict[str, Any]
 CODES = {
     429: "rate_limit_exceeded"
-}  # others of a request are invalid_prompt, as OpenAI's types have it
+}  # OpenAI's types have only invalid_prompt for other errors of a request
 
 
 class BackgroundResponse:
@@ -96,7 +96,7 @@ class BackgroundResponse:
                 log.close()
 
     def _keep_end(self, end: JSONObject | None = None) -> None:
-        """Store the end, which is that of the answer if none is given."""
+        """Store the given end, or else the end of the answer."""
         stored = self._service.responses.get(self.name, self._context.tenant)
         if stored is not None and stored.is_running:
             self._put(self._driver.adapter.response if end is None else end)
@@ -126,7 +126,7 @@ class BackgroundResponse:
 
 
 async def follow(service: Service, context: RequestContext, name: str, start: int = 0) -> None:
-    """Send the events of a response from number `start` on, those that are to come among them.
+    """Send the events of a response from number `start` on, including future ones.
 
     Raises:
         HTTPError: its events are not kept.

@@ -32,7 +32,7 @@ class ItemForm(NamedTuple):
     """How the items of one response are rendered.
 
     Attributes:
-        id: the part of item ids that is unique to the response.
+        id: the unique part of the response in the ids of its items.
         tools: the callable tools.
         seals_reasoning: whether reasoning items also contain `encrypted_content`.
         shows_logprobs: whether texts contain the logprobs of their tokens.
@@ -44,7 +44,7 @@ class ItemForm(NamedTuple):
     shows_logprobs: bool = False
 
     def item_id(self, block: AnswerBlock) -> str:
-        """Return an id that is unique among all items of all responses."""
+        """Return an id, unique among all items of all responses."""
         kind = self._call_kind(block) if block.kind == "call" else block.kind
         return f"{PREFIXES[kind]}_{self.id}_{block.index}"
 

@@ -16,7 +16,7 @@ from trouper.frontends.server.service.response_store import ResponseStore, Store
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import NO_MEMORY, HTTPError, clean
 
-MAX_ECHO = 100  # characters of an id that is not known
+MAX_ECHO = 100  # characters of an unknown id
 A = TypeVar("A")
 B = TypeVar("B")
 JSONObject = dict[str, Any]

@@ -18,7 +18,7 @@ from trouper.frontends.server.shared.errors import NO_TOOLS, unsupported
 JSONObject = dict[str, Any]
 ToolKind = Literal["function", "custom", "local_shell"]
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-# Bytes of the digest that replaces the end of a name that is too long.
+# Bytes of the digest that replaces the end of an overlong name.
 DIGEST = 4
 SHELL = "local_shell"
 SHELL_SCHEMA: JSONObject = {
@@ -120,7 +120,7 @@ class ResponseTools:
         self.shown.append(tool)
         for where, known, function in found:
             name: Any = function.get("name")
-            # The chat refuses a name that is no string.
+            # The chat refuses other names than strings.
             if isinstance(name, str):
                 if name in self._tools and self._tools[name] != known:
                     raise invalid(f"{where}.name", "two tools have this name", name)

@@ -53,7 +53,7 @@ POOLING_ROUTES = {
 MIN_SPARE_SLOTS = 2
 # The default budget for all request bodies, as a multiple of max_body.
 BODIES = 8
-# Seconds for which one successful round trip stands for the next.
+# Seconds for which the result of a successful round trip is reused.
 PROOF_S = 1.0
 # Timeout of a round trip in seconds.
 PROBE_S = 5.0

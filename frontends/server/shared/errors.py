@@ -112,7 +112,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorForm(NamedTuple):
-    """The error format of one API: its bodies, and its events in a stream that has already started."""
+    """The error format of one API: its bodies, and its events in a started stream."""
 
     render: Callable[[ErrorBody, str], object]  # takes the request's id, too
     event: str | None  # the name of an error's event in a stream

@@ -25,7 +25,7 @@ class CommandOption(NamedTuple):
         name: the option's name with underscores, if it differs from the field's.
         flags: its spellings, if they differ from `--name`, or if a flag has no `--no-` form.
         min, max: the range that the command line accepts.
-        variables: environment variables that are read besides `TROUPER_<NAME>`.
+        variables: environment variables besides `TROUPER_<NAME>`.
         is_hidden: leaves the option out of `--help`.
         metavar: the placeholder of the value in `--help`.
     """

@@ -24,7 +24,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: ReasoningUsage | UnsetType | None = UNSET
 
     def without_details(self) -> "Usage":
-        """Return the usage in the form for chunks of a stream, which have no details."""
+        """Return the usage for a chunk of a stream, without details."""
         return Usage(self.prompt_tokens, self.completion_tokens, self.total_tokens)
 
     def with_nulls(self) -> "Usage":
@@ -83,7 +83,7 @@ class UsageCounter:
         self._num_reasoning: int | None = None
 
     def add(self, i: int, output: RequestOutput) -> None:
-        """Count an output of prompt `i`, whose tokens must be new since the last output."""
+        """Count an output of prompt `i`.  Its tokens must be new since the last output."""
         self._num_prompt[i] = len(output.prompt_token_ids)
         self._num_cached[i] = output.num_cached_tokens or self._num_cached[i]
         self._num_completion += sum(len(choice.token_ids) for choice in output.outputs)
