@@ -1,11 +1,10 @@
-"""The tensors of a folder of safetensors: checked by name, shape and dtype, and read one at a time.
+"""Read a folder of safetensors: check the name, shape and dtype of every tensor, then read them one at a time.
 
-Nothing is ever unpickled.  What a tensor of a quantised checkpoint is stored as, `layouts.py` says.
+Nothing is ever unpickled. `layouts.py` describes how the tensors of quantised checkpoints are stored.
 
-Choose the safetensors files of a model folder, as transformers does; torch is not needed.
-
-A folder often holds more than its checkpoint: an older copy, the same weights in Mistral's own format
-(`consolidated.safetensors`), an adapter.  Reading all files would let a stray one replace the checkpoint's tensors.
+A folder often contains more than its checkpoint: an older copy, the same weights in Mistral's own format
+(`consolidated.safetensors`), an adapter. The files are therefore chosen like transformers does. If all files were read, a stray
+one could replace tensors of the checkpoint.
 """
 
 import re
@@ -47,11 +46,11 @@ PLAIN = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # dtypes that are c
 
 
 class Checkpoint:
-    """The safetensors files of a folder, opened lazily.  All names are given with `prefix` before them.
+    """The safetensors files of a folder, opened lazily. `prefix` is added to every name that is asked for.
 
     Args:
-        is_part: whether the folder holds a larger model, of which the text model's tensors alone are read.
-        views: of tensors that are stored in another shape; None: there are none.
+        is_part: whether the folder contains a multimodal model, from which only the text model's tensors are read.
+        views: finds tensors that are stored in another shape, if there are any.
     """
 
     def __init__(
@@ -88,32 +87,32 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors, by name."""
+        """Return the shapes of all tensors by name."""
         return {name: self._shape(name) for name in self._file_of}
 
     @property
     def num_unused_scales(self) -> int:
-        """Count the scales of activations and of a KV cache of a quantised checkpoint."""
+        """Return how many scales of activations and of a KV cache a quantised checkpoint contains; they are not used."""
         return sum(map(self._is_unused_scale, self._file_of))
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of a tensor as safetensors names it."""
+        """Return the dtype of a tensor by its name in safetensors, such as "BF16"."""
         return self._slice(name).get_dtype()
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Compare two plain tensors number by number; quantised ones count as different."""
+        """Whether two plain tensors have equal numbers. Quantised tensors count as different."""
         if any(x not in self or self._layout(x) is not None for x in (name, other)):
             return False
         return torch.equal(self._tensor(name), self._tensor(other))
 
     def check(self, parameters: Iterable[Parameter], *, ignored: frozenset[str]) -> None:
-        """Compare all names, shapes and dtypes.
+        """Compare all names, shapes and dtypes with the parameters of the model.
 
         Raises:
-            TrouperValidationError: tensors are missing, unexpected or of another shape or dtype; it names them.
+            TrouperValidationError: tensors are missing, unexpected or of another shape or dtype; the message names them.
             UnsupportedFeatureError: a tensor is quantised in a way that cannot be read.
         """
         sources = (source for parameter in parameters for source in parameter.sources)
@@ -134,12 +133,12 @@ class Checkpoint:
         self._compare(wanted, unexpected)
 
     def _is_unused_scale(self, name: str) -> bool:
-        """Activations, keys and values stay in the model's dtype, so nothing reads their scales."""
+        """Whether a tensor is a scale of activations, keys or values, which stay in the model's dtype."""
         last = name.rpartition(".")[2]
         return self._scheme is not None and last in (*OF_ACTIVATIONS, *OF_KV_CACHE)
 
     def _compare(self, wanted: Mapping[str, StoredTensor], unexpected: Sequence[str] = ()) -> None:
-        """Raise TrouperValidationError for tensors that are not as they should be."""
+        """Raise TrouperValidationError for tensors that are missing, unexpected, or of another shape or dtype."""
         missing = [name for name in wanted if name not in self]
         misshapen = [
             f"{name} {list(found)} instead of {list(part.shapes[0])}"
@@ -175,11 +174,11 @@ class Checkpoint:
         return widened(layout, name, shape, self._read_parts(layout, name, shape))
 
     def read_into(self, name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
-        """Read a part of a tensor; of a plain one no more than that, for the file is mapped."""
+        """Read a part of a tensor. The file is mapped, so no more of a plain tensor is read from it."""
         out.copy_(part_of(self.read(name, shape), cut))
 
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """Return a view of the file, which stays mapped though its name may go away; None: it is stored in another dtype."""
+        """Return a view of the mapped file, which remains valid if the file is deleted, or None if the dtype differs."""
         whole = self._tensor(name) if self._layout(name) is None else None
         return whole if whole is not None and whole.dtype == dtype else None
 
@@ -206,14 +205,14 @@ class Checkpoint:
         return None if self._views is None else self._views.find(name, shape)
 
     def _expert(self, part: StackedPart, dtype: torch.dtype) -> IntegerWeight | None:
-        """Read the integers of one of the experts that are stored together; None where they are plain."""
+        """Read the integers of one expert from a tensor for all experts, or return None if it is plain."""
         layout = self._layout(part.name)
         if layout is None:
             return None
         return of_expert(part, self._read_parts(layout, part.name, part.shape), dtype)
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors, the quantised ones as the numbers that they stand for, without what belongs to activations."""
+        """Yield all tensors, with quantised ones dequantized, and without scales of activations."""
         read: set[str] = set()
         for mark in self._file_of:
             name, layout = self._marked(mark)
@@ -229,7 +228,7 @@ class Checkpoint:
                 yield name, self._tensor(name)
 
     def _marked(self, mark: str) -> tuple[str, WeightLayout | None]:
-        """Name the tensor of which `mark` is the first part, and its layout, if it is one."""
+        """Return the quantised tensor that has `mark` as its first part, and its layout, if there is one."""
         for last, whole in MARKS.items():
             if mark.endswith(last):
                 name = mark.removesuffix(last) + whole
@@ -251,7 +250,7 @@ class Checkpoint:
         return self._scheme.layout(name, self, self._name_in_file(name))
 
     def _name_in_file(self, name: str) -> str | None:
-        """Return the name of a matrix in the file, where one of its parts has another one there; else None."""
+        """Return the stored name of a matrix if the parts of it are stored under another name, else None."""
         base = base_of(name)
         for last in MARKS:
             found = self._stored_name.get(base + last)
@@ -261,7 +260,7 @@ class Checkpoint:
         return None
 
     def _parts(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
-        """List the stored tensors that make up a tensor: itself, or its quantised parts, or those of all experts."""
+        """List the stored tensors of a tensor: itself, its quantised parts, or the tensor of all experts."""
         if (part := self._part(name, shape)) is not None:
             name, shape = part.name, part.shape
         layout = self._layout(name)
@@ -285,7 +284,7 @@ class Checkpoint:
         return self._files[self._file_of[name]].get_tensor(self._stored_name[name])
 
     def _is_idle_bias(self, name: str) -> bool:
-        """GPTQ's writers give every projection a bias, of zeros where it had none."""
+        """Whether a bias consists of zeros: GPTQ's writers store such a bias for projections without one."""
         of = name.removesuffix("bias") + "qweight"
         return name.endswith(".bias") and of in self and not self._tensor(name).any()
 
@@ -302,10 +301,10 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def tensor_files(folder: Path) -> list[str]:
-    """List the files of a checkpoint: `model.safetensors`, else those of the index, else all but an adapter's.
+    """List the files of a checkpoint: `model.safetensors`, else those of the index, else all except those of an adapter.
 
     Raises:
-        TrouperValidationError: there is none, a numbered shard is missing, or the index names one outside the folder.
+        TrouperValidationError: there are none, a numbered shard is missing, or the index names a file outside the folder.
     """
     check_folder(folder)
     if (folder / SINGLE).is_file():

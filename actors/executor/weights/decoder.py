@@ -1,4 +1,4 @@
-"""From a folder of safetensors to the decoder's tensors: checked, fused, cast and packed.
+"""Load a decoder's weights: compare the checkpoint with the traits, then read, fuse, cast and pack each tensor.
 
 Laws:
   * Names and shapes are checked against the traits before a byte of a tensor is read (but of biases
@@ -75,23 +75,23 @@ Wrap = Callable[[Parameter, LinearMethod], LinearMethod]
 
 
 class Source(Protocol):
-    """Reader of a checkpoint's tensors, by name."""
+    """Reads the tensors of a checkpoint by name: a folder of safetensors, a GGUF file, or random numbers."""
 
     def read_into(self, name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
-        """Read the part of a tensor of that shape, and cast it to out's dtype."""
+        """Read a part of a tensor with this shape into `out`, and cast it to the dtype of `out`."""
         ...
 
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor as a view of the file, whose pages processes share; None where it is not stored so."""
+        """Return a tensor as a view of the file, so that processes share its pages, or None if it is stored otherwise."""
         ...
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
-        """Read the parts of a quantized matrix; None where the checkpoint stores it as a plain tensor."""
+        """Read the parts of a quantized matrix, or return None if the checkpoint stores it as a plain tensor."""
         ...
 
 
 class Placement(NamedTuple):
-    """How weights are kept; see `load_decoder`."""
+    """How and where weights are kept; see `load_decoder`."""
 
     dtype: torch.dtype
     device: torch.device | None
@@ -111,7 +111,7 @@ def load_decoder(
     shard: Shard = ALONE,
     wrap: Wrap | None = None,
 ) -> NativeDecoder[OpsT]:
-    """Build the decoder of the config's model, or one stage of it, or what one rank computes.
+    """Build the decoder of the config's model, or one worker's part of it.
 
     With a quantization the projections are quantised and the head is int8; the embedding stays as it is.
 
@@ -179,7 +179,7 @@ def _all(traits: DecoderTraits, *, has_head: bool) -> Iterator[Parameter]:
 def _open_source(
     config: EngineConfig, traits: DecoderTraits, *, has_head: bool
 ) -> tuple[Source, DecoderTraits]:
-    """Open the checkpoint, and compare all its names and shapes with the traits.
+    """Open the checkpoint, and compare all names and shapes with the traits.
 
     Returns:
         The checkpoint, and the traits with the head as it is stored.
@@ -227,10 +227,10 @@ def _open_source(
 def _head(
     traits: DecoderTraits, source: Source, place: Placement, embedding: Tensor | None
 ) -> LinearMethod:
-    """Pack the head, also where it is tied.
+    """Pack the head, even if it is tied to the embedding.
 
-    It exists twice then: the lookup needs the plain rows, the GEMM of a decode step runs 1.5-1.7 x faster on the packed
-    ones (32000 x 1024 bf16, one core: 5.9 -> 3.4 ms), and the price is one embedding, 7 % of the memory of a 0.5 B model.
+    A tied matrix then exists twice: lookups need plain rows, but the GEMM of a decode step is 1.5 to 1.7 times faster on packed
+    ones (32000 x 1024 bf16, one core: 5.9 -> 3.4 ms). The copy takes 7 % of the memory of a 0.5 B model.
     """
     name = "embedding" if traits.tied_embeddings else "head"
     whole = next(p for p in outer_parameters(traits) if p.name == name)
@@ -253,7 +253,7 @@ def _head(
 
 
 def adapted_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
-    """Yield the matrices of all layers that adapters may change."""
+    """Yield the matrices of all layers to which adapters may be added."""
     for layer in range(len(traits.layers)):
         for parameter in layer_parameters(traits, layer):
             name, _, kind = parameter.name.partition(".")
@@ -262,7 +262,7 @@ def adapted_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
 
 
 def indices_shown(num_layers: int) -> Iterable[int]:
-    """Yield the index of each layer; a terminal has a progress bar where the load takes longer than a moment."""
+    """Yield the index of each layer, with a progress bar on terminals if loading takes longer than a second."""
     return tqdm(range(num_layers), "loading weights", delay=BAR_DELAY_S, disable=None, leave=False)
 
 
@@ -304,7 +304,7 @@ def _layer(
 
 
 def _norms_of_layer(traits: DecoderTraits) -> tuple[str, ...]:
-    """Name the norms of a layer of a model whose norms are layer norms; of RMS norms none need biases."""
+    """Return the names of a layer's layer norms, which need biases. Returns none for a model with RMS norms."""
     if traits.norm == "rms":
         return ()
     qk_norms = ("q_norm", "k_norm") if traits.qk_norm else ()
@@ -315,7 +315,7 @@ def _norms_of_layer(traits: DecoderTraits) -> tuple[str, ...]:
 def _with_biases(
     norms: dict[str, Tensor], wanted: Iterable[str], traits: DecoderTraits, place: Placement
 ) -> dict[str, Tensor]:
-    """Put weights and biases of each layer norm into one tensor; where they are not stored they are ones and zeros."""
+    """Join the weights and biases of each layer norm in one tensor. Missing ones are ones and zeros."""
     if traits.norm == "rms":
         return norms
     found = dict[str, Tensor]()
@@ -329,9 +329,9 @@ def _with_biases(
 
 
 def _of_heads(norm: Tensor, num_heads: int, traits: DecoderTraits) -> Tensor:
-    """Return one row of weights for each head, or of layer norms one of weights and one of biases."""
+    """Return a row of weights for each head, or with layer norms a row of weights and a row of biases."""
     if traits.is_interleaved:
-        # Weights go with the dimensions of q and k, which are put into this order too.
+        # The rows of q and k are reordered when they are read, so the weights of their norms must follow.
         order = row_order(traits.head_dim, pairs_of(traits))
         norm = norm.view(-1, traits.head_dim)[:, order]
     if traits.norm == "rms":
@@ -340,7 +340,7 @@ def _of_heads(norm: Tensor, num_heads: int, traits: DecoderTraits) -> Tensor:
 
 
 def _projection(parameter: Parameter, source: Source, place: Placement) -> LinearMethod:
-    """Read one matrix, and pack it in the form in which it is kept."""
+    """Read one matrix, and pack it in the form that its product needs."""
     name = parameter.name.removesuffix(".weight")
     config = _linear_config(name, place.linear)
     integers = source.integers(parameter, place.dtype)
@@ -373,14 +373,14 @@ def _mlp(projections: dict[str, LinearMethod], traits: DecoderTraits, index: int
 
 
 def _linear_config(name: str, config: LinearConfig) -> LinearConfig:
-    """Say how one projection is kept: a router as it is, experts in the form that one launch multiplies together."""
+    """Return how one projection is packed: a router stays plain, and experts are packed for a single launch."""
     if name == ROUTER:
         return config._replace(quantization=None)
     return config._replace(is_compressed=config.is_compressed and name in ADAPTED)
 
 
 def _padded(router: Tensor) -> Tensor:
-    """Add outputs of zeros to a router's matrix or bias up to whole registers, so that any kernel multiplies it."""
+    """Pad a router's matrix or bias with zero outputs to whole registers, so that every kernel can multiply it."""
     missing = -len(router) % LANES
     return torch.cat((router, router.new_zeros((missing, *router.shape[1:]))))
 
@@ -396,7 +396,7 @@ def _wrapped(
 
 
 def _whole(parameter: Parameter, traits: DecoderTraits, source: Source, place: Placement) -> Tensor:
-    """Read a tensor of which each rank has all: the embedding from pages that they share, if it is stored as it is used."""
+    """Read a tensor that every rank has completely. Ranks share the pages of an embedding if its dtype is the model's."""
     if place.shard.size > 1 and place.device is None and parameter.name == "embedding":
         mapped = source.mapped(embedding_name(traits), place.dtype)
         if mapped is not None:
@@ -417,7 +417,7 @@ def _check_groups(parameter: Parameter, quantization: Format) -> None:
 def _to_be_rounded(
     parameter: Parameter, source: Source, place: Placement
 ) -> Tensor | IntegerWeight:
-    """Read a matrix that is rounded at load, by the scales of the whole: its integers do not depend on the number of ranks.
+    """Read a matrix that is rounded at load, with the scales of the whole, so that ranks do not change its integers.
 
     Those are other scales than the part's own where one is for all inputs of an output, and these are cut.
     """
@@ -429,9 +429,9 @@ def _to_be_rounded(
 
 
 def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
-    """The fused tensor, in memory of its own: the file may go away."""
+    """Read the sources of a parameter into one new tensor, which remains valid if the file is deleted."""
     shapes = parameter.part_shapes
-    # 1 + w of Gemma's norms would lose w's last bits in bf16; see kernels/reference/norms.py
+    # In bf16, 1 + w of Gemma's norms would lose the last bits of w; see kernels/reference/norms.py.
     kept = torch.float32 if parameter.offset else place.dtype
     size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     fused = torch.empty(size, dtype=kept, device=place.device)

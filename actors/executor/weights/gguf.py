@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: integers, scales and minima as they are stored, or the numbers that they stand for.
+"""Read the tensors of a GGUF file: as stored integers with scales and minima, or as dequantized numbers.
 
 `gguf_types.py` unpacks the blocks of each type.
 """
@@ -29,7 +29,7 @@ FEW_ROWS = 1024  # dequantised at once: the numbers in between take some ten byt
 
 
 class MappedFiles:
-    """The files of a model, mapped into memory when a tensor of theirs is read first."""
+    """The files of a model. Each is mapped into memory when one of its tensors is first read."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, np.ndarray] = {}
@@ -41,9 +41,9 @@ class MappedFiles:
         return dequantized_affine(READERS[tensor.type.name](blocks))
 
     def blocks(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
-        """Return the bytes of rows in the file, [rows, blocks of a row, bytes of a block]: to be read, once."""
+        """Return the stored bytes of some rows as a view of the file, [rows, blocks of a row, bytes of a block]."""
         if tensor.file not in self._maps:
-            # "c": torch has no tensors of memory that cannot be written
+            # Mode "c" (copy on write) is needed because torch has no tensors of read-only memory.
             self._maps[tensor.file] = np.memmap(tensor.file, dtype=np.uint8, mode="c")
         row_bytes = tensor.num_bytes // tensor.shape[0]
         begin, end = tensor.offset + first * row_bytes, tensor.offset + stop * row_bytes
@@ -53,7 +53,7 @@ class MappedFiles:
 
 
 class GgufCheckpoint:
-    """A model's files, mapped into memory; tensors go by the names that a folder of safetensors has."""
+    """The mapped files of a decoder. Its tensors have the names of a folder of safetensors."""
 
     def __init__(self, path: Path) -> None:
         self._header: Gguf = read_gguf(path)
@@ -62,12 +62,12 @@ class GgufCheckpoint:
         self._files = MappedFiles()
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Compare all names, shapes and types; tensors that no parameter wants are ignored, as in llama.cpp.
+        """Compare all names, shapes and types. Tensors that no parameter needs are ignored, like in llama.cpp.
 
-        Blocks lie along the rows of a matrix, so a vector, such as a norm, is plain.
+        Packed types store blocks along the rows of a matrix, so a vector, such as a norm, must have a plain type.
 
         Raises:
-            TrouperValidationError: tensors are missing, of another shape or of a type that theirs cannot have; it names them.
+            TrouperValidationError: tensors are missing, or have another shape or an impossible type; the message names them.
         """
         for parameter in parameters:
             for name, shape in parameter.sources:
@@ -93,7 +93,7 @@ class GgufCheckpoint:
         return whole
 
     def read_into(self, name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
-        """Read a part of a tensor to where it stays, some rows at a time: the numbers of all would be another embedding in float32."""
+        """Read a part of a tensor into `out`, some rows at a time: a whole embedding in float32 would double the peak memory."""
         tensor = self._tensor(name, shape)
         columns, filled = Cut(columns=cut.columns), 0
         for first, last in self._rows_of(cut, shape[0]):
@@ -109,10 +109,10 @@ class GgufCheckpoint:
                 filled += len(rows)
 
     def mapped(self, name: str, dtype: torch.dtype) -> None:
-        """Embeddings are seldom stored in the model's dtype there."""
+        """Return None: embeddings in GGUF files seldom have the model's dtype, so they are not shared."""
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
-        """Read the matrix as the kernels multiply with it: exactly the same numbers, of 4 bits where all parts have no more.
+        """Read a matrix as the integers that kernels multiply with: the same numbers, in 4 bits if no part has more.
 
         None where a part is plain, and beside other dtypes than bfloat16, which the kernels of integers multiply.
         """
@@ -137,7 +137,7 @@ class GgufCheckpoint:
         return part_of_integers(rows, Cut(columns=columns), parameter.sources[0][0])
 
     def _rows_of(self, cut: Cut, num_rows: int) -> Iterable[Span]:
-        """Return the file's rows for those of a checkpoint, which may be by KV head: its queries, its key and its value.
+        """Map rows of a checkpoint to rows of the file. Rows of a checkpoint may be grouped by KV head: queries, key, value.
 
         Such a cut has one head in each range.
         """
@@ -157,7 +157,7 @@ class GgufCheckpoint:
         return found
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
-        """Find a tensor; of an expert, its part of the one that holds all of them."""
+        """Find a tensor, or an expert's part of the tensor for all experts."""
         place: Place = place_of(self._family, name)
         tensor = self._header.tensors[place.name]
         if place.expert is None:
@@ -168,7 +168,7 @@ class GgufCheckpoint:
     def _row_order(
         self, name: str, num_rows: int, first: int, last: int, cut: Cut
     ) -> Tensor | None:
-        """Rows of whole heads from pairs side by side to halves, as `models/rotary.py` turns them."""
+        """Reorder rows of whole heads from interleaved rotary pairs to halves, which `models/rotary.py` expects."""
         if cut.heads is not None:
             return row_order(last - first, cut.heads)
         is_k = ".k_proj." in name
@@ -180,7 +180,7 @@ class GgufCheckpoint:
 
 
 class GgufEncoder:
-    """The tensors of an encoder by the names and shapes that a folder of safetensors has; a decoder has none here."""
+    """The tensors of an encoder in a GGUF file, under the names and shapes of a folder of safetensors."""
 
     def __init__(self, path: Path) -> None:
         self._header = read_gguf(path)
@@ -195,7 +195,7 @@ class GgufEncoder:
         """Read a tensor of a known shape as plain numbers.
 
         Raises:
-            TrouperValidationError: a vector is of a packed type.
+            TrouperValidationError: a vector has a packed type, which only matrices may have.
         """
         stored = self._stored[name][0]
         tensor = self._header.tensors[stored]._replace(shape=shape)
@@ -206,12 +206,12 @@ class GgufEncoder:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Converters leave out dimensions of one: the gate of a shared expert is a row."""
+    """Return a shape without dimensions of 1, which converters omit: the gate of a shared expert is stored as a row."""
     return tuple(size for size in shape if size > 1)
 
 
 def _centred(affine: Affine) -> Affine:
-    """Integers 0 … 15 of weights with minima become -8 … 7, as those of four bits are."""
+    """Shift the integers 0 … 15 of weights with minima to -8 … 7, the range of four-bit integers."""
     if affine.minima_OG is None:
         return affine
     return Affine(affine.q_OI - 8, affine.scales_OG, affine.minima_OG + 8 * affine.scales_OG)
@@ -224,7 +224,7 @@ def _reordered(affine: Affine, order: Tensor) -> Affine:
 
 
 def stacked(parts: list[Affine]) -> Affine:
-    """Outputs below outputs, in the smallest of their groups."""
+    """Concatenate the outputs of matrices, in the smallest of their group sizes."""
     num_groups = max(part.scales_OG.shape[1] for part in parts)
 
     def finer(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The blocks of each type of a GGUF file, unpacked into integers with scales.
+"""Unpack the blocks of each type of GGUF files into integers with scales.
 
     w = d q + m     q [O, I] int8, d [O, I / g], m [O, I / g] or absent, g = 16 or 32
 
@@ -24,7 +24,7 @@ IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 
 
 class Affine(NamedTuple):
-    """w = d q + m for each group of inputs."""
+    """A matrix of integers q with a scale d and a minimum m for each group of inputs: w = d q + m."""
 
     q_OI: Tensor  # int8
     scales_OG: Tensor  # float32
@@ -32,7 +32,7 @@ class Affine(NamedTuple):
 
 
 def dequantized_affine(affine: Affine) -> Tensor:
-    """float32, [O, I]."""
+    """Return the numbers of a matrix in float32, [O, I]."""
     q_OI, scales_OG, minima_OG = affine
     groups = q_OI.unflatten(1, (scales_OG.shape[1], -1)).float() * scales_OG.unsqueeze(2)
     if minima_OG is not None:
@@ -45,13 +45,13 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(bytes_: Tensor, width: int = 16) -> Tensor:
-    """[…, N] to […, 2 N]: of each `width` bytes first the low halves, then the high ones."""
+    """Unpack half bytes, […, N] to […, 2 N]: for each run of `width` bytes, first the low halves, then the high ones."""
     parts = bytes_.unflatten(-1, (-1, 1, width))
     return torch.cat((parts & 15, parts >> 4), -2).flatten(-3)
 
 
 def _bits(bytes_: Tensor) -> Tensor:
-    """The bits of little-endian words, lowest first."""
+    """Unpack the bits of little-endian words, lowest first."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((bytes_.unsqueeze(-1) >> shifts) & 1).flatten(-2)
 
@@ -83,7 +83,7 @@ def _q8_0(blocks: Tensor) -> Affine:
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of eight groups: six bits each, packed into twelve bytes."""
+    """Unpack the scales and minima of eight groups: six bits each in twelve bytes."""
     low, middle, high = blocks[..., 4:16].split(4, -1)
     scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), -1)
     minima = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), -1)
@@ -110,12 +110,12 @@ def _q6_k(blocks: Tensor) -> Affine:
 
 
 def _spread(words: Tensor, shifts: tuple[int, ...], mask: int) -> Tensor:
-    """Cut small numbers out of each word, one for each shift, side by side: [..., N] to [..., N * shifts]."""
+    """Unpack small numbers from each word, one for each shift, next to each other: [..., N] to [..., N * shifts]."""
     return (words.unsqueeze(-1) >> torch.tensor(shifts, dtype=words.dtype) & mask).flatten(-2)
 
 
 def _planes(bytes_: Tensor, width: int, shifts: tuple[int, ...], mask: int) -> Tensor:
-    """Cut small numbers out of runs of `width` bytes: of each run those of the first shift, then those of the next."""
+    """Unpack small numbers from runs of `width` bytes: for each run, first all of one shift, then all of the next."""
     column = torch.tensor(shifts, dtype=torch.uint8).unsqueeze(-1)
     return (bytes_.unflatten(-1, (-1, 1, width)) >> column & mask).flatten(-3)
 
@@ -125,12 +125,12 @@ def _words16(blocks: Tensor, at: int, count: int) -> Tensor:
 
 
 def _words32(blocks: Tensor, at: int, count: int) -> Tensor:
-    """Return words of 32 bits; the highest may be a sign, so what is shifted must be masked."""
+    """Return signed words of 32 bits. The highest bit may be a sign, so shifted words must be masked."""
     return blocks[..., at : at + 4 * count].contiguous().view(torch.int32)
 
 
 def _scaled(d: Tensor, factors: Tensor) -> Tensor:
-    """Multiply the scale of a block with the factors of its groups: [O, groups of a row]."""
+    """Multiply the scale of each block with the factors of its groups. Returns [O, groups of a row]."""
     return (d.unsqueeze(-1) * factors).flatten(1)
 
 
@@ -141,7 +141,7 @@ def _q2_k(blocks: Tensor) -> Affine:
 
 
 def _q3_k(blocks: Tensor) -> Affine:
-    """Three bits of each number; the third is set where nothing is subtracted."""
+    """Unpack Q3_K: three bits for each number, where the third is set if nothing is subtracted."""
     low = _planes(blocks[..., 32:96], 32, (0, 2, 4, 6), 3)
     third = _planes(blocks[..., :32], 32, tuple(range(8)), 1)
     factors = _planes(blocks[..., 96:104], 8, (0, 4), 15)
@@ -151,7 +151,7 @@ def _q3_k(blocks: Tensor) -> Affine:
 
 
 def _tq1_0(blocks: Tensor) -> Affine:
-    """Five numbers of -1, 0 and 1 in a byte, as digits of base three behind the point."""
+    """Unpack TQ1_0: each byte contains five numbers -1, 0 and 1 as digits of a ternary fraction."""
     parts: list[Tensor] = []
     for begin, end, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
         powers = torch.tensor([3**i for i in range(digits)], dtype=torch.uint8).unsqueeze(-1)
@@ -174,7 +174,7 @@ def _iq4_nl(blocks: Tensor) -> Affine:
 
 
 def _mxfp4(blocks: Tensor) -> Affine:
-    """Exponents of two, halved, for the table is doubled; the smallest are subnormal."""
+    """Unpack MXFP4. Scales are halved powers of two, because the table is doubled; the smallest are subnormal."""
     e = blocks[..., 0].int()
     bits = torch.where(e < 2, 0x00200000 << e.clamp(max=1), (e - 1) << 23)
     return Affine(_looked_up(_nibbles(blocks[..., 1:]), E2M1), bits.int().view(torch.float32))
@@ -189,8 +189,9 @@ def _iq4_xs(blocks: Tensor) -> Affine:
 
 @cache
 def _grid(name: str, unit: float = 1) -> Tensor:
-    """Load the values that the codes of a type stand for, in `unit`: [codes, 4 or 8] int8."""
-    from gguf import quants  # the extra `gguf`; `config/gguf.py` has looked for it
+    """Load the table of values for the codes of a type, in multiples of `unit`: [codes, 4 or 8] int8."""
+    # The package comes with the extra `gguf`, and the config has checked that it is installed.
+    from gguf import quants
 
     quant: Any = getattr(quants, name)
     quant.init_grid()
@@ -198,7 +199,7 @@ def _grid(name: str, unit: float = 1) -> Tensor:
 
 
 def _even_signs(codes: Tensor) -> Tensor:
-    """Eight signs for each code of seven bits: the eighth makes the number of minus signs even."""
+    """Return eight signs for each code of seven bits. The eighth makes the number of minus signs even."""
     bits = _spread(codes, tuple(range(7)), 1).unflatten(-1, (-1, 7))
     return torch.cat((bits, bits.sum(-1, keepdim=True) & 1), -1).flatten(-2)
 
@@ -245,7 +246,7 @@ def _iq3_s(blocks: Tensor) -> Affine:
 
 
 def _shifted_grid(name: str, codes: Tensor, is_minus: Tensor) -> Tensor:
-    """Values -1, 0 and 1 with an eighth added or subtracted, counted in eighths."""
+    """Return the values -1, 0 and 1 with an eighth added or subtracted, in multiples of an eighth."""
     return _rows(
         (8 * _grid(name)[codes] + 1 - 2 * is_minus.to(torch.int8).unsqueeze(-1)).flatten(-2)
     )
@@ -260,7 +261,7 @@ def _iq1_s(blocks: Tensor) -> Affine:
 
 
 def _iq1_m(blocks: Tensor) -> Affine:
-    """The block's scale is in the highest bits of the four words with the groups' scales."""
+    """Unpack IQ1_M, which stores the scale of a block in the highest bits of the four words with the scales of its groups."""
     words, codes = _words16(blocks, 48, 4), _spread(blocks[..., 32:48], (0, 4), 15).int()
     d = (words >> 12 << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(-1).short()
     factors = (2 * _spread(words, (0, 3, 6, 9), 7) + 1).float() / 8

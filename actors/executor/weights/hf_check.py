@@ -1,9 +1,8 @@
-"""Classes that a model folder brings along as Python code: run only where the caller has allowed it.
+"""Check at each load that a model of the transformers library works with this engine's attention.
 
-A model of transformers against itself: this engine's attention beside the library's eager attention.
-
-Two sequences of random tokens are computed in chunks, side by side, as a busy engine would; the hidden states of a
-model that derives positions from its batch, or keeps a state that is not in the cache, are other ones then.
+The logits of two sequences of random tokens, computed in chunks and in one batch like in a busy engine, are compared with
+the library's own eager attention. They differ if a model derives positions from its batch, or keeps a state outside of the
+KV cache. This module also finds the classes of a folder's own Python code, which runs only if the caller has allowed it.
 """
 
 import logging
@@ -31,10 +30,10 @@ NEEDED = (
 
 
 def own_code(model: ModelConfig, code_path: str | None) -> tuple[Any, Any]:
-    """Return the class and config that a model's own code defines.
+    """Return the class and config that a model folder's own code defines.
 
     Raises:
-        UnsupportedFeatureError: the code may not be run, or defines no causal language model.
+        UnsupportedFeatureError: the code may not be run, it fails, or it defines no causal language model.
     """
     if code_path is None:
         raise UnsupportedFeatureError(NEEDED, parameter="trust_remote_code")
@@ -44,7 +43,7 @@ def own_code(model: ModelConfig, code_path: str | None) -> tuple[Any, Any]:
     found: list[Any] = []
     for name in ("AutoConfig", "AutoModelForCausalLM"):
         reference = auto_map.get(name)
-        # "other/repository--file.Class" names code that the caller has not seen
+        # "other/repository--file.Class" refers to code of another repository, which the caller has not allowed.
         if not isinstance(reference, str) or not re.fullmatch(r"\w+\.\w+", reference):
             raise UnsupportedFeatureError(
                 f"auto_map has no class of its folder as {name}: {reference!r}"
@@ -66,10 +65,11 @@ def own_code(model: ModelConfig, code_path: str | None) -> tuple[Any, Any]:
 
 TRIAL_TOKENS = 5
 LENGTHS = (13, 9)
-STEPS = (((0, 7), (1, 3)), ((0, 1), (1, 5)), ((0, 5), (1, 1)))  # (sequence, tokens) of each entry
-# Tokens of the passes of exchanged layers: in the trial, and in the steps.
+# (sequence, tokens) of each entry of each step.
+STEPS = (((0, 7), (1, 3)), ((0, 1), (1, 5)), ((0, 5), (1, 1)))
+# The tokens of all passes through replaced layers, in the trial and in the steps.
 ROW_COUNTS = {TRIAL_TOKENS, *(sum(num for _, num in entries) for entries in STEPS)}
-# Of the norm of a row of logits.  Rounding gives 1e-6 and 1e-2; positions that are wrong by one give 0.1 and more.
+# Relative to the norm of a row of logits. Rounding causes errors of 1e-6 and 1e-2; positions wrong by one cause 0.1 or more.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
 
 
@@ -80,7 +80,7 @@ def random_tokens(vocab_size: int) -> list[np.ndarray]:
 
 
 def eager_logits(model: nn.Module, vocab_size: int) -> list[Tensor]:
-    """Compute the logits of the check's sequences, each alone, by the library's eager attention."""
+    """Compute the logits of the check's sequences one at a time with the library's eager attention."""
     found: list[Tensor] = []
     for token_ids in random_tokens(vocab_size):
         ids_1T, positions_T = from_numpy(token_ids)[None], torch.arange(len(token_ids))
@@ -90,22 +90,22 @@ def eager_logits(model: nn.Module, vocab_size: int) -> list[Tensor]:
         found.append(output.logits[0].float())
     if found[0].shape[1] != vocab_size:
         raise UnsupportedFeatureError(
-            f"its logits are of {found[0].shape[1]} tokens, where config.json has {vocab_size}"
+            f"its logits have {found[0].shape[1]} columns, but config.json has a vocabulary of {vocab_size}"
         )
     return found
 
 
 def check_logits(decoder: HfDecoder, expected: Sequence[Tensor], block_size: int) -> None:
-    """Compare this engine's logits with `expected`.
+    """Compare the logits of the decoder with expected ones.
 
     Raises:
-        UnsupportedFeatureError: they differ by more than rounding.
+        UnsupportedFeatureError: they differ by more than rounding explains.
     """
     tolerance = TOLERANCES[decoder.dtype]
     vocab_size = expected[0].shape[1]
     prompts = random_tokens(vocab_size)
     num_blocks = -(-max(LENGTHS) // block_size)
-    # the second sequence's blocks lie before the first one's
+    # The blocks of the second sequence precede those of the first.
     block_ids = np.arange(len(LENGTHS) * num_blocks).reshape(len(LENGTHS), num_blocks)[::-1].copy()
     caches = KVCache.allocate(
         decoder.cache_specs,

@@ -1,4 +1,4 @@
-"""Exchange the linear layers of a transformers model for this engine's products.
+"""Replace the linear layers of a transformers model by this engine's products.
 
 A layer is exchanged only if the model calls it as a layer.  Some models also multiply with a layer's weight
 directly (Mamba: `self.dt_proj.weight @ x`), which a packed or rounded weight cannot serve, so such a layer keeps
@@ -26,7 +26,7 @@ MIN_QUANTIZED = 64
 
 
 class Layer(NamedTuple):
-    """A linear layer of the model, and how this engine will keep its weight."""
+    """A linear layer of the model, and the format in which this engine keeps its weight."""
 
     parent: nn.Module
     name: str
@@ -35,7 +35,7 @@ class Layer(NamedTuple):
 
 
 def linear_layers(model: nn.Module, quantization: Format | None) -> list[Layer]:
-    """List the linear layers that could be exchanged.  Subclasses compute something else, and are left out."""
+    """List the linear layers that can be replaced. Subclasses are left out, because they compute something else."""
     from transformers.pytorch_utils import Conv1D
 
     head = cast("Any", model).get_output_embeddings()
@@ -51,7 +51,7 @@ def linear_layers(model: nn.Module, quantization: Format | None) -> list[Layer]:
 def observed(
     layers: Sequence[Layer], run: Callable[[], list[Tensor]]
 ) -> tuple[list[Tensor], list[Layer]]:
-    """Run the unchanged model, and find the layers that it uses only as layers.
+    """Run the unchanged model, and find which layers it only calls, without using their weights directly.
 
     Weights that this engine will round are rounded for this run too, one at a time, so that its results differ from
     those of the exchanged model by no more than the order of additions.
@@ -73,7 +73,7 @@ def observed(
 
 
 def exchange(layers: Sequence[Layer], config: EngineConfig, dtype: torch.dtype) -> None:
-    """Put this engine's product in the place of each layer."""
+    """Replace each layer by this engine's product."""
     linear = LinearConfig(is_compressed=config.compress_weights)
     for layer in layers:
         weight, bias = _matrix(layer.module)
@@ -83,7 +83,7 @@ def exchange(layers: Sequence[Layer], config: EngineConfig, dtype: torch.dtype) 
 
 
 class _WeightWatch(TorchFunctionMode):
-    """Notes the layers whose weights are operands while the layer itself is not running."""
+    """Records each layer with a weight that is an operand while the layer itself is not running."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def _rounding(layer: Layer, watch: _WeightWatch) -> Any:
 
 
 def _kept_as(module: nn.Module, wanted: Format | None, *, is_head: bool) -> Format | None:
-    """Choose the format of a weight.  None keeps those plain that are small or do not divide into groups."""
+    """Choose the format of a weight. Returns None for weights that stay plain: small ones, and those without whole groups."""
     if wanted is None:
         return None
     if is_head:

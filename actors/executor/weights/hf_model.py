@@ -1,11 +1,11 @@
-"""From a model folder to a causal language model of the transformers library, checked against itself.
+"""Load a model folder as a causal language model of the transformers library, and check it against the library.
 
 Laws:
   * Only safetensors are read, and only the library's own code runs.
-  * A model is admitted by what its class says of itself, by the masks that its layers are given
-    (`models/hf_attention.py`), and by a check at each load: random tokens through this engine's attention, in
-    chunks and beside another sequence, give the logits of the library's own eager attention.
-  * What is not admitted is refused with the reason before the engine is ready.
+  * A model is accepted if its class declares support, if its layers receive supported masks (`models/hf_attention.py`), and if
+    a check at each load succeeds: random tokens in chunks, batched with another sequence, give the same logits with this
+    engine's attention as with the library's own eager attention.
+  * Every other model is refused, with the reason, before the engine is ready.
 """
 
 import logging
@@ -52,17 +52,18 @@ KNOWN_LAYERS = frozenset(
 )
 # Fields by which text models scale or cap their logits, and the values that leave them as they are.
 PLAIN_HEAD = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
-GROWING_ROPES = ("dynamic", "longrope")  # frequencies depend on the longest sequence of a batch
+# Rotary embeddings with frequencies that depend on the longest sequence of a batch.
+GROWING_ROPES = ("dynamic", "longrope")
 
 
 def load_hf_decoder(config: EngineConfig, wrap: Wrap | None = None) -> HfDecoder:
     """Build the decoder of the config's model from the library's class for it.
 
     Args:
-        wrap: puts something on top of each linear layer that computes each token, such as adapters.
+        wrap: adds something, such as adapters, to each linear layer that computes every token.
 
     Raises:
-        UnsupportedFeatureError: the model cannot be served this way; the message says why.
+        UnsupportedFeatureError: the model cannot be served this way; the message gives the reason.
         TrouperValidationError: the checkpoint does not fit the class; the message names tensors.
     """
     try:
@@ -94,7 +95,7 @@ def _load(config: EngineConfig, wrap: Wrap | None) -> HfDecoder:
         decoder = _checked(model, config, dtype)
     except TrouperError:
         raise
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # A model's own code may raise anything.
         line = str(error).strip().partition("\n")[0]
         raise UnsupportedFeatureError(
             f"its code fails in a trial ({type(error).__name__}: {line})"
@@ -110,7 +111,7 @@ def _load(config: EngineConfig, wrap: Wrap | None) -> HfDecoder:
 
 
 def _checked(model: nn.Module, config: EngineConfig, dtype: torch.dtype) -> HfDecoder:
-    """Give a model this engine's products and attention, and compare it with itself as it was before."""
+    """Replace a model's products and attention by this engine's, and compare its logits with those before."""
     expected, layers = observed(
         linear_layers(model, config.quantization),
         lambda: eager_logits(model, config.model.vocab_size),
@@ -126,13 +127,13 @@ def _checked(model: nn.Module, config: EngineConfig, dtype: torch.dtype) -> HfDe
 
 
 def admit(model: ModelConfig, code_path: str | None = None) -> tuple[Any, Any]:
-    """Return the library's class and config of a model, as far as they say that it can be served.
+    """Return the library's class and config of a model, if they declare that it can be served.
 
     Args:
-        code_path: folder of Python code that may be run where the library does not know the model.
+        code_path: a folder of Python code that may be run if the library does not contain the model's class.
 
     Raises:
-        UnsupportedFeatureError: they say that it cannot.
+        UnsupportedFeatureError: the class or the config shows that the model cannot be served.
     """
     if model.source_config.get("auto_map") and not _is_known(model):
         cls, hf_config = own_code(model, code_path)
@@ -154,7 +155,7 @@ def _is_known(model: ModelConfig) -> bool:
 
 
 def _class_of(model: ModelConfig, hf_config: Any) -> Any:
-    """Find the class of the model, or of its text model where it also sees or hears."""
+    """Find the class of the model, or of the text model of a multimodal one."""
     architecture = model.architecture
     if is_text_part(architecture):
         check_text_part(architecture)
@@ -172,7 +173,7 @@ def causal_class(architecture: str) -> Any:
     """Find the library's class of an architecture.
 
     Raises:
-        UnsupportedFeatureError: it has none, or one that is no causal language model.
+        UnsupportedFeatureError: it has none, or its class is no causal language model.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -187,10 +188,10 @@ def causal_class(architecture: str) -> Any:
 
 
 def check_class(cls: Any, hf_config: Any) -> None:
-    """Check what a class and its config say of themselves.
+    """Check what a class and its config declare about the model.
 
     Raises:
-        UnsupportedFeatureError: the attention cannot be exchanged, or the model keeps another state than keys and values.
+        UnsupportedFeatureError: its attention cannot be replaced, or it keeps a state other than keys and values.
     """
     if getattr(cls, "_is_stateful", False):
         raise UnsupportedFeatureError(RECURRENT_STATE)
@@ -234,7 +235,7 @@ def _hf_config(model: ModelConfig) -> Any:
 
 
 def _text_config(whole: Any, model: ModelConfig) -> Any:
-    """Return the config of the text model, with the head of the whole one."""
+    """Return the config of the text model, with the fields of the multimodal model's head."""
     text = whole.get_text_config(decoder=True)
     text.tie_word_embeddings = model.hf_config["tie_word_embeddings"]
     if model.architecture not in SCALING_HEADS:
@@ -300,7 +301,7 @@ def _with_weights(cls: Any, hf_config: Any, config: EngineConfig, dtype: torch.d
 
 
 def _dummy(cls: Any, hf_config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
-    """Build the class with random weights; its buffers are computed as ever."""
+    """Build the class with random weights, and with the buffers that its constructor computes."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
@@ -313,7 +314,7 @@ def _dummy(cls: Any, hf_config: Any, seed: int, dtype: torch.dtype) -> nn.Module
 
 
 def _longest(model: nn.Module) -> int:
-    """Find the length beyond which a sequence's keys would depend on how long others are."""
+    """Return the length beyond which the keys of a sequence would depend on the lengths of others in its batch."""
     found = sys.maxsize
     for module in model.modules():
         kind: Any = getattr(module, "rope_type", None)

@@ -30,11 +30,13 @@ Method = Literal["gptq", "awq", "packed", "int8", "fp8", "fp4", "nvfp4", "bnb4",
 Shape = tuple[int, ...]
 FLOATS = ("F32", "F16", "BF16")
 INTEGERS = ("I32", "I64")
-POWERS = ("U8", "F8_E8M0")  # scales that are exponents of two
+# The dtypes of scales that are exponents of two.
+POWERS = ("U8", "F8_E8M0")
 FP8 = "F8_E4M3"
-BNB_BLOCKS = tuple(2**n for n in range(5, 13))  # codes that share a number, by bitsandbytes
+# How many codes may share a scale in bitsandbytes.
+BNB_BLOCKS = tuple(2**n for n in range(5, 13))
 BNB_STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
-# Scales of activations and their like: activations stay in the model's dtype, so nothing reads them.
+# Scales of activations and of a KV cache. Both stay in the model's dtype, so nothing reads these tensors.
 OF_ACTIVATIONS = (
     "input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale",
 )  # fmt: skip
@@ -42,7 +44,7 @@ OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "output_scale")
 
 
 class StoredTensor(NamedTuple):
-    """One stored tensor: the shapes (none: any) and dtypes, by their names in safetensors, that it may have."""
+    """The shapes and safetensors dtypes that one stored tensor may have. Without shapes, any shape is accepted."""
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]
@@ -57,23 +59,27 @@ class StoredNames(Protocol):
 
 
 class WeightLayout(msgspec.Struct, frozen=True):
-    """How a matrix is stored."""
+    """How a quantised matrix is stored.
+
+    `group_size` inputs share a scale, or all of them if it is None. In fp8, a `block` of outputs and inputs does.
+    `zeros_less` is how much smaller zeros are stored than they are.
+    """
 
     method: Method
     bits: int = 4
-    group_size: int | None = None  # inputs that share a scale; None: all
-    block: tuple[int, int] | None = None  # outputs and inputs that do, of fp8
-    zeros_less: int = 0  # zeros are stored less by so much
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    zeros_less: int = 0
     has_zeros: bool = True
     has_global_scale: bool = False
 
     @property
     def per_word(self) -> int:
-        """Count the integers of an int32."""
+        """Return how many integers one int32 contains."""
         return 32 // self.bits
 
     def parts(self, name: str, shape: Shape, stored: StoredNames) -> dict[str, StoredTensor]:
-        """List the stored tensors of a matrix, by what follows its base name.
+        """List the stored tensors of a matrix by their suffixes behind its base name.
 
         Raises:
             UnsupportedFeatureError: groups do not divide the inputs, or it is no matrix.
@@ -98,7 +104,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return parts
 
     def shape(self, name: str, shape_of: Callable[[str], Shape]) -> Shape:
-        """Tell the shape of a matrix from those of the tensors that are stored for it."""
+        """Compute the shape of a matrix from the shapes of its stored tensors."""
         base = base_of(name)
         match self.method:
             case "gptq":
@@ -127,7 +133,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
 
 def base_of(name: str) -> str:
-    """Return what the names of a matrix's tensors begin with."""
+    """Return the prefix of the names of a matrix's stored tensors."""
     return name.removesuffix("weight")
 
 
@@ -145,7 +151,7 @@ def _expert_parts(shape: Shape) -> dict[str, StoredTensor]:
 
 
 def _scales(num_out: int, groups: int, dtypes: tuple[str, ...] = FLOATS) -> StoredTensor:
-    """One for each output and group; of one group also one for each output, or for the whole matrix."""
+    """Return the possible shapes of scales: one for each output and group; with one group also one per output or matrix."""
     whole = ((num_out,), (1,), ()) if groups == 1 else ()
     return StoredTensor(((num_out, groups), *whole), dtypes)
 
@@ -247,7 +253,7 @@ def _bnb4_parts(
 
 
 def _is_needed(base: str, last: str, stored: StoredNames) -> bool:
-    """Decide whether a matrix of bitsandbytes must have this part: some exist only in some forms."""
+    """Whether a matrix of bitsandbytes must have this part, which only some of its formats have."""
     is_of_some = last == "weight_format" or "nested" in last or last in BNB_STATES.values()
     if last == BNB_STATES["nf4"]:
         is_of_some = base + BNB_STATES["fp4"] in stored

@@ -28,7 +28,8 @@ from trouper.errors import invalid
 from trouper.kernels.cpu.linear.quantization import E2M1, IntegerWeight, dequantized
 from trouper.kernels.formats import Format
 
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of the outputs of eight
+# The positions of eight consecutive outputs within an int32.
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 E4M3_NAN = 0x7F
 WORDS = ("gptq", "awq", "packed")
 Shape = tuple[int, ...]
@@ -37,7 +38,8 @@ Read = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # q, scales, zeros, 
 SCALES = (
     "scales", "weight_scale", "weight_scale_inv", "weight_global_scale", "weight_scale_2", "SCB",
 )  # fmt: skip
-LARGEST_STATE = 2**16  # bytes of JSON; bitsandbytes writes some 200
+# The most bytes of JSON in a state. bitsandbytes writes about 200.
+LARGEST_STATE = 2**16
 
 
 def matrix(
@@ -47,7 +49,7 @@ def matrix(
     parts: Parts,
     dtype: torch.dtype,
 ) -> IntegerWeight:
-    """Return the matrix [O, I] of the parts of X, by their names without X.
+    """Assemble the matrix [O, I] from its stored parts, given by their suffixes.
 
     Raises:
         TrouperValidationError: numbers that no checkpoint has; the message names the tensor.
@@ -105,7 +107,7 @@ def _packed(layout: WeightLayout, base: str, shape: Shape, parts: Parts) -> Read
 def _signed(
     layout: WeightLayout, q: Tensor, scales: Tensor, zeros: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Integers that are stored from 0 on, as int8 around 0."""
+    """Convert unsigned integers to int8 around 0."""
     middle = 1 << (layout.bits - 1)
     zeros = None if zeros is None else (zeros[: len(q)] - middle).to(torch.int8)
     return (q - middle).to(torch.int8), scales, zeros
@@ -162,7 +164,7 @@ READERS: dict[str, Callable[[WeightLayout, str, Shape, Parts], Read]] = {
 
 
 def experts(parts: Parts, name: str) -> Tensor:
-    """Return the weights [E, I, O] of experts whose blocks of 32 are e2m1 with one power of two, in float32."""
+    """Return the weights [E, I, O] of MXFP4 experts in float32: blocks of 32 e2m1 numbers share a power of two."""
     blocks, powers = parts["_blocks"], _floats(parts["_scales"])
     if not torch.isfinite(powers).all():
         raise invalid("model", f"{name}_scales: scales that are not finite")
@@ -170,7 +172,7 @@ def experts(parts: Parts, name: str) -> Tensor:
 
 
 def of_expert(part: StackedPart, parts: Parts, dtype: torch.dtype) -> IntegerWeight:
-    """Return the matrix of one of the experts whose blocks of 32 are e2m1 with one power of two."""
+    """Return the matrix of one MXFP4 expert, in which blocks of 32 e2m1 numbers share a power of two."""
     blocks, powers = (parts[last][part.expert][part.rows] for last in ("_blocks", "_scales"))
     scales = _floats(powers) / 2
     if not torch.isfinite(scales).all():
@@ -179,7 +181,7 @@ def of_expert(part: StackedPart, parts: Parts, dtype: torch.dtype) -> IntegerWei
 
 
 def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight | None:
-    """Put outputs below outputs, in the smallest of their groups; None where one matrix cannot hold them all.
+    """Concatenate the outputs of matrices in the smallest of their group sizes. Returns None if one matrix cannot hold all.
 
     Of several kinds of integers all become bytes.
     """
@@ -214,7 +216,7 @@ def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight | None:
 
 
 def widened(layout: WeightLayout, name: str, shape: Shape, parts: Parts) -> Tensor:
-    """Return a tensor in float32, exactly the numbers that its parts stand for."""
+    """Dequantize a tensor exactly, to float32."""
     if layout.method == "mxfp4":
         return experts(parts, name)
     if layout.method == "bnb4":
@@ -223,7 +225,7 @@ def widened(layout: WeightLayout, name: str, shape: Shape, parts: Parts) -> Tens
 
 
 def shape_of_codes(base: str, state: Tensor) -> Shape:
-    """Return the shape [O, I] that the state of a matrix of bitsandbytes says.
+    """Read the shape [O, I] from the state of a bitsandbytes matrix.
 
     Raises:
         TrouperValidationError: the state is not JSON, or has no such shape.
@@ -251,7 +253,7 @@ def _bnb_state(base: str, state: Tensor) -> tuple[dict[str, object], Shape]:
 
 
 def _from_table(base: str, shape: Shape, parts: Parts) -> Tensor:
-    """Return the weights [O, I] of codes of four bits, each a place in a table, times the number of its block."""
+    """Return the weights [O, I] of four-bit codes: values of a table, times the scale of their block."""
     state = next(parts[name] for name in BNB_STATES.values() if name in parts)
     found, stored_shape = _bnb_state(base, state)
     if stored_shape != shape:
@@ -283,17 +285,18 @@ def _from_table(base: str, shape: Shape, parts: Parts) -> Tensor:
 
 
 def _floats(scales: Tensor | None) -> Tensor:
-    """Return scales as floats; bytes are exponents of two, of which 255 is not finite."""
+    """Return scales as floats. Bytes are exponents of two, where 255 means not finite."""
     assert scales is not None
     if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
         powers = scales.view(torch.uint8).int()
-        bits = torch.where(powers == 0, 1 << 22, powers << 23)  # the smallest is subnormal
+        # The smallest power of two is a subnormal number.
+        bits = torch.where(powers == 0, 1 << 22, powers << 23)
         return bits.view(torch.float32)
     return scales.float() if scales.dtype == torch.float8_e4m3fn else scales
 
 
 def _of_groups(x: Tensor, num_out: int) -> Tensor:
-    """Return [O, G] of scales or zeros that are given for the whole matrix, for each output, or as they are."""
+    """Expand scales or zeros to [O, G], from one for the whole matrix, one for each output, or one for each group."""
     if x.dim() == 2:
         return x.contiguous()
     return (
@@ -304,7 +307,7 @@ def _of_groups(x: Tensor, num_out: int) -> Tensor:
 
 
 def _order(g_idx: Tensor | None, name: str, group_size: int | None) -> Tensor | None:
-    """Sort inputs by their groups; None where they are.
+    """Return the order that sorts inputs by their groups, or None if they are sorted already.
 
     Raises:
         TrouperValidationError: a group has more or fewer inputs than its size.
@@ -321,8 +324,9 @@ def _order(g_idx: Tensor | None, name: str, group_size: int | None) -> Tensor | 
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """[N, M] int32 to [N, 32 / bits · M], 0 and above."""
-    bytes_ = words.flatten().view(torch.uint8).view(len(words), -1)  # also of one column
+    """Unpack unsigned integers: [N, M] int32 to [N, 32 / bits · M]."""
+    # Flattened first, because a view to bytes needs a contiguous last dimension even for one column.
+    bytes_ = words.flatten().view(torch.uint8).view(len(words), -1)
     if bits == 8:
         return bytes_.to(torch.int16)
     return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1).to(torch.int8)
@@ -334,7 +338,7 @@ def _in_order(stored: Tensor) -> Tensor:
 
 
 def _e2m1(bytes_: Tensor) -> Tensor:
-    """[…, N] bytes to […, 2 N] doubled values, the low half first."""
+    """Unpack e2m1 numbers: […, N] bytes to […, 2 N] doubled values, the low half of a byte first."""
     both = [(E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256)]
     table = torch.tensor(both, dtype=torch.int8).view(torch.int16)
     return table.squeeze(-1)[bytes_.int()].view(torch.int8)

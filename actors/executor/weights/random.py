@@ -1,4 +1,7 @@
-"""Random weights, for measuring without a checkpoint (`load_format="dummy"`)."""
+"""Random weights, to measure speed and memory without a checkpoint (`load_format="dummy"`).
+
+They are a checkpoint like any other to the loaders, and the same for every division of a model among workers.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,14 +17,15 @@ from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.runtime.startup import num_physical_cores
 
 DUMMY_STD = 0.02
-CHUNK = 2**22  # numbers a thread draws at once: 8 MiB
+# Each thread draws this many numbers at once: 8 MiB.
+CHUNK = 2**22
 
 
 class RandomWeights:
-    """Uniform numbers of deviation 0.02, and norms of 1: activations and logits stay of the order of 1.
+    """Uniform numbers with a standard deviation of 0.02, and norms of 1, so activations and logits stay around 1.
 
-    Number i of a tensor is 16 bits of Philox under the key (seed, name), so it depends neither on the
-    number of threads nor on what was read before.  190 million a second and core (Zen 4).
+    The i-th number of a tensor is 16 bits of Philox with the key (seed, name), so it depends neither on the number of threads
+    nor on the order of reading. A core of Zen 4 draws 190 million numbers per second.
     """
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
@@ -38,17 +42,17 @@ class RandomWeights:
         return out.mul_(DUMMY_STD * 3**0.5 / 2**15)
 
     def read_into(self, name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
-        """Draw a tensor whole, so that a part of it does not depend on how it is cut."""
+        """Draw a part of a tensor. The whole tensor is drawn first, so a part does not depend on how it is divided."""
         out.copy_(part_of(self.read(name, shape), cut))
 
     def mapped(self, name: str, dtype: torch.dtype) -> None:
-        """There is no file."""
+        """Return None: there is no file to map."""
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> None:
-        """All are plain."""
+        """Return None: no tensor is quantized."""
 
     def _chunks(self, name: str, size: int) -> Iterator[np.ndarray]:
-        """int16, in order."""
+        """Yield the numbers of a tensor in order, as int16."""
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=16).digest()
         key = int.from_bytes(digest, "little")
 

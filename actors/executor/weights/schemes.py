@@ -1,7 +1,7 @@
-"""Schemes of quantised checkpoints: what config.json says of the layouts of their matrices.
+"""Read the scheme of a quantised checkpoint from config.json: the layout of each matrix.
 
-Which modules are quantised is seen from what is stored, so lists of modules to leave out need not be read.
-Nothing here imports torch: `trouper models` judges a checkpoint by it.
+The stored tensors themselves show which modules are quantised, so lists of excluded modules need not be read. Nothing here
+imports torch, because `trouper models` uses it to decide whether a checkpoint is supported.
 """
 
 import re
@@ -21,24 +21,26 @@ from trouper.actors.executor.weights.layouts import (
 from trouper.config.checks import METHOD_ALIASES
 from trouper.errors import TrouperValidationError
 
-LONGEST_PATTERN = 512  # characters of a regular expression among the targets
+# The most characters of a regular expression among the targets.
+LONGEST_PATTERN = 512
 
 
 class Scheme(msgspec.Struct, frozen=True):
-    """The layouts of a checkpoint's matrices, each with the modules that have it; no names: all."""
+    """The layouts of a checkpoint's matrices, each with the names of its modules. A group without names applies to all."""
 
     groups: tuple[tuple[tuple[str, ...], WeightLayout], ...]
 
     def layout(
         self, name: str, stored: StoredNames, stored_name: str | None = None
     ) -> WeightLayout | None:
-        """Find how the tensor `name` is stored; None: as it is.
+        """Find the layout of the tensor `name`. Returns None if it is stored as a plain tensor.
 
         Args:
-            stored_name: its name in a larger model, which config.json may use as well.
+            stored: the names and dtypes of all stored tensors.
+            stored_name: its name in a multimodal model, which config.json may use instead.
 
         Raises:
-            UnsupportedFeatureError: it is quantised, and belongs to no group of config.json.
+            UnsupportedFeatureError: it is quantised, but belongs to no group of config.json.
         """
         first = self.groups[0][1]
         if first.method == "mxfp4":
@@ -63,11 +65,11 @@ class Scheme(msgspec.Struct, frozen=True):
 
 
 def read_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
-    """Read the quantization scheme from config.json; None where the weights are plain.
+    """Read the quantization scheme from config.json. Returns None if the weights are plain.
 
     Raises:
-        UnsupportedFeatureError: a method or a field that is not read here; the message names it.
-        TrouperValidationError: a field of the wrong type.
+        UnsupportedFeatureError: the method, or a field's value, is not supported; the message names it.
+        TrouperValidationError: a field has the wrong type.
     """
     config = hf_config.get("quantization_config")
     if not config:
@@ -92,7 +94,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
         _expect(fields, "bits", 4, 8)
         return WeightLayout("gptq", fields["bits"], _group_size(fields), zeros_less=less)
 
-    # GPTQModel's exceptions by pattern, the first that fits; "-:" leaves modules plain, as their tensors show.
+    # GPTQModel's exceptions by pattern; the first match counts. Modules of "-:" patterns are plain, as their tensors show.
     named: Mapping[str, Mapping[str, Any]] = config.get("dynamic") or {}
     exceptions = {
         "re:" + pattern.removeprefix("+:"): layout({**config, **fields})
@@ -125,13 +127,15 @@ def _auto_round(config: Mapping[str, Any]) -> Scheme:
             {**config, **fields}
         )
         for name, fields in named.items()
-        if fields.get("bits", config.get("bits")) not in (16, 32)  # stored plain
+        # Modules of 16 or 32 bits are stored as plain tensors.
+        if fields.get("bits", config.get("bits")) not in (16, 32)
     }
     return _with_exceptions(layout(config), exceptions)
 
 
 def _modelopt(config: Mapping[str, Any]) -> Scheme:
-    config = config.get("quantization") or config  # as in hf_quant_config.json
+    # The fields may be nested, like in hf_quant_config.json.
+    config = config.get("quantization") or config
     match config.get("quant_algo"):
         case "FP8" | "FP8_PER_CHANNEL_PER_TOKEN":
             return _one(WeightLayout("fp8", 8))

@@ -1,12 +1,12 @@
-"""Tensors that are stored in another shape: those that hold a projection of all experts of a layer, and turned ones.
+"""Find matrices within tensors of another shape: one tensor for all experts of a layer, or a transposed matrix.
 
-    gpt_oss      experts.gate_up_proj [X, E, 2 M]  inputs by outputs; the outputs of gate and of up take turns
-                 experts.down_proj [X, M, E]       and of each a bias, with the name's end `_bias`: [X, 2 M], [X, E]
+    gpt_oss      experts.gate_up_proj [X, E, 2 M]  inputs by outputs; the outputs of gate and up alternate
+                 experts.down_proj [X, M, E]       each also has a bias with the suffix `_bias`: [X, 2 M], [X, E]
     granite_moe  input_linear.weight [X, 2 M, E]   outputs by inputs; those of gate, then those of up
                  output_linear.weight [X, E, M]
     gpt2         the matrices of the layers, inputs by outputs
 
-X experts, E hidden size, M width of an expert.  A part goes by the name that it has where each expert is stored alone.
+X experts, E hidden size, M width of an expert. A part has the name that it would have if each expert were stored separately.
 """
 
 import re
@@ -23,13 +23,17 @@ ALL = slice(None)
 
 
 class StackedPart(NamedTuple):
-    """One expert's part of a tensor that holds all of them, or a turned tensor."""
+    """One expert's part of a tensor for all experts, or a transposed tensor.
 
-    name: str  # of the tensor
-    shape: Shape  # of the tensor
-    expert: int | None  # None: all of it
-    rows: slice  # its outputs
-    is_transposed: bool  # inputs by outputs
+    `name` and `shape` are those of the stored tensor. `expert` is None for a tensor without experts. `rows` are the outputs,
+    and `is_transposed` marks tensors stored as [inputs, outputs].
+    """
+
+    name: str
+    shape: Shape
+    expert: int | None
+    rows: slice
+    is_transposed: bool
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the matrix [O, I], or the bias, as a view."""
@@ -41,14 +45,14 @@ class Views(Protocol):
     """A way in which a checkpoint stores some tensors in another shape."""
 
     def find(self, name: str, shape: Shape) -> StackedPart | None:
-        """Find a matrix or bias of that shape; None: a tensor that is stored as it is."""
+        """Find a matrix or bias with this shape. Returns None if it is stored under its own name in this shape."""
         ...
 
 
 class Turned(NamedTuple):
-    """The way in which a checkpoint stores the matrices of its layers as inputs by outputs."""
+    """Matrices of layers that a checkpoint stores as [inputs, outputs]. `layers` is the prefix of their names."""
 
-    layers: str  # the beginning of their names
+    layers: str
 
     def find(self, name: str, shape: Shape) -> StackedPart | None:
         if len(shape) != 2 or not name.startswith(self.layers):
@@ -57,13 +61,13 @@ class Turned(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """The way in which a checkpoint stores experts together."""
+    """Experts that a checkpoint stores in one tensor for each projection of a layer."""
 
     num_experts: int
     is_granite: bool
 
     def find(self, name: str, shape: Shape) -> StackedPart | None:
-        """Find an expert's matrix or bias of that shape; None: a tensor of its own."""
+        """Find an expert's matrix or bias with this shape. Returns None for all other tensors."""
         found = EXPERT.fullmatch(name)
         if found is None:
             return None
@@ -88,7 +92,7 @@ class Stacks(NamedTuple):
 
 
 def views_of(traits: DecoderTraits) -> Views | None:
-    """Return how a checkpoint of the model stores tensors in another shape; None where it does not."""
+    """Return how checkpoints of the model store tensors in another shape, or None if they do not."""
     experts, names = traits.experts, NAMES[traits.names]
     if names.is_transposed:
         return Turned(names.base + names.layers)
