@@ -36,7 +36,7 @@ GRACE_S = 30.0
 BENCH = ("-m", "trouper", "bench")
 
 
-class Job(NamedTuple):
+class GpuJob(NamedTuple):
     """A process to run; `command` follows the interpreter and writes a report to REPORT, unless it is only a test."""
 
     name: str
@@ -45,7 +45,7 @@ class Job(NamedTuple):
     num_gpus: int = 1
 
 
-def jobs(*, is_tiny: bool) -> list[Job]:
+def jobs(*, is_tiny: bool) -> list[GpuJob]:
     """Return the jobs to run, the most informative ones first."""
     tests = ("tests/kernels/cuda", "tests/parity")
     if is_tiny:
@@ -62,9 +62,9 @@ def jobs(*, is_tiny: bool) -> list[Job]:
         ),
     }
     return [
-        Job("tests", 500, ("-m", "pytest", "-q", "-m", "gpu", *tests)),
+        GpuJob("tests", 500, ("-m", "pytest", "-q", "-m", "gpu", *tests)),
         *(
-            Job(f"{kind}-{model}", limit_s, command(model))
+            GpuJob(f"{kind}-{model}", limit_s, command(model))
             for kind, (limit_s, command) in kinds.items()
             for model in MODELS
         ),
@@ -83,7 +83,7 @@ def _kernels(model: str, *, is_tiny: bool) -> tuple[str, ...]:
     return (*command, "--device", "interpreter", "--model", "tiny", *sizes.split(), *ops)
 
 
-def _ranks(*, is_tiny: bool) -> Job:
+def _ranks(*, is_tiny: bool) -> GpuJob:
     """Return the job that compares two GPUs with one, on the largest model of the goals."""
     model = "tiny" if is_tiny else MODELS[0]
     sizes = "--ranks 2 --device cuda --prompt-tokens 2048 --rows 1,32,256 --output-tokens 64"
@@ -99,7 +99,7 @@ def _ranks(*, is_tiny: bool) -> Job:
         "--output-json",
         REPORT,
     )
-    return Job(f"ranks-{MODELS[0]}", 300, command, num_gpus=1 if is_tiny else 2)
+    return GpuJob(f"ranks-{MODELS[0]}", 300, command, num_gpus=1 if is_tiny else 2)
 
 
 def _latency(model: str, *, is_tiny: bool) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ def _has(package: str) -> bool:
         return False
 
 
-def run_jobs(wanted: Sequence[Job], folder: Path, budget_s: float) -> Iterator[str]:
+def run_jobs(wanted: Sequence[GpuJob], folder: Path, budget_s: float) -> Iterator[str]:
     """Run the jobs without a report while the time budget lasts; yield a line for each job."""
     end = monotonic() + budget_s
     for job in wanted:
@@ -153,7 +153,7 @@ def run_jobs(wanted: Sequence[Job], folder: Path, budget_s: float) -> Iterator[s
             yield f"{job.name}: {_run(job, path, min(job.limit_s, left_s))}"
 
 
-def _run(job: Job, path: Path, limit_s: float) -> str:
+def _run(job: GpuJob, path: Path, limit_s: float) -> str:
     """Run one job and return its line; the report gets its final name when it is complete."""
     partial, log = path.with_suffix(".partial"), path.with_suffix(".log")
     command = [

@@ -83,7 +83,7 @@ def size_for_one_prompt(engine_args: EngineArgs, num_completions: int = 1) -> No
     A step of few sequences is bound by reading the weights. With fewer than 8 sequences the engine therefore stores
     bfloat16 weights losslessly in 12 bits, if the processor supports it.
     """
-    if engine_args.max_num_seqs is None and num_completions <= MAX_COMPLETIONS:
+    if engine_args.max_num_seqs is None and 1 <= num_completions <= MAX_COMPLETIONS:
         engine_args.max_num_seqs = num_completions
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from trouper.bench.h200 import run
 from trouper.bench.h200.goals import GOALS, Ceilings, Goal, floor_s, table, workload
-from trouper.bench.h200.run import Job
+from trouper.bench.h200.run import GpuJob
 
 WRITE = "import sys; open(sys.argv[1], 'w').write('{}')"
 
@@ -43,9 +43,9 @@ def test_goal_needs_share_of_floor_and_busy_device():
 
 
 def test_jobs_run_once_and_what_fails_runs_again(tmp_path):
-    bad = Job("bad", 20, ("-c", "print('this is why'); raise SystemExit(3)"))
-    good = Job("good", 20, ("-c", WRITE, run.REPORT))
-    silent = Job("silent", 20, ("-c", "print('17 passed')"))
+    bad = GpuJob("bad", 20, ("-c", "print('this is why'); raise SystemExit(3)"))
+    good = GpuJob("good", 20, ("-c", WRITE, run.REPORT))
+    silent = GpuJob("silent", 20, ("-c", "print('17 passed')"))
     lines = list(run.run_jobs([bad, good, silent], tmp_path, 60))
     assert lines[0] == "bad: FAILED with 3: this is why"
     assert json.loads((tmp_path / "silent.json").read_text())["said"] == "17 passed"
@@ -55,7 +55,7 @@ def test_jobs_run_once_and_what_fails_runs_again(tmp_path):
 
 
 def test_slow_measurement_is_ended_and_unfitting_one_skipped(tmp_path):
-    endless = Job("endless", 0.5, ("-c", "import time; time.sleep(600)"))
+    endless = GpuJob("endless", 0.5, ("-c", "import time; time.sleep(600)"))
     assert list(run.run_jobs([endless], tmp_path, 60)) == [
         "endless: FAILED after 0.5 s; see endless.log"
     ]
@@ -74,7 +74,7 @@ def test_every_goals_model_has_its_pieces(is_tiny):
 
 
 def test_job_for_two_gpus_is_left_out_where_one(tmp_path, monkeypatch):
-    two = Job("two", 20, ("-c", WRITE, run.REPORT), num_gpus=2)
+    two = GpuJob("two", 20, ("-c", WRITE, run.REPORT), num_gpus=2)
     monkeypatch.setattr(run, "num_devices", lambda: 1)
     assert list(run.run_jobs([two], tmp_path, 60)) == [
         "two: left out, it needs 2 GPUs and 1 can be seen"

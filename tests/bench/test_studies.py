@@ -38,9 +38,7 @@ def test_structured_compares_streams_by_schema_with_free_ones(study):
 
 @pytest.mark.parametrize("loop", ["trio", "asyncio"])
 def test_the_gaps_of_the_loop(study, loop):
-    found = study(
-        loop_gap.loop_gap, *TINY, "--loop", loop, "--idle", "0.01", "--interval-ms", "0.2"
-    )
+    found = study(loop_gap.loop_gap, *TINY, "--loop", loop, "--idle", "0.1", "--interval-ms", "0.2")
     assert found["num_tokens"] == 12
     assert found["num_beats"] > 0
     for state in ("idle_ms", "busy_ms"):

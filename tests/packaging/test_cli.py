@@ -70,7 +70,7 @@ def test_options_become_engine_args(monkeypatch):
         )
     ]  # fmt: skip
     assert run_line(["generate", "x"]) == 1
-    assert seen[1] == EngineArgs()
+    assert seen[1] == EngineArgs(max_num_seqs=1)
 
 
 CONFIG = """
