@@ -1,4 +1,4 @@
-"""`trouper`, and `python -m trouper`: the process as a whole, from its first import on."""
+"""The process of `trouper` and `python -m trouper`, from its first import on."""
 
 import os
 import sys

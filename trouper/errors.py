@@ -1,6 +1,6 @@
-"""The errors that callers can meet; `except ValueError` catches each validation failure.
+"""The errors that callers can receive.  `except ValueError` catches each validation failure.
 
-The HTTP status and `type` of each class are decided in the server, in one table.
+One table in the server assigns the HTTP status and `type` to each class.
 """
 
 from collections.abc import Generator

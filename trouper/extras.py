@@ -1,4 +1,4 @@
-"""Optional packages, and the command that installs them wherever trouper itself came from."""
+"""Optional packages, and the command that installs them for every kind of installation."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""The forms of a prompt that callers may hand in."""
+"""The forms of a prompt that callers can pass."""
 
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict

@@ -1,4 +1,7 @@
-"""Write a grammar in Lark as `llguidance` reads it: rules with numbers, marks that are tokens by id, JSON by schema."""
+"""Write grammars in the dialect of Lark that `llguidance` reads.
+
+It extends Lark with numbered rules, special tokens by id, and JSON that matches a schema.
+"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`LoRARequest`: the adapter that a request wants.  Part of the shared vocabulary."""
+"""`LoRARequest`: the adapter that a request uses."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Values that `get_metrics()` returns: one for each metric and set of labels."""
+"""The values that `get_metrics()` returns, one for each metric and set of labels."""
 
 import msgspec
 

@@ -1,7 +1,7 @@
-"""Parameters of a generating request, `SamplingParams`, with their ranges.
+"""The parameters of a generating request, `SamplingParams`, with their validation.
 
-Everything that needs no model is checked here, at construction; what needs the vocabulary or the
-engine's limits is checked by `verify`.
+The constructor checks everything that does not depend on a model; `verify` checks what depends on the vocabulary or on
+the engine's limits.  `sampling_fields.py` declares types and ranges.
 """
 
 import operator

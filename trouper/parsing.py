@@ -1,4 +1,4 @@
-"""Parsers of a model's answers, `parser_for`, and the events that they return."""
+"""The parsers of a model's answers, `parser_for`, and the events that they return."""
 
 from trouper.frontends.dialects.core import AnswerParser
 from trouper.frontends.dialects.events import (

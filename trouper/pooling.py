@@ -1,7 +1,7 @@
-"""Parameters of a request to a pooling model, `PoolingParams`.
+"""The parameters of a pooling request, `PoolingParams`.
 
-What needs no model is checked at construction; what depends on the model by `resolve`, which also
-fills in what the caller left open.
+The constructor checks what does not depend on a model.  `resolve` checks the rest and fills in the fields that the
+caller did not set.
 """
 
 from copy import copy

@@ -1,4 +1,4 @@
-"""Constraints of an output, `StructuredOutputsParams`: a schema, an expression, a choice or a grammar."""
+"""The constraints of an output, `StructuredOutputsParams`: a schema, a regular expression, a choice or a grammar."""
 
 from typing import Any, Self, cast
 

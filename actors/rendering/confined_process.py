@@ -1,7 +1,8 @@
-"""A process of ours that does work on a budget, which a renderer's thread waits for.
+"""Run work in a child process with limits, for templates and grammars that cannot be trusted.
 
-An order is a frame of bytes, and so is the answer: the length in four bytes, big-endian, and the bytes.  The socket
-is the process's standard input; its end ends the process.  A process inherits no environment.
+A renderer's thread sends an order and waits for the answer.  Both are frames of bytes: the length in four bytes,
+big-endian, then the content.  The socket is the standard input of the child, which exits when the socket closes.  The
+child inherits no environment variables, so foreign code finds no secrets in them.
 """
 
 import os
@@ -30,7 +31,7 @@ class ConfinedProcess:
     """Process that carries out one order at a time.
 
     Args:
-        module: that is run, with its arguments.
+        module: the module to run, with its arguments.
 
     Raises:
         OSError: it cannot be started.
@@ -55,7 +56,7 @@ class ConfinedProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Tell whether it is alive and was started by this very process, not by one that this was forked from."""
+        """Return whether the child is alive and was started by this process, not by the process from which it was forked."""
         is_open = self._socket.fileno() >= 0 and self._pid == os.getpid()
         return is_open and self._process.poll() is None
 
@@ -106,7 +107,7 @@ class ConfinedProcess:
         return bytes(found)
 
     def _failure(self, wall_s: float) -> OSError:
-        """Tell why the process has ended; it may have closed its socket a moment before its end."""
+        """Return why the process ended; it may have closed its socket a moment before its end."""
         try:
             code = self._process.wait(wall_s)
         except subprocess.TimeoutExpired:

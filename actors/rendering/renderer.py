@@ -1,10 +1,12 @@
-"""The renderer actor: takes prompts as their callers wrote them, has them rendered in a thread, and hands them on.
+"""The renderer actor: it takes prompts as their callers wrote them, renders them in a thread, and hands them on.
 
-Laws.  One request at a time per actor, or plain texts that are there together, `BATCH_CHARS` of them at most: a
-hop to a thread takes as long as some of them.  The wiring starts several on clones of one inbox.  A request's
-fault ends that request only.  A grammar that must be tried first is another renderer's: a trial may take a second, and no
-other request waits for it here.  `Track` goes out before `Admit`, and no await lies between the last look
-at the slot and the two sends: a request is known to both actors or to neither.
+Tokenization and templates take milliseconds, so they run in threads and never on the event loop.  A renderer works on
+one request at a time, or on a batch of queued plain texts with at most `BATCH_CHARS` characters, because a hop to a
+thread costs as much as rendering some of them.  Several renderers receive from clones of one inbox.
+
+Laws.  A request's failure ends only this request.  A grammar without a trial goes to another renderer, because a trial
+may take a second and no other request should wait for it.  `Track` is sent before `Admit`, and there is no await
+between the last check of the slot and the two sends, so both actors know a request or neither does.
 """
 
 import math

@@ -1,8 +1,9 @@
-"""Conversations in a form that a chat template takes: roles mapped, messages merged or moved, tools written as text.  Pure.
+"""Rearrange conversations into a form that a chat template accepts.  Pure.
 
-A template may drop a message without a word, or refuse its place.  What it does with a conversation is found out by rendering a
-`skeleton`, which has the same roles and a made-up word for each text: where a word is missing, so would the text be.
-The first arrangement that shows all words is taken, in an order from none to the one that changes most.
+A template may drop a message silently or refuse its position.  To find out what a template does with a conversation,
+the arranger renders a `skeleton`: a conversation with the same roles and a made-up word for each text.  A missing word
+means that the template would drop the text.  The functions here map roles, merge or move messages, and write tools as
+text; the first arrangement that shows all words is used, in an order from no change to the largest change.
 """
 
 import json
@@ -67,7 +68,7 @@ def shape_of(messages: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class Skeleton(NamedTuple):
-    """A conversation whose texts are made-up words.
+    """A conversation with made-up words as its texts.
 
     Attributes:
         words: of each message those of which one must be shown; none: it holds nothing.
@@ -157,7 +158,7 @@ def merge_first_systems(chat: Chat) -> Chat:
 
 
 def later_systems_as_user(chat: Chat) -> Chat:
-    """Give later messages of the system the role of the user, and leave them where they are.
+    """Change the role of later system messages to `user`, without moving them.
 
     Agents append such messages while they work.  In front they would change the prompt from its beginning, and nothing of it
     would be in the prefix cache any more.
@@ -174,7 +175,7 @@ def system_in_front(chat: Chat) -> Chat:
 
 
 def system_in_user(chat: Chat) -> Chat:
-    """Put what the system says before the first words of the user, for templates without a system."""
+    """Put the system's text before the first text of the user, for templates without a system role."""
     systems = _one_system([m for m in chat.messages if _is_system(m)])
     others = [m for m in chat.messages if not _is_system(m)]
     if not systems:
@@ -277,7 +278,7 @@ def _one_system(messages: Iterable[Message]) -> Messages:
 
 
 def _joined(contents: Iterable[Any], gap: str = GAP) -> Any:
-    """Return contents as one: text, or parts where one of them has parts."""
+    """Join contents: into text, or into a list of parts if one of them is a list."""
     given = [content for content in contents if content]
     if all(isinstance(content, str) for content in given):
         return gap.join(given)

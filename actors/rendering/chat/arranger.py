@@ -1,4 +1,4 @@
-"""Finds out what a chat template does with a conversation, and an arrangement in which it shows all of it."""
+"""Find out what a chat template does with a conversation, and choose an arrangement in which all of it appears."""
 
 import json
 from collections import OrderedDict
@@ -64,10 +64,10 @@ class Arranger:
         raise invalid(f"messages[{found}]", rule)
 
     def _find(self, chat: Chat, variables: Mapping[str, Any]) -> Arrangement | int:
-        """Return the first arrangement that shows everything, or the number of a message that is dropped."""
+        """Return the first arrangement that shows everything, or the number of a dropped message."""
         bare = skeleton(*chat)
         tried: list[Chat] = []
-        faults: list[int | None] = []  # what is dropped, or None where the template refuses
+        faults: list[int | None] = []  # what is dropped, or None if the template refuses
         for arrangement in arrangements(self._takes_tools(chat, variables)):
             arranged = self._with_text_arguments(arrangement(bare.chat))
             if arranged in tried:
@@ -90,7 +90,7 @@ class Arranger:
         return VALUE in self._text(Chat([{**USER, "content": VALUE}]), {})
 
     def _takes_tools(self, chat: Chat, variables: Mapping[str, Any]) -> bool:
-        """Tell whether the template shows what the conversation has of tools, calls and results."""
+        """Return whether the template shows the tools, calls and results of the conversation."""
         if chat.tools and not self._shows_tools(variables):
             return False
         has_calls = any(m.get("tool_calls") or m.get("role") == "tool" for m in chat.messages)
@@ -103,7 +103,7 @@ class Arranger:
         return any(word in self._text(Chat(begin, given), variables) for begin in begins)
 
     def _calls_shown(self, *, has_tools: bool) -> tuple[bool, bool]:
-        """Tell whether calls and results are shown where arguments are an object, and where they are its text."""
+        """Return whether calls and results appear with arguments as an object, and with arguments as text."""
         if has_tools not in self._calls:
             self._calls[has_tools] = self._look_for_calls(
                 skeleton([], [{}]).chat.tools if has_tools else None
@@ -119,7 +119,7 @@ class Arranger:
         return shown[0] and not (is_spelled and shown[1]), shown[1]
 
     def _with_text_arguments(self, chat: Chat) -> Chat:
-        """Write arguments as text where the template puts them into the prompt as they are."""
+        """Write arguments as text if the template inserts them into the prompt unchanged."""
         if not any(m.get("tool_calls") for m in chat.messages):
             return chat
         as_object, as_text = self._calls_shown(has_tools=bool(chat.tools))

@@ -142,7 +142,7 @@ class TemplateProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Tell whether it is alive and was started by this very process, not by one that this was forked from."""
+        """Return whether the child is alive and was started by this process, not by the process from which it was forked."""
         return self._process.is_usable
 
     def has_room_for(self, template: TemplateSource) -> bool:

@@ -1,9 +1,10 @@
-"""The protocol between the engine and the processes that render its chat templates.
+"""Plain JSON data of conversations, on its way to the processes that render chat templates.  Pure.
 
-An order is a frame of JSON: [number, arguments of a ChatTemplate or null, messages, options].  A template is sent
-once and named by its number from then on.  The answer is a frame, too: {"pieces": ...} or an error.
+An order to such a process is a frame of JSON: [number, arguments of a ChatTemplate or null, messages, options].  A
+template is sent once and referred to by its number afterwards.  The answer is a frame with {"pieces": ...} or an error.
 
-Arguments of calls earlier in a conversation, as clients send them back -> a JSON object for the chat template.  Pure.
+The arguments of earlier tool calls need repair first: clients send them back as text, sometimes truncated, while chat
+templates expect a JSON object.
 """
 
 import json
@@ -17,12 +18,12 @@ MARK = "\U0010fffe"
 
 
 def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Tell whether plain data are a JSON object."""
+    """Return whether plain data is a JSON object."""
     return isinstance(value, dict)
 
 
 def is_array(value: Any) -> TypeGuard[list[Any]]:
-    """Tell whether plain data are a JSON array."""
+    """Return whether plain data is a JSON array."""
     return isinstance(value, list)
 
 
@@ -68,7 +69,7 @@ def past_arguments(given: Any, place: str) -> dict[str, Any]:
 
 
 def _read(text: str) -> Any:
-    """Return what a text says; the text itself where that is no JSON, even if it is closed."""
+    """Return the value of a JSON text, or the text itself if it is not JSON even after closing its brackets."""
     text = text.strip()
     if not text:
         return None
@@ -80,7 +81,7 @@ def _read(text: str) -> Any:
 
 
 def _closed(text: str) -> Any:
-    """Read a text that was cut: what is open is closed, and what has no value yet is left out."""
+    """Read a truncated text: close open brackets, and drop keys without a value."""
     for end, closing in _ends(text):
         if not closing:  # it was complete, and something else follows
             return text
@@ -92,7 +93,7 @@ def _closed(text: str) -> Any:
 
 
 def _ends(text: str) -> list[tuple[int, str]]:
-    """Return where the text may end, the last place first, and the brackets that are open there."""
+    """Return the positions at which the text may end, last first, with the brackets open there."""
     ends: list[tuple[int, str]] = []
     open_brackets: list[str] = []
     in_string = is_escaped = False

@@ -89,7 +89,7 @@ class ChatTemplate:
 
         Raises:
             TrouperValidationError: messages of a wrong form, or that the template refuses.
-            UnsupportedFeatureError: parts that are no text.
+            UnsupportedFeatureError: a part of a message is not text.
         """
         if continue_final_message and add_generation_prompt:
             raise TrouperValidationError(
@@ -125,7 +125,7 @@ class ChatTemplate:
             return self._template.render(**fields, **{"documents": None, **special, **variables})
 
     def _text_of(self, chat: Chat, options: Mapping[str, Any]) -> str:
-        """Render a conversation that is to be tried."""
+        """Render a conversation to see whether the template shows all of it."""
         messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
         adds = options.get("add_generation_prompt", True)
         variables = {k: v for k, v in options.items() if k != "add_generation_prompt"}
@@ -249,7 +249,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _cut_end(text: str, final: str) -> str:
-    """The text up to the end of the message that is to be continued."""
+    """The text up to the end of the message to continue."""
     end = text.rfind(END.strip())
     if end < 0 or final.strip() not in text:
         raise TrouperValidationError(
@@ -276,7 +276,7 @@ def _sewn(value: Any, tokens: Collection[str]) -> Any:
 
 
 def _iterates_content(tree: nodes.Template) -> bool:
-    """Tell whether the template loops over a message's content, or over a variable set from it."""
+    """Return whether the template loops over a message's content, or over a variable set from it."""
     names: set[str] = {"content"}
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node):

@@ -1,12 +1,10 @@
-"""The grammars of one model: what a request wants of its output -> rules that a device follows.
+"""The grammars of one model: from the constraints of a request to rules that a device follows.
 
-Used in the renderers' threads.  Each is tried in a process, and what passes there is compiled here, whether or not the device is
-in this process: what the compiler refuses is the error of the request that brought it.
+Renderers call this module in their threads.  Each grammar is tried in a process first and then compiled here, even if
+the device is in another process, so that an error of the compiler belongs to the request with the grammar.
 
-A tokenizer's rules as the compiler of grammars is to see them: no text spells an added token.  Pure.
-
-The compiler spells fixed text by the tokenizer's own rules.  With them a constant such as `<|im_end|>` would become the token that
-ends the answer, and `<think>` one that no text may hold.  Here added tokens have names that no text has, and keep their ids.
+The compiler sees the rules of the tokenizer with other names for added tokens.  With the true names, the constant text
+`<|im_end|>` in a schema would become the token that ends the answer.  The new names occur in no text, and the ids stay.
 """
 
 import re
@@ -39,7 +37,7 @@ TURNED_OFF = "this engine takes no grammars (structured_outputs_config)"
 
 
 class _Found(NamedTuple):
-    """A grammar that has passed its trial and compiles."""
+    """A grammar that passed its trial and compiles."""
 
     source: str
     num_bytes: int  # of memory that it takes
@@ -81,7 +79,7 @@ class Grammars:
     def compile(
         self, params: SamplingParams, thinking: ReasoningRules | None = None, owner: str = ""
     ) -> Grammar | None:
-        """Compile what the output of a request must match; None: it may be anything.
+        """Compile the constraints of a request's output.  Returns None if there are none.
 
         Args:
             thinking: reasoning that may come first.
@@ -200,7 +198,7 @@ _LARK = re.compile(
 
 
 def compiler_rules(tokenizer_json: str) -> str:
-    """Return a `tokenizer.json` whose added tokens no text spells.
+    """Return a `tokenizer.json` in which no text spells an added token.
 
     Those that are no special tokens and in the model's own vocabulary, such as runs of blanks, are text and stay so.
     """

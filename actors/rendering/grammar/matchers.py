@@ -1,7 +1,7 @@
-"""Matchers of grammars for one vocabulary: of those that are checked as requests come, and of those that a device follows.
+"""Matchers of grammars for one vocabulary, for the checks of new requests and for the steps of a device.
 
-The compiler counts most of its steps, but neither all of them nor its depth: a source comes here when it has been tried in a
-process (`grammar_trials.py`).
+The compiler limits most of its steps, but not all of them and not its recursion.  Therefore a source is compiled here
+only after its trial in a process (`trial_processes.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class EmptyGrammarError(NotAGrammarError):
 
 
 class CompiledGrammar(NamedTuple):
-    """A matcher at the beginning of an output, which is only copied."""
+    """A matcher at the beginning of an output; users copy it."""
 
     matcher: Any
     seconds: float | None = None  # that it took; None: it was kept
@@ -162,7 +162,7 @@ def matches_only(tokens: Any, pattern: str, names: Sequence[str]) -> bool:
 
 
 class ReceivedGrammars:
-    """The grammars of plans that come from another process, whose vocabulary comes before them.
+    """The grammars of plans from another process, which sends its vocabulary before them.
 
     It keeps what the scheduler has had prepared and nothing else: there the bytes are counted.
     """
@@ -187,7 +187,7 @@ class ReceivedGrammars:
         self._matchers.hold(source)
 
     def release(self, key: bytes) -> None:
-        """Give up a source; nothing for one that is not held."""
+        """Release a source; does nothing if it is not held."""
         self._matchers.release(key)
 
     def read_vocabulary(self) -> None:

@@ -1,7 +1,7 @@
-"""Things that are kept as long as there is room, the last used the longest.
+"""A cache with a limit in bytes that evicts the least recently used values first.
 
-Room is counted in bytes, not in things, since one client can make a thing as large as it may be.  An owner has half of the room at
-most: what one brings does not push out all that the others use.
+The limit is in bytes because one client can make a very large value.  An owner may hold at most half of the space, so
+one client's values cannot evict those of all others.
 """
 
 from collections import OrderedDict
@@ -40,7 +40,7 @@ class KeptBySize(Generic[KeyT, ValueT]):
         return sum(self._num_bytes.values())
 
     def get(self, key: KeyT) -> ValueT | None:
-        """Return what is kept under a key, which is used now; None: nothing."""
+        """Return the value of a key and mark it as used now, or None if there is no value."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -48,7 +48,7 @@ class KeptBySize(Generic[KeyT, ValueT]):
         return entry.value
 
     def put(self, key: KeyT, value: ValueT, num_bytes: int, owner: str = "") -> None:
-        """Keep a value, at the expense of those that were not used for the longest time, its owner's first."""
+        """Keep a value and evict the least recently used ones, beginning with its owner's."""
         self._remove(key)
         self._entries[key] = _KeptValue(value, num_bytes, owner)
         self._num_bytes[owner] = self._num_bytes.get(owner, 0) + num_bytes

@@ -47,7 +47,7 @@ def grammar_source(params: StructuredOutputsParams, is_empty: IsEmpty | None = N
     """Return the grammar as text.
 
     Args:
-        is_empty: tells whether a pattern matches none but some names.
+        is_empty: returns whether a pattern matches nothing except some names.
 
     Raises:
         GrammarError: it is too large or too deep, or has not the form of its kind.
@@ -126,7 +126,7 @@ def _json_source(schema: dict[str, Any], params: StructuredOutputsParams) -> str
 def _schema(
     given: Any, params: StructuredOutputsParams, is_empty: IsEmpty | None
 ) -> dict[str, Any]:
-    """Read a schema, whose text and depth are bounded."""
+    """Read a schema within the limits of length and depth."""
     schema = _object(given, "json", INVALID_SCHEMA, MAX_DEPTH)
     check_work(schema, "json")
     # What the compiler is told in a schema would lift the bounds on whitespace.
@@ -200,7 +200,7 @@ def _depth(value: Any, limit: int) -> int:
 
 
 def _closed(schema: Any, *, is_schema: bool = True) -> Any:
-    """Forbid properties beside the named ones, in each object of a schema that names some."""
+    """Forbid unnamed properties in each object of a schema that names some."""
     if isinstance(schema, list):
         return [_closed(item) for item in cast("list[Any]", schema)]
     if not isinstance(schema, dict):

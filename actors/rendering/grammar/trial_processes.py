@@ -67,7 +67,7 @@ class TrialTokens(NamedTuple):
 
 
 class TriedGrammar(NamedTuple):
-    """A grammar that has passed."""
+    """A grammar that passed its trial, with its size in memory."""
 
     source: str  # as the compiler reads it
     num_bytes: int  # of memory that it takes

@@ -1,7 +1,7 @@
-"""Conversations with parts of embeddings: `{"type": "prompt_embeds", "data": …}` among the parts of a message.  Pure.
+"""Conversations with embeddings: `{"type": "prompt_embeds", "data": …}` among the parts of a message.  Pure.
 
-The template is given a mark for each such part and puts it wherever the part belongs; behind the template the
-text is cut at the marks.  No token is found across one.  A part that the template drops is dropped.
+The template receives a mark in place of each such part, and the rendered text is split at the marks, so no token spans
+one.  If the template drops a part, its embeddings are dropped as well.
 """
 
 import re

@@ -45,7 +45,7 @@ PAUSE_S = 1e-4
 
 
 def digests(prompt: Sequence[Embeds], block_size: int) -> tuple[bytes, ...]:
-    """Hash the rows of each block, as its name in the prefix cache; empty where a block has no rows."""
+    """Hash the rows of each block, as its name in the prefix cache; the hash of a block without rows is empty."""
     hashes: dict[int, Any] = {}
     for embeds in prompt:
         row_bytes = embeds.num_columns * ITEM_BYTES[embeds.dtype]
@@ -252,7 +252,7 @@ def _index_members(payload: memoryview) -> dict[str, _Member]:
 
 
 def _check_local_header(payload: memoryview, at: int, name: bytes, size: int) -> int:
-    """Find where the bytes of a member begin, and refuse a header that differs from the directory."""
+    """Find the first byte of a member, and refuse a header that differs from the directory."""
     if at + 30 > len(payload):
         raise _RefusedError("truncated")
     signature, _, flags, method, _, _, _, packed, plain, name_length, extra_length = (

@@ -1,9 +1,9 @@
-"""Fill in the middle: a prefix and a suffix as the prompt of a model that was trained for it.  Pure.
+"""Fill in the middle: encode a prefix and a suffix for a model that was trained to write the text between them.  Pure.
 
     [repo] project ⏎ [file] name ⏎ text … [file] name ⏎ [prefix] text [suffix] text [middle] start of the middle
 
-The marks are tokens of the tokenizer's, found by the names that families of models give them; files beside the gap go
-before the prefix, where a model has no mark for them behind a line of dashes.  What a text spells is never a mark.
+The marks are special tokens, found by the names that families of models use.  Other files come before the prefix; in a
+model without a mark for files, a line of dashes separates them.  Text of the caller never becomes a mark.
 Source: Bavarian et al. 2022; the layout of llama.cpp's `/infill`.
 """
 

@@ -1,8 +1,8 @@
-"""Prompts of a pooling model -> what the engine needs to know.  Pure; runs in a renderer's thread.
+"""Render the prompts of a pooling model for the engine.  Pure; runs in a renderer's thread.
 
-Beside the forms of generation there is the pair: `{"prompt": …, "text_pair": …}`.  A text is cut inside its
-special tokens, as transformers does it, and at its end unless the request says otherwise; of a pair the longer text is
-cut.  A query or document of late interaction is marked; every other text is read as it is.
+In addition to the forms of generation, a prompt can be a pair: `{"prompt": …, "text_pair": …}`.  Truncation counts the
+special tokens, like transformers, and removes the end of a text by default; of a pair, it shortens the longer text.
+Queries and documents of late interaction get markers; every other text is encoded unchanged.
 """
 
 from collections.abc import Mapping
@@ -224,12 +224,12 @@ class PoolingPrompts(Prompts):
         return _Encoded(ids, type_ids)
 
     def _keeps_end(self, side: str | None) -> bool:
-        """A text is cut at its end unless the request, or else the tokenizer, says otherwise."""
+        """A text is cut at its end unless the request, or else the tokenizer, decides otherwise."""
         own = None if self._tokenizer is None else self._tokenizer.truncation_side
         return super()._keeps_end(side or own or "right")
 
 
 def _part(text: str, num_tokens: int, tokenizer: Tokenizer, *, keeps_end: bool) -> str:
-    """Return as much of a text as may become so many tokens, and some more."""
+    """Return a part of the text that is long enough to become this many tokens."""
     keep = (num_tokens + SPARE_TOKENS) * tokenizer.longest_token_chars
     return text[-keep:] if keeps_end else text[:keep]

@@ -1,7 +1,6 @@
-"""Prompts of every form -> what the engine needs to know.  Pure; runs in a renderer's thread.
+"""Render prompts of every form into the messages that the engine needs.  Pure; runs in a renderer's thread.
 
-In this order: form → text (chat template) → length bound → tokens → truncation → validation →
-parameters.
+The stages are: form → text (chat template) → length bound → tokens → truncation → validation → parameters.
 """
 
 import operator
@@ -87,7 +86,7 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 class Form(NamedTuple):
-    """A prompt after its form has been seen through: pieces of text, or ids."""
+    """A prompt in its simplest form: parts of a text, or token ids."""
 
     pieces: list[str] | None
     ids: Sequence[Any] | None
@@ -199,14 +198,14 @@ class Prompts:
         )
 
     def _cut(self, message: Render) -> tuple[int | None, bool]:
-        """Decide how many tokens to keep (None: as many as there may be), and whether to keep the end."""
+        """Decide how many tokens to keep, or None for no limit, and whether to keep the end."""
         truncate, side = message.options.truncate_prompt_tokens, message.options.truncation_side
         if truncate is None and side is None:
             return None, self._keeps_end_by_default
         return self._wanted_length(truncate), self._keeps_end(side)
 
     def _keeps_end(self, side: str | None) -> bool:
-        """A prompt is cut at its beginning unless the request, or else the tokenizer, says otherwise."""
+        """A prompt is cut at its beginning unless the request, or else the tokenizer, decides otherwise."""
         if side not in (None, "left", "right"):
             raise invalid("truncation_side", "must be left or right", side)
         if side is None and self._tokenizer is not None:
@@ -409,7 +408,7 @@ class Prompts:
 
 
 def _control_tokens(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """List the special tokens, and all that were added."""
+    """List the special tokens, and all added tokens."""
     added = tokenizer.added_tokens
     special = {text for id, text in added.items() if id in tokenizer.special_ids}
     return tuple(sorted(special)), tuple(sorted(set(added.values())))
@@ -437,7 +436,7 @@ def template_text(given: str | None) -> str | None:
 
 
 def checked_ids(ids: Any, num: int, parameter: str = "prompt_token_ids") -> list[int]:
-    """Check the token ids of `parameter`, each of which must be below `num`."""
+    """Check that the token ids of `parameter` are integers from 0 to `num - 1`."""
     if not isinstance(ids, list | Sequence) or isinstance(ids, str | bytes):  # mostly a list
         raise invalid(parameter, "must be a list of ids", type(ids).__name__)
     known = cast("Sequence[int]", ids)

@@ -1,6 +1,7 @@
-"""Sampling parameters as the caller wrote them -> with everything the model decides filled in.  Pure.
+"""Complete the sampling parameters of a request with everything that the model decides.  Pure.
 
-The marks of a model's reasoning and a request's budget for it -> `ReasoningRules`.  Pure.
+The model decides the stop tokens, the longest output and the token ids of bad words.  It also has marks around its
+reasoning; with a token budget for it, or with a grammar, they become the `ReasoningRules` of the request.
 """
 
 import copy
@@ -126,7 +127,7 @@ def thinking_of(
     prompt_token_ids: list[int],
     tokenizer: Tokenizer | None,
 ) -> ReasoningRules | None:
-    """Return the reasoning that an output may begin with; None: nothing depends on it.
+    """Return the rules of the reasoning with which an output may begin, or None if nothing depends on them.
 
     Raises:
         TrouperValidationError: there is a budget, and the marks of the reasoning are not known.

@@ -1,4 +1,9 @@
-"""Seams in a text: no token is found across one, so what a caller spells is never parsed as a control token.  Pure."""
+"""Boundaries that tokenization never crosses, so a caller's text cannot form a control token.  Pure.
+
+A chat template mixes trusted control tokens with text of the caller, and the result is one string.  If the caller writes
+`<|im_end|>`, the tokenizer must not find the control token in it.  A boundary is one private-use character after the
+first character of such a spelling; the tokenizer encodes the parts between boundaries separately.
+"""
 
 import re
 from collections.abc import Collection
@@ -7,7 +12,7 @@ SEAM = "\U000f0000"  # a private-use character; dropped from what callers write
 
 
 def sew(text: str, tokens: Collection[str]) -> str:
-    """Put a seam into each of `tokens` that the text spells."""
+    """Put a boundary into each spelling of one of `tokens` in the text."""
     # Some models have hundreds of special tokens: look for each at the speed of `in`, which nearly always
     # ends the matter.  Only first characters are consumed, so overlapping spellings are all broken.
     spelled = [token for token in tokens if token in text]
@@ -18,5 +23,5 @@ def sew(text: str, tokens: Collection[str]) -> str:
 
 
 def pieces_of(text: str, tokens: Collection[str]) -> list[str]:
-    """Return a caller's text in pieces, of which none spells one of `tokens`."""
+    """Split a caller's text so that no part spells one of `tokens`."""
     return sew(text.replace(SEAM, ""), tokens).split(SEAM)

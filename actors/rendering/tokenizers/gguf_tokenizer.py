@@ -1,7 +1,8 @@
-"""The tokenizer inside a GGUF file, as the `tokenizers` library runs it, with its special tokens and templates.
+"""Build the tokenizer of a GGUF file for the `tokenizers` library, with its special tokens and chat templates.
 
-Four models: `gpt2`, byte-level BPE whose splitting goes by a name (`tokenizer.ggml.pre`); `llama`, sentencepiece
-with scores, from which the merges are found again; of encoders `bert`, WordPiece, and `t5`, sentencepiece's unigram.
+The file contains one of four models: `gpt2`, byte-level BPE with a named way to split text (`tokenizer.ggml.pre`);
+`llama`, sentencepiece with scores, from which the merges are reconstructed; and for encoders `bert`, WordPiece, or `t5`,
+sentencepiece's unigram model.
 """
 
 from typing import Any, NamedTuple, cast
@@ -107,7 +108,7 @@ def read_tokenizer(header: Gguf) -> GgufTokenizer:
 
     Raises:
         TrouperValidationError: it lacks a part, or parts contradict each other; the message names the key.
-        UnsupportedFeatureError: a model or a way of splitting that is not known.
+        UnsupportedFeatureError: the model or its way of splitting is unknown.
     """
     kind = header.need(KEY + "model", str)
     tokens = header.need(KEY + "tokens", list[str])
@@ -266,7 +267,7 @@ def _put_around_pieces(backend: Backend, header: Gguf, named: dict[str, str]) ->
 
 
 def _unigram(header: Gguf, tokens: list[str]) -> Backend:
-    """Build sentencepiece's unigram model, as XLM-RoBERTa has it."""
+    """Build sentencepiece's unigram model in the form of XLM-RoBERTa."""
     _vocabulary(header, tokens)
     scores: Any = header.metadata.get(KEY + "scores")
     if not _is_table(scores, len(tokens)):
@@ -294,7 +295,7 @@ def _unigram(header: Gguf, tokens: list[str]) -> Backend:
 
 
 def _token_at(header: Gguf, tokens: list[str], key: str, default: str) -> str:
-    """Return the token that a key names, or the one of this spelling where the file has no such key."""
+    """Return the token that a key names, or the one with the default spelling if the file has no such key."""
     index = header.get(KEY + key, int)
     if index is None and default in tokens:
         return default
@@ -324,7 +325,7 @@ def _put_around(
     *,
     doubles_end: bool = False,
 ) -> None:
-    """Add BOS and EOS as the file says; a text without them needs no post-processor.
+    """Add BOS and EOS according to the file; without them no post-processor is needed.
 
     Args:
         doubles_end: whether EOS, not BOS, is in front of a pair's second text, as RoBERTa has it.

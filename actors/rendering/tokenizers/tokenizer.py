@@ -169,7 +169,7 @@ class Tokenizer:
         return self._backend.to_str()
 
     def gives_below(self, num: int) -> bool:
-        """Every id of a text is below `num`: those of the vocabulary, and those that are put around a text or a pair."""
+        """Every id of a text is below `num`: those of the vocabulary, and those added around a text or a pair."""
         around = self._backend.encode("").ids + self._backend.encode("", "").ids
         return max([self.max_id, *around]) < num
 
@@ -239,7 +239,7 @@ class Tokenizer:
     def encode_pieces(
         self, pieces: Sequence[str], add_special_tokens: bool = False, *, continues: bool = False
     ) -> list[int]:
-        """Encode the pieces one by one: no token is found across the seam of two of them.
+        """Encode the parts one by one, so that no token spans two of them.
 
         `continues`: the first, too, stands behind something.
         """
@@ -312,7 +312,7 @@ class Tokenizer:
         return text.rstrip(REPLACEMENT)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, also of one that is a part of a character."""
+        """Return the bytes of a token, which may be a part of a character."""
         spelled = self._backend.id_to_token(token_id) or ""
         if found := _BYTE_TOKEN.fullmatch(spelled):
             return bytes.fromhex(found[1])
