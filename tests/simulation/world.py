@@ -19,6 +19,7 @@ from trouper.actors.messages.requests import (
     GrammarRules,
     Render,
     RequestId,
+    RequestOptions,
     SequenceId,
     Vocabulary,
 )
@@ -182,8 +183,7 @@ class World:
         request_id: str,
         params: Any,
         render: Callable[..., Any],
-        arrival_time: float | None,
-        lora_request: Any = None,
+        options: RequestOptions,
     ) -> tuple[RequestId, Any]:
         if any(request.request_id == request_id for request in self.engine.requests.snapshot()):
             self.duplicates.add(request_id)
@@ -199,7 +199,7 @@ class World:
                 self.owners[SequenceId(id + index)] = (case.index, 0)
             return render(id=id, slot=slot, **rest)
 
-        return right(request_id, params, noted, arrival_time, lora_request)
+        return right(request_id, params, noted, options)
 
     def _abort(self, right: Callable[..., Any], request_ids: str | Iterable[str]) -> None:
         names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
