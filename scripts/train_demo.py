@@ -59,12 +59,14 @@ PAIR_MAX_LINES = 40
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 4096, 256, 9, 4, 2, 64, 704  # 7.7 M
 EPS, THETA, MAX_LEN = 1e-6, 10_000.0, 2048
 
-BATCH = 8192  # tokens per step, with either of the two lengths below
+# Tokens per step, with either of the two lengths below.
+BATCH = 8192
 # The last ninth of the steps uses the long context.
 SHORT, LONG, LONG_SHARE = 512, 2048, 1 / 9
 # The share of tokens at line ends that long windows split in two; each split costs 0.4 bits.
 CUT_SHARE = 0.25
-MICRO = 2048  # tokens that a worker computes at a time
+# Tokens that a worker computes at a time.
+MICRO = 2048
 WARMUP, HOLD = 20, 0.5
 MUON_LR, ADAM_LR = 0.02, 0.004
 
@@ -87,7 +89,8 @@ def library() -> tuple[dict[str, str], dict[str, str]]:
         if not name.startswith(EXCLUDED):
             try:
                 source = path.read_bytes().decode()
-            except UnicodeDecodeError:  # a few test files are broken or Latin-1 on purpose
+            # A few test files are broken or Latin-1 on purpose.
+            except UnicodeDecodeError:
                 continue
             parts[is_held_out(name)][name] = source
     return parts
@@ -101,7 +104,8 @@ def pairs(source: str) -> Iterator[str]:
     """Yield each documented function as a chat: its signature and summary are the question, its source is the answer."""
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # lib2to3 keeps Python 2 files
+    # lib2to3 keeps Python 2 files.
+    except SyntaxError:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
@@ -135,7 +139,8 @@ def halves(bpe: Tokenizer) -> np.ndarray:
     """Return an array [VOCAB, 2] with the punctuation and the newline of each token that contains both, and -1 elsewhere."""
     table = np.full((VOCAB, 2), -1)
     for token, i in bpe.get_vocab().items():
-        head = token.rstrip("Ċ")  # a newline, as byte-level BPE writes it
+        # Byte-level BPE writes a newline as Ċ.
+        head = token.rstrip("Ċ")
         pair = bpe.token_to_id(head), bpe.token_to_id(token[len(head) :])
         if head and None not in pair:
             table[i] = pair
@@ -192,7 +197,8 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (HEADS, HEAD_DIM))), cos, sin)
         k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (KV_HEADS, HEAD_DIM))), cos, sin)
         v = self.v_proj(x).unflatten(-1, (KV_HEADS, HEAD_DIM))
-        q, k = q.to(v.dtype), k.to(v.dtype)  # autocast leaves the norms in float32
+        # Autocast leaves the norms in float32.
+        q, k = q.to(v.dtype), k.to(v.dtype)
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=2) for t in (k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -233,7 +239,8 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(HIDDEN, EPS)
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
-        for layer in self.layers:  # each layer begins as the identity
+        # Each layer begins as the identity.
+        for layer in self.layers:
             nn.init.zeros_(layer.self_attn.o_proj.weight)
             nn.init.zeros_(layer.mlp.down_proj.weight)
 
