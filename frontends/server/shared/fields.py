@@ -63,13 +63,13 @@ REFUSED = {
     "n_indent": "put the indentation into the prompt",
     "n_cmpl": "use n",
     "n_probs": "use logprobs",
-    "post_sampling_probs": "use logprobs, which are those of the model",
+    "post_sampling_probs": "use logprobs, which contain the model's own probabilities",
     "return_tokens": "use return_token_ids",
     "t_max_predict_ms": "use the header X-Request-Timeout-Ms",
     "response_fields": "an answer has all its fields; leave it out",
     "lora": USE_ADAPTER,
     "reasoning_format": "reasoning is never left in the content; set the field for all requests by --reasoning-field",
-    "thinking_forced_open": "the chat template opens it where the model has it so",
+    "thinking_forced_open": "the chat template opens it if the model needs it so",
     "generation_prompt": "use add_generation_prompt, or continue_final_message with a message of the assistant",
     "parse_tool_calls": 'use tool_choice "none"',
     "thinking_budget_tokens": USE_BUDGET,
@@ -105,10 +105,10 @@ REFUSED = {
     "function_call": "use tool_choice",
 }  # fmt: skip
 
-DOES_NOTHING = "has no effect unless a field that is refused turns it on"
+DOES_NOTHING = "has no effect without a refused field"
 ONLY_SPEED = "changes how fast the answer comes, not the answer"
 ONLY_RECORDS = "is for the records of the service that it was made for"
-ONLY_MEDIA = "says how media are read, and media are refused by themselves"
+ONLY_MEDIA = "describes how to read media, and media are refused"
 HARMLESS = {
     **dict.fromkeys(
         ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "mirostat_tau",
@@ -123,7 +123,7 @@ HARMLESS = {
          "provider", "models", "route", "transforms"), ONLY_RECORDS),
     **dict.fromkeys(
         ("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs", "media_path"), ONLY_MEDIA),
-    **dict.fromkeys(("n_keep", "n_discard"), "a context is never shifted: a text that is too long is refused"),
+    **dict.fromkeys(("n_keep", "n_discard"), "a context is never shifted: an overlong text is refused"),
     "return_token_offsets": "belongs to routes that render, as in vLLM",
     "routed_experts_prompt_start": "the experts of tokens are not shown",
     "verbosity": "is a hint that no chat template here reads",
@@ -277,7 +277,7 @@ MESSAGES = Others(
             ("billing_policy", "fallback_credit_token", "user_profile_id", "workspace_id", "diagnostics"), ONLY_RECORDS),
         **dict.fromkeys(("cache_control", "speed", "inference_geo"), ONLY_SPEED),
         "betas": "names features, and each feature has a field of its own",
-        "fallbacks": "names models for requests that are declined, and none is",
+        "fallbacks": "names models for declined requests, and no request is declined",
     },
 )  # fmt: skip
 COUNTING = Others(
