@@ -15,7 +15,7 @@ machine_code = pytest.importorskip("trouper.kernels.codegen.compiler")
 
 @pytest.fixture(autouse=True)
 def _no_cache(monkeypatch):
-    """Names of the kernels here say nothing about what they do."""
+    """Disable the cache on disk, because the kernels of different tests share names."""
     monkeypatch.setattr(machine_code, "cache_folder", lambda: None)
 
 

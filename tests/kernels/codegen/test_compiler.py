@@ -122,7 +122,7 @@ def compilations(monkeypatch):
 
 
 def answers():
-    """Of a kernel that is linked anew."""
+    """Return the result of a newly linked kernel."""
     kernel = launch.Kernel("answer", *machine_code.address_of("answer", write_answer))
     target = (ctypes.c_int64 * 4)()
     kernel(4, ctypes.addressof(target))
@@ -141,7 +141,7 @@ def test_an_edit_recompiles_only_its_kernel(folder, compilations, tmp_path_facto
     text = "def write(code):\n    (at,) = code.arguments(1)\n    code.pointer(at, 'i64')[0] = {}\n"
 
     def run_all(**values):
-        """The results of these kernels, whose sources hold these values, in a process that starts."""
+        """Return the results of kernels with these values in their sources, from a new process."""
         found = []
         for name, value in values.items():
             file = sources_folder / f"{name}.py"

@@ -42,7 +42,7 @@ def words():
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_a_launch_sees_all_earlier_writes(kernel, words, num_threads):
-    """Some are for one thread alone, some so slow that the others fall asleep."""
+    """Some launches use one thread only, and some are slow enough to let the other threads sleep."""
 
     def function():
         x = words
@@ -204,7 +204,7 @@ def test_scratch_memory_stays_where_a_recording_saw_it():
 
 
 def test_concurrent_threads_get_the_same_kernel():
-    """Recordings know addresses alone: of two kernels the cache would drop one, and its code."""
+    """A recording keeps only addresses, so the cache must not drop one of two kernels with its code."""
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(launch.compiled.__wrapped__, mirror) for _ in range(2)]
     assert asked[0].result() is asked[1].result()

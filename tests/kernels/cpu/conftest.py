@@ -7,7 +7,7 @@ from trouper.kernels.codegen import units
 
 @pytest.fixture(scope="module", params=["dots", "tiles"])
 def unit(request):
-    """Each of the instructions that multiply bfloat16, where this machine has both.
+    """Run with each unit that multiplies bfloat16 on this machine.
 
     Weights of few bits are decoded here also where that is too slow to be chosen.
     """

@@ -171,7 +171,7 @@ def test_row_does_not_depend_on_rows_or_threads(dtype):
 
 
 def test_partial_results_are_merged_in_rounds(monkeypatch):
-    """As of long outputs that are computed again; those of a recorded step are all in one plan."""
+    """Outputs recomputed after a preemption can be this long; a recorded step needs one plan only."""
     assert decode.ROUND >= MAX_ROWS
     step = Step(shape_of(), [(1000, 50)])
     rows, starts = step.rows * 50, range(1000, 1050)

@@ -1,6 +1,6 @@
-"""The operations of ranks together equal those of one device that has all heads and columns.
+"""The operations of several ranks equal those of one device with all heads and columns.
 
-Sums over ranks that are threads over one mapping; `tests/robustness/test_ranks.py` has processes.
+The ranks are threads over one mapping; `tests/robustness/test_ranks.py` uses processes.
 """
 
 import ctypes

@@ -63,7 +63,7 @@ class Case:
         qkv[: len(self.q), :num_q] = self.q
         self.out = torch.full((len(qkv), num_q * width), torch.nan, dtype=dtype, device=device)
         self.arguments = (
-            qkv.to(device)[:, :num_q],  # strided, as q lies in qkv
+            qkv.to(device)[:, :num_q],  # strided like q in qkv
             cache.to(device),
             counts.cumsum(0).int().to(device),
             torch.tensor(rows, dtype=torch.int32, device=device),
@@ -138,7 +138,7 @@ def test_prompt_rows_do_not_depend_on_chunks(device):
 
 @pytest.mark.parametrize("columns", [[(200, 1)], [(20, 40)]], ids=["decode", "prefill"])
 def test_a_sequence_does_not_depend_on_its_batch(device, columns):
-    """Whose neighbours are longer, shorter, and on either side."""
+    """The other sequences are longer and shorter, before and after it."""
     crowd = [(3, 1), (0, 9), *columns, (299, 1), (31, 17)]
     together = Case(crowd, (4, 2, 16), device=device)
     first = 10
@@ -184,7 +184,7 @@ def test_a_cache_may_lie_by_slot(device):
 
 @pytest.mark.gpu
 def test_a_cache_beyond_int32(device):
-    """Slots whose offset in a layer's keys exceeds 2³¹ elements."""
+    """The offset of these slots in a layer's keys exceeds 2³¹ elements."""
     case = Case([(1000, 24), (700, 1)], (16, 8, 128), device=device, dtype=torch.bfloat16)
     q, cache, bounds, rows, starts, blocks = case.arguments
     num_slots = 2**31 // 128 // 8 * 9 // 8 // 8 * 8

@@ -1,4 +1,4 @@
-"""The product whose rows do not depend on their number."""
+"""Products with rows that do not depend on the number of rows."""
 
 import pytest
 import torch

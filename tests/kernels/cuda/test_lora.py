@@ -1,4 +1,4 @@
-"""The adapters' product on a GPU: against plain torch, and each row as if it were alone."""
+"""Adapters on a GPU equal plain torch, and each row is independent of the others."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from trouper.kernels.lora import LowRank, RowTable
 
 PARTS, NUM_SLOTS, MAX_RANK = (160, 32, 24), 5, 40
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-# Slots 1 to 4: their ranks, and the parts that they leave alone; 5 is empty.
+# The ranks of slots 1 to 4, and the parts that they do not change; slot 5 is empty.
 ADAPTERS = ((16, ()), (1, ()), (40, (1,)), (8, (0, 2)))
 
 
@@ -36,7 +36,7 @@ def poisoned(device):
 
 
 def weights_of(num_in, dtype, device):
-    """Those of Triton, in memory that was not empty, and those of torch."""
+    """Return Triton's adapters, in memory filled with NaN before, and torch's."""
     empty = poisoned(device)
     found = TritonLoRA(PARTS, num_in, NUM_SLOTS, MAX_RANK, empty=empty, dtype=dtype)
     expected = PlainLoRA(PARTS)

@@ -19,7 +19,7 @@ HEADS_REAL = [(256, 1024), (2048, 2560)]
     "shape", HEADS_SHAPES + [pytest.param(s, marks=pytest.mark.gpu) for s in HEADS_REAL]
 )
 def test_parts_become_what_the_whole_would_be(device, dtype, shape):
-    """Two ranks, whose rows begin with q and go on with something else."""
+    """The rows of both ranks continue behind q with other data."""
     torch.manual_seed(0)
     num_tokens, width = shape
     whole = torch.randn(num_tokens, 2 * width).to(dtype)

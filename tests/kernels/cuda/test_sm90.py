@@ -1,4 +1,4 @@
-"""Hopper's compiler on every launch configuration: no spills, and the matrix instructions that are meant."""
+"""Hopper's compiler yields no spills and the intended matrix instructions for every launch configuration."""
 
 import importlib
 import json

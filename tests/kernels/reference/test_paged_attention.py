@@ -24,7 +24,7 @@ TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 
 class Case:
-    """A cache full of NaN but for the tokens of the sequences, and the step that is to be computed."""
+    """A step, and a cache with NaN everywhere except for the tokens of its sequences."""
 
     def __init__(self, columns, *, block_size, heads=(4, 2), width=16, dtype=torch.float32, seed=0):
         torch.manual_seed(seed)

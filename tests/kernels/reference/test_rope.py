@@ -26,7 +26,7 @@ def test_it_equals_the_product_of_complex_numbers(width, rotated, dtype, atol, n
     positions = torch.randint(0, 1000, (num_tokens,))
     table = rope_table(inverse, 1000, 1.25, dtype)
     qkv = torch.randn(num_tokens, 5, width).to(dtype)
-    heads = qkv.narrow(1, 0, 3)  # strided, as q and k lie in qkv
+    heads = qkv.narrow(1, 0, 3)  # strided like q and k in qkv
     expected = rope_reference(heads, positions, inverse, 1.25)
     untouched = qkv[:, 3:].clone()
     rope_(heads, rotation_of(table, positions))
