@@ -108,7 +108,7 @@ def test_too_little_memory_is_error_before_any_is_taken(monkeypatch):
     # two rings of hidden states with two entries, two of tokens with three, a group of each stage
     wanted = 2 * 2 * 64 + 2 * 3 * 8 + 600 + 500
     with pytest.raises(
-        DeviceStartError, match=f"the workers share {wanted} bytes .*, 1000 are free"
+        DeviceStartError, match=f"the workers need {wanted} bytes .* only 1000 are free"
     ):
         create_shared_files(SharedSizes(2, 2, 64, 8, (600, 500)))
     assert num_open() == before

@@ -34,7 +34,12 @@ from trouper.config.adapters import AdapterConfig, AdapterFiles
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL
 from trouper.config.resolve import resolve
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import (
+    GrammarError,
+    RetryableRequestError,
+    TrouperValidationError,
+    UnsupportedFeatureError,
+)
 from trouper.params import SamplingParams, StructuredOutputsParams
 
 
@@ -197,4 +202,20 @@ def test_error_of_our_own_comes_out_as_it_went_in(kind):
     assert (str(found), found.parameter) == (
         str(kind("lora_path: bad", parameter="lora_path")),
         "lora_path",
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        GrammarError("bad", parameter="regex", code="invalid_grammar"),
+        RetryableRequestError("later", "device_restarting"),
+    ],
+    ids=["grammar", "retryable"],
+)
+def test_the_code_of_an_error_crosses(error):
+    found = wire.as_exception(wire.describe_error(error))
+    assert (found.code, getattr(found, "parameter", None)) == (
+        error.code,
+        getattr(error, "parameter", None),
     )

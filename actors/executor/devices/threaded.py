@@ -174,7 +174,7 @@ class ThreadedDevice:
             UnsupportedFeatureError: the architecture is not supported.
         """
         if self._thread is not None:
-            raise RuntimeError("a device is loaded once")
+            raise RuntimeError("the device was already loaded")
         self._loop = EventLoop()
         self._thread = threading.Thread(target=self._serve, name=DEVICE_THREAD, daemon=True)
         self._thread.start()
@@ -250,7 +250,7 @@ class ThreadedDevice:
         note_done: Callable[[], None] = lambda: None,
     ) -> DeviceTask[Result]:
         if self._loop is None or self._closing is not None:
-            raise RuntimeError("the device is closed, or was never loaded")
+            raise RuntimeError("the device is closed or was never loaded")
         task = DeviceTask(work, self._loop, note_done)
         self._tasks.put(task)
         return task

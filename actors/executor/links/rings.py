@@ -77,7 +77,7 @@ class Ring:
             ValueError: the payload is larger than an entry.
         """
         if len(payload) > self._entry_bytes:
-            raise ValueError(f"{len(payload)} bytes for entries of {self._entry_bytes}")
+            raise ValueError(f"the payload has {len(payload)} bytes (maximum {self._entry_bytes})")
         _take(self._files.empty, wait=True)
         entry = self._bytes[self._next % self._num_entries]
         entry[: HEADER.itemsize].view(HEADER)[0] = step, len(payload)

@@ -54,7 +54,7 @@ class TcpLink:
             LinkLostError: the other side is gone.
         """
         if len(payload) > self._max_bytes:
-            raise ValueError(f"{len(payload)} bytes for messages of {self._max_bytes}")
+            raise ValueError(f"the payload has {len(payload)} bytes (maximum {self._max_bytes})")
         header = HEADER.pack(step, len(payload))
         try:
             num_sent = self._socket.sendmsg([header, payload.data])
@@ -78,7 +78,9 @@ class TcpLink:
             return None
         step, num_bytes = HEADER.unpack_from(self._buffer.data)
         if not 0 <= num_bytes <= self._max_bytes:
-            raise ValueError(f"a message of {num_bytes} bytes, at most {self._max_bytes} may come")
+            raise ValueError(
+                f"a message of {num_bytes} bytes is too long (maximum {self._max_bytes})"
+            )
         end = HEADER.size + num_bytes
         if not self._read_up_to(end, wait=wait):
             return None

@@ -256,7 +256,7 @@ def _check_memory(parts: Sequence[int]) -> None:
     wanted, free = sum(parts), available_bytes()
     if free is not None and wanted > free:
         raise DeviceStartError(
-            f"the workers share {wanted} bytes for their sums, hidden states and logits, {free} are free"
+            f"the workers need {wanted} bytes of shared memory for sums, hidden states and logits, but only {free} are free"
         )
 
 

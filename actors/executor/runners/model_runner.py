@@ -98,7 +98,9 @@ class Profiler:
             ProfilerAlreadyActiveError: a trace is being recorded.
         """
         if self._profile is not None:
-            raise ProfilerAlreadyActiveError("stop_profile first")
+            raise ProfilerAlreadyActiveError(
+                "a profile is already being recorded: call stop_profile first"
+            )
         profile = torch.profiler.profile()
         profile.start()
         self._profile = profile, Path(folder) / f"{prefix}-{time.time_ns()}.json"
@@ -106,7 +108,7 @@ class Profiler:
     def stop(self) -> None:
         """Write the trace. Warns if none is being recorded."""
         if self._profile is None:
-            logger.warning("stop_profile without start_profile")
+            logger.warning("no profile is being recorded: call start_profile first")
             return
         (profile, file), self._profile = self._profile, None
         profile.stop()

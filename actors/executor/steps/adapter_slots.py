@@ -116,9 +116,11 @@ class AdapterSlots:
         named = self._own_names(list(sides))
         unknown = [given for given in sides if given not in named and not _is_of_tower(given)]
         if unknown:
-            raise _bad(f"these modules are not the model's, or not adapted: {_listed(unknown)}")
+            raise _bad(
+                f"the model has no such modules, or they cannot be adapted: {_listed(unknown)}"
+            )
         if not named:
-            raise _bad("it holds no matrix")
+            raise _bad("it contains no matrix")
         if num_unused := len(sides) - len(named):
             logger.info(TOWERS, num_unused)
         return {
@@ -151,13 +153,15 @@ class AdapterSlots:
         for side, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
             tensor = pair[side]
             if tuple(tensor.shape) != shape:
-                raise _bad(f"{module}.lora_{side} is {list(tensor.shape)} instead of {list(shape)}")
+                raise _bad(
+                    f"{module}.lora_{side} has shape {list(tensor.shape)} instead of {list(shape)}"
+                )
             if tensor.dtype not in DTYPES:
-                raise _bad(f"{module}.lora_{side} is of {tensor.dtype}")
+                raise _bad(f"{module}.lora_{side} has the unsupported dtype {tensor.dtype}")
         b_OR = (pair["B"].float() * config.scale_of(module)).to(self._dtype)
         found = LowRank(pair["A"].to(self._dtype), b_OR)
         if not all(bool(matrix.isfinite().all()) for matrix in found):
-            raise _bad(f"{module} has values that are not finite")
+            raise _bad(f"{module} has non-finite values")
         return found
 
     def _takes(self, module: str) -> bool:

@@ -79,7 +79,7 @@ def num_kv_blocks(config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes
     if usable < 1 or (usable * size < longest and not config.is_length_open):
         raise TrouperValidationError(
             f"the KV cache holds {usable} blocks of {size} tokens ({usable * block_bytes / 2**20:.0f} MiB), "
-            f"and the largest max_model_len that fits is {usable * size}: give max_model_len='auto' "
+            f"and the largest max_model_len that fits is {usable * size}: set max_model_len='auto' "
             "(--max-model-len auto) for the longest that fits, or more memory by kv_cache_memory_bytes "
             "(--kv-cache-memory-bytes)",
             parameter="max_model_len",

@@ -65,10 +65,14 @@ def _check_files(path: Path) -> None:
     if any(path.glob("*.safetensors")):
         missing = [name for name in tensor_files(path) if not (path / name).is_file()]
         if missing:
-            raise invalid("model", f"the folder lacks {missing[0]}, which its index names")
+            raise invalid("model", f"the folder lacks {missing[0]}, which is listed in its index")
         return
     pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
-    rule = "its weights are pickled, and never read" if pickled else "no weights in the folder"
+    rule = (
+        "its weights are pickled, which trouper never reads; convert them to safetensors"
+        if pickled
+        else "no weights in the folder"
+    )
     raise invalid("model", rule)
 
 

@@ -148,7 +148,7 @@ class ModelHost:
             return False
         if config.device != "cpu":
             raise UnsupportedFeatureError(
-                f"{model.architecture} is computed by way of transformers, on the CPU alone; set device='cpu'",
+                f"{model.architecture} is computed by transformers, which runs on the CPU only; set device='cpu'",
                 parameter="device",
             )
         for name, size, missing in (
@@ -157,12 +157,12 @@ class ModelHost:
         ):
             if size > 1:
                 raise UnsupportedFeatureError(
-                    f"{model.architecture} is computed by way of transformers, which has no {missing}",
+                    f"{model.architecture} is computed by transformers, which does not support {missing}",
                     parameter=name,
                 )
         if config.speculation is not None:
             raise UnsupportedFeatureError(
-                f"{model.architecture} is computed by way of transformers, where more rows change the bits of one",
+                f"{model.architecture} is computed by transformers, which cannot verify drafts because the bits of a row depend on the other rows",
                 parameter="speculative_config",
             )
         return True
@@ -235,7 +235,7 @@ class ModelHost:
         if isinstance(error, torch.AcceleratorError) or self._config.workers_per_replica > 1:
             raise error
         columns = plan.request_slots if isinstance(plan, StepPlan) else plan.entries
-        logger.error("step %d of %d columns failed", plan.step, len(columns), exc_info=error)
+        logger.error("step %d with %d entries failed", plan.step, len(columns), exc_info=error)
         self._refused_epoch = plan.epoch
         is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
         return StepFailed(plan.step, f"{type(error).__name__}: {error}", is_out_of_memory)

@@ -122,6 +122,7 @@ class ErrorText(msgspec.Struct, frozen=True):
     message: str
     parameter: str | None = None
     value: int | float | str | None = None
+    code: str | None = None
 
 
 class Broken(msgspec.Struct, frozen=True):
@@ -173,7 +174,7 @@ def _encode_other(value: object) -> object:
         return value.rules
     if isinstance(value, frozenset):
         return sorted(value)
-    raise NotImplementedError(f"{type(value).__name__} does not cross a process")
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to another process")
 
 
 def _decode_other(kind: type, value: Any, make_grammar: MakeGrammar | None = None) -> object:
@@ -182,7 +183,7 @@ def _decode_other(kind: type, value: Any, make_grammar: MakeGrammar | None = Non
         return np.frombuffer(array.data, array.dtype).reshape(array.shape)
     if kind is Grammar and make_grammar is not None:
         return make_grammar(msgspec.convert(value, GrammarRules))
-    raise NotImplementedError(f"{kind.__name__} does not cross a process")
+    raise NotImplementedError(f"{kind.__name__} cannot be sent to another process")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
@@ -191,25 +192,36 @@ _WITH_GRAMMARS = (_KINDS[StepPlan], _KINDS[PrepareGrammar])
 
 
 def describe_error(error: BaseException) -> ErrorText:
-    """Convert an exception to data."""
+    """Convert an exception to data: its class, message and, for our own errors, code, parameter and value."""
+    name, code = type(error).__name__, getattr(error, "code", None)
+    code = code if isinstance(code, str) else None
     if isinstance(error, TrouperValidationError):
         value = error.value if isinstance(error.value, int | float | str) else None
-        return ErrorText(type(error).__name__, error.message, error.parameter, value)
+        return ErrorText(name, error.message, error.parameter, value, code)
     if isinstance(error, UnsupportedFeatureError):
-        return ErrorText(type(error).__name__, str(error), error.parameter)
-    return ErrorText(type(error).__name__, str(error))
+        return ErrorText(name, str(error), error.parameter, code=code)
+    return ErrorText(name, str(error), code=code)
 
 
 def as_exception(text: ErrorText) -> Exception:
-    """Restore an exception: our own by its class, any other as a `DeviceStartError` that names its class."""
+    """Restore an exception with its code: our own by its class, any other as a `DeviceStartError` that names its class.
+
+    A subclass of `TrouperValidationError` or `UnsupportedFeatureError` may need other arguments, so it becomes
+    its base class; the code still distinguishes it.
+    """
     kind = getattr(errors, text.kind, None)
-    if kind is TrouperValidationError:
-        return TrouperValidationError(text.message, parameter=text.parameter, value=text.value)
-    if kind is UnsupportedFeatureError:
-        return UnsupportedFeatureError(text.message, parameter=text.parameter)
-    if isinstance(kind, type) and issubclass(kind, TrouperError):
-        return kind(text.message)
-    return errors.DeviceStartError(f"{text.kind}: {text.message}")
+    if not (isinstance(kind, type) and issubclass(kind, TrouperError)):
+        return errors.DeviceStartError(f"{text.kind}: {text.message}")
+    error: Any
+    if issubclass(kind, TrouperValidationError):
+        error = TrouperValidationError(text.message, parameter=text.parameter, value=text.value)
+    elif issubclass(kind, UnsupportedFeatureError):
+        error = UnsupportedFeatureError(text.message, parameter=text.parameter)
+    else:
+        error = kind(text.message)
+    if text.code is not None:
+        error.code = text.code
+    return error
 
 
 def encode(
@@ -229,7 +241,9 @@ def encode(
     kind = _KINDS[type(frame)]
     payload = _encoder.encode(frame)
     if len(payload) > MAX_FRAME:
-        raise WireError(f"a {type(frame).__name__} of {len(payload)} bytes")
+        raise WireError(
+            f"a {type(frame).__name__} of {len(payload)} bytes is too long (maximum {MAX_FRAME})"
+        )
     if is_inline or len(payload) <= MAX_INLINE * 5 // (num_workers + 4):
         return HEADER.pack(kind, len(payload)) + payload, None
     file = os.memfd_create("trouper-frame", os.MFD_CLOEXEC)
@@ -257,7 +271,7 @@ def encode_adapter(call: Call) -> tuple[bytes, int]:
     head = head.removesuffix(EMPTY_BYTES) + BYTES_32.pack(0xC6, len(weights))
     length = len(head) + len(weights)
     if length > MAX_FRAME:
-        raise WireError(f"an adapter of {length} bytes")
+        raise WireError(f"an adapter of {length} bytes is too long (maximum {MAX_FRAME})")
     file = os.memfd_create("trouper-frame", os.MFD_CLOEXEC)
     try:
         with open(file, "wb", buffering=0, closefd=False) as writer:
@@ -319,7 +333,9 @@ class FrameReader:
         if kind >= len(TYPES):
             raise WireError(f"unknown kind {kind}")
         if not is_in_file and length > self._max_inline:
-            raise WireError(f"a {TYPES[kind].__name__} of {length} bytes without a file")
+            raise WireError(
+                f"a {TYPES[kind].__name__} of {length} bytes must be sent in a memory file"
+            )
         end = HEADER.size + (0 if is_in_file else length)
         if len(self._bytes) < end:
             return None
@@ -333,11 +349,11 @@ class FrameReader:
     def _read_file(self, length: int) -> memoryview:
         """Map the memory file. Decoded values refer to the mapping and keep it alive."""
         if not self._files:
-            raise WireError("a frame without its memory file")
+            raise WireError("the memory file of a frame is missing")
         file = self._files.popleft()
         try:
             if os.fstat(file).st_size < length:
-                raise WireError("a memory file that is too short")
+                raise WireError("the memory file of a frame is too short")
             return memoryview(mmap.mmap(file, length, prot=mmap.PROT_READ))
         except OSError as error:
             raise WireError(f"a memory file cannot be read: {error}") from None
