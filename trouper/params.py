@@ -388,7 +388,8 @@ def _is_token_id(key: Any) -> bool:
 
 
 _INTEGERS, _NUMBERS, _FLAGS = map(named, ("integer", "number", "flag"))
-_ID_LISTS = named("token ids")
+# Sorted, because `allowed_token_ids` must be checked first: a beam search derives `logprob_token_ids` from it.
+_ID_LISTS = tuple(sorted(named("token ids")))
 _LISTS = (list, tuple, set, frozenset)
 _CONTAINERS: tuple[tuple[str, Any, str], ...] = (
     ("stop", (str, *_LISTS), "must be a string or a list of strings"),
