@@ -1,6 +1,7 @@
-"""Protocols of the tokenizer's half that the detokenizer uses: text from tokens, never tokens from text.
+"""Turn tokens into text, and the device's logprobs into those that a client reads.
 
-From the device's logprobs of one position to those that a client reads.  Pure.
+The detokenizer needs only one half of a tokenizer: text from tokens.  The protocols here name that half, so the output actors do not
+depend on the renderer, which owns the tokenizer.
 """
 
 from collections.abc import Sequence
@@ -11,10 +12,10 @@ from trouper.outputs import Logprob, LogprobsOnePosition
 
 
 class TextStream(Protocol):
-    """The text of one growing sequence."""
+    """Decode one growing sequence token by token."""
 
     def push(self, token_id: int) -> str:
-        """Append a token; return the text that it completes."""
+        """Append a token.  Returns the text that it completes, which is empty inside a character."""
         ...
 
 
@@ -28,7 +29,7 @@ class TokenDecoder(Protocol):
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> TextStream:
-        """Open the text of a sequence that continues the prompt."""
+        """Open a stream for a sequence behind the prompt."""
         ...
 
     def token_text(self, token_id: int, before: Sequence[int] = ()) -> str:
@@ -43,10 +44,11 @@ def position_logprobs(
     *,
     is_ranked: bool = True,
 ) -> LogprobsOnePosition:
-    """Make the table of one position: the sampled (or prompt) token first, then by falling logprob.
+    """Return the candidates at one position: the sampled (or prompt) token first, then the others by falling logprob.
 
-    `before` holds the tokens before this position: they complete a character that was cut in two.
-    `is_ranked` is False where the candidates are the caller's choice: only the first has a rank then.
+    Args:
+        before: the tokens in front of this position, which may contain the first bytes of a character.
+        is_ranked: False if the caller has chosen the candidates.  Then only the first one has a rank.
     """
     first, *others = position.token_ids
     table = {first: Logprob(position.logprobs[0], position.rank, _text(tokenizer, first, before))}
@@ -57,7 +59,8 @@ def position_logprobs(
         if token_id == first:
             continue
         if rank == position.rank and not first_is_repeated:
-            rank += 1  # the place that the first token takes
+            # This rank belongs to the first token.
+            rank += 1
         text = _text(tokenizer, token_id, before)
         table[token_id] = Logprob(logprob, rank if is_ranked else None, text)
     return table

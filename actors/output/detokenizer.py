@@ -1,9 +1,12 @@
-"""The detokenizer actor: turns each step's tokens into text, and writes the reply slots.
+"""The detokenizer actor: it turns the tokens of each step into text, and writes the reply slots.
 
-Laws.  Nothing here waits for a client: the slots merge.  A result for an unknown sequence is late and
-ignored.  A failure while one request is detokenised ends that request.  A sequence that a stop string
-or a failure ends is forgotten at once and named in the `Stop` of this step; every other sequence stays
-until its finishing update arrives.  The event loop gets a turn after `WORK_PER_TURN` results at most.
+Laws:
+1. It never waits for a client, because the slots merge unread results.
+2. A result for an unknown sequence is late, and is ignored.
+3. A failure while one request is detokenised ends only that request.
+4. A sequence is forgotten at once if a stop string or a failure ends it; the `Stop` of this step names it.  Any other sequence stays
+   until its finishing update arrives.
+5. The event loop gets a turn after at most `WORK_PER_TURN` results.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,13 +33,15 @@ from trouper.params import SamplingParams
 
 # Tokens and logprob candidates; the readers that they wake run in the same turn, 40 µs each over HTTP.
 WORK_PER_TURN = 8
-MAX_CHARACTER_TOKENS = 4  # UTF-8: one token per byte at worst
+# A UTF-8 character has at most four bytes, with one token for each byte in the worst case.
+MAX_CHARACTER_TOKENS = 4
 
 
 class DetokenizerSnapshot(msgspec.Struct, frozen=True):
     """The state of the detokenizer."""
 
-    sequences: tuple[SequenceId, ...]  # that are tracked
+    # The tracked sequences.
+    sequences: tuple[SequenceId, ...]
 
 
 class _Request(msgspec.Struct):
@@ -54,7 +59,7 @@ class _Request(msgspec.Struct):
 
 
 class _Sequence(msgspec.Struct):
-    """State of one completion; `text` is made with its first tokens."""
+    """The state of one completion.  `text` is created with its first tokens."""
 
     request: _Request
     index: int
@@ -64,7 +69,7 @@ class _Sequence(msgspec.Struct):
 
 
 class Detokenizer:
-    """Owns its channel ends and the table of tracked sequences."""
+    """Own the channel ends and the table of tracked sequences."""
 
     def __init__(
         self,
@@ -84,7 +89,7 @@ class Detokenizer:
 
     @property
     def num_tracked(self) -> int:
-        """Sequences whose end has not come."""
+        """Count the tracked sequences."""
         return len(self._sequences)
 
     def snapshot(self) -> DetokenizerSnapshot:

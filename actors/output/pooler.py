@@ -1,9 +1,10 @@
-"""The pooler actor: finishes raw results and writes the reply slots.
+"""The pooler actor: it finishes raw results (normalisation, activation, scores) and writes the reply slots.
 
-Laws.  The small results of a step share one call to a thread; large ones have a lane of their own, in which they wait
-for each other and delay no small one.  A request that was aborted meanwhile is skipped.  A failure ends the request
-that caused it and no other.  Kept queries of late interaction are this actor's alone, at most `MAX_QUERIES` of them:
-the oldest goes.
+Laws:
+1. All small results of a step share one call to a thread.  Large results have their own queue, so they delay only each other.
+2. An aborted request is skipped.
+3. A failure ends only the request that caused it.
+4. Only this actor keeps queries of late interaction: at most `MAX_QUERIES`, of which the oldest is dropped first.
 """
 
 import logging
@@ -26,13 +27,15 @@ from trouper.outputs import Array
 from trouper.pooling import LateInteractionParams
 
 logger = logging.getLogger("trouper")
-LARGE = 2**16  # numbers; normalising so many takes 0.1 ms
+# Normalising this many numbers takes 0.1 ms.
+LARGE = 2**16
 MAX_QUERIES = 1024
 
 
 class _Query(msgspec.Struct):
     embeddings: Array
-    num_uses: int  # that are left
+    # Remaining uses.
+    num_uses: int
 
 
 class _PoolerJob(msgspec.Struct, frozen=True):
@@ -44,12 +47,14 @@ class _PoolerJob(msgspec.Struct, frozen=True):
 class PoolerSnapshot(msgspec.Struct, frozen=True):
     """The state of the pooler."""
 
-    queries: tuple[str, ...]  # keys of the kept queries, the eldest first
-    num_large: int  # large results that are not finished yet
+    # Keys of the kept queries, the oldest first.
+    queries: tuple[str, ...]
+    # Unfinished large results.
+    num_large: int
 
 
 class Pooler:
-    """Owns its inbox and the kept queries."""
+    """Own the inbox and the kept queries."""
 
     def __init__(
         self,
@@ -67,7 +72,7 @@ class Pooler:
         return f"<Pooler {len(self._queries)} queries kept>"
 
     def snapshot(self) -> PoolerSnapshot:
-        """Describe which queries are kept, and how much work is left."""
+        """Describe the kept queries and the remaining work."""
         return PoolerSnapshot(tuple(self._queries), self._num_large)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -108,7 +113,7 @@ class Pooler:
         return [work for work in works if work is not None]
 
     def _prepare_one(self, request: PooledRequest) -> _PoolerJob | None:
-        """Make the job of a request; None when the request has ended already."""
+        """Make the job of a request.  Returns None if the request has already ended."""
         slot, late = request.admit.slot, request.admit.params.late_interaction_params
         is_scored = late is not None and late.mode == "score_doc"
         query: Array | None = None
@@ -155,7 +160,7 @@ class Pooler:
         self._queries[late.query_key] = _Query(embeddings, late.query_uses or 1)
 
     def _use_query(self, late: LateInteractionParams) -> Array | None:
-        """Counted however the document ends; after the last use the query is gone."""
+        """Count a use of a query, whether the document succeeds or not.  The last use drops the query."""
         query = self._queries.get(late.query_key)
         if query is None:
             return None
@@ -166,7 +171,7 @@ class Pooler:
 
 
 def _finish_all(batch: Sequence[_PoolerJob], spec: PoolerSpec) -> list[Array | Exception | None]:
-    """Finish the results of a batch; an entry is None where its request was aborted meanwhile."""
+    """Finish the results of a batch.  The entry of an aborted request is None."""
     return [_finish_one(work, spec) for work in batch]
 
 
@@ -179,7 +184,8 @@ def _finish_one(work: _PoolerJob, spec: PoolerSpec) -> Array | Exception | None:
         return finish(work.array, admit.params, spec, ids, work.query, skipped)
     except TrouperError as error:
         return error
-    except Exception as error:  # it is this request's, whatever it is
+    except Exception as error:
+        # Any other error ends only this request, too.
         wrapped = GenerationError(f"post-processing failed: {type(error).__name__}: {error}")
         wrapped.__cause__ = error
         return wrapped

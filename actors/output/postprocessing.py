@@ -1,4 +1,4 @@
-"""From a raw result to what the request asked for: normalisation, activation, scores.  Pure numpy.
+"""Turn a raw pooling result into the requested form: normalisation, activation, scores.  Pure functions on numpy arrays.
 
 embeddings  matryoshka slice -> L2 norm                     logits  (x - mean) / sigma -> activation
 STEP        the rows of the step tokens, the asked columns  MaxSim  Σ over query tokens of the best match
@@ -13,7 +13,8 @@ from trouper.errors import GenerationError, TrouperValidationError
 from trouper.outputs import Array
 from trouper.pooling import PoolingParams
 
-LEAST_NORM = 1e-12  # as torch's `normalize`
+# Torch's `normalize` has the same bound.
+LEAST_NORM = 1e-12
 
 
 def finish(
@@ -24,13 +25,15 @@ def finish(
     query: Array | None = None,
     skipped_rows: tuple[int, ...] = (),
 ) -> Array:
-    """Finish a raw result, as a new array.
+    """Finish a raw result.  Returns a new array.
 
-    With `query`, [query tokens, size], it is the document's score against it, without `skipped_rows`.
+    Args:
+        query: embeddings [query tokens, size].  With it, the result is the score of the document against the query.
+        skipped_rows: rows of the document without part in the score.
 
     Raises:
         GenerationError: the model's result is not finite.
-        TrouperValidationError: the document has no token that counts.
+        TrouperValidationError: all tokens of the document are skipped.
     """
     if not _is_finite(array):
         raise GenerationError("the result is not finite", "numerical_error")
@@ -55,14 +58,15 @@ def finish(
 
 
 def _is_finite(array: Array) -> bool:
-    """Tell whether all numbers are finite: if their sum of squares is, they are; else each is tested."""
+    """Whether all numbers are finite.  A finite sum of squares shows it quickly; otherwise each number is tested."""
     return math.isfinite(np.vdot(array, array)) or bool(np.isfinite(array).all())
 
 
 def normalized(array: Array) -> Array:
     """Scale rows to length 1."""
     squares = np.vecdot(array, array)
-    if array.ndim == 1:  # the same bits in half the time: float64's root, rounded, is float32's
+    if array.ndim == 1:
+        # The same bits in half the time: the rounded root of a float64 equals the root of a float32.
         return array / np.float32(max(math.sqrt(squares), LEAST_NORM))
     return array / np.maximum(np.sqrt(squares)[..., np.newaxis], np.float32(LEAST_NORM))
 

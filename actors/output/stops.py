@@ -1,12 +1,14 @@
-"""The text of one growing sequence: stop strings, hold-back, and what may be shown.  Pure.
+"""Find stop strings in the growing text of a sequence, and withhold text that may belong to one.
 
-Laws.
-1.  Each push costs O(new text): only a bounded tail of the text is kept.
-2.  The concatenation of what `push` returns is the final text, however the tokens were cut into pushes.
-3.  Of all matches the one that completes earliest wins; ties go to the order of the list.
-4.  A match lies in text produced after the `min_tokens`-th token, and completes in a token after it.
-5.  Until the end, the last `max(len(stop)) - 1` characters are withheld: they may be the head of a
-    match whose text is cut.  With `include` nothing is ever cut, so nothing is withheld.
+A stop string may begin in one token and end in a later one, and a client must never see text that is cut off afterwards.
+
+Laws:
+1.  Each push costs O(new text), because only a bounded tail of the text is kept.
+2.  The concatenated results of `push` are the final text, however the tokens are divided into pushes.
+3.  The match that is complete first wins.  Ties go to the order of the list.
+4.  A match begins behind the text of the first `min_tokens` tokens.
+5.  Until the end, the last `max(len(stop)) - 1` characters are withheld, because they may be the beginning of a match.  If stop strings
+    are included in the output, nothing is cut and nothing is withheld.
 
     text produced   |--- returned by earlier pushes ---|--------- tail --------|
                                                        | returned |  withheld  |
@@ -21,15 +23,23 @@ from trouper.actors.messages.sinks import VisibleText
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """Text that one push adds to what the client has already."""
+    """The text that one push adds to the client's text."""
 
     text: str
-    num_tokens: int  # how many of the pushed tokens count; those after a match do not
-    stop: str | None = None  # the stop string that ended the sequence
+    # The pushed tokens without those behind a match.
+    num_tokens: int
+    # The stop string that ended the sequence.
+    stop: str | None = None
 
 
 class TextState:
-    """The text of one sequence; `decode_next` turns the next token into the text that it completes."""
+    """The text of one sequence with its stop strings.
+
+    Args:
+        decode_next: returns the text that the next token completes.
+        include_stop: keep the stop string in the text.
+        min_tokens: stop strings count only behind this many tokens.
+    """
 
     def __init__(
         self,
@@ -41,16 +51,21 @@ class TextState:
     ) -> None:
         self._decode_next = decode_next
         self._stop = tuple(stop)
-        self._ending_with: dict[str, list[str]] = {}  # the stop strings by their last character
+        # The stop strings by their last character.
+        self._ending_with: dict[str, list[str]] = {}
         for text in self._stop:
             self._ending_with.setdefault(text[-1], []).append(text)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._reach = max(map(len, self._stop), default=1) - 1  # a match may begin so far back
+        # A match may begin this many characters in front of new text.
+        self._reach = max(map(len, self._stop), default=1) - 1
         self._num_tokens = 0
-        self._tail = ""  # the end of the text: at least what is withheld and what a match can reach
-        self._num_returned = 0  # of the tail's characters
-        self._floor = 0  # in the tail: where the first legal match may begin
+        # The end of the text: the withheld characters, and those that a match can reach.
+        self._tail = ""
+        # Characters of the tail that earlier pushes have returned.
+        self._num_returned = 0
+        # The position in the tail at which the first legal match may begin.
+        self._floor = 0
 
     def __repr__(self) -> str:
         return f"<TextState {self._num_tokens} tokens, tail {self._tail!r}>"
@@ -58,10 +73,11 @@ class TextState:
     def push(
         self, token_ids: Sequence[int], *, is_last: bool = False, ends_with_stop_token: bool = False
     ) -> TextDelta:
-        """Append tokens; return what they add.
+        """Append tokens.  Returns the text to show now.
 
-        `is_last` releases what is withheld.  `ends_with_stop_token` leaves the last token's text out,
-        unless stop strings are included in the output; the token itself counts.
+        Args:
+            is_last: release the withheld text.
+            ends_with_stop_token: leave out the text of the last token, unless stop strings are included.  The token itself counts.
         """
         silent = len(token_ids) - 1 if ends_with_stop_token and not self._include_stop else -1
         texts: list[str] = []
@@ -82,7 +98,7 @@ class TextState:
         return TextDelta("".join(texts), len(token_ids))
 
     def _append(self, text: str) -> tuple[str, int] | None:
-        """Take one token's text; return the stop string that it completes and where to cut."""
+        """Append the text of one token.  Returns the stop string that it completes, and the position at which to cut."""
         new_from = len(self._tail)
         self._tail += text
         self._num_tokens += 1
@@ -92,7 +108,7 @@ class TextState:
         return self._find(new_from) if text else None
 
     def _find(self, new_from: int) -> tuple[str, int] | None:
-        """Look at each new character that ends a stop string: most texts have none."""
+        """Find a stop string that ends in the new text.  Only characters that end a stop string are compared: most texts have none."""
         tail, floor = self._tail, self._floor
         for position in range(new_from, len(tail)):
             for stop in self._ending_with.get(tail[position], ()):
@@ -101,7 +117,7 @@ class TextState:
         return None
 
     def _release(self, withheld: int) -> str:
-        """Return what may be shown now, and forget what no later match can reach."""
+        """Return the text to show now, and drop the part of the tail that no later match can reach."""
         shown = max(self._num_returned, len(self._tail) - withheld)
         text = self._tail[self._num_returned : shown]
         forget = max(0, min(shown, len(self._tail) - self._reach))
@@ -112,9 +128,9 @@ class TextState:
 
 
 class VisibleStops:
-    """The text of a sequence whose stop strings count only in what its reader will see.
+    """The text of a sequence, with stop strings that count only in its visible part, outside of reasoning and tool calls.
 
-    The text is given out as it is, the stop string too: what is visible is cut where it is told apart.
+    The text is returned whole, including the stop string.  The server cuts the visible part when it separates it.
     """
 
     def __init__(
@@ -128,8 +144,10 @@ class VisibleStops:
     ) -> None:
         self._decode_next = decode_next
         self._visible = visible
-        self._shown = ""  # what the token at hand has made visible
-        self._include_stop = include_stop  # the text of a stop token, too
+        # The text that the current token has made visible.
+        self._shown = ""
+        # Whether the text of a stop token is included, too.
+        self._include_stop = include_stop
         self._seen = TextState(self._show, stop, include_stop=True, min_tokens=min_tokens)
 
     def __repr__(self) -> str:
@@ -141,7 +159,7 @@ class VisibleStops:
     def push(
         self, token_ids: Sequence[int], *, is_last: bool = False, ends_with_stop_token: bool = False
     ) -> TextDelta:
-        """Append tokens, as `TextState.push` does."""
+        """Append tokens, like `TextState.push`."""
         last = len(token_ids) - 1
         silent = last if ends_with_stop_token and not self._include_stop else -1
         texts: list[str] = []

@@ -1,9 +1,6 @@
-"""The reply slot of a generation.
+"""The reply slots of the two kinds of requests: `ReplySlot` of a generation, and `PoolingSlot` with one output at the end.
 
-Law, beside those of `Slot`.  What has not been read yet merges: memory is bounded by the text itself,
-however slow the reader.
-
-The reply slot of a pooling request: one output, at the end.
+Unread text, tokens and logprobs of a generation are merged, so memory is bounded by the output itself, however slow the reader.
 """
 
 import msgspec
@@ -26,8 +23,8 @@ from trouper.params import RequestOutputKind, SamplingParams
 class _Completion(msgspec.Struct):
     """One of the n completions.
 
-    Under DELTA the lists hold what has not been handed out yet, else everything.  Text is kept in
-    pieces, because appending to one growing string copies it each time.
+    For the output kind DELTA the lists contain only unread results, otherwise everything.  Text is a list of strings, because
+    appending to one growing string copies it each time.
     """
 
     texts: list[str] = msgspec.field(default_factory=list[str])
@@ -36,12 +33,13 @@ class _Completion(msgspec.Struct):
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    num_tokens: int = 0  # all that were ever written
+    # All tokens ever written.
+    num_tokens: int = 0
     num_sent_tokens: int = 0
 
 
 class ReplySlot(Slot[RequestOutput]):
-    """Slot of a generation: text, tokens and logprobs of n completions."""
+    """The slot of a generation: text, tokens and logprobs of n completions."""
 
     def __init__(
         self,
@@ -58,8 +56,10 @@ class ReplySlot(Slot[RequestOutput]):
         self._wants_prompt_logprobs = params.prompt_logprobs is not None
         self._interval = max(params.stream_interval or 1, stream_interval)
         self._completions = [_Completion() for _ in range(params.n)]
-        self._num_open = params.n  # completions without a finish reason
-        self._due: set[int] = set()  # completions with something that the reader should get now
+        # Completions without a finish reason.
+        self._num_open = params.n
+        # Completions with results for the reader.
+        self._due: set[int] = set()
         self._has_sent = False
         self._prompt: str | None = None
         self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
@@ -68,7 +68,7 @@ class ReplySlot(Slot[RequestOutput]):
 
     @property
     def num_unread(self) -> int:
-        """Completions whose finish reason has not been handed out."""
+        """Count the completions without a finish reason that the reader has seen."""
         return self._num_open + sum(
             self._completions[index].finish_reason is not None for index in self._due
         )
@@ -78,7 +78,7 @@ class ReplySlot(Slot[RequestOutput]):
         return len(self._prompt_token_ids), sum(mine.num_tokens for mine in self._completions)
 
     def start(self, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> None:
-        """The prompt is rendered."""
+        """Note the rendered prompt."""
         self._prompt = prompt
         if self._wants_prompt_logprobs:
             self._prompt_logprobs = [None]  # of a prompt of one token this is all
@@ -103,7 +103,7 @@ class ReplySlot(Slot[RequestOutput]):
         finish_reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
     ) -> None:
-        """Append news of completion `index`, and wake the reader if it is due any."""
+        """Append results of one completion, and wake the reader if the stream interval is reached."""
         mine = self._completions[index]
         if self._is_closed or mine.finish_reason is not None:
             return
@@ -135,12 +135,12 @@ class ReplySlot(Slot[RequestOutput]):
                 self._wake_reader()
 
     def abort(self) -> None:
-        """End what has not ended with `abort`: the request never reached the Detokenizer."""
+        """End all unfinished completions with `abort`, because the request has not reached the detokenizer."""
         for index in range(len(self._completions)):
             self.write(index, "", (), finish_reason="abort")
 
     def note_error(self, error: RequestError) -> None:
-        """Note why completions end with `error`; the reader of a step loop gets it in the output."""
+        """Note why completions end with `error`.  The outputs contain it."""
         self._request_error = error
 
     def _take_output(self) -> RequestOutput | None:
@@ -185,7 +185,8 @@ class ReplySlot(Slot[RequestOutput]):
         mine.num_sent_tokens = mine.num_tokens
         if self._kind == RequestOutputKind.DELTA:
             mine.texts, mine.token_ids, mine.logprobs = [], [], []
-        else:  # the output keeps the lists, so go on with copies
+        else:
+            # The output keeps the lists, so the slot continues with copies.
             mine.texts = [output.text]
             mine.token_ids = mine.token_ids.copy()
             mine.logprobs = mine.logprobs.copy()
@@ -193,6 +194,8 @@ class ReplySlot(Slot[RequestOutput]):
 
 
 class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):
+    """The slot of a pooling request: one output."""
+
     _output: PoolingRequestOutput[PoolingOutput] | None = None
     _is_taken = False
 
@@ -201,11 +204,11 @@ class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):
         return int(not self._is_taken)
 
     def start(self, prompt_token_ids: tuple[int, ...]) -> None:
-        """The prompt is rendered."""
+        """Note the rendered prompt."""
         self._start(prompt_token_ids)
 
     def write(self, array: Array, error: RequestError | None = None) -> None:
-        """The result; only the first one counts."""
+        """Deliver the result.  Later results are ignored."""
         if self._is_closed or self._over.is_set:
             return
         self._output = PoolingRequestOutput(

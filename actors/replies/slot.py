@@ -1,10 +1,10 @@
-"""The count of prompt tokens in prefill, which admission reads and the reply slots write.
+"""The reply slot: a cell that the engine writes without waiting, and that one client empties.
 
-The reply slot's life, whatever it carries: a cell that the engine writes without waiting and one reader
-empties.
+A queue for each client could grow without bound when the client is slow.  A slot merges unread results instead, so its memory is
+bounded by the output itself.  This module has the part that generation and pooling share.
 
-Laws.  Writes never wait and never fail; a closed slot swallows them.  An exception overrides everything
-else.  The output with `finished=True` is handed out exactly once.
+Laws: Writes never wait and never fail, and a closed slot ignores them.  An exception replaces everything unread.  The output with
+`finished=True` is handed out exactly once.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from trouper.outputs import RequestStateStats
 
 
 class Prefills:
-    """Prompt tokens of requests that have no token yet."""
+    """Count the prompt tokens of all requests without a first token.  Reply slots write it, and admission reads it."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -29,9 +29,9 @@ Output = TypeVar("Output", covariant=True)
 
 
 class Once:
-    """Flag that is set once.  An event is made only if a task waits, which is rare."""
+    """A flag that is set once.  An event is created only if a task waits, which is rare."""
 
-    # Not in an `__init__`, which each request would call twice.
+    # Class attributes instead of an `__init__`, which each request would call twice.
     is_set = False
     _event: anyio.Event | None = None
 
@@ -50,18 +50,20 @@ class Once:
 
 
 class ExpectedToken(NamedTuple):
-    """The time to the first token, as it was foretold when the request was taken in."""
+    """The predicted time to the first token, made when the request was admitted."""
 
     seconds: float
-    is_least: bool  # a lower bound
-    error: float | None  # relative, that nine of ten are within; None: not known yet
+    # Whether it is a lower bound.
+    is_least: bool
+    # Nine of ten predictions are within this relative error.  None until it is known.
+    error: float | None
 
 
 class Slot(ABC, Generic[Output]):
-    """Cell between one request's reader and the actors that write it: the frontend opens and closes it, actors borrow it.
+    """The cell between the reader of one request and the actors that write to it.
 
-    `scope` is the request's own. Cancelling it ends the rendering stage, and marks the request as
-    aborted for every actor that still holds the slot.
+    The frontend opens and closes it; actors only borrow it.  Cancelling its `scope` ends the rendering stage, and marks the request
+    as aborted for every actor that still holds the slot.
     """
 
     def __init__(
@@ -72,23 +74,29 @@ class Slot(ABC, Generic[Output]):
         prefills: Prefills | None = None,
         shows_stats: bool = True,
     ) -> None:
-        self.request_id = request_id  # the caller's name for it: echoed, never a key
-        self._scope: anyio.CancelScope | None = None  # made at its first use
+        # The caller's name for the request.  It is echoed, and never used as a key.
+        self.request_id = request_id
+        # Created at its first use.
+        self._scope: anyio.CancelScope | None = None
         self.stats = RequestStateStats()
         self.n = n
         self.lora_request: LoRARequest | None = None
-        self.on_over: Callable[[], object] | None = None  # called at the end, read or not
+        # Called when the request ends, whether its output is read or not.
+        self.on_over: Callable[[], object] | None = None
         self._shows_stats = shows_stats
         self._prefills = prefills or Prefills()
-        self._num_prefill = 0  # as `count_prefill` was told
+        # The last argument of `count_prefill`.
+        self._num_prefill = 0
         self._prompt_token_ids: list[int] = []
         self._error: Exception | None = None
         self._is_closed = self._is_cancelled = False
-        self._woken: anyio.Event | None = None  # for the tasks that wait
+        # Shared by all waiting tasks.
+        self._woken: anyio.Event | None = None
         self._rendered = Once()
         self._over = Once()
         self.expected: ExpectedToken | None = None
-        self._foretold = Once()  # something is expected, or there is something to read
+        # There is a prediction, or something to read.
+        self._foretold = Once()
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "aborted" if self.is_aborted else "open"
@@ -110,7 +118,7 @@ class Slot(ABC, Generic[Output]):
         return self._scope
 
     def cancel(self) -> None:
-        """Cancel the scope, if there is one or will be.  Legal where no task runs: anyio makes no scope there."""
+        """Cancel the present scope, or the next one.  It is legal outside of a task, where anyio cannot create a scope."""
         self._is_cancelled = True
         if self._scope is not None:
             self._scope.cancel()
@@ -121,29 +129,29 @@ class Slot(ABC, Generic[Output]):
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Numbers of tokens of the prompt, once it is rendered, and generated so far by all completions, read or not."""
+        """Return the tokens of the rendered prompt, and the tokens generated so far by all completions, read or not."""
         return len(self._prompt_token_ids), 0
 
     @property
     @abstractmethod
     def num_unread(self) -> int:
-        """Completions whose end has not been handed out."""
+        """Count the completions without an end that the reader has seen."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End what has not ended with `abort`."""
+        """End all unfinished completions with `abort`."""
 
     @abstractmethod
     def _take_output(self) -> Output | None:
-        """Take the output that is due now, or None."""
+        """Take the output to hand out now.  Returns None if there is none."""
 
     @property
     @abstractmethod
     def _is_ready(self) -> bool:
-        """There is something to hand out."""
+        """Whether there is something to hand out."""
 
     def fail(self, error: Exception) -> None:
-        """The reader gets `error` instead of whatever it has not read."""
+        """Give the reader an error in place of everything unread."""
         if not self._is_closed and self._error is None:
             self._error = error
             self._end()
@@ -161,13 +169,13 @@ class Slot(ABC, Generic[Output]):
         while (output := self.read_nowait()) is None:
             if self._is_closed:
                 raise anyio.ClosedResourceError
-            if self._woken is None:  # all waiting tasks share it
+            if self._woken is None:
                 self._woken = anyio.Event()
             await self._woken.wait()
         return output
 
     def read_nowait(self) -> Output | None:
-        """Return what `read` would return now, or None."""
+        """Return the result of `read`, or None if `read` would wait."""
         if self._error is not None:
             raise self._error
         return self._take_output()
@@ -178,10 +186,12 @@ class Slot(ABC, Generic[Output]):
         Raises:
             Exception: what `fail` was given.
         """
-        if not self._rendered.is_set:  # of many that were rendered together only the first waits
+        # Of many prompts that are rendered together, only the first one waits.
+        if not self._rendered.is_set:
             await self._rendered.wait()
         if self._error is not None:
-            await anyio.lowlevel.checkpoint()  # a prompt rendered alone has not waited
+            # The prompt may have failed before, without a wait.
+            await anyio.lowlevel.checkpoint()
             raise self._error
 
     def note_expected(self, seconds: float, *, is_least: bool, error: float | None) -> None:
@@ -190,13 +200,13 @@ class Slot(ABC, Generic[Output]):
         self._foretold.set()
 
     async def wait_foretold(self) -> ExpectedToken | None:
-        """Wait until the first token is foretold; None: it is there, or the request has ended, before that."""
+        """Wait for the predicted time of the first token.  Returns None if the token or the end of the request comes first."""
         if not self._is_ready and self._error is None:
             await self._foretold.wait()
         return self.expected
 
     async def wait_over(self) -> None:
-        """Wait until nothing will be written any more, read or not."""
+        """Wait until the request has ended, whether its output is read or not."""
         await self._over.wait()
 
     def close(self) -> None:
@@ -208,13 +218,17 @@ class Slot(ABC, Generic[Output]):
         self._wake_reader()
 
     def count_prefill(self, num_tokens: int) -> None:
-        """Count the prompt's tokens as in prefill until its first result: an estimate before it is rendered, then exactly."""
+        """Count the tokens of the prompt as in prefill until its first result.
+
+        Args:
+            num_tokens: an estimate until the prompt is rendered, then the exact number.
+        """
         if not self._over.is_set:
             self._prefills.num_tokens += num_tokens - self._num_prefill
             self._num_prefill = num_tokens
 
     def _start(self, prompt_token_ids: tuple[int, ...]) -> None:
-        """The prompt is rendered."""
+        """Note the rendered prompt."""
         self._prompt_token_ids = list(prompt_token_ids)
         self.count_prefill(len(prompt_token_ids))
         self._rendered.set()

@@ -226,7 +226,9 @@ async def test_unknown_field_is_named_in_answer_and_once_in_log(client, caplog):
         answer = await client.post(path, {**body, "frobnicate": 1, "ünknown\n": 2})
         assert answer.status == 200
         assert answer.headers["x-trouper-ignored-fields"] == "?nknown , frobnicate"
-    lines = [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()
+    ]
     assert len(lines) == 2
     assert lines[1] == "/v1/chat/completions: ignored the unknown field 'frobnicate'"
 
