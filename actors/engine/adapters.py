@@ -1,15 +1,12 @@
-"""The adapters of an engine: which are loaded, into which slots of the device, and which requests use them.
+"""The adapters of an engine: their slots on the device, and the requests that use them.
 
-Laws.  A slot is free, or it has an adapter.  A request names an adapter when it is opened and keeps its slot until it is
-over, read or not, so the slot is not loaded anew before: an adapter that is unloaded takes no new requests, and is gone
-when the last one ends.  By then no plan reads the slot any more whose result still counts: its sequences have ended
-for the scheduler before it hears of any later request.  Each load has a number of its own.
-
-An adapter that has a name here (`load_named`) is known until it is unloaded.  Only its weights give way, and the next
-request for it loads them again.
-
-A request whose adapter would be one too many waits for another to be over.  Those that wait take turns in the order of
-their coming; an end need not be read to count, so a turn comes.
+Laws:
+1. A slot is free or contains one adapter.  Each load has its own number.
+2. A request takes its adapter's slot when it is opened, and keeps it until it has ended, read or not.  Until then the slot is not
+   loaded again.  By the time it is, the scheduler has ended the sequences of the request, so no plan with a wanted result reads it.
+3. An unloaded adapter takes no new requests, and its slot is freed when its last request ends.
+4. A named adapter (`load_named`) is known until it is unloaded.  Its weights may be evicted; the next request loads them again.
+5. A request waits if all slots are in use.  Waiting requests are served in the order of their arrival.
 """
 
 from collections.abc import Awaitable, Callable
@@ -42,26 +39,29 @@ class _SlotUse(msgspec.Struct, eq=False):
 
     request: LoRARequest
     adapter: LoadedAdapter
-    num_open: int = 0  # requests that use it
+    # Requests that use it.
+    num_open: int = 0
     is_pinned: bool = False
-    is_unloaded: bool = False  # it takes no new requests
+    # It takes no new requests.
+    is_unloaded: bool = False
 
 
 class _NamedAdapter(NamedTuple):
-    """An adapter that stays known when its weights give way."""
+    """An adapter that stays known when its weights are evicted."""
 
     request: LoRARequest
-    root: str | None  # the folder that its own must lie in
+    # Its folder must be inside this one.
+    root: str | None
 
 
 class Adapters:
-    """Loads adapters, and counts the requests that use them.
+    """Load adapters, and count the requests that use them.
 
     Args:
-        config: None for an engine without adapters, which refuses them.
-        read: reads the files, elsewhere.
-        load: has the device take them, or each replica's; one call at a time is under way.
-        has_replicas: whether some of several devices may have taken what the others have not.
+        config: None for an engine that refuses adapters.
+        read: reads the files in a thread.
+        load: loads them on the devices of all replicas; it is called once at a time.
+        has_replicas: whether there are several devices, so that a load may succeed on some of them only.
     """
 
     def __init__(

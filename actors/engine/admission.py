@@ -1,8 +1,8 @@
-"""How much may be open at once.
+"""Limits on the open requests of an engine, so that a flood of requests is refused instead of using all memory.
 
-`max_num_queued_reqs` counts every completion that is not over, waiting or running.  `max_num_queued_tokens`
-counts whole prompts until they have a first token: by an estimate, until they are rendered, then exactly.
-A request is refused when the others have reached the limit, however long it is itself.
+`max_num_queued_reqs` counts every unfinished completion, waiting or running.  `max_num_queued_tokens` counts whole prompts until their
+first token: by an estimate until they are rendered, then exactly.  A request is refused if the others have reached a limit, whatever
+its own length is.
 
 Check which replica a request names, in an engine of several.
 """
@@ -19,9 +19,10 @@ BYTES_PER_EMBEDDING = 2**13  # 4096 numbers of two bytes
 
 
 def estimate_tokens(prompt: Any, depth: int = 6) -> int:
-    """About how many tokens a prompt has, its text unread; 0 for what is none.
+    """Estimate the tokens of a prompt from its size, without tokenizing it.  Returns 0 for a value that is not a prompt.
 
-    `depth`: a prompt holds messages, a message parts, a part its text; what is nested deeper is no prompt.
+    Args:
+        depth: the most levels to descend: a prompt contains messages, a message parts, and a part its text.
     """
     if isinstance(prompt, str):
         return len(prompt) // CHARACTERS_PER_TOKEN
@@ -41,7 +42,7 @@ def estimate_tokens(prompt: Any, depth: int = 6) -> int:
 
 
 def embeds_bytes(prompt: Any) -> int:
-    """How large a prompt's embeddings are, in the caller's form; those of a conversation together."""
+    """Count the bytes of a prompt's embeddings in the caller's form, over all messages of a conversation."""
     if isinstance(prompt, str):
         return 0
     messages = _items(prompt, "messages")
@@ -55,7 +56,7 @@ def _items(given: Any, key: str) -> list[Any]:
 
 
 def _payload_bytes(prompt: Any) -> int:
-    """Size of the payload of a prompt or a part of embeddings; 0 for any other."""
+    """Return the payload size of prompt embeddings or of a part with them.  Returns 0 for any other value."""
     if isinstance(prompt, dict):
         given = cast("dict[Any, Any]", prompt)
         kind = given.get("type")
@@ -67,12 +68,13 @@ def _payload_bytes(prompt: Any) -> int:
         return len(prompt)
     try:
         return getattr(prompt, "nbytes", 0)
-    except RuntimeError:  # torch's, of a sparse tensor, which is refused when it is rendered
+    except RuntimeError:
+        # Torch raises it for a sparse tensor, which the renderer refuses.
         return 0
 
 
 class Admission:
-    """The counts and their limits; None means no limit."""
+    """Count the open completions and the tokens in prefill against their limits.  None means no limit."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class Admission:
         return f"<Admission {self._num_open} open, {self.prefills.num_tokens} tokens in prefill>"
 
     def check(self, n: int) -> None:
-        """Raises QueueOverflowError or MaxQueuedTokensError when n more would be too many."""
+        """Raise QueueOverflowError or MaxQueuedTokensError if n more completions would exceed a limit."""
         limit = self._max_num_reqs
         if self._num_open + n > MAX_OPEN_REQUESTS or (
             limit is not None and self._num_open + n > limit

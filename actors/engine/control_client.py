@@ -1,4 +1,7 @@
-"""Control calls to actors: each is answered, or failed by the end of the engine, so none waits for ever."""
+"""Control calls to actors, such as a pause or a probe.
+
+Each call is answered by its actor, or fails when the engine ends.  So no caller waits for ever, even if an actor dies.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,14 +22,14 @@ from trouper.actors.messages.controls import (
 from trouper.actors.runtime.future import Future
 from trouper.errors import EngineDeadError
 
-# The end of the engine follows at once, and fails the open answers with its cause.
+# The engine ends right after these errors, and fails the open answers with its cause.
 ACTOR_IS_GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 
 class ControlClient:
-    """Borrows the sending ends; keeps the futures that a task waits for.
+    """Send orders to the actors and keep the futures of their answers.
 
-    `end` is final: it fails what is open, and every later call raises the same error.
+    `end` is final: it fails the open answers, and every later call raises the same error.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class ControlClient:
         self.error: EngineDeadError | None = None
 
     async def ask_scheduler(self, question: Callable[..., SchedulerInbox], *args: object) -> Any:
-        """Send a message of the class `question`, whose last field is the future, and wait for the answer."""
+        """Send a message of the class `question` with a future as its last field, and wait for the answer."""
         with self._asking() as answer:
             with suppress(*ACTOR_IS_GONE):
                 self._scheduler.send_nowait(question(*args, answer))
@@ -58,14 +61,14 @@ class ControlClient:
         done: Callable[[], object] = lambda: None,
         undo: DeviceAction | None = None,
     ) -> None:
-        """Have the devices of all replicas do something, and call `done` as soon as they have.
+        """Perform an action on the devices of all replicas, and call `done` after it.
 
-        One call of the lifecycle and one for an adapter are under way at a time, which is what the executor's inbox has room for.  A cancellation is raised
+        The executor's inbox has room for one call of the lifecycle and one for an adapter at a time.  A cancellation is raised
         after the call has ended: after `done`, or in place of an error.
 
         Args:
-            undo: what those do that could, where others could not.  `done` is called where it fails: for one at least
-                what was asked for is in force.
+            undo: the action for the devices that succeeded, if others failed.  If `undo` fails, `done` is called, because the action
+                stays in effect on at least one device.
         """
         answers, cancelled = await self._call_all(self._executors, action)
         pairs = list(zip(self._executors, answers, strict=True))
@@ -88,7 +91,7 @@ class ControlClient:
         executors: Sequence[MemoryObjectSendStream[ExecutorInbox]],
         action: DeviceAction,
     ) -> tuple[list[Future[Any]], BaseException | None]:
-        """Call some devices at once and wait for all; returns their answers, and the cancellation that came meanwhile."""
+        """Call some devices at once and wait for all.  Returns their answers, and a cancellation that arrived meanwhile."""
         cancelled: BaseException | None = None
         with ExitStack() as asking:
             answers = [asking.enter_context(self._asking()) for _ in executors]
@@ -100,10 +103,10 @@ class ControlClient:
         return answers, cancelled
 
     async def probe(self) -> None:
-        """Make a round trip: to the scheduler, from it through the executor to the device, and back.
+        """Make a round trip through the scheduler and the executor to the device and back.
 
-        One is under way at a time, which is what the executor's inbox has room for: a caller that follows one that
-        was cancelled waits for the trip that it had begun.
+        The executor's inbox has room for one probe at a time.  So after a cancelled call, the next caller waits for the probe that is
+        already on its way.
         """
         async with self._probing:
             with self._asking(self._probe) as answer:
@@ -118,7 +121,11 @@ class ControlClient:
                         self._probe, self._is_probe_sent = Future[object](), False
 
     async def flush_observer(self, hurry: Callable[[], object]) -> None:
-        """Wait until everything reported before has been counted; `hurry` wakes the observer."""
+        """Wait until the observer has counted everything reported before.
+
+        Args:
+            hurry: wakes the observer.
+        """
         with self._asking() as answer:
             with suppress(*ACTOR_IS_GONE):
                 await self._observer.send(Flush(answer))

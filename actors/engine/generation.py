@@ -1,9 +1,13 @@
-"""One request as the caller holds it: an async iterator whose closing is the abort.
+"""The caller's handle of one request: an async iterator of outputs.  Closing it aborts the request.
 
-Laws.  Nothing happens before the first `__anext__` or `__aenter__`.  Closing is synchronous, idempotent, and
-legal in a cancelled task.  A finished, failed or cancelled `__anext__` closes by itself; an
-iterator that is dropped while open aborts with a ResourceWarning.  So a bare `async for` that runs to the
-end needs nothing else, and a caller that may leave early writes `async with`.
+Structured concurrency needs an owner for every request, so nothing runs on after its caller has left.
+
+Laws:
+1. Nothing happens before the first `__anext__` or `__aenter__`.
+2. Closing is synchronous, idempotent, and legal in a cancelled task.
+3. A finished, failed or cancelled `__anext__` closes the iterator.  So `async for` to the end needs no further call, and a caller that
+   may leave early uses `async with`.
+4. An iterator that is garbage-collected while open aborts its request with a ResourceWarning.
 """
 
 import warnings
@@ -31,7 +35,7 @@ Output = TypeVar("Output", bound=RequestOutput | PoolingRequestOutput[Any])
 
 
 class MakeRender(Protocol):
-    """Makes the message when the request is opened, and these are known."""
+    """Make the message to the renderer when the request is opened."""
 
     def __call__(
         self,
@@ -59,13 +63,13 @@ class RequestDesk(Protocol):
     async def load_adapter(
         self, lora_request: LoRARequest, *, waits: bool, loads_new: bool
     ) -> object:
-        """Load the adapter of a request, unless it is there already."""
+        """Load the adapter of a request, unless it is already loaded."""
         ...
 
     def close_request(self, id: RequestId, slot: Slot[Any], *, is_finished: bool) -> None: ...
 
     def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
-        """Close it soon.  Legal in any thread: garbage is collected in whichever allocates."""
+        """Close the request soon.  It is legal in any thread, because garbage is collected in any thread."""
         ...
 
 
@@ -117,7 +121,7 @@ class Generation(Generic[Output]):
         return self._checked(output)
 
     def next_nowait(self) -> Output | None:
-        """Return what `__anext__` would, or None when it would wait or is over."""
+        """Return the result of `__anext__`, or None if it would wait or has ended."""
         output = self.take_nowait()
         return None if output is None else self._checked(output)
 
@@ -146,17 +150,17 @@ class Generation(Generic[Output]):
 
     @property
     def num_unfinished(self) -> int:
-        """Completions whose end has not been handed out."""
+        """Count the completions without an end that the caller has seen."""
         return 0 if self._opened is None else self._opened[1].num_unread
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Numbers of tokens of the prompt, once it is rendered, and generated so far by all completions, read or not."""
+        """Return the tokens of the rendered prompt, and the tokens generated so far by all completions, read or not."""
         return self._num_tokens if self._opened is None else self._opened[1].num_tokens
 
     @property
     def is_over(self) -> bool:
-        """Tell whether nothing more will come but what is in the slot."""
+        """Whether the request has ended, so only results in the slot are left to read."""
         return self._opened is None or self._opened[1].is_over
 
     async def prepare(self, *, waits: bool = True) -> None:
@@ -198,7 +202,7 @@ class Generation(Generic[Output]):
             raise
 
     async def expected(self) -> ExpectedToken | None:
-        """Wait until the first token is foretold; None: there is something to read, or the request has ended, before that."""
+        """Wait for the predicted time of the first token.  Returns None if an output or the end of the request comes first."""
         await self.prepare()
         return await self.open().wait_foretold()
 
@@ -220,7 +224,7 @@ class Generation(Generic[Output]):
         self.close()
 
     def open(self) -> Slot[Output]:
-        """Submit the request now, if that has not happened yet.
+        """Submit the request now, unless it is already submitted.
 
         Raises:
             RuntimeError: the stream is closed.

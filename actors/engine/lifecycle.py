@@ -1,10 +1,10 @@
-"""Which transition of the engine is legal now, and what it leads to.  Pure.
+"""The states of an engine and the legal transitions between them, as a table that tests can check completely.
 
     STARTING ─▶ AWAKE ⇄ PAUSED          pause, resume
                 AWAKE, PAUSED ─▶ DRAINING ─▶ ASLEEP ─▶ WAKING ─▶ PAUSED     sleep, wake
                 any ─▶ STOPPING ─▶ STOPPED,   any ─▶ FAILED
 
-ASLEEP means that some device memory is absent; nothing is planned until all of it is back.
+ASLEEP means that some device memory is released.  Nothing is planned until all of it is back.
 """
 
 from collections.abc import Iterable
@@ -34,11 +34,16 @@ class EngineState(Enum):
 class Event(Enum):
     PAUSE = "pause"
     RESUME = "resume"
-    SLEEP = "sleep"  # the pause has begun, memory will go
-    SLEPT = "slept"  # memory has gone
-    WAKE = "wake"  # memory is coming back
-    WOKEN = "woken"  # all of it is there, and the waking call may resume
-    WAKE_PAUSED = "wake, still paused"  # only some of it is there, or it failed
+    # The pause has begun, and the memory will be released.
+    SLEEP = "sleep"
+    # The memory is released.
+    SLEPT = "slept"
+    # The memory is coming back.
+    WAKE = "wake"
+    # All memory is back, and the waking call may resume.
+    WOKEN = "woken"
+    # Only some memory is back, or waking has failed.
+    WAKE_PAUSED = "wake, still paused"
     STOP = "stop"
     STOPPED = "stopped"
     FAIL = "fail"
@@ -54,8 +59,10 @@ TRANSITIONS: dict[tuple[EngineState, Event], EngineState] = {
     (_S.PAUSED, _E.RESUME): _S.AWAKE,
     (_S.PAUSED, _E.SLEEP): _S.DRAINING,
     (_S.PAUSED, _E.WAKE): _S.WAKING,
-    (_S.DRAINING, _E.PAUSE): _S.PAUSED,  # a sleep that was given up, with all memory there
-    (_S.DRAINING, _E.SLEPT): _S.ASLEEP,  # also a deeper one that was given up
+    # A cancelled sleep, with all memory still loaded.
+    (_S.DRAINING, _E.PAUSE): _S.PAUSED,
+    # Also a cancelled deeper sleep.
+    (_S.DRAINING, _E.SLEPT): _S.ASLEEP,
     (_S.ASLEEP, _E.PAUSE): _S.ASLEEP,
     (_S.ASLEEP, _E.SLEEP): _S.DRAINING,
     (_S.ASLEEP, _E.WAKE): _S.WAKING,
@@ -68,27 +75,28 @@ TRANSITIONS: dict[tuple[EngineState, Event], EngineState] = {
 
 
 class Hold:
-    """One block inside `paused()`; equal to itself alone."""
+    """One block inside `paused()`.  It is equal only to itself."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode: Mode = mode
 
 
 class Lifecycle:
-    """The engine's state, what it admits and which memory it has."""
+    """The state of the engine, the requests that it admits, and the memory that it has."""
 
     def __init__(self) -> None:
         self.state = EngineState.AWAKE
         self.pause = Pause.NONE
-        self.refuses: RequestError | None = (
-            None  # why new requests are refused; None: they are queued
-        )
+        # The reason why new requests are refused.  None queues them.
+        self.refuses: RequestError | None = None
         self.level = 0
         self.resident: frozenset[str] = MEMORY
-        # A call for memory has failed: some replicas may have more of it than others, which have `resident`.
+        # A call for memory has failed, so some replicas may have more memory than `resident`.
         self.is_uneven = False
-        self._holds: list[Hold] = []  # blocks that are inside `paused()`
-        self._found: tuple[Pause, RequestError | None] = Pause.NONE, None  # by the first of them
+        # Open blocks of `paused()`.
+        self._holds: list[Hold] = []
+        # The state before the first hold.
+        self._found: tuple[Pause, RequestError | None] = Pause.NONE, None
 
     def __repr__(self) -> str:
         return f"<Lifecycle {self.state.value} pause={self.pause.value} level={self.level}>"
@@ -99,11 +107,11 @@ class Lifecycle:
 
     @property
     def is_sleeping(self) -> bool:
-        """Paused, or short of memory; a partial wake keeps it True."""
+        """Whether the engine is paused or lacks memory.  It stays True after a partial wake."""
         return self.is_paused or self.resident != MEMORY
 
     def move(self, event: Event) -> None:
-        """Raises RuntimeError when the event is illegal in this state."""
+        """Change the state.  Raises RuntimeError if the event is illegal in this state."""
         after = TRANSITIONS.get((self.state, event))
         if after is None:
             raise RuntimeError(
@@ -112,7 +120,11 @@ class Lifecycle:
         self.state = after
 
     def begin_pause(self, mode: Mode, *, refuses: bool) -> None:
-        """The stricter of what is in force and what is asked for now."""
+        """Pause the engine.  A stricter earlier pause stays.
+
+        Args:
+            refuses: refuse new requests instead of queueing them.
+        """
         wanted = Pause.ALL if mode == "keep" else Pause.NO_NEW_REQUESTS
         if self.pause is not Pause.ALL:
             self.pause = wanted
@@ -122,7 +134,7 @@ class Lifecycle:
             )
 
     def hold(self, mode: Mode) -> "Hold":
-        """A block begins that wants to leave the engine as it found it."""
+        """Begin a block that restores the present state at its end."""
         if not self._holds:
             self._found = self.pause, self.refuses
         hold = Hold(mode)
@@ -130,7 +142,7 @@ class Lifecycle:
         return hold
 
     def release(self, hold: "Hold") -> None:
-        """End a hold: restore what the first block found, and what the holds that remain want."""
+        """End a hold: restore the state before the first hold, then apply the remaining holds."""
         self._holds.remove(hold)
         if self.resident == MEMORY:
             self.pause, self.refuses = self._found
@@ -141,11 +153,11 @@ class Lifecycle:
         return hold in self._holds
 
     def give_back(self, level: int) -> None:
-        """The device has put its memory to sleep."""
+        """Note that the device has released its memory."""
         self.resident, self.level = frozenset(), max(level, self.level)
 
     def bring_back(self, memory: frozenset[str]) -> None:
-        """The device has it again."""
+        """Note that the device has this memory again."""
         self.resident |= memory
 
     def resume(self) -> None:

@@ -31,12 +31,12 @@ LARGE_EMBEDS = 2**22  # bytes
 
 
 class RequestTable:
-    """Opens requests for `Generation`s, and knows those that are open.
+    """Open requests for `Generation`s, and keep the open ones.
 
     Args:
-        adapters: those that requests may name.
-        check_open: raises what refuses every request now.
-        note_rejection: is told the limit that refused a request.
+        adapters: the adapters that requests may name.
+        check_open: raises the error that refuses every request now.
+        note_rejection: takes the name of the limit that refused a request.
     """
 
     def __init__(
@@ -74,18 +74,18 @@ class RequestTable:
 
     @property
     def slots(self) -> tuple[Slot[Any], ...]:
-        """The reply slots of all open requests, in the order of their opening."""
+        """List the reply slots of all open requests, in the order of their opening."""
         return tuple(slot for _, slot in self._open.values())
 
     @property
     def num_rendering(self) -> int:
-        """Requests that are queued for a renderer."""
+        """Count the requests queued for a renderer."""
         queues = self._renderer, self._large_renderer, self._trying_renderer
         return sum(queue.statistics().current_buffer_used for queue in queues)
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens of requests without a first token; an estimate until they are rendered."""
+        """Count the prompt tokens of requests without a first token, by an estimate until they are rendered."""
         return self._admission.prefills.num_tokens
 
     def snapshot(self) -> tuple[RequestSnapshot, ...]:
@@ -102,7 +102,7 @@ class RequestTable:
         render: MakeRender,
         options: RequestOptions,
     ) -> tuple[RequestId, Slot[Any]]:
-        """Register and submit in one synchronous act, so no cancellation can fall in between.
+        """Register and submit a request in one synchronous call, so no cancellation can happen in between.
 
         Raises:
             RuntimeError: this is not the engine's loop, or its thread.
@@ -110,7 +110,7 @@ class RequestTable:
             RetryableRequestError: the engine is paused, asleep or draining.
             QueueOverflowError: too many open requests.
             MaxQueuedTokensError: too many prompt tokens in prefill.
-            EngineDeadError: the engine is gone.
+            EngineDeadError: the engine has failed or is closed.
             LoRAAdapterNotFoundError: the adapter is not loaded.
         """
         self._loop.check_current()

@@ -1,8 +1,8 @@
-"""The wiring: the only module that opens channels between actors and starts them.
+"""Open the channels between the actors and start them.  No other module does this, so the structure of an engine is on one page.
 
-Scopes, outermost first: the caller's block ⊃ the task group of the actors.  When an actor raises, that group ends and
-every waiter gets `EngineDeadError` with that exception as its cause; the caller's block is not cancelled, it learns of
-it where it waits, and at the latest where it ends.
+The task group of the actors is inside the caller's block.  When an actor raises, the group ends, and every waiting call raises
+`EngineDeadError` with that exception as its cause.  The caller's block is not cancelled: it gets the error from its next call, or at
+its end.
 """
 
 import logging
@@ -156,7 +156,7 @@ async def _run_actors(
     to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream[DetokenizerInbox](
         2 * MAX_OPEN_REQUESTS
     )
-    # The scheduler waits when it is so many steps ahead.
+    # The scheduler waits when it is this many steps ahead.
     to_pooler, pooler_inbox = anyio.create_memory_object_stream[PoolerInbox](MAX_POOLED_STEPS)
     # Facts may be dropped: some seconds of steps, should the observer be held up.
     to_observer, observer_inbox = anyio.create_memory_object_stream[ObserverInbox](MAX_FACTS)
@@ -167,8 +167,8 @@ async def _run_actors(
         to_trying_renderer, trying_renderer_inbox, to_scheduler, scheduler_inbox,
         to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
-        # To each: the plans in flight, one call at a time from the lifecycle, for an adapter, from a probe and from the scheduler,
-        # and a grammar to prepare, which may stand behind one that was ordered before the device was lost.
+        # Each executor gets the plans in flight; one call at a time from the lifecycle, for an adapter, from a probe and from the
+        # scheduler; and two grammars to prepare, one of them ordered before the device was lost.
         for _ in devices:
             to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](
                 credits + 6
@@ -210,7 +210,8 @@ async def _run_actors(
                     is_stepped=is_stepped,
                 )
                 await tasks.start(scheduler.run, name="scheduler")
-                # More than the workers: large prompts wait for each other alone, and so do grammars that must be tried.
+                # More renderers than workers: large prompts have their own renderer, and so have grammars on trial, so they
+                # delay only each other.
                 quick = [large_renderer_inbox, *[renderer_inbox] * config.renderer_num_workers]
                 lanes = [(lane, render_quickly, to_trying_renderer) for lane in quick]
                 trying = [(trying_renderer_inbox, prompts.render, None)] * num_trying

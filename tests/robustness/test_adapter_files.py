@@ -58,7 +58,11 @@ def without(key):
 @pytest.mark.parametrize(
     ("tensors", "config", "named"),
     [
-        ({**one_layer(), KEY: torch.zeros(4, 7)}, {}, r"lora_A has shape \[4, 7\] instead of \[4, 256\]"),
+        (
+            {**one_layer(), KEY: torch.zeros(4, 7)},
+            {},
+            r"lora_A has shape \[4, 7\] instead of \[4, 256\]",
+        ),
         (one_layer(16), {"r": 16}, "LoRA rank 16 is greater than max_lora_rank 8"),
         (one_layer(2), {"r": 4}, "instead of"),
         ({**one_layer(), KEY: torch.full((4, 256), torch.nan)}, {}, "non-finite"),
