@@ -1,4 +1,4 @@
-"""DeBERTa's attention: a token attends by its content, and by how far away the other one is.
+"""DeBERTa's disentangled attention: scores depend on the contents of two tokens and on the distance between them.
 
     score(q, k) = (Q_q · K_k + Q_q · PK_d + K_k · PQ_d) / sqrt(D · number of terms),    d = bucket(q - k)
 
@@ -16,13 +16,15 @@ from trouper.kernels.cpu.attention.varlen import Group
 
 
 class DistanceTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """How distances between tokens enter the scores."""
+    """How distances between tokens contribute to scores.
 
-    span: int  # rows of the table: 2 × span
-    num_buckets: int = (
-        0  # from half of it on, distances share buckets by their logarithm; 0: none share
-    )
-    max_distance: int  # the largest that has a bucket of its own
+    The table of distances has 2 × `span` rows. With `num_buckets` > 0, distances beyond half of the buckets share buckets by
+    their logarithm, up to `max_distance`.
+    """
+
+    span: int
+    num_buckets: int = 0
+    max_distance: int
     has_content_to_position: bool
     has_position_to_content: bool
     norms_table: bool
@@ -33,13 +35,13 @@ class DistanceTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def buckets(traits: DistanceTraits, length: int) -> Tensor:
-    """Return [L, L] int64: for each query and key the row of the distance table."""
+    """Return the row of the distance table for each query and key, [L, L] int64."""
     at = torch.arange(length)
     distance = at[:, None] - at
     if traits.num_buckets > 0:
         middle = traits.num_buckets // 2
         away = torch.where(distance.abs() < middle, middle - 1, distance.abs()).float()
-        # In float32 throughout, as the models were trained: a double would put some distances into the next bucket.
+        # Computed in float32, like in training. In float64, some distances would fall into the next bucket.
         steps = torch.log(away / middle) / torch.log(
             torch.tensor((traits.max_distance - 1) / middle)
         )
@@ -69,7 +71,7 @@ def disentangled_attention(
         rows_LL = buckets(traits, length)
         target = out_TND.narrow(0, first, num * length).view(num, length, num_heads, width)
         part = qkv_T3ND.narrow(0, first, num * length).view(num, length, 3, num_heads, width)
-        # One text at a time, so that its bits do not depend on its neighbours, and [N, L, L] is all that is held.
+        # One text at a time, so that its bits do not depend on its neighbours, and only [N, L, L] scores are in memory.
         for text, out in zip(part, target, strict=True):
             q, k, v = text.permute(1, 2, 0, 3)  # [N, L, D] each
             scores = q @ k.transpose(1, 2)

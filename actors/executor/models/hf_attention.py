@@ -1,14 +1,13 @@
-"""Attention of transformers' models over the engine's KV memory, behind transformers' `AttentionInterface`.
+"""Attention of transformers' models over the engine's KV cache, through transformers' `AttentionInterface`.
 
     T  tokens of a step     N  query heads    H  KV heads    S  cache slots
     D  width of a head in the cache: the larger of a key's and a value's, rounded up to whole registers
 
-A model calls its attention function once for each layer of a pass, always in the same order.  The first pass, a
-trial on one short prompt, notes what each layer asks for; later passes must ask for the same.
+A model calls its attention function once for each layer of a pass, always in the same order. The first pass, a trial on one
+short prompt, records what each layer asks for. Later passes must ask for the same.
 
-Law: the mask that a layer is given is the truth about what its queries see, as it is for transformers' eager
-attention.  A layer is admitted if its mask is causal, or causal with one window, at every position that the engine
-admits; any other is refused by name.
+Law: as in transformers' eager attention, the mask that a layer receives determines what its queries see. A layer is accepted
+if its mask is causal, or causal with one window, at every position that the engine accepts. Any other is refused by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +22,12 @@ from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.ops import CpuOps, HostTokens, Integers, OpsConfig
 from trouper.kernels.select import make_ops
 
-NAME = "trouper"  # of the functions in transformers' tables
-ATTRIBUTE = "trouper_attention"  # of the modules and configs of a model: their `HfAttention`
-WIDTH_STEP = 16  # floats of a register
+# The name of our functions in transformers' tables.
+NAME = "trouper"
+# The attribute of a model's modules and configs that contains their `HfAttention`.
+ATTRIBUTE = "trouper_attention"
+# Heads are padded to multiples of this width, the floats of a register.
+WIDTH_STEP = 16
 # Arguments of attention functions that do not change which keys a query sees, or how it weighs them.
 IDLE = {
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "use_cache", "output_attentions",
@@ -35,7 +37,7 @@ IDLE = {
 
 
 class LayerAttention(msgspec.Struct, frozen=True):
-    """One layer's attention as its model asked for it in the trial."""
+    """The attention that one layer asked for in the trial."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -47,12 +49,12 @@ class LayerAttention(msgspec.Struct, frozen=True):
 
     @property
     def head_dim(self) -> int:
-        """The width of a head in the cache."""
+        """Return the width of a head in the cache."""
         return -(-max(self.key_width, self.value_width) // WIDTH_STEP) * WIDTH_STEP
 
 
 class StepPlans:
-    """Plans of one step's attention within one window, one for each kind of operations; made when asked for."""
+    """The attention plans of one step for one window, one for each shape of heads. Each is made when it is first needed."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class StepPlans:
         self._plans: dict[int, Any] = {}
 
     def of(self, ops: CpuOps) -> Any:
-        """Return the plan as `ops` makes it."""
+        """Return the plan for these operations, which is made only once."""
         plan = self._plans.get(id(ops))
         if plan is None:
             plan = self._plans[id(ops)] = ops.plan(*self._arguments)
@@ -99,7 +101,7 @@ class HfAttention:
         self._mask = torch.empty((1, 1, 0, 0), dtype=dtype)
 
     def attach(self, model: nn.Module) -> None:
-        """Make the modules and configs of a model find this object, and transformers find its function."""
+        """Attach this object to the modules and configs of a model, and register its functions with transformers."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         for registry, function in ((AttentionInterface, _attend), (AttentionMaskInterface, _mask)):
@@ -110,7 +112,7 @@ class HfAttention:
                 setattr(module.config, ATTRIBUTE, self)
 
     def learn(self, run: Callable[[], object]) -> None:
-        """Note what each layer asks for in a pass over one prompt that begins at position 0.
+        """Record what each layer asks for in a pass over one prompt, which begins at position 0.
 
         Raises:
             UnsupportedFeatureError: a layer asks for what this attention does not do.
@@ -138,13 +140,13 @@ class HfAttention:
             self._step = None
 
     def mask(self, mask_function: Callable[..., Any]) -> Tensor:
-        """Return an empty tensor in place of a mask; in the trial it tells the layer's window."""
+        """Return an empty tensor instead of a mask. In the trial it identifies the layer's window."""
         return self._mask if self._trial is None else self._trial.mask(mask_function)
 
     def attend(
         self, q_NTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, sinks_N: Tensor | None, asked: "_Asked"
     ) -> Tensor:
-        """Write keys and values into the cache and attend to it; returns [T, N, width of a value]."""
+        """Write keys and values into the cache, and attend. Returns [T, N, width of a value]."""
         if self._trial is not None:
             self._trial.note(q_NTD, k_HTD, v_HTD, asked)
             return q_NTD.new_zeros((q_NTD.shape[1], len(q_NTD), v_HTD.shape[2]))
@@ -163,7 +165,7 @@ class HfAttention:
 
 
 class _Asked(NamedTuple):
-    """The arguments of a model's attention beside queries, keys and values."""
+    """The arguments of a model's attention other than queries, keys and values."""
 
     mask: Tensor | None
     scale: float | None
@@ -172,7 +174,7 @@ class _Asked(NamedTuple):
 
 
 class _Trial:
-    """Notes of the pass in which a model shows what its layers ask for."""
+    """Records the trial pass, in which a model shows what its layers ask for."""
 
     def __init__(self, dtype: torch.dtype, max_model_len: int) -> None:
         self.layers: list[LayerAttention] = []
@@ -210,7 +212,7 @@ class _Trial:
 
 
 def window_of(mask_function: Callable[..., Any], num_positions: int) -> int | None:
-    """Return the window of a mask, which tells for (batch, head, query, key) whether the query sees the key.
+    """Return the window of a mask [batch, head, query, key], which is true if the query sees the key.
 
     Raises:
         UnsupportedFeatureError: somewhere below `num_positions` it is neither causal nor causal with one window.
@@ -247,7 +249,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' models ask for it: query [1, N, T, D] and so on; returns [1, T, N, D]."""
+    """Implement transformers' attention function: query [1, N, T, D], key and value likewise. Returns [1, T, N, D]."""
     attention: HfAttention = getattr(module, ATTRIBUTE)
     asked = _Asked(attention_mask, scaling, softcap, others)
     return attention.attend(query[0], key[0], value[0], s_aux, asked)[None], None
@@ -264,7 +266,8 @@ def _make_ops(layer: LayerAttention, dtype: torch.dtype, block_size: int) -> Cpu
         num_q_heads=layer.num_q_heads,
         num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,
-        hidden_size=WIDTH_STEP,  # norms and MLP are the model's own
+        # Any width will do, because the model itself computes norms and MLPs.
+        hidden_size=WIDTH_STEP,
         intermediate_size=WIDTH_STEP,
         block_size=block_size,
         norm_eps=1e-6,
@@ -277,7 +280,7 @@ def _make_ops(layer: LayerAttention, dtype: torch.dtype, block_size: int) -> Cpu
 
 
 def _packed(q_NTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, head_dim: int) -> Tensor:
-    """Bring queries, keys and values into the form [T, N + 2 H, D] of our operations, with zeros beyond their widths."""
+    """Join queries, keys and values as [T, N + 2 H, D], the layout of our operations, padded with zeros."""
     num_q, num_tokens, width = q_NTD.shape
     num_kv = len(k_HTD)
     shape = (num_tokens, num_q + 2 * num_kv, head_dim)

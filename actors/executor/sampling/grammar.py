@@ -1,19 +1,19 @@
-"""The tokens that a grammar allows next, for the slots whose requests have one: a bit for each of the vocabulary.
+"""Compute the tokens that the grammars of requests allow next, as bit masks of the vocabulary.
 
 Laws:
-  * What is allowed is a function of (grammar, output tokens): a matcher is made when a sequence takes its slot, and reads
-    the outputs where the steps have written them.  So it is the same after a preemption, a restart, or at any number of
-    steps in flight.
-  * Where the output can only end, the ids that end it are allowed and no others; `ignore_eos` and `min_tokens` yield.
-  * A grammar that takes more steps than it may ends its own sequence.
-  * A plain row, whose draw nothing but the grammar bounds, is drawn from all tokens, and the grammar asked afterwards.  The
-    token has the largest logit with noise of all; if it is allowed, it has the largest of those allowed, and is what a mask
-    would have given.  If not, the bits are filled and it is drawn again.  To ask takes 1 µs, to fill the bits of a
-    vocabulary of 49,152 up to 400.
-  * A matcher has read final tokens alone.  A draft is gone along by a copy; and where drafts are verified, each position has
-    the mask behind the tokens before it, which is asked for when those have turned out right.
-  * Reasoning comes first: all tokens may stand in it but those that end an output which must match a grammar, until its
-    budget is used up; then its end is forced, token by token, and the grammar begins.
+  * A mask depends only on the grammar and the output tokens. A matcher is made when a sequence takes its slot, and reads
+    outputs from the request slots, so masks are the same after a preemption, after a restart, and with any number of steps
+    in flight.
+  * If the output can only end, only the ids that end it are allowed, in spite of `ignore_eos` and `min_tokens`.
+  * A grammar that exceeds its limit of parser steps ends only its own sequence.
+  * A plain row has no restriction except its grammar. It is sampled from all tokens, and the grammar is asked afterwards:
+    the token has the largest logit with noise, so if it is allowed, sampling with the mask would have chosen it too. If it
+    is not allowed, the mask is filled and the row is sampled again. Asking takes 1 µs; filling the mask for a vocabulary of
+    49,152 takes up to 400 µs.
+  * A matcher only reads final tokens. A copy of it follows drafts. While drafts are verified, each position uses the mask
+    behind the tokens before it, which is computed once these are accepted.
+  * Reasoning precedes the grammar. It may contain all tokens but those that end an output which must match a grammar. When
+    its budget is used up, its end is forced token by token, and the grammar begins.
 """
 
 from collections import deque
@@ -29,30 +29,35 @@ from trouper.actors.executor.sampling.reasoning import ReasoningProgress
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.requests import Grammar, GrammarWork
 
-GRAMMAR_ERROR = -3  # in place of a token: the grammar's matcher has failed
+# Replaces a token if the grammar's matcher has failed.
+GRAMMAR_ERROR = -3
 
 
 class _Matching(msgspec.Struct):
-    """The grammar of one slot, and how far its matcher has read."""
+    """The grammar of one slot, and the state of its matcher."""
 
     grammar: Grammar
     matcher: Any
-    end: int  # position of the first token that was not read
-    forced: deque[int]  # tokens that must come next, as far as they were asked for
+    # The position of the first unread token.
+    end: int
+    # The tokens that must come next, as far as the matcher was asked for them.
+    forced: deque[int]
     reasoning: ReasoningProgress | None = None
-    were_forced: bytearray = msgspec.field(default_factory=bytearray)  # 1 for outputs that were
+    # For each output token, 1 if the grammar forced it.
+    were_forced: bytearray = msgspec.field(default_factory=bytearray)
     is_plain: bool = False
-    is_unchecked: bool = False  # the token to be drawn next is asked after when it is drawn
+    # Whether the next token is sampled first and checked afterwards.
+    is_unchecked: bool = False
     can_only_end: bool = False
     has_failed: bool = False
 
     @property
     def is_followed(self) -> bool:
-        """Whether the grammar alone says what may come next."""
+        """Whether the grammar applies now, because the output has no reasoning or has finished it."""
         return self.matcher is not None and (self.reasoning is None or self.reasoning.is_over)
 
     def consume(self, outputs: list[int]) -> None:
-        """Let the matcher read outputs."""
+        """Advance the matcher by output tokens."""
         self.matcher.consume_tokens(outputs)
         for token in outputs:
             self.were_forced.append(bool(self.forced))
@@ -60,7 +65,7 @@ class _Matching(msgspec.Struct):
                 self.forced.clear()
 
     def next_forced(self) -> int | None:
-        """Return the only token that may come next, if there is but one.
+        """Return the only token that may come next, or None if there is a choice.
 
         A forced text is spelled once, not at each of its tokens: one of 100,000 characters takes 15 ms.
         """
@@ -79,14 +84,15 @@ class GrammarMasks:
     def __init__(self, slots: RequestSlots) -> None:
         self._slots = slots
         self._in_use: dict[int, _Matching] = {}
-        self._seconds, self._num_tokens, self._num_redrawn = 0.0, 0, 0  # since `take_work`
+        # The work since the last `take_work`.
+        self._seconds, self._num_tokens, self._num_redrawn = 0.0, 0, 0
         self._words_SW = np.zeros((0, 0), dtype=np.int32)
         self.addresses = np.zeros(
             len(slots.sampling), dtype=np.int64
         )  # of each slot's bits; 0 = all are allowed
 
     def place(self, slot: int, grammar: Grammar | None, *, is_plain: bool = False) -> None:
-        """Take the grammar of the sequence that took the slot.
+        """Store the grammar of the sequence that took the slot.
 
         Args:
             is_plain: tokens of the slot are drawn from logits as they are, and bounded by the grammar alone.
@@ -118,16 +124,16 @@ class GrammarMasks:
         return not self._in_use.keys().isdisjoint(slots)
 
     def can_only_end(self, slot: int) -> bool:
-        """Whether the bits filled last allow nothing but the end of the output."""
+        """Whether the mask filled last only allows the end of the output."""
         matching = self._in_use.get(slot)
         return matching is not None and matching.can_only_end
 
     def words(self, slot: int) -> np.ndarray:
-        """Return the bits filled last, 32 in a word."""
+        """Return the mask filled last, with 32 tokens in each word."""
         return self._words_SW[slot]
 
     def fill(self, slots_R: np.ndarray, ends_R: np.ndarray) -> list[int]:
-        """Read the outputs before `ends`, and fill the bits of the tokens that may stand there.
+        """Read the outputs before the positions `ends`, and fill the masks of the tokens that are allowed there.
 
         Returns:
             The indices of the slots whose grammars have failed.
@@ -144,7 +150,10 @@ class GrammarMasks:
         return failed
 
     def prepare(self, slots_R: np.ndarray, ends_R: np.ndarray) -> None:
-        """Read the outputs before `ends`, and fill the bits that the draw needs; what is drawn goes through `refused`."""
+        """Read the outputs before the positions `ends`, and fill the masks that sampling needs.
+
+        Plain rows are sampled without a mask; `refused` checks their tokens afterwards.
+        """
         started = perf_counter()
         for _, slot, matching, end in self._those_in_use(slots_R, ends_R):
             self._num_tokens += 1
@@ -158,7 +167,7 @@ class GrammarMasks:
         self._seconds += perf_counter() - started
 
     def refused(self, slots_R: np.ndarray, token_R: np.ndarray) -> tuple[list[int], list[int]]:
-        """Ask after the tokens that were drawn without bits, and fill those of the slots where they may not stand.
+        """Check the tokens that were sampled without a mask, and fill the masks of slots with a forbidden one.
 
         Returns:
             The indices of the tokens that must be drawn again, and of the slots whose grammars have failed.
@@ -177,7 +186,7 @@ class GrammarMasks:
         return refused, failed
 
     def take_work(self) -> GrammarWork | None:
-        """Return what has been done since the last time; None: nothing."""
+        """Return the work done since the last call, or None if there was none."""
         if not self._num_tokens:
             return None
         work = GrammarWork(self._seconds, self._num_tokens, self._num_redrawn)
@@ -185,7 +194,10 @@ class GrammarMasks:
         return work
 
     def ahead(self, slot: int, end: int) -> Ahead | None:
-        """Return what goes ahead of the outputs before `end`; None: the slot has no grammar, or its output can only end."""
+        """Return a follower of drafts behind position `end`.
+
+        Returns None if the slot has no grammar, or if its output can only end.
+        """
         matching = self._in_use.get(slot)
         if matching is None:
             return None
@@ -195,24 +207,25 @@ class GrammarMasks:
             return FreeAhead(ends)
         if matching.matcher.is_stopped():
             return None
-        matching.next_forced()  # spelled here, where it is kept
+        # Computed by the slot's own matcher, so that the result is kept for the next call.
+        matching.next_forced()
         return AheadMatcher(matching.matcher, ends, matching.forced)
 
     def were_forced(self, slot: int) -> bytearray:
-        """Tell of the outputs read so far which the grammar forced, by 1; those that were not asked after have 0."""
+        """Return 1 for each output token that the grammar is known to have forced, and 0 for all others."""
         matching = self._in_use.get(slot)
         return bytearray() if matching is None else matching.were_forced
 
     def is_plain(self, slot: int) -> bool:
-        """Whether the tokens of a slot with a grammar are drawn first, and the grammar asked afterwards."""
+        """Whether the tokens of a slot with a grammar are sampled without a mask and checked afterwards."""
         return self._in_use[slot].is_plain
 
     def allow_all(self, slot: int) -> None:
-        """Let the next tokens of a slot be drawn from all; they go through `follow`."""
+        """Remove the mask of a slot before its next tokens are sampled; `follow` checks them."""
         self.addresses[slot] = 0
 
     def follow(self, slot: int, end: int, token_K: np.ndarray, draw: Callable[[int], int]) -> None:
-        """Settle the tokens for position `end` and those after it, one behind the other, as far as the draft is right.
+        """Sample the tokens of position `end` and later ones, one after another, while the draft is right.
 
         Args:
             token_K: drawn without bits, if the slot is plain; they are written over, up to the first that the draft, which
@@ -232,9 +245,10 @@ class GrammarMasks:
                 break
 
     def _settled(self, slot: int, matching: _Matching, token: int) -> int | None:
-        """Return what stands behind the tokens that were read, if that is settled; None: it must be drawn by the bits."""
+        """Return the token behind those that were read, or None if it must be sampled again with the mask."""
         is_drawn = matching.is_plain
-        if is_drawn and token < 0:  # no token
+        # A negative number is a failure, not a token.
+        if is_drawn and token < 0:
             return token
         if is_drawn and matching.is_followed and not matching.matcher.is_stopped():
             forced = matching.next_forced()
@@ -251,7 +265,7 @@ class GrammarMasks:
     def _those_in_use(
         self, slots_R: np.ndarray, numbers_R: np.ndarray
     ) -> Iterator[tuple[int, int, _Matching, int]]:
-        """Yield index, slot, grammar and number of the slots that have a grammar."""
+        """Yield index, slot, grammar and number for each slot with a grammar."""
         if not self._in_use:
             return
         pairs = zip(slots_R.tolist(), numbers_R.tolist(), strict=True)
@@ -261,7 +275,7 @@ class GrammarMasks:
                 yield i, slot, matching, number
 
     def _read(self, slot: int, matching: _Matching, end: int) -> None:
-        """Take the outputs that are there since the last time."""
+        """Read the outputs since the last call."""
         outputs: list[int] = self._slots.token_ids[slot, matching.end : end].tolist()
         matching.end = end
         matching.can_only_end = matching.is_unchecked = matching.has_failed = False
@@ -274,7 +288,7 @@ class GrammarMasks:
 
     @staticmethod
     def _allows(matching: _Matching, token: int) -> bool:
-        """Whether the token may stand next; an end may not that could be put off under `ignore_eos`."""
+        """Whether a token is allowed next. With `ignore_eos`, the end is forbidden while something else is possible."""
         grammar = matching.grammar
         if grammar.ignore_eos and token in grammar.eos_token_ids:
             return False
@@ -287,14 +301,14 @@ class GrammarMasks:
         self.addresses[slot] = words_W.ctypes.data
 
     def _fill(self, slot: int, matching: _Matching) -> None:
-        """Fill the bits of a slot; the grammar may fail."""
+        """Fill the mask of a slot. The grammar may fail, which only affects its own sequence."""
         words_W = self._words_SW[slot]
         self.addresses[slot] = words_W.ctypes.data
         is_filled = self._fill_reasoning(matching, words_W) or matching.matcher is None
         matching.has_failed = not (is_filled or self._fill_matching(matching, words_W))
 
     def _fill_reasoning(self, matching: _Matching, words_W: np.ndarray) -> bool:
-        """Fill the bits where the output is in its reasoning, or may be anything; False: a grammar says more."""
+        """Fill the mask of an output in its reasoning, or without a grammar. Returns False if a grammar must fill it."""
         reasoning, matcher = matching.reasoning, matching.matcher
         if reasoning is not None and (forced := reasoning.forced) is not None:
             words_W[:] = 0
@@ -303,7 +317,8 @@ class GrammarMasks:
         if matcher is not None and (reasoning is None or not reasoning.is_inside):
             return False
         words_W[:] = -1
-        if matcher is not None:  # an output that ended here would not match
+        # An output with a grammar would not match if it ended within its reasoning.
+        if matcher is not None:
             self._set_ends(words_W.view(np.uint32), matching.grammar, allow=False)
         return True
 
@@ -338,7 +353,7 @@ class GrammarMasks:
 
 
 def _reasoning(grammar: Grammar, matcher: Any) -> ReasoningProgress | None:
-    """Begin to follow the reasoning of an output; None: there is none.
+    """Begin to follow the reasoning of an output. Returns None if it has none.
 
     An opening of several tokens that the grammar allows to begin is the grammar's own.
     """

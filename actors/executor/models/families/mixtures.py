@@ -1,4 +1,4 @@
-"""Architecture name -> traits, of the decoders that are mixtures of experts; the others are in `registry.py`."""
+"""Readers of the config files of decoders with mixtures of experts (MoE), by architecture."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from trouper.actors.executor.models.traits import (
 )
 from trouper.errors import UnsupportedFeatureError, invalid
 
-# What transformers takes where the config does not say it.
+# The defaults of transformers for fields that the config lacks.
 GPT_OSS: HfConfig = {
     "attention_bias": True,
     "head_dim": 64,
@@ -37,7 +37,7 @@ GPT_OSS_ROPE: HfConfig = {
 
 
 def check_device(traits: DecoderTraits, device: str) -> None:
-    """Check that there are kernels of the model's layers for a device, "cpu" or "cuda".
+    """Check that a device, "cpu" or "cuda", has kernels for all layers of the model.
 
     Raises:
         UnsupportedFeatureError: there are none.
@@ -83,7 +83,7 @@ def _qwen2_moe_layers(config: HfConfig) -> tuple[LayerTraits, ...]:
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     if config.get("layer_types"):
         return layers_of(config, window)
-    # every other one of the first, where the dense Qwen2 has the last
+    # Every other layer among the first ones has a window, whereas in dense Qwen2 models the last ones have.
     most, num_layers = config.get("max_window_layers", 28), require(config, "num_hidden_layers")
     return tuple(
         LayerTraits(window if i < most and i % 2 == 0 else None) for i in range(num_layers)
@@ -157,7 +157,7 @@ def _experts(
     is_normalised: bool | None = None,
     **own: Any,
 ) -> ExpertsTraits:
-    """Read the experts; `is_normalised` = None reads it too.
+    """Read the experts. Without `is_normalised`, the config determines it.
 
     Raises:
         TrouperValidationError: a number is missing, or a token uses more experts than there are.
@@ -178,7 +178,7 @@ def _experts(
 
 
 def _sparse(layers: tuple[LayerTraits, ...], config: HfConfig) -> tuple[LayerTraits, ...]:
-    """Mark the layers that have experts: every `decoder_sparse_step`-th but for `mlp_only_layers`."""
+    """Mark the layers with experts: every `decoder_sparse_step`-th one, except `mlp_only_layers`."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     return tuple(
         msgspec.structs.replace(layer, is_sparse=(i + 1) % step == 0 and i not in dense)
