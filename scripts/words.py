@@ -68,9 +68,9 @@ BUDGETS = {
     "bench": Budget(5.5, 58, 14),
     "frontends": Budget(3.5, 38, 15),
     "kernels": Budget(2.5, 18, 16),
-    "scripts": Budget(0.5, 36, 16),
+    "scripts": Budget(0.5, 10, 16),
     "trouper": Budget(7.0, 22, 16),
-    "docs": Budget(5.5),
+    "docs": Budget(4.5),
 }
 
 
