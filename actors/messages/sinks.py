@@ -5,17 +5,20 @@ writes after it is closed.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import anyio
 
 from trouper.outputs import (
-    Array,
     FinishReason,
     LogprobsOnePosition,
     RequestError,
     RequestStateStats,
 )
+
+# The processes that try grammars import this module, and should not wait for numpy.
+if TYPE_CHECKING:
+    from trouper.outputs import Array
 
 T = TypeVar("T", contravariant=True)
 
@@ -108,5 +111,5 @@ class PoolingSink(ReplySink, Protocol):
     def start(self, prompt_token_ids: tuple[int, ...]) -> None:
         """Note the rendered prompt."""
 
-    def write(self, array: Array, error: RequestError | None = None) -> None:
+    def write(self, array: "Array", error: RequestError | None = None) -> None:
         """Deliver the result.  Later results are ignored."""

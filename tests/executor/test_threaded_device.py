@@ -143,7 +143,7 @@ async def test_failed_step_fails_its_epoch_and_nothing_after(config, caplog):
     assert "IndexError" in first.message
     assert isinstance(second, StepFailed)
     assert isinstance(third, StepDone)
-    assert "step 1 of 1 columns failed" in caplog.text
+    assert "step 1 with 1 entries failed" in caplog.text
     await device.aclose()
 
 

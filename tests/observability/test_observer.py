@@ -3,6 +3,7 @@
 import logging
 
 import anyio
+import msgspec
 import pytest
 import trio.testing
 
@@ -22,7 +23,8 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 
 def stats(**numbers):
-    required = SchedulerStats.__struct_fields__[: -len(SchedulerStats.__struct_defaults__)]
+    fields = msgspec.structs.fields(SchedulerStats)
+    required = [field.name for field in fields if field.required]
     return SchedulerStats(**dict.fromkeys(required, 0) | numbers)
 
 

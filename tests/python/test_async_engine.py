@@ -216,6 +216,6 @@ async def collect():
 async def test_request_is_opened_in_thread_of_loop_only():
     async with simulated_engine() as engine:
         stream = engine.generate({"prompt_token_ids": [1, 2]}, greedy(100), "a")
-        with pytest.raises(RuntimeError, match="only in the event loop and thread"):
+        with pytest.raises(RuntimeError, match="in the loop and thread that started it"):
             await anyio.to_thread.run_sync(stream.open)
         assert engine.statistics().num_open_requests == 0

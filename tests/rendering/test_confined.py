@@ -75,7 +75,7 @@ def started(monkeypatch):
 def test_it_renders_as_in_this_process(templates):
     options = {"add_generation_prompt": False, "variables": {"word": "!", "tokenize": 1}}
     expected = ChatTemplate(*TEMPLATE).render(CHAT, **options)
-    assert len(expected) == 2  # a seam in what the user wrote
+    assert len(expected) == 2  # a boundary in what the user wrote
     assert render_once(TEMPLATE, CHAT, **options) == expected
     assert templates.render(TEMPLATE, CHAT, **options) == expected
 

@@ -150,7 +150,9 @@ def test_a_python_prompt_may_have_a_suffix(tmp_path):
         only = SamplingParams(allowed_token_ids=[ids["<|fim_pad|>"]], max_tokens=4)
         (ended,) = llm.generate(gap, only, use_tqdm=False)
         assert ended.outputs[0].stop_reason == ids["<|fim_pad|>"]
-        with pytest.raises(UnsupportedFeatureError, match="suffix: a beam search"):
+        with pytest.raises(
+            UnsupportedFeatureError, match="suffix is not supported with beam search"
+        ):
             llm.beam_search(gap, BeamSearchParams(2, 2))
         with pytest.raises(TrouperValidationError, match="truncate_prompt_tokens"):
             llm.generate(

@@ -229,7 +229,7 @@ async def test_smaller_priorities_may_be_first(make_client, engine, monkeypatch)
     seen = []
     generate = engine.engine.generate
     monkeypatch.setattr(
-        engine.engine, "generate", lambda *a, **k: seen.append(k["priority"]) or generate(*a, **k)
+        engine.engine, "generate", lambda *a, **k: seen.append(a[3].priority) or generate(*a, **k)
     )
     for order in ("trouper", "vllm"):
         client = make_client(priority_order=order)

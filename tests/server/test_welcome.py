@@ -123,7 +123,7 @@ async def test_behind_a_proxy_links_keep_its_prefix(engine):
         ("/v1/health", "/health"),
         ("/v1/tokenize", "/tokenize"),
         ("/embeddings", "/v1/embeddings"),
-        ("/completion", "/v1/completions"),
+        ("/completions", "/v1/completions"),
         ("/generate", "/v1/completions"),
         ("/messages", "/v1/messages"),
     ],

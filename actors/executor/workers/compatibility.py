@@ -83,7 +83,7 @@ def _check_pooling(model: ModelConfig) -> None:
 
 
 def _check_transformers(model: ModelConfig) -> None:
-    if is_gguf(Path(model.path)):
+    if model.is_gguf:
         decoder_traits(model.hf_config, model.architecture)
     if find_spec("transformers") is None:
         raise UnsupportedFeatureError("the package transformers is not installed")

@@ -12,7 +12,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
@@ -34,7 +33,6 @@ from trouper.actors.runtime.startup import (
     num_physical_cores,
     set_torch_environment,
 )
-from trouper.config.gguf.header import is_gguf
 from trouper.config.parallel import CPU_BIND
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError, invalid
@@ -142,7 +140,7 @@ class ModelHost:
         from trouper.actors.executor.models.families.registry import has_own_code
 
         config, model = self._config, self._config.model
-        if config.model_impl == "trouper" or is_gguf(Path(model.path)):
+        if config.model_impl == "trouper" or model.is_gguf:
             return False
         if config.model_impl == "auto" and has_own_code(model.hf_config, model.architecture):
             return False

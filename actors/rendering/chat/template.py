@@ -1,9 +1,8 @@
-"""Conversations -> text, by the model's chat template; equal to transformers' `apply_chat_template`.
+"""Render conversations with the model's chat template; the text equals that of transformers' `apply_chat_template`.
 
-Laws.  Rendering is pure: no template, message or tool of the caller is changed.  Text of the caller, be it in
-messages, tools or variables, that spells one of the model's control tokens is never parsed as that token:
-`SEAM` is put behind its first character, and the tokenizer finds no token across a seam
-(`Tokenizer.encode_pieces`).
+Laws.  Rendering is pure: templates, messages and tools of the caller stay unchanged.  Text of the caller never becomes
+a control token, whether it is in messages, tools or variables: if it spells one, `BOUNDARY` is inserted after the first
+character, and `Tokenizer.encode_pieces` finds no token across a boundary.
 """
 
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from trouper.actors.rendering.chat.messages import (
     past_arguments,
     plain_data,
 )
-from trouper.actors.rendering.tokenizers.boundaries import SEAM, sew
+from trouper.actors.rendering.tokenizers.boundaries import BOUNDARY, with_boundaries
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -113,11 +112,11 @@ class ChatTemplate:
             final = self._mark_end(chat) if continue_final_message else None
             text = self._text(
                 messages=chat,
-                tools=_sewn(tools, self._control),
+                tools=_with_boundaries(tools, self._control),
                 add_generation_prompt=add_generation_prompt,
-                variables=_sewn(used, self._control),
+                variables=_with_boundaries(used, self._control),
             )
-        return (text if final is None else _cut_end(text, final)).split(SEAM)
+        return (text if final is None else _cut_end(text, final)).split(BOUNDARY)
 
     def _text(self, *, variables: Mapping[str, Any], **fields: Any) -> str:
         special = self._used(self._special_tokens)
@@ -157,7 +156,7 @@ class ChatTemplate:
         # The model itself writes `<think>` and the like, so an earlier answer may hold them as tokens.
         unwelcome = self._special if role == "assistant" else self._control
         given = {key: value for key, value in message.items() if value is not None}
-        clean = _sewn(given, unwelcome)
+        clean = _with_boundaries(given, unwelcome)
         if role.isidentifier():  # what templates compare
             clean["role"] = role
         if "content" in clean:
@@ -260,18 +259,20 @@ def _cut_end(text: str, final: str) -> str:
     return text[:end] if is_whole else text[:end].rstrip()  # trimmed, so the message's end was too
 
 
-def _sewn(value: Any, tokens: Collection[str]) -> Any:
-    """Put a seam into each of `tokens` that the strings in `value` spell."""
+def _with_boundaries(value: Any, tokens: Collection[str]) -> Any:
+    """Put a boundary into each of `tokens` that the strings in `value` spell."""
     if isinstance(value, str):
-        return sew(value.replace(SEAM, "").replace(MARK, ""), tokens)
+        return with_boundaries(value.replace(BOUNDARY, "").replace(MARK, ""), tokens)
     if is_object(value):
         # what a template may name is no token, however it is spelled: `m.content`
         return {
-            key if str(key).isidentifier() else _sewn(key, tokens): _sewn(item, tokens)
+            key if str(key).isidentifier() else _with_boundaries(key, tokens): _with_boundaries(
+                item, tokens
+            )
             for key, item in value.items()
         }
     if is_array(value):
-        return [_sewn(item, tokens) for item in value]
+        return [_with_boundaries(item, tokens) for item in value]
     return value
 
 

@@ -77,12 +77,12 @@ class Grammars:
         )
 
     def compile(
-        self, params: SamplingParams, thinking: ReasoningRules | None = None, owner: str = ""
+        self, params: SamplingParams, reasoning: ReasoningRules | None = None, owner: str = ""
     ) -> Grammar | None:
         """Compile the constraints of a request's output.  Returns None if there are none.
 
         Args:
-            thinking: reasoning that may come first.
+            reasoning: reasoning that may come first.
             owner: the client whose request it is; what is kept for it pushes out its own first.
 
         Raises:
@@ -91,14 +91,14 @@ class Grammars:
             UnsupportedFeatureError: llguidance is not installed, or grammars are turned off.
         """
         wanted, tokenizer = params.structured_outputs, self._tokenizer
-        if (wanted is None and thinking is None) or tokenizer is None:
+        if (wanted is None and reasoning is None) or tokenizer is None:
             return None
         if (
             wanted is not None
             and self._config.enable_in_reasoning
             and params.thinking_token_budget is None
         ):
-            thinking = None
+            reasoning = None
         found = None if wanted is None else self._compiled(wanted, owner)
         source = None if found is None else found.source
         rules = GrammarRules(
@@ -106,7 +106,7 @@ class Grammars:
             eos_token_ids=self._eos_token_ids,
             ignore_eos=params.ignore_eos,
             num_tokens=self._num_tokens,
-            reasoning=thinking,
+            reasoning=reasoning,
             num_bytes=0 if found is None else found.num_bytes,
         )
         vocabulary = self._known_vocabulary() if self._sends_grammars else None

@@ -35,8 +35,8 @@ from trouper.actors.rendering.prompts.infill import Gap, gap_ids, marks_of
 from trouper.actors.rendering.prompts.sampling import (
     ModelLimits,
     eos_ids,
+    reasoning_of,
     resolve_sampling,
-    thinking_of,
 )
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.checkpoint.files import read_text
@@ -170,7 +170,7 @@ class Prompts:
         prompt_token_ids = tuple(ids)
         resolved = resolve_sampling(message.params, len(ids), self._limits, self._tokenizer)
         marks = self._limits.reasoning or message.options.reasoning
-        thinking = thinking_of(marks, resolved.params, form.text, ids, self._tokenizer)
+        reasoning = reasoning_of(marks, resolved.params, form.text, ids, self._tokenizer)
         return Rendered(
             Track(
                 message.id,
@@ -190,7 +190,7 @@ class Prompts:
                 options=message.options,
                 arrival_time=message.arrival_time,
                 cache_salt=form.salt,
-                grammar=self._grammars.compile(resolved.params, thinking, message.options.key),
+                grammar=self._grammars.compile(resolved.params, reasoning, message.options.key),
                 adapter=message.adapter,
                 embeds=embeds,
                 embeds_digests=digests(embeds, self._limits.block_size),

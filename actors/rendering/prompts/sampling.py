@@ -120,7 +120,7 @@ def _bad_words(
 TAIL_TOKENS = 32  # of a prompt of ids: they hold the mark that it may end with
 
 
-def thinking_of(
+def reasoning_of(
     marks: Marks | None,
     params: SamplingParams,
     prompt: str | None,

@@ -8,10 +8,10 @@ first character of such a spelling; the tokenizer encodes the parts between boun
 import re
 from collections.abc import Collection
 
-SEAM = "\U000f0000"  # a private-use character; dropped from what callers write
+BOUNDARY = "\U000f0000"  # a private-use character; dropped from what callers write
 
 
-def sew(text: str, tokens: Collection[str]) -> str:
+def with_boundaries(text: str, tokens: Collection[str]) -> str:
     """Put a boundary into each spelling of one of `tokens` in the text."""
     # Some models have hundreds of special tokens: look for each at the speed of `in`, which nearly always
     # ends the matter.  Only first characters are consumed, so overlapping spellings are all broken.
@@ -19,9 +19,9 @@ def sew(text: str, tokens: Collection[str]) -> str:
     if not spelled:
         return text
     heads = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in spelled)
-    return re.sub(heads, rf"\g<0>{SEAM}", text)
+    return re.sub(heads, rf"\g<0>{BOUNDARY}", text)
 
 
 def pieces_of(text: str, tokens: Collection[str]) -> list[str]:
     """Split a caller's text so that no part spells one of `tokens`."""
-    return sew(text.replace(SEAM, ""), tokens).split(SEAM)
+    return with_boundaries(text.replace(BOUNDARY, ""), tokens).split(BOUNDARY)
