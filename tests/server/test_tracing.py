@@ -1,5 +1,7 @@
 """The trace context of a request's headers is the parent of its spans."""
 
+from importlib import import_module
+
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -26,10 +28,9 @@ async def traced(anyio_backend):
     """A client of an engine that traces, and what is exported."""
     exporter = InMemorySpanExporter()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "trouper.actors.observability.tracing.otlp_processor",
-            lambda endpoint: SimpleSpanProcessor(exporter),
-        )
+        # The module that the engine will import: tests of its absence leave another as the package's attribute.
+        tracing = import_module("trouper.actors.observability.tracing")
+        patch.setattr(tracing, "otlp_processor", lambda endpoint: SimpleSpanProcessor(exporter))
         args = EngineArgs(**SMALL, otlp_traces_endpoint="http://collector:4318")
         async with AsyncLLMEngine.from_engine_args(args) as engine:
             yield Client(create_app(engine)), exporter
