@@ -2,11 +2,16 @@
 
 import inspect
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+import trouper.bench
 from trouper.config.devices import cuda_problem
+
+# An installed package has no studies: they come from the checkout, which also holds these tests.
+trouper.bench.__path__.append(str(Path(__file__).parents[1] / "bench"))
 
 # The models are tiny: a second thread has nothing to do, and on a busy machine each barrier with it
 # costs a time slice.
