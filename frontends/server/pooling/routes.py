@@ -222,7 +222,7 @@ def _context(
     # no cache makes it worth while to keep a session together
     placement = read_placement(context, request.data_parallel_rank)
     check_place(*placement, service.config.data_parallel_size)
-    options = {
+    options: dict[str, Any] = {
         **client_options(request),
         "data_parallel_rank": placement.data_parallel_rank,
         "priority": priority,
