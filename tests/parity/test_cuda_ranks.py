@@ -166,6 +166,6 @@ def test_without_library_of_sums_ranks_are_refused(tmp_path):
     """As by a build of torch for the CPU; the tests' own way is gloo."""
     machine = EmulatedMachine()
     machine.backend = "mpi"
-    with pytest.raises(UnsupportedFeatureError, match="are MPI's, which this build of torch lacks"):
+    with pytest.raises(UnsupportedFeatureError, match="needs MPI, which this build of torch lacks"):
         join_group(machine, 0, 0, 2)
     assert CudaMachine.backend == "nccl"
