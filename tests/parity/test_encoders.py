@@ -72,7 +72,7 @@ ENCODERS = {
     "electra-unprojected": ("Electra", {"embedding_size": 48}),
     "albert": ("Albert", {"embedding_size": 32}),
     "eurobert": ("EuroBert", {}),
-    "eurobert-grouped": ("EuroBert", {"num_key_value_heads": 2, "head_dim": 16, "attention_bias": True}),
+    "eurobert-grouped": ("EuroBert", {"num_key_value_heads": 2, "head_dim": 16}),
     "jina-v3": ("JinaEmbeddingsV3", {"type_vocab_size": 1}),
     "t5": ("T5", T5),
     "t5-gated": ("T5", T5 | {"feed_forward_proj": "gated-gelu", "d_kv": 8}),

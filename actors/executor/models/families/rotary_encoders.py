@@ -139,6 +139,9 @@ def gte(config: HfConfig) -> EncoderTraits:
 
 
 def eurobert(config: HfConfig) -> EncoderTraits:
+    for field in ("attention_bias", "mlp_bias"):
+        if config.get(field):
+            raise UnsupportedFeatureError(f"{field}=true is not supported for EuroBERT")
     pooling = config.get("classifier_pooling") or "late"
     if pooling not in ("bos", "mean", "late"):
         raise UnsupportedFeatureError(f"classifier_pooling={pooling!r} is not supported")
@@ -211,6 +214,9 @@ def t5(config: HfConfig) -> EncoderTraits:
         raise UnsupportedFeatureError(f"feed_forward_proj={kind}-{act} is not supported")
     # T5 v1.1 calls its gelu exact, and computes the approximation.
     act = "gelu_new" if kind and act == "gelu" else act
+    act = config.get("dense_act_fn") or act
+    if config.get("is_gated_act", bool(kind)) != bool(kind):
+        raise UnsupportedFeatureError("is_gated_act contradicts feed_forward_proj")
     dense = "layer.1.DenseReluDense."
     return common_traits(
         {**config, "hidden_act": act},
@@ -235,9 +241,15 @@ def t5(config: HfConfig) -> EncoderTraits:
         is_gated=bool(kind),
         head_width=require(config, "d_kv"),
         is_scaled=False,
-        relative_buckets=config.get("relative_attention_num_buckets") or 32,
-        max_distance=config.get("relative_attention_max_distance") or 128,
+        relative_buckets=_at_least_one(config, "relative_attention_num_buckets", 32),
+        max_distance=_at_least_one(config, "relative_attention_max_distance", 128),
     )
+
+
+def _at_least_one(config: HfConfig, name: str, default: int) -> int:
+    """Return a size that a config may leave out, but not set to 0."""
+    value = config.get(name)
+    return default if value is None else require(config, name)
 
 
 def one_rope(
