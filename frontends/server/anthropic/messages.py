@@ -244,4 +244,4 @@ def _render(problem: ErrorBody, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": error, "request_id": request_id}
 
 
-ANTHROPIC_ERRORS = ErrorForm(_render, event="error", stream_end=b"")
+ANTHROPIC_ERRORS = ErrorForm(_render, event="error", stream_end=b"", schema="NamedError")

@@ -49,7 +49,7 @@ def _render_error(problem: ErrorBody, request_id: str) -> object:
     return {"error": clean(text, MAX_MESSAGE)}
 
 
-OLLAMA_ERRORS = ErrorForm(_render_error, event=None, stream_end=b"")
+OLLAMA_ERRORS = ErrorForm(_render_error, event=None, stream_end=b"", schema="TextError")
 
 
 async def chat(service: Service, context: RequestContext, request: OllamaChatRequest) -> None:

@@ -10,7 +10,7 @@ from trouper import __version__
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.service.service import Service
-from trouper.frontends.server.shared.errors import OPENAI_ERRORS, TYPES
+from trouper.frontends.server.shared.errors import TYPES
 
 ERROR = {
     "type": "object",
@@ -42,6 +42,11 @@ NAMED_ERROR = {  # of the Messages API
         "request_id": {"type": "string"},
     },
 }
+TEXT_ERROR = {  # of Ollama's API
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string"}},
+}
 ANYWHERE = (400, 401, 404, 408, 413, 414, 415, 431, 500, 503)
 TAKING_WORK = (429, 504)
 IN_PATH = re.compile(r"\{(\w+)\}")
@@ -70,7 +75,12 @@ def document(routes: Iterable[Route], *, has_keys: bool) -> dict[str, Any]:
         "info": {"title": "trouper", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": ERROR, "NamedError": NAMED_ERROR},
+            "schemas": {
+                **components,
+                "Error": ERROR,
+                "NamedError": NAMED_ERROR,
+                "TextError": TEXT_ERROR,
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}] if has_keys else [],
@@ -95,8 +105,9 @@ def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     is_looked_up = route.body is not None or "{" in route.path
     statuses = ANYWHERE + (TAKING_WORK if is_looked_up else ())
     statuses += (409,) if route.access == "admin" else ()
-    name = "Error" if route.errors.render is OPENAI_ERRORS.render else "NamedError"
-    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    statuses += (501,) if route.errors.schema == "TextError" else ()
+    schema = {"$ref": f"#/components/schemas/{route.errors.schema}"}
+    error = {"application/json": {"schema": schema}}
     for status in sorted(statuses):
         found["responses"][str(status)] = {"description": TYPES[status], "content": error}
     return found
@@ -112,6 +123,8 @@ def _answer(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     if route.generates:
         # OpenAPI 3.1 cannot describe events: some readers take a schema for one of them, some for all
         content["text/event-stream"] = {}
+    if route.errors.schema == "TextError" and route.method == "POST":
+        content["application/x-ndjson"] = {}
     return {"description": "OK", "content": content}
 
 

@@ -120,6 +120,7 @@ class ErrorForm(NamedTuple):
     render_event: Callable[[ErrorBody, int], object] | None = (
         None  # if it differs; takes its number
     )
+    schema: str = "Error"  # the name of the body's description in the OpenAPI document
 
 
 def _openai_body(problem: ErrorBody, request_id: str) -> object:
