@@ -19,7 +19,8 @@ from trouper.actors.executor.workers.machines.launch_hosts import ranks_by_node,
 from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
 from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.config.args import EngineArgs
-from trouper.config.checkpoint.pooler import Dense, PoolerSpec
+from trouper.config.checkpoint.pooler import PoolerSpec
+from trouper.config.checkpoint.sentence_transformers import Dense
 from trouper.config.parallel import CLUSTER_KEY, RAY_CPUS, NodesConfig, nodes_config
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from trouper.config.gguf.files import gguf_models, gguf_names
-from trouper.config.gguf.header import read_gguf
+from trouper.config.gguf.header import Gguf, read_gguf
 from trouper.config.model import ModelConfig
 
 # The largest size of a safetensors header in bytes; the largest known one is under 20 MiB.
@@ -47,15 +47,17 @@ class ModelFiles(msgspec.Struct, frozen=True):
         digest = hashlib.sha256()
         for file, stat in stats:
             digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-        metadata = read_gguf(path).metadata if model.is_gguf else {}
-        family = metadata.get("general.architecture") or model.hf_config.get("model_type")
+        header = read_gguf(path) if model.is_gguf else None
+        family = model.hf_config.get("model_type")
+        if header is not None:
+            family = header.metadata.get("general.architecture") or family
         return cls(
             sum(stat.st_size for _, stat in stats),
-            _num_parameters(path, files, is_gguf=model.is_gguf),
+            _num_parameters(files, header),
             max((stat.st_mtime for _, stat in stats), default=0.0),
             digest.hexdigest(),
             str(family or "unknown"),
-            _level(model, path),
+            _level(model, header),
         )
 
 
@@ -71,9 +73,9 @@ def weight_files(path: Path) -> list[Path]:
     return [path]
 
 
-def _num_parameters(path: Path, files: list[Path], *, is_gguf: bool) -> int:
-    if is_gguf:
-        return sum(math.prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
+def _num_parameters(files: list[Path], header: Gguf | None) -> int:
+    if header is not None:
+        return sum(math.prod(tensor.shape) for tensor in header.tensors.values())
     return sum(_num_numbers(file) for file in files)
 
 
@@ -85,9 +87,9 @@ def _num_numbers(file: Path) -> int:
     return sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
 
 
-def _level(model: ModelConfig, path: Path) -> str:
-    if model.is_gguf:
-        types = [t.type.name for t in read_gguf(path).tensors.values() if len(t.shape) > 1]
+def _level(model: ModelConfig, header: Gguf | None) -> str:
+    if header is not None:
+        types = [t.type.name for t in header.tensors.values() if len(t.shape) > 1]
         return max(set(types), key=types.count) if types else "F32"
     quantization: dict[str, Any] = model.hf_config.get("quantization_config") or {}
     method = quantization.get("quant_method")

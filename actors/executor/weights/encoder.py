@@ -30,11 +30,10 @@ from trouper.actors.executor.weights.gguf import GgufEncoder
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.checkpoint.pooler import (
     LATE_INTERACTION,
-    Dense,
     PoolerSpec,
-    Splade,
     TokenClassifier,
 )
+from trouper.config.checkpoint.sentence_transformers import Dense, Splade
 from trouper.config.gguf.header import is_gguf
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.kernels.cpu.encoder_ops import LayerNorm, TokenEmbedding

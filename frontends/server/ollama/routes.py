@@ -21,6 +21,7 @@ from trouper.frontends.server.ollama.requests import (
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaNamed,
+    OllamaOptions,
     check_keep_alive,
     read_options,
 )
@@ -72,10 +73,7 @@ async def _answer(
     is_empty: bool,
 ) -> None:
     check_keep_alive(request.keep_alive)
-    options, unknown = read_options(request.options)
-    if unknown:
-        names = [f"options.{name}" for name in unknown]
-        context.own_headers += service.unknown.note(context.path, names)
+    options = _options(service, context, request.options)
     limit = service.config.max_model_len
     if options.num_ctx is not None and options.num_ctx > limit:
         context.own_headers += ((b"x-trouper-context", b"%d" % limit),)
@@ -92,6 +90,17 @@ async def _answer(
         with client_names(turn.client_name):
             await _shorten(service, turn.asked)
     await drive(service, context, turn, OllamaAdapter)
+
+
+def _options(
+    service: Service, context: RequestContext, given: dict[str, Any] | None
+) -> OllamaOptions:
+    """Read the options of a request; its answer names those that are not known."""
+    options, unknown = read_options(given)
+    if unknown:
+        names = [f"options.{name}" for name in unknown]
+        context.own_headers += service.unknown.note(context.path, names)
+    return options
 
 
 async def _shorten(service: Service, asked: ChatRequest) -> None:
@@ -134,10 +143,7 @@ async def create_embedding(
 ) -> None:
     """Embed texts: `/api/embed` answers with a list, the older `/api/embeddings` with one vector."""
     check_keep_alive(request.keep_alive)
-    _, unknown = read_options(request.options)
-    if unknown:
-        names = [f"options.{name}" for name in unknown]
-        context.own_headers += service.unknown.note(context.path, names)
+    _options(service, context, request.options)
     is_old = context.path == "/api/embeddings"
     given, field = (request.prompt, "prompt") if is_old else (request.input, "input")
     if given is None or (is_old and request.input is not None):
@@ -208,6 +214,9 @@ async def refuse(service: Service, context: RequestContext, _: object) -> None: 
 
 
 async def _files(service: Service) -> ModelFiles:
-    return await anyio.to_thread.run_sync(
-        ModelFiles.of, service.config.model, limiter=service.threads
-    )
+    """Return what the files show, which is read once: clients ask again every few seconds."""
+    if service.model_files is None:
+        service.model_files = await anyio.to_thread.run_sync(
+            ModelFiles.of, service.config.model, limiter=service.threads
+        )
+    return service.model_files

@@ -15,6 +15,7 @@ import msgspec
 from trouper.actors.observability.metrics import LIMITS
 from trouper.actors.rendering.prompts.prompts import template_text
 from trouper.actors.replies.slot import ExpectedToken
+from trouper.config.model_files import ModelFiles
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperNotFoundError
 from trouper.frontends.dialects.answer_format import AnswerFormat
@@ -98,6 +99,8 @@ class Service:
         self._engine: Engine | None = None
         # The largest number given to an adapter so far.
         self._last_adapter = 0
+        # Sizes and types for Ollama's clients, once one has asked.
+        self.model_files: ModelFiles | None = None
         # Contexts by the engine's request id, oldest first.
         self._open: dict[str, RequestContext] = {}
 

@@ -10,17 +10,16 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from trouper.config.checkpoint.files import check_folder, checked, read_json, read_object
-from trouper.config.checkpoint.hf_fields import (
-    DenseFields,
-    Module,
-    PoolingFields,
-    TransformerFields,
+from trouper.config.checkpoint.files import checked, read_object
+from trouper.config.checkpoint.late_interaction import LateInteraction
+from trouper.config.checkpoint.sentence_transformers import (
+    Dense,
+    SentenceTransformersFolder,
+    SeqPooling,
+    Splade,
 )
-from trouper.config.checkpoint.late_interaction import UNLIMITED, LateInteraction
 from trouper.errors import UnsupportedFeatureError, invalid
 
-SeqPooling = Literal["CLS", "LAST", "MEAN"]
 TokPooling = Literal["ALL", "STEP"]
 Activation = Literal["identity", "sigmoid", "softmax"]
 SEQ_POOLINGS, TOK_POOLINGS = ("CLS", "LAST", "MEAN"), ("ALL", "STEP")
@@ -33,15 +32,7 @@ COLBERT_SIZES = ("colbert_dim", "dim", "projection_dim")
 # In the order of preference for the model's default task, and for the engine's.
 MODEL_ORDER = ("embed", "classify", "token_embed", "token_classify")
 ENGINE_ORDER = ("token_embed", "token_classify", "embed", "classify")
-# The modes of sentence-transformers' pooling module, in both spellings of its config.
-ST_MODES: dict[str, SeqPooling] = {
-    "pooling_mode_cls_token": "CLS", "pooling_mode_mean_tokens": "MEAN",
-    "pooling_mode_lasttoken": "LAST", "cls": "CLS", "mean": "MEAN", "lasttoken": "LAST",
-}  # fmt: skip
-# `sentence_…_config.json`: the current name, then the names in folders from before there was one for all models.
-ST_TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 TOKEN_METHODS = ("from_2_way_softmax", "no_post_processing")
-DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid")
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,18 +104,6 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.tok_pooling_type or (kind if kind in TOK_POOLINGS else None)
 
 
-class Dense(msgspec.Struct, frozen=True):
-    """A sentence-transformers Dense module: y = act(x Wᵀ + b)."""
-
-    folder: str
-    num_inputs: int
-    num_outputs: int
-    has_bias: bool
-    activation: str
-    # Whether a Normalize module precedes it.
-    normalizes_input: bool = False
-
-
 class TokenClassifier(msgspec.Struct, frozen=True):
     """A classifier that uses rows of a language model's head, for rerankers trained to answer "yes" or "no".
 
@@ -163,15 +142,6 @@ class TokenClassifier(msgspec.Struct, frozen=True):
     def labels(self) -> tuple[str, ...]:
         """The names of the classes: the tokens, or the second of two tokens that the method compares."""
         return self.tokens[1:] if self.is_difference else self.tokens
-
-
-class Splade(msgspec.Struct, frozen=True):
-    """The conversion of logits over the vocabulary to a sparse embedding with weights ≥ 0, one for each token."""
-
-    # Whether the weight is the sum over the text's tokens, instead of the maximum.
-    takes_sum: bool = False
-    # How often log(1 + x) is applied to positive logits.
-    num_logs: int = 1
 
 
 class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,7 +217,7 @@ def pooler_spec(
         UnsupportedFeatureError: an unsupported sentence-transformers module.
     """
     is_decoder = _is_decoder(architecture)
-    found = _Modules(folder)
+    found = SentenceTransformersFolder(folder)
     saved = read_object(folder / "config_sentence_transformers.json") or {}
     tasks = _tasks(architecture, found, convert)
     task = wishes.task or next(task for task in MODEL_ORDER if task in tasks)
@@ -343,7 +313,7 @@ def _is_decoder(architecture: str) -> bool:
     )
 
 
-def _tasks(architecture: str, found: "_Modules", convert: str) -> tuple[str, ...]:
+def _tasks(architecture: str, found: "SentenceTransformersFolder", convert: str) -> tuple[str, ...]:
     if convert != "embed":
         if architecture.endswith(TOKEN_CLASSIFIERS):
             return ("token_classify",)
@@ -357,7 +327,9 @@ def _tasks(architecture: str, found: "_Modules", convert: str) -> tuple[str, ...
     return ("embed", "token_embed")
 
 
-def _embedding_size(found: "_Modules", architecture: str, config: dict[str, Any]) -> int:
+def _embedding_size(
+    found: "SentenceTransformersFolder", architecture: str, config: dict[str, Any]
+) -> int:
     if found.splade is not None:
         return int(config["vocab_size"])
     if found.dense:
@@ -368,7 +340,7 @@ def _embedding_size(found: "_Modules", architecture: str, config: dict[str, Any]
 
 
 def _late_interaction(
-    folder: Path, found: "_Modules", saved: dict[str, Any]
+    folder: Path, found: "SentenceTransformersFolder", saved: dict[str, Any]
 ) -> LateInteraction | None:
     stanford = read_object(folder / "artifact.metadata") or {}
     try:
@@ -410,127 +382,3 @@ def _activation(config: dict[str, Any], saved: dict[str, Any], num_labels: int) 
             return "sigmoid"
         case _:
             return "sigmoid" if num_labels < 2 else "softmax"
-
-
-class _Modules:
-    """The contents of modules.json and of the modules' own files, with defaults for missing ones."""
-
-    def __init__(self, folder: Path) -> None:
-        self.pooling: SeqPooling | None = None
-        self.normalizes = True
-        self.dense: tuple[Dense, ...] = ()
-        self.splade: Splade | None = None
-        self.is_late_interaction = False
-        self.transformer: dict[str, Any] = {}
-        self.mask: dict[str, Any] | None = None  # of a MultiVectorEncoder
-        self.max_length = _tokenizer_length(folder)
-        self.lowers_case = False
-        if not (folder / "modules.json").is_file():
-            return
-        modules = checked(read_json(folder / "modules.json"), list[Module], "modules.json")
-        kinds: list[str] = []
-        for module in modules:
-            kind = module.type.rpartition(".")[2]
-            self._take(kind, _inside(folder, module.path), kinds)
-            kinds.append(kind)
-        self.normalizes = _is_normalized(kinds)
-        if "MLMTransformer" in kinds and self.splade is None:
-            rule = "the sentence-transformers module 'MLMTransformer' needs SpladePooling after it"
-            raise UnsupportedFeatureError(rule, parameter="model")
-        # A projection of each token without pooling over tokens.
-        self.is_late_interaction = "Pooling" not in kinds and (
-            "Dense" in kinds or self.mask is not None
-        )
-        if self.is_late_interaction:
-            self.normalizes = True
-
-    def _take(self, kind: str, folder: Path, before: Sequence[str]) -> None:
-        match kind:
-            case "Transformer" | "MLMTransformer":
-                files = (folder / f"sentence_{name}_config.json" for name in ST_TRANSFORMERS)
-                self.transformer = next(filter(None, map(read_object, files)), dict[str, Any]())
-                own = checked(
-                    self.transformer, TransformerFields, f"{folder.name}/sentence_…_config.json"
-                )
-                self.max_length = own.max_seq_length or self.max_length
-                self.lowers_case = bool(own.do_lower_case)
-            case "Pooling":
-                if early := [name for name in before if name in ("Dense", "Normalize", "Pooling")]:
-                    rule = f"the sentence-transformers module {early[0]!r} before Pooling is not supported"
-                    raise UnsupportedFeatureError(rule, parameter="model")
-                self.pooling = _pooling(_needed(folder / "config.json"))
-            case "Dense":
-                is_pooled, is_normalized = "Pooling" in before, _is_normalized(before)
-                dense = _dense(folder, "sentence_embedding" if is_pooled else "token_embeddings")
-                dense = msgspec.structs.replace(dense, normalizes_input=is_normalized)
-                self.dense = (*self.dense, dense)
-            case "SpladePooling" if before == ["MLMTransformer"]:
-                self.splade = _splade(_needed(folder / "config.json"))
-            case "MultiVectorMask":
-                self.mask = _needed(folder / "config.json")
-            case "Normalize" | "Dropout":
-                pass
-            case _:
-                raise UnsupportedFeatureError(
-                    f"the sentence-transformers module {kind!r} is not supported"
-                )
-
-
-def _tokenizer_length(folder: Path) -> int | None:
-    """Return the number of tokens that a text may have, or None.  Tokenizers without a limit store a huge number."""
-    length: Any = (read_object(folder / "tokenizer_config.json") or {}).get("model_max_length")
-    return int(length) if type(length) in (int, float) and 1 <= length < UNLIMITED else None
-
-
-def _pooling(config: dict[str, Any]) -> SeqPooling:
-    modes = [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on]
-    own = checked(config, PoolingFields, "Pooling/config.json").pooling_mode
-    if own is not None:
-        modes = [own] if isinstance(own, str) else list(own)
-    if len(modes) != 1 or modes[0] not in ST_MODES:
-        raise UnsupportedFeatureError(f"the pooling {modes} is not supported")
-    return ST_MODES[modes[0]]
-
-
-def _splade(config: dict[str, Any]) -> Splade:
-    strategy, act = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
-    if strategy not in ("max", "sum") or act not in ("relu", "log1p_relu"):
-        rule = f"SpladePooling with pooling_strategy={strategy!r} and activation_function={act!r} is not supported"
-        raise UnsupportedFeatureError(rule, parameter="model")
-    return Splade(strategy == "sum", 1 + (act == "log1p_relu"))
-
-
-def _is_normalized(kinds: Sequence[str]) -> bool:
-    """Check whether the last of these modules that changes an embedding is Normalize."""
-    changing = [kind for kind in kinds if kind in ("Dense", "Normalize")]
-    return changing[-1:] == ["Normalize"]
-
-
-def _dense(folder: Path, feature: str) -> Dense:
-    config = _needed(folder / "config.json")
-    fields = checked(config, DenseFields, f"{folder.name}/config.json")
-    name = (fields.activation_function or "identity").rpartition(".")[2].lower()
-    if name not in DENSE_ACTIVATIONS:
-        raise UnsupportedFeatureError(f"the activation {name} of {folder.name} is not supported")
-    for field in ("module_input_name", "module_output_name"):
-        if (found := getattr(fields, field)) not in (None, feature):
-            rule = f"{folder.name}/config.json: {field}={found!r} is not supported"
-            raise UnsupportedFeatureError(rule, parameter="model")
-    if fields.use_residual:
-        raise UnsupportedFeatureError(f"use_residual of {folder.name} is not supported")
-    return Dense(str(folder), fields.in_features, fields.out_features, fields.bias, name)
-
-
-def _needed(path: Path) -> dict[str, Any]:
-    found = read_object(path)
-    if found is None:
-        raise invalid("model", "the model folder lacks this file", str(path))
-    return found
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """Return a module's folder inside the model's folder."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise invalid("model", "modules.json: a path that leads out of the folder", name)
-    check_folder(folder / name)
-    return folder / name
