@@ -8,6 +8,13 @@ import hypothesis
 import pytest
 
 import trouper.bench
+from tests.support.time_limit import (  # noqa: F401  these are hooks
+    pytest_handlecrashitem,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+    pytest_timeout_set_timer,
+)
 from trouper.config.devices import cuda_problem
 
 # An installed package has no studies: they come from the checkout, which also holds these tests.
