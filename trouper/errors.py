@@ -102,6 +102,18 @@ class TemplateBudgetError(TrouperValidationError):
     code = "template_budget_exceeded"
 
 
+class MediaError(TrouperValidationError):
+    """An image of the request cannot be used; `code` names the reason and is the HTTP error's code.
+
+    The codes are `invalid_image`, `media_too_large`, `media_budget`, `too_many_media`, `media_url_blocked` and
+    `multimodal_cache_miss`.
+    """
+
+    def __init__(self, message: str, *, parameter: str, code: str, value: Any = None) -> None:
+        super().__init__(message, parameter=parameter, value=value)
+        self.code = code
+
+
 class TrouperNotFoundError(TrouperClientError):
     """The model or adapter that a request names is not known; `parameter` is the field, where it is not the model."""
 

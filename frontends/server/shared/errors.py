@@ -23,6 +23,7 @@ from trouper.errors import (
     ExecutionError,
     GenerationError,
     GracefulHTTPError,
+    MediaError,
     MissingExtraError,
     QueueOverflowError,
     RetryableRequestError,
@@ -160,6 +161,8 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
         case ContextLengthError():
             problem = _told(400, error.code, error)
             return msgspec.structs.replace(problem, limit=error.limit, length=error.length)
+        case MediaError(code="media_url_blocked"):
+            return _told(403, error.code, error)
         case TrouperClientError():
             return _told(400, getattr(error, "code", "invalid_value"), error)
         case MissingExtraError():
