@@ -36,7 +36,7 @@ from trouper.actors.messages.controls import (
 )
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.replies.slot import Slot
-from trouper.actors.runtime.shielded import wait_shielded
+from trouper.actors.runtime.future import wait_shielded
 from trouper.errors import EngineDeadError, ProfilerAlreadyActiveError
 
 RESTORE_GRACE_S = 60  # taking a pause back, while being cancelled

@@ -20,8 +20,7 @@ from trouper.actors.engine.control_client import ControlClient
 from trouper.actors.engine.controls import Controls
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.lifecycle import EngineState, Event, Lifecycle
-from trouper.actors.engine.request_table import RequestTable
-from trouper.actors.engine.snapshot import EngineSnapshot
+from trouper.actors.engine.request_table import EngineSnapshot, RequestTable
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.messages.controls import (
@@ -40,8 +39,7 @@ from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.replies.slot import Slot
-from trouper.actors.runtime.event_loop import EventLoop
-from trouper.actors.runtime.threads import Threads
+from trouper.actors.runtime.event_loop import EventLoop, Threads
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.config.adapters import AdapterFiles, read_adapter
 from trouper.config.resolve import EngineConfig

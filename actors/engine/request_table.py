@@ -1,6 +1,7 @@
-"""The open requests of an engine.
+"""The open requests of an engine, and snapshots of its actors for tests and for engines that hang.
 
-Requests are opened, aborted and closed synchronously, so no cancellation falls between two tables.
+Requests are opened, aborted and closed synchronously, so no cancellation falls between two tables. Each actor's
+`snapshot()` reads its own tables, in microseconds, without waiting and without changing anything.
 """
 
 import time
@@ -9,21 +10,53 @@ from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
 from anyio.streams.memory import MemoryObjectSendStream
 
 from trouper.actors.engine.adapters import Adapters
 from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens
 from trouper.actors.engine.generation import MakeRender
-from trouper.actors.engine.snapshot import RequestSnapshot
+from trouper.actors.engine.lifecycle import EngineState
+from trouper.actors.executor.actor import ExecutorSnapshot
 from trouper.actors.messages.controls import RendererInbox, SchedulerInbox
 from trouper.actors.messages.requests import Abort, RequestId, RequestOptions
+from trouper.actors.observability.observer import ObserverSnapshot
+from trouper.actors.output.detokenizer import DetokenizerSnapshot
+from trouper.actors.output.pooler import PoolerSnapshot
+from trouper.actors.rendering.renderer import RendererSnapshot
 from trouper.actors.replies.reply_slots import PoolingSlot, ReplySlot
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import EventLoop
+from trouper.actors.scheduling.scheduling_policy import SchedulerSnapshot
 from trouper.config.resolve import EngineConfig
 from trouper.lora import LoRARequest
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
+
+
+class RequestSnapshot(msgspec.Struct, frozen=True):
+    """One open request; its sequences have the ids from `id` on."""
+
+    id: RequestId
+    request_id: str  # the caller's name for it
+    is_aborted: bool
+    is_over: bool  # nothing will be written any more
+    num_unread: int  # completions whose end has not been handed out
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of an engine and of each of its actors."""
+
+    state: EngineState
+    requests: tuple[RequestSnapshot, ...]  # in the order of their opening
+    inboxes: dict[str, int]  # messages that lie in each channel
+    renderers: tuple[RendererSnapshot, ...]  # the first one is that of large prompts
+    scheduler: SchedulerSnapshot
+    executors: tuple[ExecutorSnapshot, ...]  # of each replica
+    detokenizer: DetokenizerSnapshot | None  # None in an engine that pools
+    pooler: PoolerSnapshot | None  # None in an engine that generates
+    observer: ObserverSnapshot | None  # None when there is nothing to observe
+
 
 # Rendering either takes about 10 ms.
 LARGE_PROMPT = 8192  # tokens by estimate

@@ -37,9 +37,8 @@ from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
-from trouper.actors.runtime.event_loop import EventLoop
+from trouper.actors.runtime.event_loop import EventLoop, Threads, WorkerThreads
 from trouper.actors.runtime.reporter import Reporter
-from trouper.actors.runtime.threads import Threads, WorkerThreads
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling
 from trouper.actors.scheduling.replicas import Replicas

@@ -7,11 +7,14 @@ Laws:
 4. A sequence is forgotten at once if a stop string or a failure ends it; the `Stop` of this step names it.  Any other sequence stays
    until its finishing update arrives.
 5. The event loop gets a turn after at most `WORK_PER_TURN` results.
+
+It needs only one half of a tokenizer, text from tokens.  The protocols here describe that half, so the output actors do not
+depend on the renderer, which owns the tokenizer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import anyio
 import anyio.lowlevel
@@ -23,13 +26,73 @@ from trouper.actors.messages.controls import DetokenizerInbox, SchedulerInbox
 from trouper.actors.messages.outputs import RequestEnded, SequenceTokens, StepTokens, Stop
 from trouper.actors.messages.requests import RequestId, SequenceId, Track
 from trouper.actors.messages.sinks import GenerationSink, VisibleText
-from trouper.actors.output.decoding import TokenDecoder, position_logprobs
+from trouper.actors.messages.steps import TokenLogprobs
 from trouper.actors.output.output_stats import OutputStatsCollector, SequenceTimes
 from trouper.actors.output.stops import TextState, VisibleStops
 from trouper.actors.runtime.reporter import Reporter
 from trouper.errors import GenerationError, TrouperError
-from trouper.outputs import FinishReason, LogprobsOnePosition
+from trouper.outputs import FinishReason, Logprob, LogprobsOnePosition
 from trouper.params import SamplingParams
+
+
+class TextStream(Protocol):
+    """Decode one growing sequence token by token."""
+
+    def push(self, token_id: int) -> str:
+        """Append a token.  Returns the text that it completes, which is empty inside a character."""
+        ...
+
+
+class TokenDecoder(Protocol):
+    """The decoding half of a tokenizer."""
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> TextStream:
+        """Open a stream for a sequence behind the prompt."""
+        ...
+
+    def token_text(self, token_id: int, before: Sequence[int] = ()) -> str:
+        """Return the text of one token behind the tokens `before`, for logprobs."""
+        ...
+
+
+def position_logprobs(
+    position: TokenLogprobs,
+    tokenizer: TokenDecoder | None,
+    before: Sequence[int],
+    *,
+    is_ranked: bool = True,
+) -> LogprobsOnePosition:
+    """Return the candidates at one position: the sampled (or prompt) token first, then the others by falling logprob.
+
+    Args:
+        before: the tokens in front of this position, which may contain the first bytes of a character.
+        is_ranked: False if the caller has chosen the candidates.  Then only the first one has a rank.
+    """
+    first, *others = position.token_ids
+    table = {first: Logprob(position.logprobs[0], position.rank, _text(tokenizer, first, before))}
+    rank = 0
+    first_is_repeated = first in others
+    for token_id, logprob in zip(others, position.logprobs[1:], strict=True):
+        rank += 1
+        if token_id == first:
+            continue
+        if rank == position.rank and not first_is_repeated:
+            # This rank belongs to the first token.
+            rank += 1
+        text = _text(tokenizer, token_id, before)
+        table[token_id] = Logprob(logprob, rank if is_ranked else None, text)
+    return table
+
+
+def _text(tokenizer: TokenDecoder | None, token_id: int, before: Sequence[int]) -> str | None:
+    return None if tokenizer is None else tokenizer.token_text(token_id, before)
+
 
 # Tokens and logprob candidates; the readers that they wake run in the same turn, 40 µs each over HTTP.
 WORK_PER_TURN = 8

@@ -20,7 +20,7 @@ from trouper.actors.messages.controls import PoolerInbox
 from trouper.actors.messages.outputs import PooledRequest
 from trouper.actors.messages.requests import MAX_OPEN_REQUESTS
 from trouper.actors.output.postprocessing import finish
-from trouper.actors.runtime.threads import Threads
+from trouper.actors.runtime.event_loop import Threads
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import GenerationError, TrouperError, TrouperValidationError
 from trouper.outputs import Array

@@ -1,14 +1,44 @@
-"""A single-use future between two tasks: one task waits for a value that another delivers.
+"""Waits between tasks: for a value that another task delivers, and for an end despite cancellation.
 
 Actors answer messages through futures instead of reply channels, so an answer never blocks the actor and
-never fails if the waiting task was cancelled.
+never fails if the waiting task was cancelled. Cleaning up often needs one last answer from another actor;
+leaving early would leave work that nothing owns.
 """
 
+import math
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar, cast
 
 import anyio
 
-from trouper.actors.runtime.shielded import wait_shielded
+
+async def wait_shielded(
+    attempt: Callable[[], Awaitable[object]],
+    is_over: Callable[[], bool],
+    *,
+    limit_s: float = math.inf,
+) -> BaseException | None:
+    """Await attempts until `is_over`. Returns the cancellation received meanwhile, which the caller must raise,
+    or None.
+
+    A shielded anyio scope blocks cancellation by other scopes, but not of an asyncio task, as by `wait_for`,
+    `timeout`, a `TaskGroup` and Ctrl-C. This function catches that cancellation too.
+
+    Args:
+        limit_s: seconds after which the wait is given up.
+    """
+    cancelled: BaseException | None = None
+    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + limit_s) as scope:
+        while not is_over() and not scope.cancel_called:
+            try:
+                await attempt()
+            # The caller raises the caught cancellation afterwards.
+            except anyio.get_cancelled_exc_class() as error:  # noqa: ASYNC103
+                if scope.cancel_called:
+                    raise
+                cancelled = error
+    return cancelled
+
 
 T = TypeVar("T")
 

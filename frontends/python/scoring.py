@@ -17,9 +17,9 @@ import numpy as np
 from trouper.actors.engine.generation import Generation
 from trouper.actors.output.pooler import MAX_QUERIES
 from trouper.actors.output.postprocessing import cosines
+from trouper.actors.runtime.event_loop import YieldingIterator
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid, prompt_named
-from trouper.frontends.python.cooperative import YieldingIterator
 from trouper.inputs import PairPrompt, PoolingPrompt
 from trouper.outputs import Array, PoolingOutput, PoolingRequestOutput
 from trouper.pooling import LateInteractionParams, PoolingParams

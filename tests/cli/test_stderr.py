@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from trouper.frontends.cli import stderr
-from trouper.frontends.cli.stderr import PIECE_BYTES, DroppingStream
+from trouper.frontends.cli import output
+from trouper.frontends.cli.output import PIECE_BYTES, DroppingStream
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def pipe():
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(stderr, "PATIENCE_MS", 0)
+    monkeypatch.setattr(output, "PATIENCE_MS", 0)
 
 
 def test_what_is_written_arrives(pipe):
@@ -82,6 +82,6 @@ def test_results_that_cannot_be_written_are_an_error():
 
 
 def test_a_stderr_of_the_callers_own_stays(capsys):
-    stderr.drop_what_stderr_does_not_take()
+    output.drop_what_stderr_does_not_take()
     print("here", file=sys.stderr)
     assert capsys.readouterr().err == "here\n"

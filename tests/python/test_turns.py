@@ -3,8 +3,8 @@
 import anyio
 import pytest
 
-from trouper.frontends.python import cooperative
-from trouper.frontends.python.cooperative import ITEMS_PER_TURN, YieldingIterator
+from trouper.actors.runtime import event_loop
+from trouper.actors.runtime.event_loop import ITEMS_PER_TURN, YieldingIterator
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +29,7 @@ async def test_loop_has_turn_after_so_many_items(num_items, num_turns, monkeypat
         at.append(len(seen))
         await right()
 
-    monkeypatch.setattr(cooperative.anyio.lowlevel, "checkpoint", checkpoint)
+    monkeypatch.setattr(event_loop.anyio.lowlevel, "checkpoint", checkpoint)
     async for item in YieldingIterator(range(num_items)):
         seen.append(item)  # noqa: PERF401  # a checkpoint looks at it
     assert seen == list(range(num_items))

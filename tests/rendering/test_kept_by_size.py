@@ -1,6 +1,6 @@
 """A cache whose room is counted in bytes, and shared by its owners."""
 
-from trouper.actors.rendering.grammar.sized_cache import KeptBySize
+from trouper.actors.rendering.grammar.matchers import KeptBySize
 
 
 def those(kept, keys="abcdefg"):

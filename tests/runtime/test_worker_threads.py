@@ -5,7 +5,7 @@ import threading
 import anyio
 import pytest
 
-from trouper.actors.runtime.threads import WorkerThreads
+from trouper.actors.runtime.event_loop import WorkerThreads
 
 pytestmark = pytest.mark.anyio
 

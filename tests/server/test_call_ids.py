@@ -5,7 +5,7 @@ import re
 import pytest
 
 from trouper.frontends.dialects.table import DIALECTS
-from trouper.frontends.server.generation.call_ids import CallIds, num_calls
+from trouper.frontends.server.generation.tools import CallIds, num_calls
 
 pytestmark = pytest.mark.anyio
 

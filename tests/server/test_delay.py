@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trouper.frontends.server.admission.fair_queue import FairQueue
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate
-from trouper.frontends.server.admission.throughput import INTERVAL_S, QueueDelay
+from trouper.frontends.server.admission.overload import INTERVAL_S, QueueDelay
 from trouper.frontends.server.shared.errors import HTTPError
 
 PACE = 1000  # tokens a second

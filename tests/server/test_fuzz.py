@@ -6,14 +6,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from trouper.frontends.server.anthropic.conversation import CountTokensRequest, MessagesRequest
 from trouper.frontends.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from trouper.frontends.server.responses.requests import ResponsesRequest
+from trouper.frontends.server.responses.turn import ResponsesRequest
 
 pytestmark = pytest.mark.anyio
 

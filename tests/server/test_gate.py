@@ -10,8 +10,15 @@ from tests.support.engines import simulated_engine
 from trouper.actors.engine.engine import Engine
 from trouper.frontends.cli.arguments.server_options import settings_from
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, LOOK_S, AdmissionGate
-from trouper.frontends.server.admission.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
-from trouper.frontends.server.admission.throughput import QueueDelay, Throughput
+from trouper.frontends.server.admission.overload import (
+    LAG_S,
+    NUM_CALM,
+    Ladder,
+    Level,
+    QueueDelay,
+    Throughput,
+    memory_used,
+)
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.service.service import Service
@@ -256,7 +263,7 @@ async def test_standing_queue_is_cut_unless_paused(
     gate, answers = app.service.gate, {}
     gate.admission.max_started = 1
     gate.delay = QueueDelay(0.0)
-    monkeypatch.setattr("trouper.frontends.server.admission.throughput.INTERVAL_S", 0.0)
+    monkeypatch.setattr("trouper.frontends.server.admission.overload.INTERVAL_S", 0.0)
 
     async def ask(number):
         answers[number] = await client.post(PATH, {**LONG, "max_tokens": 2})

@@ -14,7 +14,7 @@ from tests.support.heartbeat import BEATS, Heartbeat, Pace
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.actors.engine.generation import Generation
 from trouper.actors.rendering.prompts.embeds import decode_base64, decode_embeds, digests
-from trouper.frontends.python.cooperative import ITEMS_PER_TURN
+from trouper.actors.runtime.event_loop import ITEMS_PER_TURN
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.http import decoding
 from trouper.frontends.server.http.decoding import decode_now

@@ -8,7 +8,7 @@ import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs, __version__
 from trouper.errors import DeviceStartError, EngineDeadError, RetryableRequestError
-from trouper.frontends.server.admission.throughput import StepClock
+from trouper.frontends.server.admission.overload import StepClock
 from trouper.frontends.server.asgi.app import App, create_app
 from trouper.frontends.server.asgi.routes import ROUTES
 from trouper.frontends.server.http.context import RequestContext

@@ -20,10 +20,10 @@ from trouper.config.gguf.header import Gguf
 from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.arguments.options import SamplingOptions
-from trouper.frontends.server.anthropic.requests import MessagesRequest
+from trouper.frontends.server.anthropic.conversation import MessagesRequest
 from trouper.frontends.server.generation.requests import Generating
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
-from trouper.frontends.server.responses.requests import ResponsesRequest
+from trouper.frontends.server.responses.turn import ResponsesRequest
 from trouper.params import SamplingParams
 from trouper.sampling_fields import BODY_FIELDS, DEVICE_FIELDS, FIELDS, NOT_IMPLEMENTED
 

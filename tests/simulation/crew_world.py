@@ -12,8 +12,7 @@ import msgspec
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import MAX_LOSSES, WorkerState
-from trouper.actors.executor.workers.launching import Peer
-from trouper.actors.executor.workers.local_workers import launch_all
+from trouper.actors.executor.workers.launching import Peer, launch_all
 from trouper.actors.messages.steps import DeviceBack, DeviceLost, StepDone, StepFailed, StepPlan
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError

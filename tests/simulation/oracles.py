@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from trouper.actors.engine.lifecycle import EngineState
-from trouper.actors.engine.snapshot import EngineSnapshot
+from trouper.actors.engine.request_table import EngineSnapshot
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.messages.controls import Pause
 from trouper.actors.scheduling.policy import Policy

@@ -13,7 +13,7 @@ from trouper.actors.executor.links.worker_links import (
     link_ends,
     open_worker_links,
 )
-from trouper.actors.executor.workers.local_workers import shared_sizes
+from trouper.actors.executor.workers.launching import shared_sizes
 from trouper.actors.executor.workers.machines.channel import Start
 from trouper.actors.executor.workers.machines.launch_hosts import ranks_by_node, with_dials
 from trouper.actors.executor.workers.machines.worker_group import WorkerGroup

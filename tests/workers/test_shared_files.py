@@ -18,7 +18,7 @@ from trouper.actors.executor.links.worker_links import (
     open_worker_links,
 )
 from trouper.actors.executor.runners.cpu.recorded_steps import MAX_LOGITS
-from trouper.actors.executor.workers.local_workers import shared_sizes
+from trouper.actors.executor.workers.launching import shared_sizes
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, UnsupportedFeatureError

@@ -36,8 +36,12 @@ from trouper.actors.executor.devices.worker_link import (
     take_what_has_come,
 )
 from trouper.actors.executor.links.tcp_link import LinkLostError
-from trouper.actors.executor.workers.launching import Launcher, WorkersLauncher, launch
-from trouper.actors.executor.workers.local_workers import LocalLauncher
+from trouper.actors.executor.workers.launching import (
+    Launcher,
+    LocalLauncher,
+    WorkersLauncher,
+    launch,
+)
 from trouper.actors.executor.workers.model_files import FileSample
 from trouper.actors.executor.workers.model_host import log_phase
 from trouper.actors.executor.workers.wire import (

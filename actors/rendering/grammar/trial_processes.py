@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from trouper.actors.rendering.confined_process import ConfinedProcess
-from trouper.actors.rendering.grammar.sized_cache import KeptBySize
+from trouper.actors.rendering.grammar.matchers import KeptBySize
 from trouper.actors.rendering.grammar.sources import (
     INVALID_GRAMMAR,
     INVALID_SCHEMA,

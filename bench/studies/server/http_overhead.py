@@ -23,7 +23,7 @@ import anyio
 
 from tests.simulation.simulated_device import Conditions, SimulatedDevice
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.runtime.threads import WorkerThreads
+from trouper.actors.runtime.event_loop import WorkerThreads
 from trouper.bench.report import about, write
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve

@@ -13,8 +13,7 @@ import anyio
 
 from trouper.actors.engine.admission import CHARACTERS_PER_TOKEN
 from trouper.frontends.server.admission.fair_queue import Entry, FairQueue, Full
-from trouper.frontends.server.admission.overload import Level
-from trouper.frontends.server.admission.throughput import QueueDelay, Throughput
+from trouper.frontends.server.admission.overload import Level, QueueDelay, Throughput
 from trouper.frontends.server.shared.errors import HTTPError
 
 # An estimate for bodies before they are decoded.

@@ -1,15 +1,43 @@
-"""Convert conversations and tools of the Messages API to those of a chat.  Pure."""
+"""Declare the bodies of the Messages API, and convert its conversations and tools to those of a chat.  Pure.
+
+A null means that the field is not given; the table in `fields.py` decides about all other fields.
+"""
 
 import json
 import math
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from trouper.errors import invalid
-from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.generation.requests import ResponseFormat
+from trouper.frontends.server.generation.requests import ResponseFormat, SamplingFields
 from trouper.frontends.server.generation.transcript import Transcript, unseal
 from trouper.frontends.server.openai.requests import ChatRequest, DerivedChat
+from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.errors import NO_MEDIA, NO_TOOLS, unsupported
+
+
+class CountTokensRequest(SamplingFields, kw_only=True):
+    """The body of `POST /v1/messages/count_tokens`.  Fields without an influence on the count are accepted."""
+
+    OTHERS: ClassVar[fields.Others] = fields.COUNTING
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    context_management: Any = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """The body of `POST /v1/messages`."""
+
+    OTHERS: ClassVar[fields.Others] = fields.MESSAGES
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+
 
 NOT_BUILT = {
     "image": NO_MEDIA,

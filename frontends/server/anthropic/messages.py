@@ -13,10 +13,11 @@ from trouper.frontends.server.anthropic.conversation import (
     BUDGET,
     EFFORT,
     FORMAT,
+    CountTokensRequest,
+    MessagesRequest,
     chat_of,
     client_name,
 )
-from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     ParsedRequest,

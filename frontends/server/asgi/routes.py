@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from trouper.frontends.server.anthropic.conversation import CountTokensRequest, MessagesRequest
 from trouper.frontends.server.anthropic.messages import (
     ANTHROPIC_ERRORS,
     count_tokens,
     create_message,
 )
-from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from trouper.frontends.server.http.route import Access, Handler, Route
 from trouper.frontends.server.ollama import routes as ollama
 from trouper.frontends.server.ollama.requests import (
@@ -42,7 +42,7 @@ from trouper.frontends.server.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from trouper.frontends.server.ops import control, landing, operations
+from trouper.frontends.server.ops import control, operations
 from trouper.frontends.server.ops.control import (
     AbortRequest,
     LoadAdapterRequest,
@@ -60,7 +60,6 @@ from trouper.frontends.server.pooling.requests import (
 )
 from trouper.frontends.server.responses.compaction import compact_response, count_input_tokens
 from trouper.frontends.server.responses.input_items import MAX_ITEMS
-from trouper.frontends.server.responses.requests import CompactRequest, ResponsesRequest
 from trouper.frontends.server.responses.routes import (
     RESPONSES,
     RESPONSES_ERRORS,
@@ -70,6 +69,7 @@ from trouper.frontends.server.responses.routes import (
     list_input_items,
     retrieve_response,
 )
+from trouper.frontends.server.responses.turn import CompactRequest, ResponsesRequest
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import OPENAI_ERRORS, ErrorForm
 
@@ -140,8 +140,8 @@ def choose_invoked(service: Service, body: bytes | memoryview) -> Route:
 
 
 ROUTES = (
-    Route("GET", "/", "public", landing.welcome, kind="text"),
-    Route("HEAD", "/", "public", landing.welcome, kind="text"),
+    Route("GET", "/", "public", operations.welcome, kind="text"),
+    Route("HEAD", "/", "public", operations.welcome, kind="text"),
     Route("GET", "/health", "public", operations.ready, kind="empty"),
     Route("GET", "/health/live", "public", operations.live, kind="empty"),
     Route("GET", "/health/ready", "public", operations.ready, kind="empty"),

@@ -12,8 +12,8 @@ import msgspec
 from trouper.actors.messages.requests import NO_OPTIONS, RequestOptions
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.events import Content, Reasoning
-from trouper.frontends.server.generation.call_ids import CallIds
 from trouper.frontends.server.generation.parsers import ParserChain, Part
+from trouper.frontends.server.generation.tools import CallIds
 from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.frontends.server.shared.usage import RequestMetrics, Usage
 from trouper.outputs import CompletionOutput, RequestOutput, RequestStateStats

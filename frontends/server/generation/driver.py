@@ -15,8 +15,8 @@ import anyio.lowlevel
 import msgspec
 
 from trouper.actors.engine.admission import check_place
+from trouper.actors.runtime.event_loop import YieldingIterator
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, rename_parameter
-from trouper.frontends.python.cooperative import YieldingIterator
 from trouper.frontends.server.generation.adapter import (
     Adapter,
     ChoiceUpdate,

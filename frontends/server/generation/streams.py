@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
+from trouper.actors.runtime.event_loop import YieldingIterator
 from trouper.errors import prompt_named
-from trouper.frontends.python.cooperative import YieldingIterator
 from trouper.outputs import PoolingRequestOutput, RequestOutput
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from trouper.frontends.server.generation.adapter import (
     StreamEvent,
     call_ids,
 )
-from trouper.frontends.server.generation.call_ids import num_calls
 from trouper.frontends.server.generation.driver import drive
 from trouper.frontends.server.generation.logprobs import (
     ChatLogprobs,
@@ -38,7 +37,7 @@ from trouper.frontends.server.generation.parsers import (
     WithoutReasoning,
 )
 from trouper.frontends.server.generation.structured import way_of
-from trouper.frontends.server.generation.tools import CallDeltas, ToolUse, tool_use
+from trouper.frontends.server.generation.tools import CallDeltas, ToolUse, num_calls, tool_use
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.replies import (

@@ -12,8 +12,7 @@ from trouper.frontends.server.openai.tokens import conversation_ids
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.input_items import Page, listed
 from trouper.frontends.server.responses.memory import recall
-from trouper.frontends.server.responses.requests import CompactRequest
-from trouper.frontends.server.responses.turn import ResponsesTurn
+from trouper.frontends.server.responses.turn import CompactRequest, ResponsesTurn
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError
 

@@ -21,8 +21,7 @@ from trouper.frontends.server.responses.memory import (
     recall,
     stored_response,
 )
-from trouper.frontends.server.responses.requests import ResponsesRequest
-from trouper.frontends.server.responses.turn import ResponsesTurn
+from trouper.frontends.server.responses.turn import ResponsesRequest, ResponsesTurn
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import (
     MAX_MESSAGE,

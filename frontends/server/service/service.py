@@ -21,8 +21,13 @@ from trouper.errors import TrouperNotFoundError
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.python.parsing import format_of
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate, AdmissionTicket
-from trouper.frontends.server.admission.overload import Ladder, Level, memory_used
-from trouper.frontends.server.admission.throughput import QueueDelay, StepClock
+from trouper.frontends.server.admission.overload import (
+    Ladder,
+    Level,
+    QueueDelay,
+    StepClock,
+    memory_used,
+)
 from trouper.frontends.server.http.body import BodyMemory
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import UnknownFields

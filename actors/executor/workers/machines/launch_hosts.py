@@ -16,8 +16,15 @@ import anyio
 import anyio.to_thread
 
 from trouper.actors.executor.links.worker_links import link_ends
-from trouper.actors.executor.workers.launching import Launcher, Peer, WorkersLauncher, launch
-from trouper.actors.executor.workers.local_workers import end_all, launch_all, shared_sizes
+from trouper.actors.executor.workers.launching import (
+    Launcher,
+    Peer,
+    WorkersLauncher,
+    end_all,
+    launch,
+    launch_all,
+    shared_sizes,
+)
 from trouper.actors.executor.workers.machines.authentication import serve_at
 from trouper.actors.executor.workers.machines.channel import Start
 from trouper.actors.executor.workers.machines.coordinator import (
