@@ -5,7 +5,11 @@ import sys
 
 
 def start() -> None:
-    """Run the command line; Ctrl-C while its modules are still read ends it as it does later."""
+    """Run the command line.
+
+    Its modules take a while to import.  Ctrl-C during that time ends the process with status 130
+    and one line, as it does later, instead of a traceback.
+    """
     try:
         from trouper.frontends.cli.main import main
     except KeyboardInterrupt:

@@ -43,7 +43,11 @@ PACKAGES = frozenset(
 
 
 class ModuleTable(MetaPathFinder, Loader):
-    """An import finder and loader for the module paths in `MODULES` and their parent packages."""
+    """An import finder and loader for the module paths in `MODULES` and their parent packages.
+
+    It creates modules on demand, so programs written for vLLM can import trouper's classes from
+    vLLM's paths, while no file of the package needs to imitate them.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -58,7 +62,11 @@ class ModuleTable(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import the defining modules and bind their classes in `module`; a package of the table stays empty."""
+        """Import the defining modules and bind their classes in `module`.
+
+        Only now are the defining modules imported, so unused paths cost nothing.  Parent packages
+        of the table stay empty.
+        """
         homes = MODULES.get(module.__name__, {})
         for name, home in homes.items():
             setattr(module, name, getattr(import_module(home), name))
@@ -66,6 +74,10 @@ class ModuleTable(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Answer the imports of vLLM's module paths from now on; a second call changes nothing."""
+    """Answer imports of vLLM's module paths from now on.
+
+    `import trouper` calls this.  The finder is appended to `sys.meta_path`, so real files have
+    precedence.  A second call changes nothing.
+    """
     if not any(isinstance(finder, ModuleTable) for finder in sys.meta_path):
         sys.meta_path.append(ModuleTable())

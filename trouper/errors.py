@@ -9,17 +9,26 @@ from typing import Any
 
 
 class TrouperError(Exception):
-    """The base of all errors that are raised on purpose."""
+    """The base of all errors raised on purpose.
+
+    Catch it to handle every expected failure.  Any other exception from trouper is a bug, and the server answers with
+    status 500 for it.
+    """
 
 
 class TrouperClientError(TrouperError):
-    """An error that the request caused."""
+    """An error that the request caused.
+
+    Sending the same request again fails again.  The server answers with status 400, 403, 404 or
+    422, depending on the subclass.
+    """
 
 
 class TrouperValidationError(TrouperClientError, ValueError):
-    """An invalid argument, prompt or parameter; `str()` names it.
+    """An invalid argument, prompt or parameter; `str()` names it with its value.
 
-    `code` and `parameter` travel with the error to the body of an HTTP response.  No program reads the message.
+    `code` and `parameter` travel with the error to the body of an HTTP response, so no program
+    needs to parse the message.
     """
 
     code = "invalid_value"
@@ -63,11 +72,18 @@ class ContextLengthError(TrouperValidationError):
 
 
 class OutsideRootError(TrouperValidationError):
-    """A path of the request leads out of the folder that the server allows."""
+    """A path of the request leads out of the folder that the server allows.
+
+    Symbolic links are followed before the comparison.  The server answers with status 403.
+    """
 
 
 def invalid(parameter: str, rule: str, value: object = None) -> TrouperValidationError:
-    """Make the error for a parameter that breaks `rule`; the message begins with the parameter's name."""
+    """Make the error for a parameter that breaks `rule`.
+
+    The message is the parameter's name, a colon and the rule, for example "top_p: must be in (0,
+    1]".  `value` appears only in `str()` of the error.
+    """
     return TrouperValidationError(f"{parameter}: {rule}", parameter=parameter, value=value)
 
 
@@ -75,7 +91,11 @@ MAX_SHOWN = 8  # wrong values that one error names
 
 
 def out_of_vocabulary(parameter: str, *token_ids: int, vocab_size: int) -> TrouperValidationError:
-    """Make the error for token ids that the model does not have; it names all of them, or the first eight."""
+    """Make the error for token ids that the model does not have.
+
+    It lists all of them, or the first eight, and the valid range.  `parameter` is the list that
+    contained them.
+    """
     # str() of some numbers is refused.
     shown = [str(id) if -(2**63) <= id < 2**63 else "a huge number" for id in token_ids[:MAX_SHOWN]]
     more = ["…"] if len(token_ids) > MAX_SHOWN else []
@@ -85,11 +105,18 @@ def out_of_vocabulary(parameter: str, *token_ids: int, vocab_size: int) -> Troup
 
 
 class ChatTemplateResolutionError(TrouperClientError):
-    """The model has no chat template, or the given one cannot be used."""
+    """The model has no chat template, or the given one cannot be used.
+
+    Pass `chat_template`, or use completions instead of chat: a base model without a template was
+    not trained for chat.
+    """
 
 
 class GrammarError(TrouperValidationError):
-    """Constraint of an output that is no grammar, or too complex; `code` says which and is the HTTP error's code."""
+    """A constraint of an output that cannot be compiled: invalid, or too complex.
+
+    `code` is invalid_schema, invalid_grammar or schema_too_complex, and also the code in the HTTP error.
+    """
 
     def __init__(self, message: str, *, parameter: str, code: str) -> None:
         super().__init__(message, parameter=parameter)
@@ -97,7 +124,10 @@ class GrammarError(TrouperValidationError):
 
 
 class TemplateBudgetError(TrouperValidationError):
-    """A chat template takes more time, memory or text than its limits allow."""
+    """A chat template takes more time, memory or text than its limits allow.
+
+    Templates from clients run in a separate process.  It is stopped at the limit, so other requests are not affected.
+    """
 
     code = "template_budget_exceeded"
 
@@ -115,7 +145,11 @@ class MediaError(TrouperValidationError):
 
 
 class TrouperNotFoundError(TrouperClientError):
-    """The model or adapter that a request names is not known; `parameter` is the field, where it is not the model."""
+    """The model or adapter that a request names is unknown.
+
+    `parameter` is the field with the name, or None if the name is the model's.  The server answers
+    with status 404.
+    """
 
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -123,7 +157,10 @@ class TrouperNotFoundError(TrouperClientError):
 
 
 class LoRAAdapterNotFoundError(TrouperNotFoundError):
-    """The adapter that a request names is not known."""
+    """The adapter that a request names is not loaded, and cannot be loaded on demand.
+
+    `load_lora_adapter` or the option `--lora-modules` makes an adapter known to the engine.
+    """
 
 
 class TrouperUnprocessableEntityError(TrouperClientError):
@@ -136,7 +173,11 @@ class TrouperUnprocessableEntityError(TrouperClientError):
 
 
 class UnsupportedFeatureError(TrouperError, NotImplementedError):
-    """The model or this build lacks the feature; `parameter` names what asked for it, with `value`."""
+    """The model or this build lacks the feature.
+
+    It is raised instead of ignoring the request's wish.  `parameter` and `value` are what asked for
+    the feature.  The server answers with status 400, because clients would repeat after a 5xx.
+    """
 
     def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
         super().__init__(message)
@@ -158,7 +199,11 @@ class MissingExtraError(UnsupportedFeatureError):
 def rename_parameter(
     error: "TrouperValidationError | UnsupportedFeatureError", parameter: str
 ) -> None:
-    """Give an error's parameter the name that the caller knows it by, also where the message begins with it."""
+    """Replace an error's parameter by the name under which the caller passed it.
+
+    The beginning of the message is replaced too.  The check of a prompt, for example, cannot know
+    that the caller's field is called `input`.
+    """
     head, text = f"{error.parameter}", str(error.args[0])
     if text.startswith(head):
         error.args = (parameter + text.removeprefix(head),)
@@ -169,7 +214,10 @@ def rename_parameter(
 
 @contextmanager
 def prompt_named(place: str) -> Generator[None]:
-    """Give the errors about a prompt the name that the caller knows it by."""
+    """Rename the parameter in errors about a prompt, within a `with` block.
+
+    `place` is the caller's name of the prompt, such as `input.2`.  Other errors pass unchanged.
+    """
     try:
         yield
     except TrouperValidationError as error:
@@ -179,17 +227,28 @@ def prompt_named(place: str) -> Generator[None]:
 
 
 class GracefulHTTPError(TrouperError):
-    """An expected refusal that knows its own HTTP status."""
+    """An expected refusal with its own HTTP status, by default 503.
+
+    The engine works as intended: the request met a limit or a state that will pass.
+    """
 
     status = 503
 
 
 class QueueOverflowError(GracefulHTTPError):
-    """The queue holds `max_num_queued_reqs` requests."""
+    """Open requests have reached the limit `max_num_queued_reqs`.
+
+    The request was refused on arrival and has used no memory of the KV cache.  The server answers with status 503 and
+    Retry-After.
+    """
 
 
 class MaxQueuedTokensError(GracefulHTTPError):
-    """The queue holds `max_num_queued_tokens` tokens."""
+    """Prompt tokens in prefill have reached the limit `max_num_queued_tokens`.
+
+    The request was refused on arrival.  The server answers with status 503 and Retry-After, because prefill continues
+    and makes room.
+    """
 
 
 class ProfilerAlreadyActiveError(GracefulHTTPError):
@@ -199,19 +258,35 @@ class ProfilerAlreadyActiveError(GracefulHTTPError):
 
 
 class RemoteError(TrouperError):
-    """A server that was asked over HTTP cannot be reached, has failed, or speaks another language."""
+    """A server asked over HTTP cannot be reached, has failed, or speaks another protocol.
+
+    The client commands, such as `trouper chat` and `trouper ps`, raise it; the message contains the
+    address.
+    """
 
 
 class TrouperServerError(TrouperError):
-    """An error of the engine, which the request did not cause."""
+    """An error of the engine, which the request did not cause.
+
+    The server answers with a 5xx.  Whether the same request may succeed later depends on the
+    subclass.
+    """
 
 
 class DeviceStartError(TrouperServerError):
-    """A device's process, or what it needs, could not be started."""
+    """A device's process, or something it needs, could not be started.
+
+    Examples are a worker that ends before it is ready, or shared memory that the system refuses.
+    The message contains the worker's own reason if there is one.
+    """
 
 
 class GenerationError(TrouperServerError):
-    """One request failed inside the engine (`finish_reason="error"`); `code` names the cause."""
+    """One request failed inside the engine, and its output has `finish_reason="error"`.
+
+    `code` names the cause, and other requests continue.  Tokens generated before the failure have
+    been delivered.
+    """
 
     def __init__(self, message: str = "", code: str = "internal_error") -> None:
         super().__init__(message)
@@ -221,7 +296,8 @@ class GenerationError(TrouperServerError):
 class RetryableRequestError(GenerationError):
     """A transient refusal or failure; the same request may be sent again.
 
-    `code` says what the client waits for: `engine_paused`, `draining`, `device_restarting` or `adapters_in_use`.
+    `code` names the reason to wait: `engine_paused`, `draining`, `device_restarting` or
+    `adapters_in_use`.  The server answers with status 503.
     """
 
     def __init__(self, message: str = "", code: str = "engine_paused") -> None:
@@ -229,11 +305,19 @@ class RetryableRequestError(GenerationError):
 
 
 class AdaptersInUseError(RetryableRequestError):
-    """Requests use all adapters that may be loaded at once; the next is loaded when one of them ends."""
+    """Running requests use all adapters that may be loaded at once.
+
+    The next adapter is loaded when one of these requests ends, so sending the request again later
+    succeeds.  `max_loras` sets the limit.
+    """
 
 
 class ExecutionError(GenerationError):
-    """Model execution failed for these requests."""
+    """Model execution failed for these requests.
+
+    The offline API raises it for the first failed output; `request_ids` lists every failed request
+    of the call.
+    """
 
     def __init__(self, message: str, request_ids: list[str]) -> None:
         super().__init__(message)
@@ -241,16 +325,29 @@ class ExecutionError(GenerationError):
 
 
 class EnginePausedError(TrouperError, RuntimeError):
-    """Waiting on a paused or sleeping engine would never end."""
+    """The engine is paused or asleep, so a blocking call would never return.
+
+    The offline API raises it before it queues anything.  Call `wake_up()` first.
+    """
 
 
 class EngineForkedError(TrouperError, RuntimeError):
-    """The engine runs in the process that this one was forked from; make one after forking."""
+    """The engine runs in the process from which this one was forked.
+
+    Its threads and workers were not copied by the fork.  Create the engine after forking, or use
+    the spawn method.
+    """
 
 
 class EngineGenerateError(TrouperServerError):
-    """An unexpected error in one `generate()` or `encode()`; the engine lives."""
+    """An unexpected error in one `generate()` or `encode()`.
+
+    The engine continues with the other requests.  The name is vLLM's, for programs that catch it.
+    """
 
 
 class EngineDeadError(TrouperServerError):
-    """The engine cannot serve any more; `__cause__` says why."""
+    """The engine has ended after an error, or was not started, and serves no more requests.
+
+    `__cause__` is the original exception.  Create a new engine to continue.
+    """

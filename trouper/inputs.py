@@ -32,14 +32,22 @@ class TokensPrompt(TypedDict):
 
 
 class PairPrompt(TypedDict):
-    """Two texts that a cross-encoder reads together."""
+    """Two texts that a cross-encoder reads together.
+
+    The tokenizer joins them with its own separators.  `score` and `rerank` make them from a query
+    and each document.
+    """
 
     prompt: str
     text_pair: str
 
 
 class ChatPrompt(TypedDict):
-    """A conversation still to be rendered by the chat template."""
+    """A conversation to be rendered by the chat template.
+
+    `generate` accepts it like any other prompt.  `messages` have OpenAI's format; the optional keys
+    are those of a chat request.
+    """
 
     messages: Sequence[dict[str, Any]]
     chat_template: NotRequired[str | None]

@@ -25,7 +25,7 @@ class Lark:
         self._rules: list[str] = []
 
     def source(self, start: str) -> str:
-        """Return the grammar whose outputs match `start`."""
+        """Return the grammar for the outputs that match `start`."""
         return "\n".join([f"start: {start}", *self._rules])
 
     def rule(self, body: str, attribute: str = "") -> str:
@@ -35,7 +35,11 @@ class Lark:
         return name
 
     def literal(self, text: str) -> str:
-        """Match a text, whose parts that are added tokens are these tokens."""
+        """Match a text exactly.
+
+        Parts equal to an added token, such as a tag of a tool call, match that one token and not
+        its characters, because the model was trained to produce the token.
+        """
         if not text:
             return ""
         tokens = sorted((t for t in self._token_ids if t in text), key=len, reverse=True)
@@ -51,12 +55,18 @@ class Lark:
         )
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Match JSON by its schema."""
+        """Add a rule for JSON valid for a schema, and return its name.
+
+        White space is limited to what models usually write, so an output cannot consist of endless blanks.
+        """
         given = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
         return self.rule(f"%json {json.dumps(given)}")
 
     def text_before(self, mark: str) -> str:
-        """Match any text up to and with a mark, which is not in it."""
+        """Match any text up to and including a mark, which the text itself does not contain.
+
+        The mark may be an added token, a text or a mixture of both.
+        """
         if not any(token in mark for token in self._token_ids):
             return self.rule(f"/(?s:.*){_regex(mark)}/", "[lazy]")
         name = f"TEXT_{len(self._rules)}"
@@ -72,7 +82,11 @@ class Lark:
         return self.rule(f"/{_slashed(pattern)}/".replace("\n", r"\n"))
 
     def terminal(self, pattern: str, names: Sequence[str]) -> str:
-        """Match an expression, but none of these names."""
+        """Match a regular expression, but none of these names.
+
+        Used for a free name in a list of known ones: without the exclusion the grammar would be
+        ambiguous.
+        """
         name = f"TEXT_{len(self._rules)}"
         others = "|".join(map(_regex, names))
         self._rules.append(f"{name}: /{_slashed(pattern)}/ & ~/{others}/".replace("\n", r"\n"))
@@ -88,12 +102,18 @@ class Lark:
 
 
 def repeated(first: str, again: str, most: int) -> str:
-    """Match `first`, and then `again` until there are `most`."""
+    """Match `first` followed by `again`, at most `most` members in total.
+
+    The bound is part of the grammar, so the model cannot write an endless list.
+    """
     return first if most == 1 else f"{first} ({again}){{0,{most - 1}}}"
 
 
 def joined(required: Sequence[str], optional: Sequence[str], comma: str) -> str:
-    """Match the required members in order, then any of the optional ones, with commas between them."""
+    """Match the required members in order, then any of the optional ones, with commas between them.
+
+    Optional members keep their order too, and each may be absent.
+    """
     rest = " ".join(f"({comma} {member})?" for member in optional)
     if required:
         return f" {comma} ".join(required) + " " + rest

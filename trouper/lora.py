@@ -10,14 +10,21 @@ MAX_NAME = 128
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """An adapter by name, number and folder; it is loaded when it is first used.
+    """An adapter by name, number and folder.
+
+    The engine loads it on first use.
 
     Args:
-        lora_name: what clients call it; no slash, and not empty.
-        lora_int_id: a number of its own, from 1 on.
-        lora_path: a folder that PEFT has written.
-        base_model_name: the model it was made for, for people.
-        load_inplace: load it again although its number is known: its files have changed.
+
+        lora_name: the name for clients; not empty and without slashes.
+        lora_int_id: a number ≥ 1 that identifies the adapter.
+        lora_path: a folder in PEFT's format.
+        base_model_name: the model for which it was trained, as information for users.
+        load_inplace: load it again although its number is known, because its files have changed.
+
+    Raises:
+
+        TrouperValidationError: an invalid name, number or path.
     """
 
     lora_name: str

@@ -4,14 +4,21 @@ import msgspec
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """A metric's value at one moment; it is a `Counter`, a `Gauge` or a `Histogram`."""
+    """A metric's value at one moment; it is a `Counter`, a `Gauge` or a `Histogram`.
+
+    `name` is the same as in the Prometheus text, and `labels` distinguish several values with one
+    name.
+    """
 
     name: str
     labels: dict[str, str]
 
 
 class Counter(Metric, frozen=True):
-    """A metric whose value only grows."""
+    """A metric with a value that only grows while the engine lives.
+
+    The difference between two readings is the number of events between them.  It starts at 0 with each engine.
+    """
 
     value: int
 

@@ -36,7 +36,11 @@ def __getattr__(name: str) -> Any:
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """One candidate of one position."""
+    """One candidate token at one position of an output or a prompt.
+
+    `logprob` is its natural logarithm of the probability.  `rank` counts from 1, the most likely
+    token.  `decoded_token` is its text.
+    """
 
     logprob: float
     rank: int | None = None
@@ -70,9 +74,10 @@ class RequestError(msgspec.Struct, frozen=True):
 
 
 class RequestStateStats(msgspec.Struct):
-    """Times of one request in seconds on the engine's monotonic clock; None: that has not happened.
+    """Times of one request in seconds on the engine's monotonic clock.
 
-    The durations count what they span, preemptions included.
+    A time is None before its event.  Durations cover everything between their events, including
+    preemptions.
     """
 
     arrival_time: float = 0.0  # the same moment as arrival_ts, on the wall clock
@@ -108,7 +113,11 @@ class RequestStateStats(msgspec.Struct):
 
     @property
     def time_per_output_token_s(self) -> float | None:
-        """Decode time for each token after the first."""
+        """The decode time for each token after the first, in seconds.
+
+        None before the second token.  With several completions it is measured on the longest one,
+        because they are generated at once.
+        """
         num_steps = self.max_num_generation_tokens - 1
         return None if self.decode_s is None or num_steps < 1 else self.decode_s / num_steps
 
@@ -122,7 +131,12 @@ def _between(begin: float | None, end: float | None) -> float | None:
 
 
 class CompletionOutput(msgspec.Struct):
-    """One of the n completions of a request."""
+    """One of the `n` completions of a request.
+
+    `text` and `token_ids` hold everything so far or only the new part, as `output_kind` requests.
+    `finish_reason` is None until the completion ends; `stop_reason` is the stop string or token id
+    that ended it.
+    """
 
     index: int
     text: str
@@ -137,7 +151,12 @@ class CompletionOutput(msgspec.Struct):
 
 
 class RequestOutput(msgspec.Struct):
-    """Output that `generate` yields: the whole text so far, or only what is new, by `output_kind`."""
+    """The output that `generate` yields: everything so far, or only the new part, as `output_kind`
+    requests.
+
+    `finished` is True in the last output of the request.  A failed request has `error` set, and its
+    completions end with `finish_reason="error"`.
+    """
 
     request_id: str
     prompt: str | None
@@ -177,7 +196,11 @@ class RequestOutput(msgspec.Struct):
 
 
 class PoolingOutput(msgspec.Struct, frozen=True, eq=False):
-    """The finished result: [size] for a text, [tokens, size] for token tasks, [] for a score."""
+    """The result of a pooling request as a float32 array.
+
+    Its shape is [size] for a text, [tokens, size] for token tasks, and [] for a score.  `data` is
+    the same memory as a torch tensor.
+    """
 
     array: "Array"
 
@@ -198,7 +221,12 @@ class EmbeddingOutput(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_base(cls, output: PoolingOutput) -> Self:
-        """Convert a finished result; raises ValueError unless the result has one dimension."""
+        """Convert a finished result to a list of floats.
+
+        Raises:
+
+            ValueError: the result has not exactly one dimension, for example because the task was `token_embed`.
+        """
         return cls(_one_dimension(output, "embedding"))
 
 
@@ -211,7 +239,12 @@ class ClassificationOutput(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_base(cls, output: PoolingOutput) -> Self:
-        """Convert a finished result; raises ValueError unless the result has one dimension."""
+        """Convert a finished result to a list of class probabilities.
+
+        Raises:
+
+            ValueError: the result has not exactly one dimension, for example because the task was `token_classify`.
+        """
         return cls(_one_dimension(output, "class probabilities"))
 
 
@@ -227,7 +260,11 @@ class ScoringOutput(msgspec.Struct, frozen=True):
 
 
 class PoolingRequestOutput(msgspec.Struct, Generic[T]):
-    """The one output of a pooling request.  An aborted one has empty data and `error.code == "aborted"`."""
+    """The one output of a pooling request.
+
+    An aborted request has empty data and `error.code == "aborted"`.  `num_cached_tokens` counts
+    prompt tokens that the prefix cache saved.
+    """
 
     request_id: str
     outputs: T

@@ -76,13 +76,15 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct):
-    """Parameters that say how one request is sampled, stopped and returned; names and defaults are vLLM's.
+    """Parameters of how one request is sampled, stopped and returned.
 
-    `stop` may hold 64 strings and `bad_words` 128, each of 256 characters and all of a list of 16,384.
+    Names and defaults are vLLM's.  `stop` accepts up to 64 strings and `bad_words` up to 128, each
+    of at most 256 characters, and at most 16,384 characters in one list.
 
     Raises:
+
         TrouperValidationError: a value outside its range; the message names the parameter.
-        UnsupportedFeatureError: a parameter of vLLM that trouper does not implement, off its default.
+        UnsupportedFeatureError: a parameter of vLLM that trouper does not implement, with a value other than its default.
     """
 
     n: int = 1
@@ -142,7 +144,11 @@ class SamplingParams(msgspec.Struct):
 
     @classmethod
     def from_optional(cls, **kwargs: Any) -> "SamplingParams":
-        """Make them from keywords of which None means the default; string keys of `logit_bias` are converted."""
+        """Create parameters from keywords, in which None means the default.
+
+        String keys of `logit_bias` are converted to token ids, because JSON has no integer keys.  Raises the errors
+        of the constructor.
+        """
         return cls(**{name: value for name, value in kwargs.items() if value is not None})
 
     def clone(self) -> "SamplingParams":
@@ -166,7 +172,10 @@ class SamplingParams(msgspec.Struct):
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """The longest draft of speculation; None: the engine's."""
+        """The longest draft of speculative decoding for this request.
+
+        None uses the engine's setting, and 0 switches drafts off.  It is read from `extra_args`.
+        """
         return (self.extra_args or {}).get(MAX_DRAFTS)
 
     @property
@@ -174,7 +183,15 @@ class SamplingParams(msgspec.Struct):
         return tuple(self.stop or ())
 
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
-        """Check what depends on the model: ids inside the vocabulary, logprobs inside the limit."""
+        """Check the values that depend on the model.
+
+        Token ids must be in the vocabulary, and `logprobs` must not exceed the engine's
+        `max_logprobs` (-1 allows the whole vocabulary).
+
+        Raises:
+
+            TrouperValidationError: the message names the parameter.
+        """
         for name in _ID_LISTS:
             wrong = [token for token in getattr(self, name) or () if not 0 <= token < vocab_size]
             if wrong:

@@ -32,10 +32,11 @@ REMOVED = {
 class LateInteractionParams(msgspec.Struct, frozen=True, kw_only=True):
     """Keep a query's token embeddings in the engine, or score a document against kept ones.
 
-    `cache_query` keeps them under `query_key` until `query_uses` documents have been scored.  Texts are marked
-    as the model's folder says it.
+    `cache_query` keeps them under `query_key` until `query_uses` documents have been scored.  The
+    model's folder determines the markers of queries and documents.
 
     Raises:
+
         TrouperValidationError: a wrong mode or key, or uses that are missing or not positive.
     """
 
@@ -57,18 +58,22 @@ class LateInteractionParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingParams(msgspec.Struct, kw_only=True):
-    """The result to compute, and how it is finished; None takes what the model says.
+    """Select the result of a pooling request and its post-processing.
+
+    A field of None uses the model's own setting.
 
     Args:
+
         task: embed, classify, token_embed or token_classify.
-        use_activation: normalise embeddings, turn logits into probabilities.
-        dimensions: keep so many of the embedding's (matryoshka models only).
-        step_tag_id, returned_token_ids: with token pooling type STEP only.
+        use_activation: normalise embeddings, or turn logits into probabilities.
+        dimensions: truncate embeddings to this many dimensions (Matryoshka models only).
+        step_tag_id, returned_token_ids: for models with the token pooling type STEP.
         late_interaction_params: see `LateInteractionParams`.
 
     Raises:
+
         TrouperValidationError: a value outside its range; the message names the parameter.
-        UnsupportedFeatureError: a task or feature that is not built yet.
+        UnsupportedFeatureError: an unimplemented task or feature.
     """
 
     n: ClassVar[int] = 1  # outputs of a request, as in SamplingParams
@@ -158,7 +163,11 @@ class PoolingParams(msgspec.Struct, kw_only=True):
 
 
 def unsupported_task(task: object, known: str, parameter: str = "task") -> TrouperValidationError:
-    """Make the refusal of a task; vLLM's clients know it by its beginning."""
+    """Make the error for a task that the model does not support.
+
+    The message begins like vLLM's, which clients compare.  `known` is a sentence with the supported
+    tasks.
+    """
     text = f"Unsupported task: {str(task)[:40]!r}. {known}"
     return TrouperValidationError(text, parameter=parameter)
 

@@ -60,7 +60,11 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """The name of the one field that says what an output must match."""
+        """The name of the one field that constrains the output.
+
+        The constructor ensures that exactly one constraint is set, such as `json`, `regex`,
+        `choice` or `grammar`.
+        """
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     def _check_choice(self) -> None:

@@ -63,7 +63,11 @@ CHANGES_BASE = (
 
 
 class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The capacity for adapters in an engine."""
+    """The capacity for adapters in an engine.
+
+    It is fixed at start, so device memory for adapters can be reserved in advance: at most `num_slots` adapters of at
+    most rank `max_rank`.
+    """
 
     # The number of different adapters among the running requests.
     max_loras: int = 1
@@ -75,7 +79,10 @@ class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
-    """The fields of `adapter_config.json` that determine the adapter's computation."""
+    """The fields of `adapter_config.json` that determine the adapter's computation.
+
+    The defaults are PEFT's.  The patterns override rank and alpha for the modules that they match.
+    """
 
     r: Rank = 8
     lora_alpha: float = 8
@@ -88,7 +95,11 @@ class AdapterConfig(msgspec.Struct, frozen=True):
         return _matching(self.rank_pattern, module, self.r)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of the product of a module's two matrices."""
+        """Return the factor of the product of a module's two matrices.
+
+        It is alpha divided by the rank, or by the square root of the rank with rank-stabilised LoRA
+        (`use_rslora`).
+        """
         rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -136,7 +147,11 @@ def read_adapter(path: str | os.PathLike[str], root: str | None = None) -> Adapt
 
 
 def adapter_config(text: bytes) -> AdapterConfig:
-    """Parse and check `adapter_config.json`.  Raises the errors of `read_adapter`."""
+    """Parse and check the bytes of `adapter_config.json`.
+
+    A field that would change the computation in an unsupported way is refused by name, because
+    ignoring it would silently produce another model.  Raises the errors of `read_adapter`.
+    """
     try:
         given: Any = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

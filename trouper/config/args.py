@@ -153,7 +153,11 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add one option for each field to a parser.  `from_cli_args` reads the parsed values."""
+        """Add one option for each field to a parser, with dashes in place of underscores.
+
+        Options not on the command line keep the field's default.  `from_cli_args` creates the
+        arguments from the parsed values.
+        """
         for field in dataclasses.fields(cls):
             parser.add_argument(f"--{field.name.replace('_', '-')}", **_parser_settings(field))
         return parser
@@ -175,7 +179,10 @@ def _parser_settings(field: "dataclasses.Field[Any]") -> dict[str, Any]:
 
 
 class AsyncEngineArgs(EngineArgs):
-    """`EngineArgs` under the name that programs for vLLM's async engine import."""
+    """`EngineArgs` under the name that programs for vLLM's async engine import.
+
+    Both classes accept the same options, because every engine of trouper is asynchronous inside.
+    """
 
 
 logger = logging.getLogger("trouper")

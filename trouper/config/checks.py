@@ -84,7 +84,11 @@ def _check_adaptive_threshold(args: EngineArgs) -> None:
 
 
 def log_idle_options(args: EngineArgs) -> None:
-    """Log in one line which GPU options have no effect on this engine."""
+    """Log in one line which GPU options have no effect on this engine.
+
+    Scripts written for GPUs should run unchanged on a CPU, so these options are accepted.  The line
+    keeps this from being silent.
+    """
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     idle = [name for name in IDLE_ON_CPU if getattr(args, name) != defaults[name]]
     if idle:

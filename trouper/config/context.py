@@ -48,7 +48,11 @@ class Sizes(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The context length, and the memory for it."""
+    """The context length, and the memory for it.
+
+    It is the answer to a question that users rarely decide themselves: how much of the machine's
+    memory the KV cache takes, given the weights.
+    """
 
     max_model_len: int
     kv_cache_bytes: int | None  # bytes of each worker
@@ -143,7 +147,11 @@ def given_length(value: Any, longest: int) -> int | None:
 
 
 def weight_bytes(args: EngineArgs, model: ModelConfig, dtype: str) -> int:
-    """Estimate the memory of the weights of one replica.  Returns 0 if the model's files do not determine it."""
+    """Estimate the memory of the weights of one replica in bytes, before they are read.
+
+    Accounts for the dtype, quantization and compression that will be applied.  Returns 0 if the
+    model's files do not determine it.
+    """
     if model.is_gguf:
         return _gguf_bytes(Path(model.path), dtype)
     stored = _file_bytes(Path(model.path)) if args.load_format != "dummy" else 0

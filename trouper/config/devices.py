@@ -73,7 +73,11 @@ def choose_device_worker(wanted: str, *, can_be_chosen: bool) -> DeviceWorker:
 
 
 def cuda_problem() -> str | None:
-    """Return the reason why no GPU can be used, or None if one can."""
+    """Return the reason why no GPU can be used, or None if one can.
+
+    Checks torch's build, Triton and the driver without importing torch.  The text is a sentence for users, with a
+    command that mends the problem if one exists.
+    """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return "torch is not installed"
@@ -101,7 +105,11 @@ def check_num_devices(name: str, wanted: int) -> None:
 
 
 def num_devices() -> int:
-    """Count the GPUs that this process may use, by asking the driver."""
+    """Count the GPUs that this process may use, by asking the driver.
+
+    Respects `CUDA_VISIBLE_DEVICES`, like the driver itself.  Returns 0 without a driver.  torch is
+    not imported.
+    """
     driver = _driver()
     return 0 if driver is None else _count(driver)[0]
 

@@ -53,7 +53,11 @@ HARMLESS_FIELDS = ("bos_token_id", "pad_token_id", "transformers_version", "_fro
 
 
 class SamplingSource(NamedTuple):
-    """Sampling fields under the names of generation_config.json, and their source."""
+    """Sampling fields under the names of generation_config.json, and their source.
+
+    `of` names the source in logs, so users see whether a default comes from the model's file, from
+    an option or from vLLM.
+    """
 
     fields: dict[str, Any]
     of: str
@@ -180,7 +184,11 @@ def default_sampling(fields: Mapping[str, Any], file: str = GENERATION) -> dict[
 
 
 def describe_sampling(params: Mapping[str, Any]) -> str:
-    """Describe the sampling for users: the temperature, and every parameter with an effect."""
+    """Describe the sampling for users: the temperature, and every parameter with an effect.
+
+    Parameters at a neutral value are omitted.  For greedy sampling only penalties are listed,
+    because truncation does not change it.
+    """
     temperature = params.get("temperature", 1.0)
     if temperature < GREEDY_BELOW:
         parts = ["greedy (temperature 0)"]
@@ -220,7 +228,11 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields
 def structured_outputs_config(given: dict[str, Any] | None) -> StructuredOutputsConfig:
     """Parse the option `structured_outputs_config`.
 
+    The names of vLLM's other grammar backends are accepted with a warning, because llguidance
+    handles the same constraints.
+
     Raises:
+
         TrouperValidationError: a key or backend is unknown, or a value has the wrong type.
     """
     name = "structured_outputs_config"

@@ -33,7 +33,11 @@ def available_bytes(root: Path = Path("/"), *, with_swap: bool = False) -> int |
 
 
 def control_groups(memberships: Path, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups, each followed by its parents."""
+    """Yield the folders of this process's control groups, each followed by its parents.
+
+    A limit of any of them applies.  Handles both versions of the interface: version 1 has a folder
+    for each controller below `root`.
+    """
     for line in read_text(memberships).splitlines():
         _, controllers, path = line.split(":", 2)
         top = root / controllers if controllers else root

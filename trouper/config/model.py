@@ -49,7 +49,11 @@ _OFFSET_POSITIONS = (
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a model folder by its JSON files."""
+    """The description of a model folder by its JSON files.
+
+    It contains what the engine's front needs before the weights are read: names, sizes, stop tokens
+    and sampling defaults.  `load` creates it.
+    """
 
     # A folder or GGUF file on disk, or the name of a geometry.
     path: str
@@ -132,7 +136,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return is_gguf(self.path)
 
     def with_lengths_below(self, max_model_len: int) -> Self:
-        """Copy the description with a default of max_tokens that this engine's requests may use."""
+        """Copy the description with a default of max_tokens that this engine's requests may use.
+
+        A model's generation_config.json may ask for more tokens than the engine's context holds.
+        Every request without its own value would then be refused.
+        """
         wanted = self.default_sampling.get("max_tokens")
         if wanted is None or wanted <= max_model_len:
             return self
@@ -140,7 +148,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, default_sampling=sampling)
 
     def pooler(self, runner: str, convert: str, wishes: Any) -> PoolerSpec | None:
-        """Determine how the model pools.  Returns None for a generative model."""
+        """Determine how the model pools, from the engine's options and the model's files.
+
+        Returns None for a generative model.
+
+        Raises:
+
+            TrouperValidationError: an option is unknown, or the model does not support it.
+        """
         folder = Path(self.path)
         wishes = PoolerConfig.of(wishes)
         if runner == "auto" and convert != "none" and "gguf_pooling" in self.hf_config:
@@ -221,7 +236,11 @@ def code_folder(args: EngineArgs, model: ModelConfig) -> str | None:
 
 
 def tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
-    """Return the tokenizer's folder: the model's own, or the demo's for dummy weights without one."""
+    """Return the tokenizer's folder or file.
+
+    It is the option's, downloaded if necessary, or the model's own.  A model of dummy weights
+    without a tokenizer borrows the demo model's.
+    """
     if args.tokenizer is None:
         found = (any(Path(model.path).glob(name)) for name in ("tokenizer*", "vocab*"))
         return str(DEMO_MODEL) if args.load_format == "dummy" and not any(found) else model.path
@@ -243,7 +262,11 @@ def concrete_dtype(wanted: str, model: ModelConfig) -> str:
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: str, num_ranks: int = 1) -> int | None:
-    """Return the bytes of one token's keys and values on one rank, or None if config.json does not determine them."""
+    """Return the bytes of one token's keys and values on one rank, over all layers.
+
+    Returns None if config.json does not determine them.  Used to estimate the context before the
+    model is loaded.
+    """
     config = model.hf_config
     try:
         num_heads = int(config["num_attention_heads"])

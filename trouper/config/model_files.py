@@ -20,7 +20,11 @@ STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
-    """Sizes and shapes of a model's weight files, known without reading the weights."""
+    """Sizes and shapes of a model's weight files, known without reading the weights.
+
+    `digest` identifies the files by name, size and time of change; it is no hash of their contents,
+    which would take minutes for a large model.
+    """
 
     num_bytes: int
     num_parameters: int

@@ -24,7 +24,10 @@ PARTITION = "TROUPER_PP_LAYER_PARTITION"  # numbers of layers by stage, as "10,1
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One stage of a pipeline: its number, the number of stages, and its layers `first` … `last - 1`."""
+    """One stage of a pipeline: its number, the number of stages, and its layers `first` … `last - 1`.
+
+    A model without a pipeline is one stage, both first and last.
+    """
 
     index: int
     num_stages: int
@@ -85,8 +88,11 @@ def split_layers(
 def read_partition(text: str) -> tuple[int, ...]:
     """Parse the numbers of layers by stage, as in "10,18".
 
+    Their sum is compared with the model's layers elsewhere.
+
     Raises:
-        TrouperValidationError: the text has another form.
+
+        TrouperValidationError: the text is not a list of numbers with commas.
     """
     parts = text.split(",")
     if not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
@@ -140,7 +146,11 @@ SUPERVISED_ELSEWHERE = ("external_launcher", "torchrun")
 
 
 class NodesConfig(msgspec.Struct, frozen=True):
-    """The machines of an engine."""
+    """The machines of an engine.
+
+    Each machine runs an equal number of the stages.  The coordinator, with rank 0, schedules and
+    serves; the others only host workers.
+    """
 
     backend: Backend
     # The number of machines for mp.  Ray chooses the machines itself.

@@ -85,7 +85,11 @@ NOT_INVARIANT = (
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the plan that the scheduling policy uses.  The defaults serve tests of the policy only."""
+    """The part of the plan that the scheduling policy uses.
+
+    The policy is pure, so these limits and the requests determine every decision.  The defaults
+    serve tests of the policy only.
+    """
 
     max_model_len: int = 8192
     max_num_seqs: int = 128
@@ -111,7 +115,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The resolved plan of one engine.  Nothing in it changes after start."""
+    """The resolved plan of one engine.
+
+    Nothing in it changes after start. `resolve` creates it from `EngineArgs`; afterwards no part of
+    the engine reads an option or a default again.  It can be sent to other processes.
+    """
 
     model: ModelConfig
     pooler: PoolerSpec | None = None  # None for generation

@@ -9,7 +9,11 @@ from trouper.config.resolve import EngineConfig
 
 
 class FieldsOfConfig(dict[str, Any]):
-    """The fields of config.json, as keys and as attributes."""
+    """The fields of config.json, as keys and as attributes.
+
+    Scripts for vLLM read `hf_config` as a transformers object, with attributes; trouper does not
+    import transformers for it.
+    """
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -89,7 +93,11 @@ class ConfigView:
 
 
 def vllm_config(config: EngineConfig) -> ConfigView:
-    """Return the parts that scripts for vLLM read, from the resolved configuration."""
+    """Return the parts that scripts for vLLM read, from the resolved configuration.
+
+    Names are vLLM's, such as `cache_config.block_size`.  A name without a counterpart raises
+    AttributeError with a hint.
+    """
     scheduler = config.scheduler
     num_workers = config.tensor_parallel_size * scheduler.num_stages
     return ConfigView(

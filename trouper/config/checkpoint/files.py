@@ -61,9 +61,12 @@ def read_text(path: Path, parameter: str = "model") -> str:
 
 
 def read_json(path: Path, parameter: str = "model") -> Any:
-    """Parse a JSON file.  Returns None if it does not exist.
+    """Parse a JSON file of a model folder.
+
+    Returns None if it does not exist. `parameter` is the option to name in errors.
 
     Raises:
+
         TrouperValidationError: the file is not readable, too large, or not JSON.
     """
     try:
@@ -89,9 +92,15 @@ def read_object(path: Path, parameter: str = "model") -> dict[str, Any] | None:
 
 
 def checked(value: Any, kind: type[T], file: str, parameter: str = "model") -> T:
-    """Convert parsed JSON to a type.
+    """Convert parsed JSON to a type, with its bounds.
+
+    Args:
+
+        file: the name to show in errors.
+        parameter: the option that selected the file.
 
     Raises:
+
         TrouperValidationError: the message names the file and the field and shows its value.
     """
     try:

@@ -36,9 +36,12 @@ KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleav
 
 
 def overridden(config: Fields, overrides: Fields) -> Fields:
-    """Replace fields of a config.  Objects are merged field by field.
+    """Replace fields of a config, as the option `hf_overrides` asks.
+
+    Objects are merged field by field.  The given config is not changed.
 
     Raises:
+
         TrouperValidationError: an unknown `rope_type`, or a field that this config cannot support.
     """
     found = dict(config)
@@ -104,7 +107,11 @@ def _put_rope(config: Fields, name: str, wish: Fields | None) -> None:
 
 
 def is_grouped(ropes: Fields) -> bool:
-    """Check whether each kind of layer has its own frequencies."""
+    """Check whether each kind of layer has its own frequencies.
+
+    Some families use one set for layers with a sliding window and another for full attention.
+    Their rope parameters are then objects by layer type.
+    """
     return bool(ropes) and all(isinstance(each, dict) for each in ropes.values())
 
 
@@ -171,7 +178,12 @@ _FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("n
 
 
 def with_floats(value: Any) -> Any:
-    """Replace `{"__float__": "Infinity"}`, the form in which transformers writes numbers that JSON lacks."""
+    """Replace `{"__float__": "Infinity"}`, the form in which transformers writes numbers that JSON
+    lacks.
+
+    Works through nested objects and lists, and returns a copy.  Objects with other keys stay as
+    they were.
+    """
     if isinstance(value, dict):
         fields = cast("Fields", value)
         if fields.keys() == {"__float__"}:

@@ -22,7 +22,11 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Rope(Struct):
-    """`rope_scaling`, `rope_parameters`, or one of the groups in the latter."""
+    """`rope_scaling`, `rope_parameters`, or one of the groups in the latter.
+
+    It holds the parameters of every supported method of scaling rotary positions.  `rope_type`
+    (formerly `type`) names the method, and each method reads only its own fields.
+    """
 
     rope_type: str | None = None
     type: str | None = None
@@ -45,7 +49,11 @@ class Rope(Struct):
 
 
 class HfFields(Struct):
-    """config.json, after lifting its `text_config` and replacing other families' names."""
+    """The fields of config.json in one flat shape.
+
+    Its `text_config` has been lifted to the top, and other families' names have been replaced, so
+    readers need only one name for each quantity.  None means that the file lacks the field.
+    """
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -149,7 +157,11 @@ class Module(Struct):
 
 
 class DenseFields(Struct):
-    """config.json of a sentence-transformers Dense module."""
+    """config.json of a sentence-transformers Dense module.
+
+    The module computes y = act(x Wᵀ + b).  The activation is given by the import path of its torch
+    class; the default is sentence-transformers' own.
+    """
 
     in_features: Width
     out_features: Width

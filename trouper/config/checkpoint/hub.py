@@ -51,7 +51,11 @@ def download(
 def cached_folder(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
     """Find the cached files of a repository, which may be incomplete.
 
+    Used when the hub is not reachable.  The folder is the newest snapshot of the revision in
+    `download_dir`, or in the default cache.
+
     Raises:
+
         TrouperValidationError: the cache has no files of the repository.
     """
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
@@ -71,10 +75,13 @@ def cached_folder(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
 
 
 def list_files(args: EngineArgs, repo_id: str, revision: str | None) -> list[str] | None:
-    """List the files of a repository.  Returns None if the hub cannot be reached.
+    """List the files of a repository, as relative paths.
+
+    Returns None if the hub cannot be reached, so the caller can fall back to the cache.
 
     Raises:
-        TrouperValidationError: the repository does not exist.
+
+        TrouperValidationError: the repository or revision does not exist.
     """
     import httpx2
     from huggingface_hub import HfApi

@@ -21,7 +21,11 @@ STANFORD_NAMES = {
 
 
 class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
-    """Markers and lengths.  Lengths are in tokens, including everything added; a marker that is not a token is inserted as text."""
+    """Markers and lengths with which a late-interaction model was trained.
+
+    Lengths are in tokens, including everything added.  A marker missing from the vocabulary is inserted as text.  The
+    defaults are PyLate's.
+    """
 
     query_prefix: str = "[Q] "
     document_prefix: str = "[D] "
@@ -36,9 +40,12 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_pylate(cls, config: Mapping[str, Any]) -> Self | None:
-        """Read PyLate's config.  Returns None for other configs.
+        """Read PyLate's config_sentence_transformers.json.
+
+        Returns None for a config without any of PyLate's fields.
 
         Raises:
+
             msgspec.ValidationError: a field has the wrong type.
         """
         given = {n: config[n] for n in cls.__struct_fields__ if config.get(n) is not None}
@@ -81,7 +88,11 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_stanford(cls, metadata: Mapping[str, Any]) -> Self | None:
-        """Read Stanford's artifact.metadata."""
+        """Read the artifact.metadata of Stanford's ColBERT.
+
+        Its names are translated to PyLate's.  Fields that the file lacks get ColBERT's defaults,
+        which differ from PyLate's.  Returns None for an empty file.
+        """
         if not metadata:
             return None
         config: dict[str, Any] = dict(STANFORD)

@@ -90,7 +90,11 @@ def _others(path: Path) -> str:
 
 
 def is_plain(folder: Path, load_format: str = "auto") -> bool:
-    """Distinguish a folder of config.json and safetensors from one of GGUF files.  If it has both, the requested format decides."""
+    """Distinguish a folder of config.json and safetensors from one of GGUF files.
+
+    If it has both, the requested format decides: `gguf` selects the GGUF files, and any other
+    format the safetensors.
+    """
     has_config = (folder / "config.json").exists() and load_format != "gguf"
     is_asked = load_format in ("dummy", "safetensors")
     return has_config and (is_asked or any(folder.glob("*.safetensors")))

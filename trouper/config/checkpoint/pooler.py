@@ -75,7 +75,15 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, given: Any) -> "PoolerConfig":
-        """Create the options from None, a dict, JSON text, a PoolerConfig, or any object with its attributes."""
+        """Create the options from None, a dict, JSON text, a PoolerConfig, or any object with its
+        attributes.
+
+        The last form accepts vLLM's own PoolerConfig.
+
+        Raises:
+
+            TrouperValidationError: an unknown option, or a value of the wrong type.
+        """
         if given is None:
             return cls()
         if isinstance(given, cls):
@@ -140,12 +148,19 @@ class TokenClassifier(msgspec.Struct, frozen=True):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the classes: the tokens, or the second of two tokens that the method compares."""
+        """The names of the classes: the texts of the compared tokens.
+
+        A method that computes the difference of two tokens has one class, named after the second token.
+        """
         return self.tokens[1:] if self.is_difference else self.tokens
 
 
 class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All properties of pooling, resolved when the engine is built."""
+    """All properties of pooling, resolved when the engine is built.
+
+    Options of the user, the model's own files and the defaults of its architecture have been merged, so no choice is
+    open.  Requests may override some of them.
+    """
 
     tasks: tuple[str, ...]
     task: str  # the model's default

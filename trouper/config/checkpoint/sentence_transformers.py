@@ -32,7 +32,11 @@ DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid")
 
 
 class Dense(msgspec.Struct, frozen=True):
-    """A sentence-transformers Dense module: y = act(x Wᵀ + b)."""
+    """A sentence-transformers Dense module: y = act(x Wᵀ + b).
+
+    It projects a pooled embedding, or each token's for late interaction, to another size.  Its
+    weights are in `folder`, relative to the model.
+    """
 
     folder: str
     num_inputs: int
@@ -53,7 +57,11 @@ class Splade(msgspec.Struct, frozen=True):
 
 
 class SentenceTransformersFolder:
-    """The contents of modules.json and of the modules' own files, with defaults for missing ones."""
+    """The contents of modules.json and of the modules' own files, with defaults for missing ones.
+
+    Reading checks that the modules form a pipeline that the pooler can compute, and refuses other
+    modules by name.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.pooling: SeqPooling | None = None

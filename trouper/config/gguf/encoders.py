@@ -41,7 +41,11 @@ def gguf_config(header: Gguf) -> dict[str, Any]:
 
 
 def encoder_shapes(header: Gguf) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """List the tensors of an encoder by their names in a checkpoint: each with its name in the file, and its shape."""
+    """List the tensors of an encoder by their names in a checkpoint.
+
+    The value is the tensor's name in the file and its shape, outermost dimension first.  Tensors with unknown names
+    are omitted.
+    """
     architecture = header.need("general.architecture", str)
     layers, modules = ENCODERS.get(architecture, ("", {}))
     outer = OUTER | ({"token_embd_norm": "emb_ln"} if architecture == "nomic-bert" else {})

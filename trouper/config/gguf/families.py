@@ -17,7 +17,11 @@ PRE_NORMS: Mapping[str, str] = MappingProxyType({"post_attention_layernorm": "ff
 
 
 class Family(NamedTuple):
-    """The differences of one GGUF architecture from the others."""
+    """The differences of one GGUF architecture from the others.
+
+    The defaults describe the most common layout, with RMS norms before attention and MLP.  An entry lists only what
+    differs, so support for a family is one row of data.
+    """
 
     architecture: str
     model_type: str

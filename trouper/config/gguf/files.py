@@ -22,7 +22,10 @@ NO_MODELS = {"mmproj", "imatrix"}
 def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
     """Group file names by model: each model's name with its files in order.
 
+    A model is one file or a split with all its parts.  Other files, such as image projectors, are omitted.
+
     Args:
+
         names: paths in the folder or the repository, with `/`.
     """
     known = sorted(name for name in names if name.endswith(".gguf") and name.count("/") <= DEPTH)

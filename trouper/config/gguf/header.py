@@ -90,7 +90,10 @@ GRID_TYPES = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"
 
 
 class GgufTensor(NamedTuple):
-    """A tensor of a file."""
+    """The location of a tensor in a GGUF file.
+
+    The data are not read.  `type` gives the storage format, from which the number of bytes follows.
+    """
 
     file: Path
     offset: int  # from the file's start
@@ -131,7 +134,11 @@ class GgufStrings(msgspec.Struct, frozen=True):
 
 
 class Gguf(msgspec.Struct, frozen=True):
-    """The header of a model: of one file, or of all files of a split."""
+    """The header of a model: of one file, or of all files of a split.
+
+    Values of `metadata` have the file's own types; `get` and `need` convert and check them.  Long
+    arrays of strings stay undecoded.
+    """
 
     path: Path
     metadata: dict[str, Any]
@@ -157,9 +164,10 @@ class Gguf(msgspec.Struct, frozen=True):
             raise invalid("model", f"{self.path.name}: {key}: {error}", str(self.path)) from None
 
     def need(self, key: str, kind: type[T]) -> T:
-        """Return a value of the metadata.
+        """Return a value of the metadata that the file must have, converted to `kind`.
 
         Raises:
+
             TrouperValidationError: the key is absent, or the value has another type.
         """
         value = self.get(key, kind)
