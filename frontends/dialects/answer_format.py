@@ -39,14 +39,20 @@ class AnswerFormat(msgspec.Struct, frozen=True):
 
     @property
     def has_special_marks(self) -> bool:
-        """Whether a mark contains a special token: then the parser needs special tokens in the text."""
+        """Whether a mark contains a special token.
+
+        The detokenizer then keeps special tokens in the text, because the parser could not find such marks otherwise.
+        """
         spans = [self.reasoning or ("", "")]
         if self.tools is not None:
             spans += [self.tools.section, self.tools.call, self.tools.name_end]
         return any(token in mark for span in spans for mark in span for token in self.special)
 
     def begins_in_reasoning(self, prompt: str) -> bool:
-        """Return whether the prompt already opens the reasoning, as some templates do."""
+        """Return whether the prompt already opens the reasoning, as some templates do.
+
+        The answer then contains only the closing mark, and the parser begins inside the reasoning.
+        """
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0].rstrip())
 
     def parser(self, schemas: Schemas, prompt: str = "", max_held: int = MAX_HELD) -> AnswerParser:
@@ -106,6 +112,8 @@ def check_parser_names(
 
     Raises:
         TrouperValidationError: a name is unknown; the error suggests similar names.
+
+    It runs when the server starts, so that a typing error does not first appear as unparsed calls in answers.
     """
     dialects = (*DIALECTS, *more)
     _check_name("tool_call_parser", tool_call_parser, by_name(dialects))
@@ -143,7 +151,11 @@ class ReasoningTokens:
         self._tail = ""  # end of the text, which may contain the beginning of a mark
 
     def add(self, token_ids: Iterable[int]) -> int:
-        """Count the reasoning tokens among the next tokens of the answer."""
+        """Count the reasoning tokens among the next tokens of the answer.
+
+        Returns their number.  Token ids are compared, not texts, so the count is exact even if marks are cut between
+        two outputs.
+        """
         return 0 if self._is_over else sum(map(self._is_reasoning, token_ids))
 
     def _is_reasoning(self, token_id: int) -> bool:

@@ -19,7 +19,11 @@ _NAME_STOPS = ' \t\r\n"{}()[]<>,;'
 
 
 def read_section(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read all calls behind the first mark of an answer, and the closing mark."""
+    """Read all calls behind the first mark of an answer, and the closing mark.
+
+    Some dialects enclose all calls in one pair of marks, others each call, and others use both; the dialect's row
+    decides.
+    """
     read_body = _BODIES[dialect.body]
     begin, end = dialect.section
     if not begin or not dialect.call[0]:
@@ -46,7 +50,10 @@ def _closing(reader: Reader, mark: str) -> Parse[None]:
 
 
 def read_object(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read one call, and further calls behind the dialect's separators."""
+    """Read one call, and further calls behind the dialect's separators.
+
+    A call is a JSON object with a name and its arguments or parameters, in any order.
+    """
     while (yield from _object(reader, calls)):
         if not dialect.separators:
             return
@@ -140,7 +147,10 @@ def _ignore(text: str) -> None:
 
 
 def read_array(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read an array of objects, or a single object."""
+    """Read an array of objects, or a single object.
+
+    Models write a single call with or without the brackets.  Every object is one call.
+    """
     yield from reader.skip_blanks()
     if not (yield from reader.accept("[")):
         yield from _object(reader, calls)
@@ -157,7 +167,10 @@ def read_array(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[Non
 
 
 def read_named(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read a name and its arguments, with or without a mark between them; or an array."""
+    """Read a name and its arguments, with or without a mark between them; or an array.
+
+    The arguments are a JSON object, possibly in a fence of Markdown.
+    """
     yield from reader.skip_blanks()
     if (yield from reader.peek()) == "[":
         yield from read_array(reader, dialect, calls)
@@ -193,7 +206,10 @@ def _plain_name(name: str, dialect: Dialect) -> str:
 
 
 def read_tagged(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read calls with arguments in tags, one for each key."""
+    """Read calls with arguments in tags, one for each key.
+
+    Values are bare text, so the schema of the tool decides whether a value is a string or JSON.
+    """
     tags = dialect.tags
     assert tags is not None
     while True:

@@ -69,12 +69,19 @@ class CallWriter:
         return self._num_arguments > 0
 
     def step(self) -> bool:
-        """Count a mark, key or value as a step.  Returns False if the answer exceeds its number of steps."""
+        """Count a mark, key or value as a step.  Returns False if the answer exceeds its number of steps.
+
+        Without a limit, an answer of nothing but marks could make the parser's work grow with every token.
+        """
         self._num_steps += 1
         return self._num_steps <= MAX_STEPS
 
     def start(self, name: str) -> bool:
-        """Begin a call, which may already have arguments.  Returns whether the call may start."""
+        """Begin a call, which may already have arguments.  Returns whether the call may start.
+
+        A name without a valid form, or of a tool that the request does not offer, may not start a call; its text
+        becomes content.
+        """
         if _NAME.fullmatch(name) is None or not self.accepts(name) or not self.step():
             return False
         self._name = name
@@ -82,7 +89,10 @@ class CallWriter:
         return True
 
     def arguments(self, text: str) -> None:
-        """Append text to the call's arguments."""
+        """Append text to the call's arguments.
+
+        Before the name is known they are held back; afterwards they become events at once.
+        """
         self._num_arguments += len(text)
         if self._is_given_out:
             self._events.add(Arguments(self.num_started - 1, text))
@@ -129,7 +139,10 @@ class CallWriter:
         self._reader.hold()
 
     def types_of(self, key: str) -> ValueTypes:
-        """Return the types that the schema of the open call allows for a parameter."""
+        """Return the types that the schema of the open call allows for a parameter.
+
+        The answer is cached for the request, because a bare value cannot be converted without it.
+        """
         place = (self._name or "", key)
         if place not in self._types:
             self._types[place] = property_types(self.schemas.get(place[0], {}), key)
@@ -137,7 +150,10 @@ class CallWriter:
 
 
 class ObjectWriter:
-    """Writes the arguments of a call as a JSON object, key by key."""
+    """Writes the arguments of a call as a JSON object, key by key.
+
+    Dialects without JSON use it: they deliver keys and values one by one, and clients expect a JSON text.
+    """
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
@@ -158,7 +174,10 @@ class ObjectWriter:
         self._calls.arguments(text)
 
     def string_piece(self, text: str) -> None:
-        """Append a part of a string, which is quoted."""
+        """Append a part of a string, which is quoted.
+
+        A long string can thus be streamed, although its end has not arrived.
+        """
         self._calls.arguments(quoted(text))
 
     def end(self) -> None:

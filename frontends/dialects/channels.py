@@ -13,7 +13,10 @@ MAX_HEADER = 512
 
 
 def read_channels(reader: Reader, calls: CallWriter, content: Sink, reason: Sink) -> Parse[None]:
-    """Read messages up to the end of the answer."""
+    """Read messages up to the end of the answer.
+
+    A header without a message is treated as content, so no text of the answer is lost.
+    """
     marks = (CHANNEL, START, *ENDS)
     while calls.step() and (mark := (yield from reader.until(marks, content))):
         if mark in ENDS:

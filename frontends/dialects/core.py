@@ -61,7 +61,10 @@ class AnswerParser:
         return f"<AnswerParser {self._dialect.name}: {self._reader!r}>"
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Parse more text of the answer.  Returns the events that are certain now."""
+        """Parse more text of the answer.  Returns the events that are certain now.
+
+        Text that may still become a mark is held back until the next call, or until `end`.
+        """
         if text:
             self._reader.feed(text)
             self._go_on()
@@ -79,7 +82,10 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> Mapping[str, int]:
-        """The number of calls so far: with marks (ok), without marks (bare), and marks without a call (content)."""
+        """The number of calls so far: with marks (ok), without marks (bare), and marks without a call (content).
+
+        The server counts them as a metric, which shows operators when a dialect does not fit a model.
+        """
         num_marked = self._calls.num_started - self._num_bare
         return {"ok": num_marked, "bare": self._num_bare, "content": self._num_refused}
 

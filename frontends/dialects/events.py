@@ -4,33 +4,48 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True):
-    """Text for the user."""
+    """Text for the user.
+
+    It is what remains of the answer without reasoning and calls, and goes into the message's `content`.
+    """
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Text that the model wrote for itself before the answer."""
+    """Text that the model wrote for itself before the answer.
+
+    It goes into `reasoning_content` of chat messages, and is not part of the text that clients send back.
+    """
 
     text: str
 
 
 class CallStarted(msgspec.Struct, frozen=True):
-    """A tool call begins; `index` counts the calls of one answer from 0."""
+    """A tool call begins; `index` counts the calls of one answer from 0.
+
+    The function is known to be one of the request's tools.  Its arguments follow in `Arguments` events.
+    """
 
     index: int
     name: str
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """A part of the arguments of call `index`: all parts in order are its JSON object."""
+    """A part of the arguments of call `index`: all parts in order are its JSON object.
+
+    A part may end anywhere in the JSON text, even inside an escape sequence, so clients parse only the whole.
+    """
 
     index: int
     text: str
 
 
 class CallEnded(msgspec.Struct, frozen=True):
-    """Call `index` is complete, or gets no more arguments."""
+    """Call `index` is complete, or gets no more arguments.
+
+    If the answer was cut off, the arguments so far may be invalid JSON.
+    """
 
     index: int
 
@@ -39,7 +54,10 @@ ParserEvent = Content | Reasoning | CallStarted | Arguments | CallEnded
 
 
 class EventList:
-    """Collects events, and merges adjacent events of one kind."""
+    """Collects events, and merges adjacent events of one kind.
+
+    The parser reads many small parts of a text, and clients should get one chunk for them.
+    """
 
     def __init__(self) -> None:
         self._events: list[ParserEvent] = []

@@ -22,7 +22,10 @@ _DEPTHS[[ord("}"), ord("]")]] = -1
 
 
 class JSONScanner:
-    """The state of the scan of one value, which begins with a bracket or a quote."""
+    """The state of the scan of one value, which begins with a bracket or a quote.
+
+    It keeps only the depth and whether it is inside a string, so a value of any size costs constant memory.
+    """
 
     def __init__(self) -> None:
         self._depth = 0

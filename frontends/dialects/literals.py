@@ -29,7 +29,10 @@ _LITERAL_STOPS = ":,{}[]<"
 
 
 def read_literals(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read one call."""
+    """Read one call.
+
+    Its keys are bare and its strings are enclosed in the dialect's own marks; the arguments are converted to JSON.
+    """
     yield from reader.skip_blanks()
     if not (yield from reader.accept("call:")):
         return
@@ -100,7 +103,10 @@ _WORD_STOPS = " \t\r\n\"'{}()[]<>,:="
 
 
 def read_calls(reader: Reader, calls: CallWriter) -> Parse[None]:
-    """Read calls in brackets, or one on each line, until other text follows."""
+    """Read calls in brackets, or one on each line, until other text follows.
+
+    Arguments are Python literals, which are converted to JSON.  Nothing is evaluated.
+    """
     yield from reader.skip_blanks()
     is_list = bool((yield from reader.accept("[")))
     while (yield from _call(reader, calls)):

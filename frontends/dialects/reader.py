@@ -27,7 +27,11 @@ _BLANKS = re.compile(r"[ \t\r\n]+")
 
 
 class Reader:
-    """The text so far, and the position up to which it has been read."""
+    """The text so far, and the position up to which it has been read.
+
+    Methods that return `Parse` are generators: use `yield from`, because they wait for more text if the present text
+    does not suffice.
+    """
 
     def __init__(self) -> None:
         self._text = ""
@@ -65,7 +69,11 @@ class Reader:
         return self._was_cut and self.is_at_end
 
     def hold(self) -> None:
-        """Keep the text from here on, until `give_back` or `rewind`."""
+        """Keep the text from here on, until `give_back` or `rewind`.
+
+        A parser that may turn out to be wrong holds its start, and either returns there or hands the text out as
+        content.
+        """
         self._held, self._held_from = [], self._position
 
     @property
@@ -87,7 +95,10 @@ class Reader:
     # The following methods are generators: `result = yield from reader.peek()`.
 
     def peek(self) -> Parse[str]:
-        """Return the next character without reading it, or "" at the end."""
+        """Return the next character without reading it, or "" at the end.
+
+        Waits for the next text if all has been read.  The empty string is returned at the end only.
+        """
         while self._position == len(self._text):
             if self._has_ended:
                 return ""
@@ -105,7 +116,10 @@ class Reader:
         return "".join(skipped)
 
     def skip_blanks_before(self, marks: Iterable[str]) -> Parse[None]:
-        """Read white space if one of the marks, or the end, follows it.  Otherwise read nothing."""
+        """Read white space if one of the marks, or the end, follows it.  Otherwise read nothing.
+
+        White space in front of other text belongs to the content and must not be lost.
+        """
         marks, num_blanks = tuple(marks), 0
         while True:
             start = self._position + num_blanks
@@ -190,7 +204,10 @@ class Reader:
         return taken
 
     def rest(self, sink: Sink) -> Parse[None]:
-        """Read all the remaining text."""
+        """Read all the remaining text.
+
+        Each part goes to `sink` as it arrives, so plain content is streamed without delay.
+        """
         while True:
             sink(self._text[self._position :])
             self._position = len(self._text)

@@ -18,7 +18,11 @@ IdForm = Literal["random", "letters", "numbered"]
 
 
 class Tags(msgspec.Struct, frozen=True):
-    """The marks of a call with arguments in tags, one for each key."""
+    """The marks of a call with arguments in tags, one for each key.
+
+    For example `<parameter=key>value</parameter>`: `key` is the mark before a key, `key_end` the one behind it, and
+    so on.
+    """
 
     # Before the name of the function; "" if the call's own mark precedes it.
     name: str
@@ -249,12 +253,18 @@ DIALECTS: tuple[Dialect, ...] = (
 
 
 def by_name(dialects: Iterable[Dialect]) -> dict[str, Dialect]:
-    """Return the dialects by their own names and vLLM's."""
+    """Return the dialects by their own names and vLLM's.
+
+    Options such as `--tool-call-parser` accept both, so that command lines for vLLM work unchanged.
+    """
     return {name: each for each in dialects for name in (each.name, *each.aliases)}
 
 
 def by_reasoning_name(dialects: Iterable[Dialect]) -> dict[str, Dialect]:
-    """Return the dialects by vLLM's names of reasoning parsers."""
+    """Return the dialects by vLLM's names of reasoning parsers.
+
+    `--reasoning-parser` accepts them.  A dialect without reasoning marks of its own is included, under its own name.
+    """
     return {name: each for each in dialects for name in (each.name, *each.reasoning_aliases)}
 
 

@@ -30,7 +30,10 @@ class ValueTypes(NamedTuple):
         return self.names is not None and "null" in self.names
 
     def without_text(self) -> "ValueTypes":
-        """Return the types of a value that the model has declared not to be a string."""
+        """Return the types of a value that the model has declared not to be a string.
+
+        Some dialects declare for each argument whether it is a string; this has precedence over the schema.
+        """
         names = None if self.names is None else self.names - {"string"}
         return ValueTypes(names or None)
 
@@ -49,7 +52,10 @@ def value_types(schema: object, root: Schema) -> ValueTypes:
 
 
 def property_table(schema: Schema) -> Schema:
-    """Return the properties of an object with their schemas, including those from references and `allOf`."""
+    """Return the properties of an object with their schemas, including those from references and `allOf`.
+
+    A schema may spread its properties over several parts, and tools generated from classes usually do.
+    """
     found: dict[str, Any] = {}
     for part in _object_parts(schema, schema, 0):
         own = part.get("properties")
@@ -58,7 +64,10 @@ def property_table(schema: Schema) -> Schema:
 
 
 def required_names(schema: Schema) -> frozenset[str]:
-    """Return the names of the required properties of an object."""
+    """Return the names of the required properties of an object.
+
+    Includes those from references and `allOf`.  Names that are not strings are converted.
+    """
     return frozenset(
         str(name)
         for part in _object_parts(schema, schema, 0)
@@ -219,7 +228,11 @@ def _either(parts: list[ValueTypes]) -> ValueTypes:
 
 
 def resolved(reference: str, root: Schema) -> object:
-    """Return the target of a reference into the same schema, or None if it does not exist."""
+    """Return the target of a reference into the same schema, or None if it does not exist.
+
+    The path is a JSON pointer with its escapes.  References to other documents are not followed, so nothing is
+    fetched.
+    """
     if not reference.startswith("#"):
         return None
     found: object = root

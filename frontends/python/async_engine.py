@@ -263,11 +263,18 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         return generation
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Abort requests; each reader gets a final output with `finish_reason="abort"`."""
+        """Abort requests; each reader gets a final output with `finish_reason="abort"`.
+
+        Unknown and finished ids are ignored.  The blocks of the requests' KV cache become free after the step in
+        flight.
+        """
         self.engine.abort(request_id)
 
     async def step(self) -> None:
-        """Run one iteration of an engine in stepped mode; its outputs are then available to readers."""
+        """Run one iteration of an engine in stepped mode; its outputs are then available to readers.
+
+        Stepped mode is for programs, such as training loops, that decide when the model computes.
+        """
         await self.engine.controls.step()
 
     async def start(self) -> None:
@@ -333,7 +340,10 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         return self.engine.config.supported_tasks
 
     async def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Raise the error that a new request with `n` completions would get now; return if it would be admitted."""
+        """Raise the error that a new request with `n` completions would get now; return if it would be admitted.
+
+        A server can thus refuse before it reads or renders a prompt.  Nothing is reserved.
+        """
         self.engine.check_admission(n, request_id)
 
     def statistics(self) -> EngineStatistics:
@@ -347,12 +357,19 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration that the engine runs with, resolved from its arguments and the model's files."""
+        """The configuration that the engine runs with, resolved from its arguments and the model's files.
+
+        It has no open choices: context length, dtype, device and KV cache are those in use.  It is frozen.
+        """
         return self.engine.config
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that renders prompts; None with `skip_tokenizer_init`."""
+        """The tokenizer that renders prompts; None with `skip_tokenizer_init`.
+
+        It encodes and decodes in the caller's thread; for long texts use a worker thread, because an event loop would
+        wait.
+        """
         return self.engine.tokenizer
 
     @property
@@ -360,7 +377,10 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         return self.engine.config.model
 
     def get_model_config(self) -> ModelView:
-        """Return the model's facts under vLLM's names, with the maximum length and dtype that the engine uses."""
+        """Return the model's facts under vLLM's names, with the maximum length and dtype that the engine uses.
+
+        Names that vLLM's ModelConfig has and trouper lacks raise AttributeError with a hint.
+        """
         return ModelView(self.engine.config)
 
     @property
@@ -385,7 +405,10 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         return self._engine.dead_error if self._engine else None
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the engine has failed or is not running."""
+        """Raise EngineDeadError if the engine has failed or is not running.
+
+        It only reads a flag and does not wait for the device, so it is cheap enough for a liveness probe.
+        """
         if self.engine.dead_error is not None:
             raise self.engine.dead_error
 

@@ -15,7 +15,10 @@ Output = TypeVar("Output", bound=Any)
 
 
 def can_start() -> bool:
-    """Return whether background tasks exist here: asyncio allows them, trio does not."""
+    """Return whether background tasks exist here: asyncio allows them, trio does not.
+
+    In trio, and without an event loop, the engine must be used inside its `async with` block.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -24,7 +27,11 @@ def can_start() -> bool:
 
 
 class BackgroundTask:
-    """A task that enters an async context manager at once and leaves it after `stop`."""
+    """A task that enters an async context manager at once and leaves it after `stop`.
+
+    Cancel scopes belong to the task that enters them, so a block entered in one request's task could not be left by
+    another.
+    """
 
     def __init__(self, block: AbstractAsyncContextManager[Any]) -> None:
         self._block = block
@@ -41,7 +48,11 @@ class BackgroundTask:
         self._stopping.set()
 
     async def aclose(self) -> None:
-        """Leave the block and wait for its end.  Raises the error that ended it, unless `wait_started` raised it."""
+        """Leave the block and wait for its end.
+
+        It is safe to call more than once.  Raises the error that ended the block, unless `wait_started` has raised it
+        already.
+        """
         self.stop()
         await asyncio.wait([self._task])
         if not self._task.cancelled():

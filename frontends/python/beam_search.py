@@ -41,13 +41,21 @@ class BeamSearchSequence(msgspec.Struct):
 
 
 class BeamSearchOutput(msgspec.Struct):
-    """The result of a search: at most `beam_width` beams, best first."""
+    """The result of a search: at most `beam_width` beams, best first.
+
+    Each beam has its tokens, its text without the prompt and its cumulative log probability; the order includes the
+    length penalty.
+    """
 
     sequences: list[BeamSearchSequence]
 
 
 class SearchLimits(NamedTuple):
-    """Limits of the engine and the model: `max_logprobs` of one position (-1: the whole vocabulary), end tokens."""
+    """Limits of the engine and the model for a search.
+
+    `max_logprobs` is the number of candidates that one position may return (-1: the whole vocabulary).  A beam ends
+    at any of `eos_token_ids`.
+    """
 
     max_logprobs: int
     max_model_len: int
@@ -55,7 +63,10 @@ class SearchLimits(NamedTuple):
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
-        """Collect the limits of an engine; the tokenizer may name an end token that the model's config lacks."""
+        """Collect the limits of an engine; the tokenizer may name an end token that the model's config lacks.
+
+        Beam search needs every end token, because it ends beams itself and not in the engine.
+        """
         own = None if tokenizer is None else tokenizer.eos_token_id
         ids = dict.fromkeys((*(() if own is None else (own,)), *config.model.eos_token_ids))
         return cls(config.max_logprobs, config.max_model_len, tuple(ids))
@@ -123,11 +134,19 @@ class BeamSearch:
 
     @property
     def prompts(self) -> list[PromptType]:
-        """The requests of the next round."""
+        """The requests of the next round.
+
+        In the first round it is the caller's prompt; later each open beam is a prompt of token ids, whose prefix is
+        cached.
+        """
         return [_as_prompt(beam, self._prompt) for beam in self._beams] or [self._prompt]
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
-        """Extend the beams by the outputs of a round, one for each of `prompts`, in order."""
+        """Extend the beams by the outputs of a round, one for each of `prompts`, in order.
+
+        The candidates of all beams are ranked together; finished ones are set aside.  An aborted output ends the
+        search.
+        """
         if self._num_rounds == 0:
             first = outputs[0]
             self.prompt_text, self.prompt_token_ids = first.prompt, list(first.prompt_token_ids)
@@ -151,7 +170,11 @@ class BeamSearch:
             self._end("length")
 
     def best(self, decode: Decode) -> BeamSearchOutput:
-        """Return the best beams with their texts, which `decode` computes from the generated tokens."""
+        """Return the best beams with their texts, which `decode` computes from the generated tokens.
+
+        Finished beams and open ones compete by their log probability under the length penalty.  At most `beam_width`
+        are returned.
+        """
         best = self._best([*self._done, *self._beams])
         for beam in best:
             beam.text = _text(beam, len(self.prompt_token_ids), self._params, decode)

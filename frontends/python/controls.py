@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class AsyncControls:
-    """Control methods of `AsyncLLMEngine`, which provides `engine` and `profiler_dir`."""
+    """Control methods of `AsyncLLMEngine`, which provides `engine` and `profiler_dir`.
+
+    They change the state of the whole engine, for all of its requests, and may be called while requests run.
+    """
 
     @property
     @abstractmethod
@@ -37,7 +40,10 @@ class AsyncControls:
         await self.engine.controls.pause(mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        """Resume scheduling.  Raises RuntimeError if the weights or the KV cache are not in memory."""
+        """Resume scheduling.  Raises RuntimeError if the weights or the KV cache are not in memory.
+
+        Paused requests continue where they stopped, without computing anything twice.
+        """
         await self.engine.controls.resume()
 
     async def is_paused(self) -> bool:
@@ -45,7 +51,11 @@ class AsyncControls:
 
     @asynccontextmanager
     async def paused(self, mode: str = "keep", clear_cache: bool = False) -> AsyncGenerator[None]:
-        """Pause the engine during the block; every exit restores its earlier state."""
+        """Pause the engine during the block; every exit restores its earlier state.
+
+        Modes are those of `pause_generation`: `keep` holds open requests, `wait` finishes them first, and `abort`
+        ends them.
+        """
         async with self.engine.controls.paused(mode, clear_cache=clear_cache):
             yield
 
@@ -66,7 +76,11 @@ class AsyncControls:
             warnings.warn(f"already asleep at level {level} or deeper", stacklevel=2)
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> bool:
-        """Restore some of `weights`, `kv_cache` and `scheduling`, or all.  Returns whether the engine is fully awake."""
+        """Restore some of `weights`, `kv_cache` and `scheduling`, or all.  Returns whether the engine is fully awake.
+
+        Weights are read again if they were discarded.  Waking in parts lets a program load new weights before the KV
+        cache takes memory.
+        """
         return await self.engine.controls.wake(tags)
 
     async def is_sleeping(self) -> bool:
@@ -101,11 +115,17 @@ class AsyncControls:
         return await self.engine.adapters.load(lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter after its open requests finish.  Returns whether it was loaded."""
+        """Unload an adapter after its open requests finish.  Returns whether it was loaded.
+
+        New requests for it are refused at once.  Its number may then be used for another adapter.
+        """
         return self.engine.adapters.unload(lora_id)
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Never unload an adapter to make room for another.  Returns whether it is loaded."""
+        """Never unload an adapter to make room for another.  Returns whether it is loaded.
+
+        Without a pin the adapter used least recently gives way when all slots are taken.
+        """
         return self.engine.adapters.pin(lora_id)
 
     async def list_loras(self) -> set[int]:
@@ -119,7 +139,10 @@ class AsyncControls:
         max_iterations: int | None = None,
         profiler_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start torch's profiler; `stop_profile` writes its trace to `profiler_config["torch_profiler_dir"]`."""
+        """Start torch's profiler; `stop_profile` writes its trace to `profiler_config["torch_profiler_dir"]`.
+
+        vLLM's arguments about iterations are refused, unless they are None.  Profiling slows every step.
+        """
         check_unused(
             delay_iterations=delay_iterations,
             max_iterations=max_iterations,
@@ -130,16 +153,26 @@ class AsyncControls:
         await engine.controls.start_profile(folder, profile_prefix or "trouper")
 
     async def stop_profile(self) -> None:
-        """Stop the profiler and write its trace."""
+        """Stop the profiler and write its trace.
+
+        The file is a Chrome trace, to be opened in Perfetto or chrome://tracing.  Raises TrouperValidationError if no
+        folder is configured.
+        """
         engine = self.engine
         # Raises an error if no folder is configured.
         engine.config.profile_folder()
         await engine.controls.stop_profile()
 
     async def get_metrics(self) -> list[Metric]:
-        """Return all counters, gauges and histograms.  `LLM` collects them only with `disable_log_stats=False`."""
+        """Return all counters, gauges and histograms.  `LLM` collects them only with `disable_log_stats=False`.
+
+        The values are the same as in the Prometheus text of `/metrics`, read at one moment.
+        """
         return await self.engine.get_metrics()
 
     async def do_log_stats(self) -> None:
-        """Log the line of statistics now instead of at the next interval."""
+        """Log the line of statistics now instead of at the next interval.
+
+        The line has the throughput, the number of running and queued requests, and the use of the KV cache.
+        """
         await self.engine.log_stats()

@@ -98,13 +98,19 @@ class EngineThread:
 
     @contextmanager
     def entered(self, manager: AbstractAsyncContextManager[T]) -> "Generator[T]":
-        """Enter an async context manager on the engine's loop for the duration of a block in this thread."""
+        """Enter an async context manager on the engine's loop for the duration of a block in this thread.
+
+        The manager is entered and left in one task of the loop, as cancel scopes require.
+        """
         self.check_open()
         with self._portal.wrap_async_context_manager(manager) as value:
             yield value
 
     def check_open(self) -> None:
-        """Raise EngineDeadError if the engine is closed, or EngineForkedError in a forked child process."""
+        """Raise EngineDeadError if the engine is closed, or EngineForkedError in a forked child process.
+
+        Every blocking method calls it first, because waiting on a loop without a thread would never end.
+        """
         if os.getpid() != self._process_id:
             raise EngineForkedError(
                 "the engine runs in the parent process; create a new engine after fork()"
@@ -113,7 +119,11 @@ class EngineThread:
             raise EngineDeadError("the engine is closed")
 
     def find(self, request_ids: Iterable[str]) -> "list[Generation[Any]]":
-        """Return open requests by id.  Raises EngineDeadError if closing the engine has removed them."""
+        """Return open requests by id.  Raises EngineDeadError if closing the engine has removed them.
+
+        Raises KeyError for an unknown id.  The requests belong to the engine's loop, so only functions run there may
+        use them.
+        """
         with self._ending_as_closed():
             return [self.generations[id] for id in request_ids]
 
@@ -130,7 +140,10 @@ class EngineThread:
             raise
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Close these requests in any state; unknown ids are ignored."""
+        """Close these requests in any state; unknown ids are ignored.
+
+        An interrupted call uses it, so that its requests do not continue to compute without a reader.
+        """
         found = [self.generations.pop(id, None) for id in request_ids]
         generations = [generation for generation in found if generation is not None]
         if generations and not self._is_closed:
@@ -173,7 +186,10 @@ class EngineThread:
 
 
 def refuse_trio() -> None:
-    """Raise RuntimeError if the caller runs inside trio, whose loop a blocking call would stop."""
+    """Raise RuntimeError if the caller runs inside trio, whose loop a blocking call would stop.
+
+    asyncio's loop is blocked too, but notebooks run inside one and use blocking calls on purpose.
+    """
     if trio.lowlevel.in_trio_run():
         raise RuntimeError(
             "this call would block trio's event loop: use AsyncLLMEngine, or a thread (trio.to_thread.run_sync)"
@@ -257,7 +273,10 @@ P = ParamSpec("P")
 def blocking(
     method: Callable[Concatenate[Any, P], Awaitable[T]],
 ) -> Callable[Concatenate["BlockingControls", P], T]:
-    """Wrap an async method of `AsyncLLMEngine` as a blocking method with the same signature."""
+    """Wrap an async method of `AsyncLLMEngine` as a blocking method with the same signature.
+
+    The call runs on the engine's loop while the caller's thread waits, and raises the method's own errors.
+    """
 
     @wraps(method)
     def wait(self: "BlockingControls", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -267,7 +286,10 @@ def blocking(
 
 
 class BlockingControls:
-    """The methods of `AsyncControls` as blocking methods; base of `LLM` and `LLMEngine`."""
+    """The methods of `AsyncControls` as blocking methods; base of `LLM` and `LLMEngine`.
+
+    Each call crosses to the engine's thread and waits there, so different threads may use one engine.
+    """
 
     thread: EngineThread
 
@@ -305,7 +327,13 @@ class BlockingControls:
         return self.thread.engine.vllm_config
 
     def get_tokenizer(self) -> Any:
-        """Return the model's tokenizer as an object of transformers; needs the extra `transformers`."""
+        """Return the model's tokenizer as an object of transformers; needs the extra `transformers`.
+
+        Raises:
+
+            TrouperValidationError: the engine was created with `skip_tokenizer_init`.
+            MissingExtraError: transformers is not installed.
+        """
         self.thread.check_open()
         tokenizer = self.thread.engine.tokenizer
         if tokenizer is None:

@@ -56,7 +56,10 @@ class LLMEngine(BlockingControls):
 
     @property
     def async_engine(self) -> AsyncLLMEngine:
-        """The engine behind this one; its methods may be called only on its own event loop."""
+        """The engine behind this one; its methods may be called only on its own event loop.
+
+        Use it to reach methods without a blocking counterpart, with `thread.call`.
+        """
         return self.thread.engine
 
     # Requests
@@ -129,12 +132,18 @@ class LLMEngine(BlockingControls):
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests; the next `step` returns their final outputs.  Unknown ids are ignored."""
+        """Abort requests; the next `step` returns their final outputs.  Unknown ids are ignored.
+
+        Tokens generated before the abort are part of that final output, which has `finish_reason="abort"`.
+        """
         self.thread.check_open()
         self.thread.call(self.thread.engine.abort, request_ids)
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of unfinished sequences; a request counts `n` times."""
+        """Return the number of unfinished sequences; a request counts `n` times.
+
+        Programs in vLLM's style call `step` as long as it is not 0.
+        """
         return sum(
             generation.num_unfinished for generation in list(self.thread.generations.values())
         )

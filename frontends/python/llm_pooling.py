@@ -83,7 +83,11 @@ class PoolingMethods(BlockingControls):
         lora_request: object | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Embed each prompt; `output.outputs.embedding` is a list of floats."""
+        """Embed each prompt; `output.outputs.embedding` is a list of floats.
+
+        Results have the order of the prompts.  Embeddings are normalised if the model's files or `pooling_params` ask
+        for it.
+        """
         outputs = self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="embed", tokenization_kwargs=tokenization_kwargs,
@@ -99,7 +103,11 @@ class PoolingMethods(BlockingControls):
         lora_request: object | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Classify each prompt; `output.outputs.probs` has one probability for each label of the model."""
+        """Classify each prompt; `output.outputs.probs` has one probability for each label of the model.
+
+        Results have the order of the prompts.  With `use_activation=False` they are logits.  Raises
+        TrouperValidationError for a model without classes.
+        """
         outputs = self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="classify", tokenization_kwargs=tokenization_kwargs,
@@ -115,7 +123,10 @@ class PoolingMethods(BlockingControls):
         lora_request: object | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the rewards of each prompt's tokens; the same as `encode` with the task `token_classify`."""
+        """Return the rewards of each prompt's tokens; the same as `encode` with the task `token_classify`.
+
+        The array of each output has one row for each token of the prompt and one column for each label.
+        """
         return self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="token_classify", tokenization_kwargs=tokenization_kwargs,

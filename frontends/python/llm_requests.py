@@ -145,7 +145,10 @@ def as_chat_prompts(
 
 
 def final_only(params: SamplingParams) -> SamplingParams:
-    """Return a copy of the parameters that requests only the final output."""
+    """Return a copy of the parameters that requests only the final output.
+
+    A blocking call returns once, so intermediate outputs would only cost time.  The caller's object is not changed.
+    """
     if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
         raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
     params = params.clone()
@@ -154,7 +157,10 @@ def final_only(params: SamplingParams) -> SamplingParams:
 
 
 def progress_bar(use_tqdm: bool | ProgressBar, total: int, what: str) -> Any:
-    """Return a progress bar as a context manager: tqdm's, a caller's own, or a hidden one."""
+    """Return a progress bar as a context manager: tqdm's, a caller's own, or a hidden one.
+
+    A function given by the caller is used like tqdm's class.  tqdm is imported only here.
+    """
     from tqdm import tqdm
 
     make = use_tqdm if callable(use_tqdm) else tqdm

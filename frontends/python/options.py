@@ -17,7 +17,10 @@ TOKENIZATION_OPTIONS = ("truncate_prompt_tokens", "truncation_side", "add_specia
 
 
 def default_sampling_params(model: ModelConfig) -> SamplingParams:
-    """Return the sampling defaults in the model's generation_config.json."""
+    """Return the sampling defaults in the model's generation_config.json.
+
+    Calls without `sampling_params` use them.  They can be different from the defaults of `SamplingParams()`.
+    """
     return SamplingParams(**model.default_sampling)
 
 
@@ -45,7 +48,10 @@ def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def plain_prompt(prompt: Any) -> Any:
-    """Convert token ids in an array (NumPy, torch) to a list; return any other prompt unchanged."""
+    """Convert token ids in an array (NumPy, torch) to a list; return any other prompt unchanged.
+
+    The engine accepts lists only, but datasets usually contain arrays.
+    """
     if isinstance(prompt, str):
         return prompt
     if hasattr(prompt, "tolist"):
@@ -58,14 +64,20 @@ def plain_prompt(prompt: Any) -> Any:
 
 
 def check_unused(**options: Any) -> None:
-    """Raise UnsupportedFeatureError if one of these arguments of vLLM, which have no meaning here, is not None."""
+    """Raise UnsupportedFeatureError if one of these arguments of vLLM, which have no meaning here, is not None.
+
+    Ignoring such an argument would silently give another result than vLLM.
+    """
     for name, value in options.items():
         if value is not None:
             raise UnsupportedFeatureError(f"{name} is not supported yet; leave it None")
 
 
 def one_each(value: T | Sequence[T] | None, num_prompts: int, name: str) -> list[T | None]:
-    """Return one value for each prompt: a scalar is repeated, a list must have as many entries as there are prompts."""
+    """Return one value for each prompt: a scalar is repeated, a list must have as many entries as there are prompts.
+
+    Raises TrouperValidationError, with the argument's name, if the lengths differ.
+    """
     if not isinstance(value, list | tuple):
         return [cast("T | None", value)] * num_prompts
     values = cast("Sequence[T]", value)

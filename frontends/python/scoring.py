@@ -65,7 +65,11 @@ async def collect(
 
 
 class Scorer:
-    """Scores pairs with the method that the model supports: cross-encoder, bi-encoder or late interaction."""
+    """Scores pairs with the method that the model supports: cross-encoder, bi-encoder or late interaction.
+
+    A cross-encoder reads both texts in one prompt.  A bi-encoder compares one embedding of each text, and late
+    interaction compares the embeddings of their tokens.
+    """
 
     def __init__(
         self,
