@@ -9,6 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Literal
 
 from trouper.kernels.codegen import choice
+from trouper.kernels.formats import BITS, Format
 
 if TYPE_CHECKING:
     import torch
@@ -75,9 +76,22 @@ def can_decode() -> bool:
     return has_bf16_dot()
 
 
-def integer_unit() -> Literal["dots", "tiles", "bytes"]:
-    """Return the instructions that multiply weights of few bits: bytes if the processor has none for bfloat16."""
-    return bf16_unit() if can_decode() else "bytes"
+def integer_unit(fmt: Format, *, has_tiles: bool = True) -> Literal["dots", "tiles", "bytes"]:
+    """Return the instructions that multiply weights of few bits.
+
+    Processors without bfloat16 instructions multiply bytes.  With AVX-512 VNNI, bytes are also the fastest for weights of
+    four bits, 1.3 to 1.7 times as fast as dots from two rows on; weights of eight bits would need products of 16 bits.
+
+    Args:
+        has_tiles: whether tiles support the other properties of the weight.
+    """
+    if not can_decode():
+        return "bytes"
+    if has_tiles and bf16_unit() == "tiles":
+        return "tiles"
+    from trouper.kernels.codegen.features import has_wide_byte_dots
+
+    return "bytes" if BITS[fmt] == 4 and has_wide_byte_dots() else "dots"
 
 
 @functools.cache

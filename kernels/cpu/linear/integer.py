@@ -18,7 +18,7 @@ Units (`units.integer_unit`):
     bytes        rows become integers, 8 bits for int4 and fp4 and 16 for int8, and products are exact
                  (`integer_bytes.py`)
 
-On machines with tiles, minima, int8 in groups and groups of 16 use dots.
+On machines with tiles, weights with minima and int8 in groups use bytes or dots.
 
 Law: a row's result does not depend on the number of rows.
 
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
 from trouper.kernels.codegen.units import LANES, Unit
+from trouper.kernels.cpu.linear import integer_bytes
 from trouper.kernels.cpu.linear.integer_bytes import BYTE_BLOCKING, byte_matmul
 from trouper.kernels.cpu.linear.integer_matmul import (
     INTEGER_BLOCKINGS,
@@ -73,9 +74,8 @@ class IntegerLinear(LinearMethod):
     ) -> None:
         self.shape, self.bias, self.order = shape, bias_O, order_I
         self.weight, self.scales, self.zeros, self.minima = weight, scales, zeros, minima
-        is_for_dots = minima is not None or (self.fmt == "int8" and scales.shape[1] > 1)
-        chosen = units.integer_unit()
-        self.unit: Unit = "dots" if chosen == "tiles" and is_for_dots else chosen
+        has_tiles = minima is None and not (self.fmt == "int8" and scales.shape[1] > 1)
+        self.unit: Unit = units.integer_unit(self.fmt, has_tiles=has_tiles)
         kind = "bf16" if scales.dtype == torch.bfloat16 else "f32"
         self.options = (
             self.fmt,
@@ -130,14 +130,20 @@ class IntegerLinear(LinearMethod):
 
     def _by_bytes(self, x_TI: Tensor, y_TO: Tensor) -> None:
         num_rows, (num_out, num_in) = len(x_TI), self.shape
-        num_threads = torch.get_num_threads()
-        q_TI, records = self.quantized_rows(x_TI)
+        num_threads, rounded = torch.get_num_threads(), (0, 0)
+        bytes_each = integer_bytes.scratch_bytes(num_rows, num_in, self.fmt, self.row_group)
+        if not bytes_each:
+            q_TI, records = self.quantized_rows(x_TI)
+            rounded = q_TI.data_ptr(), records.data_ptr()
         self._matmul(
             BYTE_BLOCKING.num_items(num_rows, num_out, num_in),
-            q_TI.data_ptr(),
-            records.data_ptr(),
+            x_TI.data_ptr(),
+            x_TI.stride(0) // 2,
+            *rounded,
             *self._arguments(y_TO),
             num_threads,
+            launch.scratch(num_threads * bytes_each),
+            bytes_each,
             num_threads=num_threads,
         )
 

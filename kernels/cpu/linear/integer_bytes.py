@@ -1,4 +1,7 @@
-"""y = x (s · (q - z) + m)ᵀ + b with rows rounded to integers, for machines without instructions for bfloat16.
+"""y = x (s · (q - z) + m)ᵀ + b with rows rounded to integers.
+
+All processors without bfloat16 instructions multiply like this, and processors with AVX-512 VNNI multiply weights of four
+bits like this: a dot product of bytes does twice as much work as one of bfloat16, and a nibble needs no lookup.
 
 Weights have the layout of `integer.py`, rows the layout of `integer_rows.py`.
 
@@ -20,32 +23,45 @@ Roofline: O I (bits / 8 + 2 / G) bytes, T O I products.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.features import has_byte_dots, num_registers
 from trouper.kernels.codegen.units import LANES, Kind
-from trouper.kernels.cpu.linear.integer_panels import AHEAD, PanelStream
+from trouper.kernels.cpu.linear.integer_panels import AHEAD, LINE, PanelStream
 from trouper.kernels.cpu.linear.integer_rows import (
     LOW_SUM,
     MINUS_EIGHT_SUMS,
     RECORD,
     SCALE,
     SCALED_SUM,
+    quantize_row,
 )
 from trouper.kernels.cpu.linear.products import AllRows, Block, Blocking, Rows, items_of_many
 from trouper.kernels.cpu.linear.quantization import E2M1, PANELS, STEP
 from trouper.kernels.formats import BITS, Format, integers_per_word
 
-# The number of rows with room for their accumulators: each row needs two of AVX2's sixteen registers.
-_MOST = 8 if num_registers() == 32 else 4
-BYTE_BLOCKING = Blocking(
-    few=(Block(PANELS, 1), Block(PANELS, 2), Block(PANELS, 3)), many=Block(PANELS, _MOST)
-)
+# Blocks of four rows leave registers for the weights.  Blocks of eight need more than thirty-two registers, and took 1.6
+# times as long for each row.
+_FEW = (1, 2, 3, 4, 5, 6) if num_registers() == 32 else (1, 2, 3)
+BYTE_BLOCKING = Blocking(few=tuple(Block(PANELS, rows) for rows in _FEW), many=Block(PANELS, 4))
 EIGHTS = 0x0F0F0F0F  # the low nibbles of a word
 ONES = 0x00010001
 # Stored zeros exceed -(z + 8) by this number.
 ALL_BITS = 0x20
+
+
+def scratch_bytes(num_rows: int, num_in: int, fmt: Format, group: int) -> int:
+    """Count the bytes of scratch memory that a thread needs: the integers and records of few rows, or nothing for many."""
+    if num_rows > BYTE_BLOCKING.most_few:
+        return 0
+    return -(-num_rows * _words_of_row(num_in // 2, fmt, group) * 4 // LINE) * LINE
+
+
+def _words_of_row(pairs: Any, fmt: Format, group: int) -> Any:
+    """Count the words of a row's integers and records."""
+    return pairs // (integers_per_word(fmt) // 2) + pairs // (group // 2) * RECORD
 
 
 def byte_matmul(
@@ -56,23 +72,28 @@ def byte_matmul(
     has_minima: bool,
     group: int,
 ) -> None:
-    """Write the kernel with the arguments rows' q and r, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a group,
-    threads.
+    """Write the kernel with the arguments x, its stride in words, many rows' q and r, q, s, z or 0, m or 0, b or 0, y, T, I / 2,
+    O / 16, pairs of a group, threads, scratch, scratch bytes of a thread.
 
-    A work item is the panels of a range of rows.
+    A work item is the panels of a range of rows.  Each thread rounds few rows for itself, which takes less time than
+    another launch.  Many rows are rounded before the call.
 
     Args:
         group: number of inputs of x that share a scale.
     """
-    work = ByteProduct(code, fmt, scale_kind, has_zeros, has_minima, group, code.arguments(13))
+    x, stride, *arguments, scratch, bytes_each = code.arguments(17)
+    work = ByteProduct(code, fmt, scale_kind, has_zeros, has_minima, group, arguments)
     shape, num_rows, before = BYTE_BLOCKING, work.num_rows, 0
-    for block in shape.few:
-        with code.when((num_rows > before) & (num_rows <= block.rows)):
-            for item in code.runs_of_items(work.num_threads):
-                work.block(item * block.panels, code.i64(0), block.rows)
-        before = block.rows
-    with code.when(num_rows > before):
+    with code.when(num_rows <= shape.most_few):
+        work.round_rows(x, stride, scratch + code.thread() * bytes_each)
+        for block in shape.few:
+            with code.when((num_rows > before) & (num_rows <= block.rows)):
+                for item in code.runs_of_items(work.num_threads):
+                    work.block(item * block.panels, code.i64(0), block.rows)
+            before = block.rows
+    with code.when(num_rows > shape.most_few):
         work.num_between = work.num_threads - 1
+        work.take_rows(*arguments[:2])
         rows = shape.many.rows
         for panel, first, stop in items_of_many(code, shape.many, num_rows, work.num_panels):
             for row in code.loop(first, stop, rows):
@@ -100,7 +121,7 @@ class ByteProduct:
         self._fmt: Format = fmt
         self._kind: Kind = scale_kind
         self._has_zeros, self._has_minima = has_zeros, has_minima
-        self._x, self._records = code.pointer(x, "i32"), code.pointer(records, "i32")
+        self.take_rows(x, records)
         self._y = code.pointer(y, "bf16")
         self.rows: Rows = AllRows(code, self.num_rows)
         self.take_weight(q, s, z, m, bias)
@@ -112,6 +133,23 @@ class ByteProduct:
         self._bias = bias
         self._zeros = code.pointer(z, "i32") if self._has_zeros else None
         self._minima = code.pointer(m, "f32") if self._has_minima else None
+
+    def take_rows(self, x: Value, records: Value) -> None:
+        """Use the rounded rows at these addresses from now on."""
+        self._x, self._records = self._code.pointer(x, "i32"), self._code.pointer(records, "i32")
+
+    def round_rows(self, x: Value, stride: Value, target: Value) -> None:
+        """Round all rows of x to `target`, and use them from now on."""
+        code, pairs = self._code, self._pairs
+        per_row = pairs // (integers_per_word(self._fmt) // 2)
+        records = target + self.num_rows * per_row * 4
+        self.take_rows(target, records)
+        for row in code.loop(0, self.num_rows):
+            source = code.pointer(x, "i32") + row * stride
+            record = self._records + row * (pairs // self._group * RECORD)
+            quantize_row(
+                code, self._fmt, 2 * self._group, source, self._x + row * per_row, record, pairs
+            )
 
     def block(self, first_panel: Value, first_row: Value, rows: int) -> None:
         """Compute four panels of a block of rows.  Indices beyond the last row or panel repeat the last one."""

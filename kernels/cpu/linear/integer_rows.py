@@ -50,30 +50,53 @@ def quantize_rows(code: KernelBuilder, fmt: Format, group: int) -> None:
     x, stride, q, records, pairs = code.arguments(5)
     per_row = pairs // (group // 2) * RECORD
     for row in code.work_items():
-        source = code.pointer(x, "i32") + row * stride
-        target = code.pointer(q, "i32") + row * (pairs // (integers_per_word(fmt) // 2))
-        record = code.pointer(records, "i32") + row * per_row
-        for i in code.loop(0, pairs, PAIRS):
-            low, high = code.unpack_bf16(source.load(i))
-            bits = [code.as_i32x16(number) & 0x7FFFFFFF for number in (low, high)]
-            tops = _each_group(code, group, code.maximum(*bits), largest=True)
-            largest = code.as_f32x16(_by_lane(code, tops))
-            is_finite = _by_lane(code, tops) < INFINITY
-            usable = code.select(is_finite, largest, 0.0)
-            inverse = code.select(usable > SMALLEST, LIMITS[fmt] / usable, 0.0)
-            scale = largest * (1.0 / LIMITS[fmt])
-            numbers = [
-                code.round_i32x16(code.select(is_finite, x, 0.0) * inverse) for x in (low, high)
-            ]
-            _store(code, fmt, target, i, *numbers)
-            sums = _each_group(code, group, numbers[0] + numbers[1], largest=False)
-            for g, total in enumerate(sums):
-                lane = code.lane(scale, g * (group // 2))
-                own = record + (i // (group // 2) + g) * RECORD
-                own.of("f32")[SCALE] = lane
-                own[LOW_SUM] = total & 0xFFFF
-                own[MINUS_EIGHT_SUMS] = total * -8
-                own.of("f32")[SCALED_SUM] = lane * code.f32(total)
+        quantize_row(
+            code,
+            fmt,
+            group,
+            code.pointer(x, "i32") + row * stride,
+            code.pointer(q, "i32") + row * (pairs // (integers_per_word(fmt) // 2)),
+            code.pointer(records, "i32") + row * per_row,
+            pairs,
+        )
+
+
+def quantize_row(
+    code: KernelBuilder,
+    fmt: Format,
+    group: int,
+    source: Pointer,
+    target: Pointer,
+    record: Pointer,
+    pairs: Value,
+) -> None:
+    """Write the code that rounds one row and writes its records.
+
+    Args:
+        source: pairs of bfloat16.
+        target: words of the integers.
+        record: words of the records.
+        pairs: number of pairs in the row.
+    """
+    for i in code.loop(0, pairs, PAIRS):
+        low, high = code.unpack_bf16(source.load(i))
+        bits = [code.as_i32x16(number) & 0x7FFFFFFF for number in (low, high)]
+        tops = _each_group(code, group, code.maximum(*bits), largest=True)
+        largest = code.as_f32x16(_by_lane(code, tops))
+        is_finite = _by_lane(code, tops) < INFINITY
+        usable = code.select(is_finite, largest, 0.0)
+        inverse = code.select(usable > SMALLEST, LIMITS[fmt] / usable, 0.0)
+        scale = largest * (1.0 / LIMITS[fmt])
+        numbers = [code.round_i32x16(code.select(is_finite, x, 0.0) * inverse) for x in (low, high)]
+        _store(code, fmt, target, i, *numbers)
+        sums = _each_group(code, group, numbers[0] + numbers[1], largest=False)
+        for g, total in enumerate(sums):
+            lane = code.lane(scale, g * (group // 2))
+            own = record + (i // (group // 2) + g) * RECORD
+            own.of("f32")[SCALE] = lane
+            own[LOW_SUM] = total & 0xFFFF
+            own[MINUS_EIGHT_SUMS] = total * -8
+            own.of("f32")[SCALED_SUM] = lane * code.f32(total)
 
 
 def _each_group(code: KernelBuilder, group: int, x: Value, *, largest: bool) -> list[Value]:
