@@ -68,22 +68,47 @@ class ConfinedProcess:
             HelperKilledError: it was killed from outside.
             ChildProcessError: it has ended for another reason.
         """
+        answer, descriptor = self.ask_for_file(order, wall_s)
+        if descriptor is not None:
+            os.close(descriptor)
+        return answer
+
+    def ask_for_file(self, order: bytes, wall_s: float) -> tuple[bytes, int | None]:
+        """Return the answer as `ask` does, and the descriptor of a file that came with it.
+
+        An answer of many MiB comes as a file in memory, so that it is not copied through the socket.
+        """
+        descriptor: int | None = None
         try:
             deadline = time.monotonic() + wall_s
             self._socket.settimeout(wall_s)
             self._socket.sendall(framed(order))
-            head = self._receive(LENGTH_BYTES, deadline)
-            return self._receive(int.from_bytes(head), deadline)
-        except TimeoutError:
-            self.close()
+            descriptor, head = self._receive_file(deadline)
+            head += self._receive(LENGTH_BYTES - len(head), deadline)
+            return self._receive(int.from_bytes(head), deadline), descriptor
+        except BaseException as error:
+            if descriptor is not None:
+                os.close(descriptor)
+            self._end(error, wall_s)
             raise
-        except OSError:
+
+    def _end(self, error: BaseException, wall_s: float) -> None:
+        """Close the process after a failure; raises the reason of its end where the socket broke."""
+        if isinstance(error, OSError) and not isinstance(error, TimeoutError):
             failure = self._failure(wall_s)
             self.close()
             raise failure from None
-        except BaseException:
-            self.close()
-            raise
+        self.close()
+
+    def _receive_file(self, deadline: float) -> tuple[int | None, bytes]:
+        """Receive the first bytes of an answer, and the descriptor that may come with them."""
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        begin, descriptors, _, _ = socket.recv_fds(
+            self._socket, LENGTH_BYTES, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        )
+        if not begin:
+            raise ConnectionResetError
+        return (descriptors[0] if descriptors else None), begin
 
     def close(self) -> None:
         """End the process, whatever it does; nothing for the copy of this object in a forked child."""

@@ -298,10 +298,16 @@ SUITE = {
     ],
     "B35": [
         *(
-            h(url, 400, "not_supported", "messages[0].content[0]",
+            h(url, status, code, "messages[0].content[0].image_url",
               messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
-            for url in ("http://169.254.169.254/", "http://127.0.0.1:1/", "file:///etc/passwd", "data:,x")
+            for url, status, code in (
+                ("http://169.254.169.254/", 403, "media_url_blocked"), ("http://127.0.0.1:1/", 403, "media_url_blocked"),
+                ("file:///etc/passwd", 403, "media_url_blocked"), ("data:,x", 400, "invalid_image"),
+                ("data:image/png;base64,????", 400, "invalid_image"), ("", 400, "invalid_value"),
+            )
         ),
+        h("an image for a model of texts", 400, "invalid_value", "messages[0].content[0]",
+          messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "data:;base64,AAAA"}]}]),
     ],
     "B31": [
         *(

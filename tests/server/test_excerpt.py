@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trouper.frontends.server.anthropic.conversation import CountTokensRequest, MessagesRequest
 from trouper.frontends.server.http import large_json as module
 from trouper.frontends.server.http.decoding import THREAD_FROM, decode_now
 from trouper.frontends.server.http.large_json import LONG, excerpt
-from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.ollama.requests import OllamaChatRequest, OllamaGenerateRequest
+from trouper.frontends.server.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
 from trouper.frontends.server.shared.errors import HTTPError
 
 TEXT = "QUJD" * (LONG // 4 + 1)
@@ -47,6 +53,47 @@ def test_only_long_payloads_become_views():
     assert (bytes(first["data"]).decode(), second["text"]) == (TEXT, "short")
     for text in ({"type": "text", "text": TEXT}, {"type": "image", "data": TEXT}, TEXT):
         assert parts(embeds, text) == [embeds, text]
+
+
+IMAGE = {"type": "base64", "data": TEXT}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ChatRequest, {"content": [{"type": "image_url", "image_url": {"url": TEXT}}]}),
+        (ChatRequest, {"content": [{"image_url": TEXT}]}),
+        (TokenizeRequest, {"content": [{"image_url": TEXT}]}),
+        (MessagesRequest, {"content": [{"type": "image", "source": IMAGE}]}),
+        (CountTokensRequest, {"content": [{"type": "image", "source": IMAGE}]}),
+        (
+            MessagesRequest,
+            {"content": [{"type": "tool_result", "content": [{"type": "image", "source": IMAGE}]}]},
+        ),
+        (OllamaChatRequest, {"content": "a", "images": ["short", TEXT]}),
+    ],
+)
+def test_long_images_become_views(kind, message):
+    body = json.dumps({"messages": [message], "max_tokens": 1}).encode()
+    decoded = decode_now(body, kind)
+    assert decoded.holds_body
+    assert shown(decoded.request.messages) == [message]
+
+
+def test_long_image_of_a_prompt_becomes_view():
+    body = json.dumps({"prompt": "a", "images": [TEXT]}).encode()
+    decoded = decode_now(body, OllamaGenerateRequest)
+    assert decoded.holds_body
+    assert shown(decoded.request.images) == [TEXT]
+
+
+def shown(value):
+    """A value with texts in the place of views."""
+    if isinstance(value, memoryview):
+        return bytes(value).decode()
+    if isinstance(value, dict):
+        return {key: shown(item) for key, item in value.items()}
+    return [shown(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize(

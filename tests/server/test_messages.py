@@ -348,7 +348,7 @@ class TestInMemory:
             ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
             *(
                 ({"messages": [{"role": "user", "content": [{"type": kind}]}]}, "messages[0].content[0].type")
-                for kind in ("image", "tool_use", "thinking", "server_tool_use", "what", None, {})
+                for kind in ("document", "tool_use", "thinking", "server_tool_use", "what", None, {})
             ),
             ({"system": [{"type": "image"}]}, "system[0].type"),
             ({"system": 3}, "system"),
@@ -373,7 +373,7 @@ class TestInMemory:
             ({"messages": [*HI, CALLED, *HI]}, "messages[1].content: every tool_use needs a tool_result after it; 'u' has none"),
             ({"messages": [*HI, {"role": "assistant", "content": [USE, {**USE, "id": "v"}]}, {"role": "user", "content": [RESULT]}]}, "'v' has none"),
             ({"messages": [*HI, CALLED, {"role": "user", "content": [{**RESULT, "tool_use_id": "x"}]}]}, "messages[2].content[0].tool_use_id: "),
-            ({"messages": [*HI, CALLED, {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]}, "messages[2].content[0].content[0].type"),
+            ({"messages": [*HI, CALLED, {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]}, "messages[2].content[0].content[0].source.type"),
             ({"messages": [{"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[0].content[0].input: "),
             ({"messages": [{"role": "assistant", "content": [{**USE, "id": 1}]}]}, "messages[0].content[0].id: "),
             ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "messages[0].content[0].thinking: "),
@@ -508,7 +508,7 @@ def test_the_plain_client_raises_typed_errors(options):
             client.messages.create(**{**FIELDS, "extra_body": {"temperature": 3}})
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(**{**FIELDS, "model": "nope"})
-        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type"):
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].source"):
             client.messages.create(
                 **{**FIELDS, "messages": [{"role": "user", "content": [{"type": "image"}]}]}
             )

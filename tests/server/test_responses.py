@@ -448,7 +448,7 @@ async def test_a_choice_without_tools_is_allowed(client, choice):
     [
         ({"input": []}, 400, "input"), ({"input": None}, 400, "input"),
         ({"input": [{"role": 1}]}, 400, "input[0].role"),
-        ({"instructions": "x", "input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input[0].content[0]"),
+        ({"instructions": "x", "input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input[0].content[0].image_url"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"max_output_tokens": 513}, 400, "max_output_tokens"),
         ({"input": "x" * 100_000}, 400, "input"), ({"temperature": 3}, 400, "temperature"),

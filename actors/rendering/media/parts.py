@@ -20,6 +20,8 @@ LATER = {
     "input_audio": "audio", "audio_url": "audio", "audio": "audio",
     "video_url": "video", "video": "video", "input_video": "video",
 }  # fmt: skip
+IMAGES = ("image_url", "input_image", "image", "image_pil")
+EMBEDS = ("image_embeds", "audio_embeds")
 FILES = ("file", "input_file", "document")
 # The place of an image in messages that go to a chat template.
 IMAGE = {"type": "image"}
@@ -30,9 +32,8 @@ class Base64File(msgspec.Struct, frozen=True):
 
     text: str | memoryview
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.text) * 3 // 4
+    def __repr__(self) -> str:
+        return f"<a file in {len(self.text)} characters of base64>"
 
 
 class ImagePart(NamedTuple):
@@ -83,15 +84,12 @@ def kind_of(part: Any) -> str | None:
         kind = next((name for name in ("image_url", *LATER) if name in fields), None)
     if not isinstance(kind, str):
         return None
-    is_media = kind in (
-        "image_url",
-        "input_image",
-        "image",
-        "image_pil",
-        "image_embeds",
-        "audio_embeds",
-    )
-    return kind if is_media or kind in LATER or kind in FILES else None
+    return kind if kind in (*IMAGES, *EMBEDS, *LATER, *FILES) else None
+
+
+def is_image(part: Any) -> bool:
+    """Return whether a part is an image in any form."""
+    return kind_of(part) in IMAGES
 
 
 def _taken(part: Any, where: str, role: Any, found: list[ImagePart]) -> Any:
@@ -104,7 +102,7 @@ def _taken(part: Any, where: str, role: Any, found: list[ImagePart]) -> Any:
     if kind in FILES:
         text = f"{where}: files and documents are not supported; send each page as an image"
         raise UnsupportedFeatureError(text, parameter=where)
-    if kind in ("image_embeds", "audio_embeds"):
+    if kind in EMBEDS:
         text = f"{where}: {kind} is not supported; send the image itself as image_url"
         raise UnsupportedFeatureError(text, parameter=where)
     if role not in ("user", "system", "developer", "tool"):

@@ -62,6 +62,7 @@ class PoolingPrompts(Prompts):
     def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
         assert config.pooler is not None
         limits = ModelLimits(
+            name=config.shown_name,
             vocab_size=config.model.vocab_size,
             max_model_len=config.max_model_len,
             num_token_types=config.model.hf_config.get("type_vocab_size") or 0,

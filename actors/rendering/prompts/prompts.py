@@ -23,6 +23,7 @@ from trouper.actors.messages.requests import (
 from trouper.actors.messages.sinks import GenerationSink
 from trouper.actors.rendering.chat.confined import ConfinedTemplates, TemplateSource, render_once
 from trouper.actors.rendering.grammar.grammars import Grammars
+from trouper.actors.rendering.media.parts import take_images
 from trouper.actors.rendering.prompts.chat_embeds import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.prompts.embeds import (
     decode_base64,
@@ -123,6 +124,7 @@ class Prompts:
     def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
         """`config.chat_template` may be a file's path or the template itself."""
         limits = ModelLimits(
+            name=config.shown_name,
             vocab_size=config.model.vocab_size,
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs,
@@ -289,6 +291,10 @@ class Prompts:
         variables = dict(cast("Mapping[str, Any]", variables))
         if documents := prompt.get("documents"):
             variables["documents"] = documents
+        messages, images = take_images(cast("Sequence[Any]", messages))
+        if images:
+            rule = f"the model {self._limits.name} takes no images; send text, or start a model that sees"
+            raise invalid(images[0].where, rule)
         messages, embeds = take_embeds(cast("Sequence[Any]", messages), self._decoded)
         foreign = prompt.get("foreign_chat_template")
         if foreign is None or foreign in tokenizer.chat_templates:

@@ -19,6 +19,7 @@ from trouper.params import SamplingParams
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and names of the model and the engine that rendering depends on."""
 
+    name: str = "of this engine"
     vocab_size: int
     max_model_len: int
     num_token_types: int = 0  # of an encoder

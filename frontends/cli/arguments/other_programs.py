@@ -141,7 +141,6 @@ VLLM_SERVER: dict[str, tuple[Any, str]] = {
     "grpc": (False, "only HTTP is served"),
     "grpc_port": (None, "only HTTP is served"),
     "chat_template_content_format": ("auto", "the chat template decides"),
-    "trust_request_mm_kwargs": (False, "models take no images here"),
     "tool_server": (None, "clients run the tools that a model calls"),
     "max_log_len": (ANY, ""),
     "enable_server_load_tracking": (ANY, ""),

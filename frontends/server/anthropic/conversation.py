@@ -7,12 +7,13 @@ import json
 import math
 from typing import Any, ClassVar, cast
 
+from trouper.actors.rendering.media.parts import Base64File
 from trouper.errors import invalid
 from trouper.frontends.server.generation.requests import ResponseFormat, SamplingFields
 from trouper.frontends.server.generation.transcript import Transcript, unseal
 from trouper.frontends.server.openai.requests import ChatRequest, DerivedChat
 from trouper.frontends.server.shared import fields
-from trouper.frontends.server.shared.errors import NO_MEDIA, NO_TOOLS, unsupported
+from trouper.frontends.server.shared.errors import NO_TOOLS, unsupported
 
 
 class CountTokensRequest(SamplingFields, kw_only=True):
@@ -29,6 +30,11 @@ class CountTokensRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     context_management: Any = None
 
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """Replace placeholders of images, also of those in results of tools, by their bytes, taken out of `strings`."""
+        for message in self.messages:
+            _put_back_blocks(message.get("content"), strings)
+
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """The body of `POST /v1/messages`."""
@@ -39,10 +45,22 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stop_sequences: list[str] | None = None
 
 
+def _put_back_blocks(content: Any, strings: dict[str, memoryview]) -> None:
+    for block in cast("list[Any]", content) if isinstance(content, list) else ():
+        match block:
+            case {"type": "image", "source": {"data": str(data)}}:
+                block["source"]["data"] = strings.pop(data, data)
+            case {"type": "tool_result", "content": list(inner)}:
+                _put_back_blocks(inner, strings)
+            case _:
+                pass
+
+
+NO_DOCUMENTS = "send text, and each page as an image"
 NOT_BUILT = {
-    "image": NO_MEDIA,
-    "document": NO_MEDIA,
-    "search_result": NO_MEDIA,
+    "image": "images can be in messages of the user and in results of tools",
+    "document": NO_DOCUMENTS,
+    "search_result": NO_DOCUMENTS,
     "server_tool_use": NO_TOOLS,
 }
 ROLES = ("user", "assistant", "system")
@@ -147,11 +165,14 @@ def _add_messages(transcript: Transcript, request: CountTokensRequest) -> None:
             add(transcript, place, where, block)
     if not transcript.messages:
         raise invalid("messages", "must contain something that this model can read")
+    transcript.place_images()
     _check_results(transcript)
     for message in transcript.messages:
-        content = message.get("content")
-        if isinstance(content, list) and len(cast("list[Any]", content)) == 1:
-            message["content"] = content[0]["text"]
+        match message.get("content"):
+            case [{"type": "text", "text": text}]:
+                message["content"] = text
+            case _:
+                pass
 
 
 def _check_results(transcript: Transcript) -> None:
@@ -183,15 +204,24 @@ def _system_texts(system: object) -> list[JSONObject]:
 def _add_to_user(transcript: Transcript, place: str, where: str, block: JSONObject) -> None:
     if block.get("type") == "tool_result":
         content = block.get("content")
-        result = [] if content in (None, [], "") else _texts(f"{where}.content", content)
+        result = [] if content in (None, [], "") else _parts(f"{where}.content", content)
         if _is_error(where, block):
-            result = result or [{"type": "text", "text": "no details"}]
-            result[0] = {**result[0], "text": f"Error: {result[0]['text']}"}
-        transcript.add_result(where, "tool_use_id", block.get("tool_use_id"), result or "")
-    elif transcript.messages[-1:] and transcript.messages[-1]["role"] == "user":
-        transcript.messages[-1]["content"].append(_text(where, block))
+            result = _as_error(result)
+        call_id = block.get("tool_use_id")
+        transcript.add_result(where, "tool_use_id", call_id, result or "", "content")
     else:
-        transcript.append(place, "user", [_text(where, block)])
+        transcript.add_part(place, "user", where, _part(where, block))
+
+
+def _as_error(result: list[JSONObject]) -> list[JSONObject]:
+    """Return the parts of a failed call, whose first text states that it is an error."""
+    texts = [part for part in result if part["type"] == "text"]
+    if not texts:
+        return [*result, {"type": "text", "text": "Error: no details"}]
+    first = texts[0]
+    return [
+        {**part, "text": f"Error: {part['text']}"} if part is first else part for part in result
+    ]
 
 
 def _is_error(where: str, block: JSONObject) -> bool:
@@ -241,6 +271,33 @@ def _blocks(place: str, content: object) -> list[tuple[str, JSONObject]]:
 
 def _texts(place: str, content: object) -> list[JSONObject]:
     return [_text(where, block) for where, block in _blocks(place, content)]
+
+
+def _parts(place: str, content: object) -> list[JSONObject]:
+    return [_part(where, block) for where, block in _blocks(place, content)]
+
+
+def _part(place: str, block: JSONObject) -> JSONObject:
+    """Convert a block of text or an image to a part of a chat."""
+    if block.get("type") != "image":
+        return _text(place, block)
+    given: Any = block.get("source")
+    source = cast("JSONObject", given) if isinstance(given, dict) else {}
+    match source.get("type"):
+        case "base64":
+            data, media_type = source.get("data"), source.get("media_type")
+            if not isinstance(data, str | memoryview):
+                raise invalid(f"{place}.source.data", "must be a file in base64")
+            if media_type is not None and not isinstance(media_type, str):
+                raise invalid(f"{place}.source.media_type", "must be a string", media_type)
+            return {"type": "image", "image": Base64File(data)}
+        case "url":
+            return {"type": "image_url", "image_url": source.get("url")}
+        case "file":
+            advice = "files are not stored here; use a source of type base64"
+            raise unsupported(f"{place}.source.type", advice)
+        case kind:
+            raise invalid(f"{place}.source.type", "must be base64 or url", kind)
 
 
 def _text(place: str, block: JSONObject) -> JSONObject:

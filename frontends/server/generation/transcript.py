@@ -10,6 +10,7 @@ import binascii
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Any, Literal, cast
 
+from trouper.actors.rendering.media.parts import is_image
 from trouper.errors import invalid
 from trouper.frontends.server.generation.tools import tool_use
 from trouper.frontends.server.shared.settings import ServerSettings
@@ -41,6 +42,7 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
     }
     if defaults:
         prompt["template_defaults"] = defaults
+    prompt |= _media_options(request, settings)
     if request.chat_template is not None:
         prompt["foreign_chat_template"] = request.chat_template
     for name in (
@@ -55,6 +57,17 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
     if choice == "none" and settings.exclude_tools_when_tool_choice_none:
         prompt.pop("tools", None)
     return prompt
+
+
+def _media_options(request: Any, settings: ServerSettings) -> dict[str, Any]:
+    """Return the request's options of the image processor, which may ask for images of any size."""
+    found: dict[str, Any] = {}
+    for name in ("mm_processor_kwargs", "media_io_kwargs"):
+        if value := getattr(request, name, None):
+            if not settings.trust_request_mm_kwargs:
+                raise invalid(name, "needs a server started with --trust-request-mm-kwargs")
+            found[name] = value
+    return found
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
@@ -80,13 +93,32 @@ class Transcript:
     def __init__(self) -> None:
         self.messages: list[JSONObject] = []
         self._places: list[str] = []
+        # The client's names of parts, for messages whose parts have other numbers than the client gave them.
+        self._part_places: dict[int, list[str]] = {}
         self._call_ids: set[str] = set()
+        # Images of the last results, with the client's names of them.
+        self._result_images: list[tuple[str, JSONObject]] = []
 
     def __repr__(self) -> str:
         return f"<Transcript of {len(self.messages)} messages>"
 
     def append(self, place: str, role: Any, content: Any) -> None:
         self._append(place, {"role": role, "content": content})
+
+    def add_part(self, place: str, role: str, where: str, part: JSONObject) -> None:
+        """Append a part to the last message if it has this role and parts, or else to a new message.
+
+        Args:
+            place: the client's name of the message.
+            where: the client's name of the part.
+        """
+        self.place_images()
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != role or not isinstance(last.get("content"), list):
+            self.append(place, role, [])
+        number = len(self.messages) - 1
+        self.messages[number]["content"].append(part)
+        self._part_places.setdefault(number, []).append(where)
 
     def assistant(self, place: str, *ends_at: str) -> JSONObject:
         """Return the assistant's last message to extend it, or a new one if the last message has one of these fields."""
@@ -101,24 +133,53 @@ class Transcript:
         calls = self.assistant(place).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def add_result(self, place: str, name: str, call_id: Any, content: Any) -> None:
-        """Append the result of a tool call.  `name` is the client's name of the field with the call's id.
+    def add_result(
+        self, place: str, name: str, call_id: Any, content: Any, content_name: str
+    ) -> None:
+        """Append the result of a tool call.
+
+        Images go to a message of the user behind all results of the turn: templates show images there, and few show
+        those in messages of tools.
+
+        Args:
+            place: the client's name of the result.
+            name: the client's name of the field with the call's id.
+            content_name: the client's name of the field with the content.
 
         Raises:
             TrouperValidationError: no earlier call has this id.
         """
         if not isinstance(call_id, str) or call_id not in self._call_ids:
             raise invalid(f"{place}.{name}", "must be the id of an earlier tool call", call_id)
+        if isinstance(content, list):
+            parts = cast("list[Any]", content)
+            where = f"{place}.{content_name}"
+            self._result_images += [
+                (f"{where}[{i}]", part) for i, part in enumerate(parts) if is_image(part)
+            ]
+            content = [part for part in parts if not is_image(part)] or ""
         self._append(place, {"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def place_images(self) -> None:
+        """Append the images of the last results, if there are any, as a message of the user."""
+        images, self._result_images = self._result_images, []
+        for where, part in images:
+            self.add_part(where, "user", where, part)
 
     def client_name(self, parameter: str) -> str:
         """Translate `messages[i]…`, a place in the chat, to the client's name of that place."""
         number, bracket, rest = parameter.removeprefix("messages[").partition("]")
         if not bracket or not number.isdigit() or int(number) >= len(self._places):
             return parameter
+        parts = self._part_places.get(int(number), [])
+        part, bracket, tail = rest.removeprefix(".content[").partition("]")
+        if bracket and part.isdigit() and int(part) < len(parts):
+            return parts[int(part)] + tail
         return self._places[int(number)] + rest
 
     def _append(self, place: str, message: JSONObject) -> None:
+        if message["role"] != "tool":
+            self.place_images()
         self.messages.append(message)
         self._places.append(place)
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any, cast
 
+from trouper.actors.rendering.media.parts import Base64File
 from trouper.errors import invalid
 from trouper.frontends.server.generation.requests import ResponseFormat
 from trouper.frontends.server.generation.structured import closed
@@ -14,7 +15,6 @@ from trouper.frontends.server.ollama.requests import (
     sampling_fields,
 )
 from trouper.frontends.server.openai.requests import CompletionRequest, DerivedChat
-from trouper.frontends.server.shared.errors import NO_MEDIA, unsupported
 
 JSONObject = dict[str, Any]
 EFFORTS = ("low", "medium", "high", "max")
@@ -34,7 +34,8 @@ def chat_of(request: OllamaChatRequest, options: OllamaOptions) -> DerivedChat:
 def chat_of_prompt(request: OllamaGenerateRequest, options: OllamaOptions) -> DerivedChat:
     """Convert a prompt, and the system's if there is one, to a chat of one turn."""
     system = [{"role": "system", "content": request.system}] if request.system else []
-    messages = [*system, {"role": "user", "content": request.prompt}]
+    content = _with_images("images", request.images, request.prompt)
+    messages = [*system, {"role": "user", "content": content}]
     return DerivedChat(messages=messages, **_shared(request, options))
 
 
@@ -49,6 +50,8 @@ def completion_of(
     if request.system:
         rule = "is not used with raw or suffix; put it into the prompt"
         raise invalid("system", rule)
+    if request.images:
+        raise invalid("images", "are not used with raw or suffix; use /api/chat")
     if request.think:
         raise invalid("think", "is not used with raw or suffix, whose answers are not parsed")
     shared = _shared(request, options)
@@ -102,8 +105,7 @@ def _message(i: int, given: JSONObject) -> JSONObject:
         raise invalid(f"{place}.role", "must be a string")
     if not isinstance(content, str):
         raise invalid(f"{place}.content", "must be a string")
-    if message.pop("images", None):
-        raise unsupported(f"{place}.images", NO_MEDIA)
+    message["content"] = _with_images(f"{place}.images", message.pop("images", None), content)
     message["role"] = role.lower()
     thinking = message.pop("thinking", "")
     if not isinstance(thinking, str):
@@ -118,6 +120,20 @@ def _message(i: int, given: JSONObject) -> JSONObject:
             for j, each in enumerate(cast("list[Any]", calls))
         ]
     return message
+
+
+def _with_images(place: str, images: Any, text: str) -> Any:
+    """Return the content of a message: Ollama puts images in front of the text."""
+    if not images:
+        return text
+    if not isinstance(images, list):
+        raise invalid(place, "must be a list of files in base64")
+    parts: list[JSONObject] = []
+    for i, file in enumerate(cast("list[Any]", images)):
+        if not isinstance(file, str | memoryview):
+            raise invalid(f"{place}[{i}]", "must be a file in base64")
+        parts.append({"type": "image", "image": Base64File(file)})
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def _call(place: str, call_id: str, given: Any) -> JSONObject:

@@ -5,6 +5,7 @@ last line has the counts, and the times of the request in nanoseconds.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar
@@ -35,6 +36,7 @@ from trouper.frontends.server.shared.usage import Usage
 from trouper.outputs import RequestStateStats
 
 JSONObject = dict[str, Any]
+IN_CONTENT = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
 
 
 class OllamaTurn:
@@ -67,6 +69,8 @@ class OllamaTurn:
 
     def client_name(self, parameter: str) -> str:
         """Return the client's name for a parameter of the chat or completion."""
+        if (image := IN_CONTENT.match(parameter)) is not None:
+            parameter = self._image_name(*image.groups())
         if not self.is_chat and parameter.startswith("messages"):
             return "prompt"
         if self.is_chat and parameter == "prompt":
@@ -74,6 +78,14 @@ class OllamaTurn:
         if parameter == "structured_outputs" and not self.body.format:
             return "tools"
         return CLIENT_NAMES.get(parameter, parameter)
+
+    def _image_name(self, message: str, part: str) -> str:
+        """Return the client's name of a part, if it is an image: images are the first parts of a message."""
+        messages = (self.body.messages or []) if isinstance(self.body, OllamaChatRequest) else None
+        if messages is None:
+            return f"images[{part}]"
+        images = messages[int(message)].get("images") or () if int(message) < len(messages) else ()
+        return f"messages[{message}].images[{part}]" if int(part) < len(images) else "messages"
 
 
 class OllamaAdapter:

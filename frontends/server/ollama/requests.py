@@ -6,13 +6,12 @@ honoured, refused by name, or known to change nothing.
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import msgspec
 
 from trouper.errors import invalid
 from trouper.frontends.server.shared import fields
-from trouper.frontends.server.shared.errors import NO_MEDIA
 from trouper.frontends.server.shared.fields import Others, check_others
 
 DURATION = re.compile(r"-?(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+")
@@ -100,6 +99,20 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """Replace placeholders of images by their bytes, taken out of `strings`."""
+        for message in self.messages or ():
+            if "images" in message:
+                message["images"] = put_back_images(message["images"], strings)
+
+
+def put_back_images(images: Any, strings: dict[str, memoryview]) -> Any:
+    """Return a list of images with the bytes of the long ones in the place of their placeholders."""
+    if not isinstance(images, list):
+        return images
+    given = cast("list[Any]", images)
+    return [strings.pop(each, each) if isinstance(each, str) else each for each in given]
+
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     """`POST /api/generate`."""
@@ -109,7 +122,6 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
             **OllamaRequest.OTHERS.refused,
             "template": NO_TEMPLATES,
             "context": "send the conversation to /api/chat",
-            "images": NO_MEDIA,
         },
         {},
     )
@@ -118,6 +130,12 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
+    # Files in base64.
+    images: list[str] | None = None
+
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """Replace placeholders of images by their bytes, taken out of `strings`."""
+        self.images = put_back_images(self.images, strings)
 
 
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True):

@@ -62,7 +62,9 @@ async def generate(
     service: Service, context: RequestContext, request: OllamaGenerateRequest
 ) -> None:
     """Answer a prompt, continue it (`raw`), or fill the gap before a suffix."""
-    await _answer(service, context, request, is_empty=not request.prompt and not request.suffix)
+    await _answer(
+        service, context, request, is_empty=not (request.prompt or request.suffix or request.images)
+    )
 
 
 async def _answer(

@@ -49,12 +49,14 @@ class ChatRequest(Generating, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None  # a variable of the template, as Qwen's own clients send it
     return_prompt_text: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None  # only the prompt's ids in it
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
-        """Replace placeholders in embedding parts, like `CompletionRequest.put_back`."""
+        """Replace placeholders in parts of embeddings and images, like `CompletionRequest.put_back`."""
         _put_back_parts(self.messages, strings)
 
 
@@ -74,15 +76,21 @@ def _put_back_parts(messages: list[dict[str, Any]], strings: dict[str, memoryvie
 
 
 def _put_back_part(part: dict[str, Any], strings: dict[str, memoryview]) -> None:
-    data = part.get("data")
-    if part.get("type") == "prompt_embeds" and isinstance(data, str):
-        part["data"] = strings.pop(data, data)
+    match part:
+        case {"type": "prompt_embeds", "data": str(data)}:
+            part["data"] = strings.pop(data, data)
+        case {"image_url": {"url": str(url)}}:
+            part["image_url"]["url"] = strings.pop(url, url)
+        case {"image_url": str(url)}:
+            part["image_url"] = strings.pop(url, url)
+        case _:
+            pass
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """`POST /tokenize`: a text or a conversation."""
 
-    OTHERS: ClassVar[fields.Others] = fields.TOKENIZE
+    OTHERS: ClassVar[fields.Others] = fields.NONE
 
     model: str | None = None
     prompt: str | None = None
@@ -94,6 +102,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """Replace placeholders in the parts of a conversation, like `ChatRequest.put_back`."""
+        _put_back_parts(self.messages or [], strings)
 
 
 class ChatBatchRequest(ChatRequest, kw_only=True):

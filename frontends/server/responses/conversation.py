@@ -33,6 +33,7 @@ def add_items(transcript: Transcript, items: Iterable[JSONObject], name: str) ->
     """
     for i, item in enumerate(items):
         _add(transcript, f"{name}[{i}]", item)
+    transcript.place_images()
 
 
 def _add(transcript: Transcript, place: str, item: JSONObject) -> None:
@@ -93,7 +94,7 @@ def _add_result(transcript: Transcript, place: str, item: JSONObject) -> None:
     # OpenAI's type for the output of a shell has the call's id in the field `id`.
     is_by_id = item["type"] == "local_shell_call_output" and "call_id" not in item
     name = "id" if is_by_id else "call_id"
-    transcript.add_result(place, name, item.get(name), output)
+    transcript.add_result(place, name, item.get(name), output, "output")
 
 
 def _summary(place: str, item: JSONObject) -> str:

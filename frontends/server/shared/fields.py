@@ -35,6 +35,8 @@ USE_TEMPLATE = 'use chat_template_kwargs, for many models {"enable_thinking": â€
 USE_BUDGET = "use thinking_token_budget"
 PENALTIES = "use repetition_penalty, presence_penalty or frequency_penalty"
 LEAVE_OUT = "leave it out"
+ONLY_TEXT = "answers are text; leave it out"
+USE_PARTS = "use parts of type image_url in a message"
 
 # Fields that change the generated text or its description, in any API.
 REFUSED = {
@@ -99,8 +101,8 @@ REFUSED = {
     # OpenAI
     "moderation": LEAVE_OUT,
     "web_search_options": "put what was found into a message",
-    "audio": NO_MEDIA,
-    "modalities": NO_MEDIA,
+    "audio": ONLY_TEXT,
+    "modalities": ONLY_TEXT,
     "functions": "use tools",
     "function_call": "use tool_choice",
 }  # fmt: skip
@@ -108,7 +110,7 @@ REFUSED = {
 DOES_NOTHING = "has no effect without a refused field"
 ONLY_SPEED = "changes how fast the answer comes, not the answer"
 ONLY_RECORDS = "is for the records of the service that it was made for"
-ONLY_MEDIA = "describes how to read media, and media are refused"
+ONLY_MEDIA = "describes how to read media, and this route takes none"
 HARMLESS = {
     **dict.fromkeys(
         ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "mirostat_tau",
@@ -121,14 +123,17 @@ HARMLESS = {
     **dict.fromkeys(
         ("user", "metadata", "store", "safety_identifier", "rid", "verbose", "timings_per_token", "return_progress", "usage",
          "provider", "models", "route", "transforms"), ONLY_RECORDS),
-    **dict.fromkeys(
-        ("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs", "media_path"), ONLY_MEDIA),
     **dict.fromkeys(("n_keep", "n_discard"), "a context is never shifted: an overlong text is refused"),
-    "return_token_offsets": "belongs to routes that render, as in vLLM",
+    **dict.fromkeys(("return_token_offsets", "return_mm_kwargs"), "belongs to routes that render, as in vLLM"),
     "routed_experts_prompt_start": "the experts of tokens are not shown",
     "verbosity": "is a hint that no chat template here reads",
     "stream_options": "the events of this API have nothing to choose",
 }  # fmt: skip
+
+# Harmless on routes that take no media.
+IN_TEXTS = HARMLESS | dict.fromkeys(
+    ("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "media_path"), ONLY_MEDIA
+)
 
 # Neutral values besides null, false and empty ones, mostly the defaults of those servers.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -209,6 +214,10 @@ OF_CHAT = dict.fromkeys(
      "add_generation_prompt", "continue_final_message", "include_reasoning", "reasoning_effort"),
     USE_CHAT,
 )  # fmt: skip
+OF_PROCESSORS = {
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), USE_CHAT),
+    **dict.fromkeys(("mm_payload", "media_path"), "use images in a message"),
+}
 CHAT = Others(
     {
         **REFUSED,
@@ -216,6 +225,7 @@ CHAT = Others(
         **OF_MESSAGES,
         "suffix": "use /v1/completions",
         "prompt_embeds": "use a part of type prompt_embeds in a message",
+        **dict.fromkeys(("mm_payload", "media_path"), USE_PARTS),
     },
     HARMLESS,
 )
@@ -228,7 +238,7 @@ COMPLETION = Others(
         "max_completion_tokens": "use max_tokens",
         "top_logprobs": "use logprobs, a number",
     },
-    HARMLESS,
+    IN_TEXTS,
 )
 RESPONSES = Others(
     {
@@ -242,7 +252,8 @@ RESPONSES = Others(
         "previous_input_messages": NO_MEMORY_OF_ITEMS,
         "truncation": "leave items out yourself",
         "prompt": "put the text of the prompt into input or instructions",
-        "image": NO_MEDIA,
+        "image": "use a part of type input_image in a message",
+        **OF_PROCESSORS,
         "access_programs": LEAVE_OUT,
         **OF_MESSAGES,
     },
@@ -260,6 +271,7 @@ MESSAGES = Others(
         **OF_RESPONSES,
         "include_reasoning": "use thinking, of type disabled",
         "prompt": "use messages",
+        **OF_PROCESSORS,
         "stop": "use stop_sequences",
         "max_completion_tokens": "use max_tokens",
         "response_format": "use output_config.format or structured_outputs",
@@ -295,7 +307,7 @@ POOLING = Others(
         "data": "use input or messages",
     },
     {
-        name: HARMLESS[name]
+        name: IN_TEXTS[name]
         for name in ("user", "metadata", "media_io_kwargs", "mm_processor_kwargs")
     },
 )
@@ -317,7 +329,7 @@ INFILL = Others(
         "n_probs": "use suffix and logprobs of /v1/completions",
         "logit_bias": "use suffix and logit_bias of /v1/completions",
     },
-    HARMLESS,
+    IN_TEXTS,
 )
 LLAMA_COMPLETION = Others(
     {
@@ -328,14 +340,13 @@ LLAMA_COMPLETION = Others(
         },
         "grammar": "use json_schema, or structured_outputs of /v1/completions",
     },
-    HARMLESS,
+    IN_TEXTS,
 )
-TOKENIZE = Others({}, dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ONLY_MEDIA))
+NONE = Others({}, {})
 ADAPTERS = Others(
     {"is_3d_lora_weight": "weights of experts in one tensor are not read"},
     {"lora_int_id": "is a number of the engine's own; adapters are told apart by lora_name"},
 )
-NONE = Others({}, {})
 
 
 def verdict(kind: type[msgspec.Struct], name: str) -> str:

@@ -144,6 +144,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Opt("Let requests bring their chat template.", flags=("--trust-request-chat-template",)),
     ] = False
+    trust_request_mm_kwargs: Annotated[
+        bool,
+        Opt(
+            "Let requests give options of the image processor.",
+            flags=("--trust-request-mm-kwargs",),
+        ),
+    ] = False
     default_chat_template_kwargs: Annotated[
         dict[str, Any], Opt("Default variables of the chat template.", metavar="JSON")
     ] = {}
