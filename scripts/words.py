@@ -66,10 +66,10 @@ class Budget(NamedTuple):
 BUDGETS = {
     "actors": Budget(11.0, 31, 15),
     "bench": Budget(5.5, 58, 14),
-    "frontends": Budget(3.5, 38, 15),
+    "frontends": Budget(3.5, 37, 26),
     "kernels": Budget(2.5, 18, 16),
     "scripts": Budget(0.5, 10, 16),
-    "trouper": Budget(7.0, 22, 16),
+    "trouper": Budget(4.0, 22, 27),
     "docs": Budget(4.5),
 }
 

@@ -48,14 +48,20 @@ class AgentStart(NamedTuple):
 
 
 class Agent(NamedTuple):
-    """An agent: the npm package of its program, and the function that creates its settings."""
+    """An agent: the npm package of its program, and the function that creates its settings.
+
+    The settings are environment variables and arguments, so no file of the user is changed.
+    """
 
     package: str
     settings: Callable[["Backend"], AgentStart]
 
 
 class Backend(NamedTuple):
-    """The server that an agent uses; `url` is the address of the API and ends with /v1."""
+    """The server that an agent uses; `url` is the address of the API and ends with /v1.
+
+    It may be trouper or another server with the same API; without a key the agent gets a placeholder.
+    """
 
     url: str
     model: RemoteModel
@@ -63,7 +69,10 @@ class Backend(NamedTuple):
 
     @property
     def max_output(self) -> int:
-        """The maximum number of tokens that an agent may request in one answer."""
+        """The maximum number of tokens that an agent may request in one answer.
+
+        Agents request their maximum in each answer, so it must leave most of the context for the conversation.
+        """
         length = self.model.max_model_len
         return MAX_OUTPUT if length is None else max(1, min(MAX_OUTPUT, length // OUTPUT_SHARE))
 

@@ -141,7 +141,10 @@ def run_line(arguments: list[str] | None = None, commands: typer.Typer = app) ->
 
 
 def main() -> None:
-    """Run the command line of this process and exit."""
+    """Run the command line of this process and exit.
+
+    Output is flushed here, so that a full disk or a closed pipe becomes an error and a nonzero exit code.
+    """
     code = run_line()
     try:
         sys.stdout.flush()
@@ -168,13 +171,19 @@ KUBERNETES_PREFIXES = ("TROUPER_SERVICE_", "TROUPER_PORT_")
 
 
 def known_variables() -> list[str]:
-    """Return the names of all environment variables TROUPER_… that some part of the program reads."""
+    """Return the names of all environment variables TROUPER_… that some part of the program reads.
+
+    A variable in the list may be an option of the engine, of the server or of the program itself.
+    """
     engine = [field.name for field in dataclasses.fields(EngineArgs)]
     return [PREFIX + name.upper() for name in (*OTHER_VARIABLES, *engine, *option_names())]
 
 
 def unknown_variables(names: Iterable[str]) -> Iterator[str]:
-    """Yield a warning for each variable TROUPER_… that nothing reads, with the most similar known name."""
+    """Yield a warning for each variable TROUPER_… that nothing reads, with the most similar known name.
+
+    Variables that Kubernetes sets for a service named trouper are not reported.
+    """
     known = known_variables()
     for name in sorted(names):
         if not name.startswith(PREFIX) or name in known or name.startswith(KUBERNETES_PREFIXES):

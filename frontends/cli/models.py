@@ -153,7 +153,10 @@ def _entry(path: Path, name: str, files: list[Path] | None = None) -> dict[str, 
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Align the columns of rows, the last one excepted; the first row is the headings."""
+    """Align the columns of rows, the last one excepted; the first row is the headings.
+
+    Cells are separated by two spaces.  The last column is not padded, so long names do not wrap the lines.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]

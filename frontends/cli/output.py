@@ -43,7 +43,10 @@ HINT = " (--debug shows where)"
 
 
 class Interrupted(Exception):
-    """A signal ended the command, and everything it had open was closed in order."""
+    """A signal ended the command, and everything it had open was closed in order.
+
+    The exit code is 128 plus the signal's number, as shells expect.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__("interrupted" if number == EXIT_CTRL_C - EXIT_SIGNALLED else "terminated")
@@ -106,7 +109,10 @@ def _first(error: BaseException) -> BaseException:
 
 
 def complain(message: str) -> None:
-    """Print an error or a warning as one line on stderr, even if its text contains line breaks."""
+    """Print an error or a warning as one line on stderr, even if its text contains line breaks.
+
+    Programs that read stderr can treat each line as one message, and its prefix names the program.
+    """
     print(f"trouper: {' '.join(message.split())}", file=sys.stderr)
 
 
@@ -116,7 +122,10 @@ def note(text: str) -> None:
 
 
 def tell_sampling(model: "ModelConfig", params: Mapping[str, Any]) -> None:
-    """Print the sampling parameters of the command and the source of the model's defaults, on stderr."""
+    """Print the sampling parameters of the command and the source of the model's defaults, on stderr.
+
+    Answers depend on these values, and users otherwise do not learn what a model's own file has set.
+    """
     line = f"sampling: {describe_sampling(params)} (defaults: {model.sampling_source})"
     print(" ".join(line.split()), file=sys.stderr)
 
@@ -132,7 +141,10 @@ def prepare_streams() -> None:
 
 
 def silence_stdout() -> None:
-    """Discard all further output, after the reader of stdout has closed its end."""
+    """Discard all further output, after the reader of stdout has closed its end.
+
+    `trouper generate … | head` then ends without a traceback, like other programs in a pipe.
+    """
     # Stays open until the process ends.
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
@@ -143,7 +155,11 @@ def is_terminal(stream: Any) -> bool:
 
 @contextmanager
 def status(text: str) -> Generator[None]:
-    """Show `text` on stderr during the block, if it is a terminal."""
+    """Show `text` on stderr during the block, if it is a terminal.
+
+    Loading takes seconds, and a terminal without any output looks like a hung program.  The text is erased
+    afterwards.
+    """
     if not is_terminal(sys.stderr):
         yield
         return
@@ -173,7 +189,10 @@ def progress(
 
 @contextmanager
 def printing_beside(bar: "tqdm[NoReturn]") -> Generator[None]:
-    """Hide the bar while the block prints whole lines on stdout, so that they do not mix."""
+    """Hide the bar while the block prints whole lines on stdout, so that they do not mix.
+
+    Both may be the same terminal, in which a bar is redrawn in place.
+    """
     if bar.disable:
         yield
         return

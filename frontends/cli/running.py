@@ -44,7 +44,10 @@ class Interrupts:
 
     @contextmanager
     def stoppable(self) -> Generator[anyio.CancelScope]:
-        """Let Ctrl-C cancel only this block; the command continues after it."""
+        """Let Ctrl-C cancel only this block; the command continues after it.
+
+        It is used around one answer of a session.  A second Ctrl-C, or one outside of such a block, ends the command.
+        """
         with anyio.CancelScope() as scope:
             self._stoppable = scope
             try:
@@ -103,7 +106,10 @@ def run_engine(
     backend: str = "trio",
     frontend: Frontend = "terminal",
 ) -> None:
-    """Start an engine, call `act` with it, and close it.  Raises the errors that `run_open` lists."""
+    """Start an engine, call `act` with it, and close it.  Raises the errors that `run_open` lists.
+
+    Garbage collection is paused while the model is loaded, because collections would only examine objects that stay.
+    """
     with ExitStack() as starting:
         starting.enter_context(collections_paused(is_frozen=True))
         with output.status(LOADING):

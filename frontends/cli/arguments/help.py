@@ -19,7 +19,11 @@ Row = tuple[str, str]
 
 
 class PanelCommand(TyperCommand):
-    """A command that groups its options in the help by panel, and accepts options of vLLM."""
+    """A command that groups its options in the help by panel, and accepts options of vLLM.
+
+    Long commands have dozens of options; panels with headings make the help readable, and vLLM's spellings keep
+    scripts working.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         kept, ctx.meta[FOR_ENGINE] = settle(self.params, args)
@@ -40,7 +44,10 @@ class PanelCommand(TyperCommand):
 
 
 class TextCommand(PanelCommand):
-    """A command with its text in `-q`; a text after the arguments is an error that names `-q`."""
+    """A command with its text in `-q`; a text after the arguments is an error that names `-q`.
+
+    Without this check a forgotten `-q` would silently start an interactive session.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
@@ -50,7 +57,10 @@ class TextCommand(PanelCommand):
 
 
 class WholeSentenceGroup(TyperGroup):
-    """A group of commands with the complete first paragraph of each command in its help."""
+    """A group of commands with the complete first paragraph of each command in its help.
+
+    typer would cut each description at the width of the terminal, in the middle of a sentence.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # `resolve_command` has better hints for Ollama's commands.

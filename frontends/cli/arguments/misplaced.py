@@ -46,7 +46,10 @@ def check_texts(
 
 
 def check_generates(config: "EngineConfig") -> None:
-    """Raise TrouperValidationError if a command that generates text has a pooling model."""
+    """Raise TrouperValidationError if a command that generates text has a pooling model.
+
+    The message names the command that fits the model, so a user of an embedding model is sent to `trouper embed`.
+    """
     if config.pooler is None:
         return
     makes = MAKES.get(config.pooler.task, "classifies texts")
@@ -56,7 +59,10 @@ def check_generates(config: "EngineConfig") -> None:
 
 
 def check_pools(config: "EngineConfig") -> None:
-    """Raise TrouperValidationError if a command for pooling models has a model that generates text."""
+    """Raise TrouperValidationError if a command for pooling models has a model that generates text.
+
+    The message names the commands that generate text, and the option that makes an embedding model of this one.
+    """
     if config.pooler is not None:
         return
     rule = "generates text; use trouper generate, or add --runner pooling to embed with it"
@@ -64,7 +70,10 @@ def check_pools(config: "EngineConfig") -> None:
 
 
 def check_no_text(ctx: Any) -> None:
-    """Raise a usage error if a text follows the arguments of `chat` or `complete`, which expect it in -q."""
+    """Raise a usage error if a text follows the arguments of `chat` or `complete`, which expect it in -q.
+
+    For `complete` the text may also be a model's file, because other programs expect one there.
+    """
     text = " ".join(ctx.args)
     if not text:
         return

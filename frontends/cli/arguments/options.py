@@ -145,7 +145,10 @@ MATCHED = ("json_object", "regex", "choice")  # options that become fields of `s
 
 @dataclasses.dataclass
 class SamplingOptions:
-    """The sampling options of a command line; None leaves the model's own default."""
+    """The sampling options of a command line; None leaves the model's own default.
+
+    Commands share them, and `/set` in a session changes them.  Help texts come from the declarations of the fields.
+    """
 
     max_tokens: Annotated[int | None, _sampling(FIELDS["max_tokens"].help)] = None
     min_tokens: Annotated[int | None, _sampling(FIELDS["min_tokens"].help)] = None

@@ -127,7 +127,10 @@ def _value(text: str | None, name: str) -> Any:
 
 
 def refuse_others(name: str) -> None:
-    """Raise UnsupportedFeatureError with a hint if `name` is an option of llama.cpp or Ollama."""
+    """Raise UnsupportedFeatureError with a hint if `name` is an option of llama.cpp or Ollama.
+
+    The hint names the option or command of trouper with the same effect.  Unknown names are left to typer.
+    """
     if name in OTHERS:
         program, hint = OTHERS[name]
         raise UnsupportedFeatureError(f"{name} is an option of {program}: {hint}")

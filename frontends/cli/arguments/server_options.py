@@ -17,12 +17,18 @@ from trouper.frontends.server.shared.settings import CommandOption, ServeSetting
 
 
 def option_names() -> list[str]:
-    """Return the names of the options of the server, with underscores."""
+    """Return the names of the options of the server, with underscores.
+
+    The same names are keys of a configuration file, and in upper case, behind `TROUPER_`, environment variables.
+    """
     return [option.name or field.name for field, option in _declared()]
 
 
 def variables_of(name: str) -> tuple[str, ...]:
-    """Return the environment variables that set the option of this name."""
+    """Return the environment variables that set the option of this name.
+
+    The first is trouper's own name of the variable.  Others follow for compatibility, in the order of precedence.
+    """
     (option,) = (option for field, option in _declared() if name in (option.name, field.name))
     return (f"TROUPER_{name.upper()}", *option.variables)
 

@@ -68,7 +68,10 @@ def lora_modules(given: Sequence[str]) -> tuple[LoRARequest, ...]:
 
 
 def chosen_adapter(folder: str | None, engine_args: EngineArgs) -> LoRARequest | None:
-    """Return the adapter of a command, if it has one, and enable adapters in its engine."""
+    """Return the adapter of a command, if it has one, and enable adapters in its engine.
+
+    The adapter's name is the name of its folder.  A command uses one adapter, so its number is always 1.
+    """
     if folder is None:
         return None
     engine_args.enable_lora = True

@@ -84,7 +84,10 @@ class AnswersFile:
         return len(self._order)
 
     def read(self) -> None:
-        """Index the answers of earlier runs.  Raises TrouperValidationError if a line is not an answer."""
+        """Index the answers of earlier runs.  Raises TrouperValidationError if a line is not an answer.
+
+        Only positions and digests are kept in memory, so files larger than memory can be continued.
+        """
         for which, file in enumerate(self._files):
             if file is not None:
                 self._index(which, file)
@@ -111,14 +114,20 @@ class AnswersFile:
         raise self._refused(position, f"answers {what}, {request.custom_id[:60]!r}")
 
     def check_all_used(self) -> None:
-        """Raise TrouperValidationError if a saved answer belongs to no request of the input."""
+        """Raise TrouperValidationError if a saved answer belongs to no request of the input.
+
+        It protects an output file against a second run with another input: nothing is overwritten.
+        """
         for key, position in self._saved.items():
             if key not in self._is_used:
                 name = decode_saved(self._line(position)).custom_id or ""
                 raise self._refused(position, f"answers {name[:60]!r}, which the input lacks")
 
     def add(self, line: bytes) -> int:
-        """Append an answer to the part and return its position.  Safe to call from several threads."""
+        """Append an answer to the part and return its position.  Safe to call from several threads.
+
+        The line is flushed at once, so an interruption loses no finished answer.
+        """
         with self._lock:
             position = 2 * self._end + 1
             self._part.write(line)
@@ -127,11 +136,18 @@ class AnswersFile:
             return position
 
     def keep(self, position: int) -> None:
-        """Make the answer at `position` the next one in the order of the requests."""
+        """Make the answer at `position` the next one in the order of the requests.
+
+        A position is the value that `add` or `find` returned; answers themselves may have been saved in any order.
+        """
         self._order.append(position)
 
     def finish(self) -> None:
-        """Sort the answers into the order of the requests and rename the file to its final name."""
+        """Sort the answers into the order of the requests and rename the file to its final name.
+
+        An output that already exists is renamed, never deleted.  Raises TrouperValidationError if a saved answer
+        belongs to no request.
+        """
         self.check_all_used()
         os.fsync(self._part.fileno())
         old, part = self._files
@@ -317,7 +333,10 @@ def _begin_anew(path: str, part: BinaryIO, name: str) -> BinaryIO:
 
 
 def set_aside(path: str) -> str:
-    """Rename a file to the first unused name of `path.1`, `path.2` …, and return that name."""
+    """Rename a file to the first unused name of `path.1`, `path.2` …, and return that name.
+
+    No file is overwritten, also if several processes do this at once.
+    """
     for number in count(1):
         kept = f"{path}.{number}"
         try:

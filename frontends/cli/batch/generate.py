@@ -180,7 +180,10 @@ class _TextPrinter:
         self._begun: Prompt | None = None
 
     def show(self, prompt: Prompt, result: RequestOutput) -> None:
-        """Print new text; several completions of a prompt follow each other, each after the prompt."""
+        """Print new text; several completions of a prompt follow each other, each after the prompt.
+
+        With one prompt the text appears as the model generates it; the prompt itself is printed first, if wanted.
+        """
         for completion in sorted(result.outputs, key=lambda completion: completion.index):
             if self._begun is not prompt or completion.index > 0:
                 if self._begun is prompt:

@@ -46,7 +46,11 @@ Finish = Callable[[Prompt, "Generation[Any]"], Awaitable[None]]
 
 
 class Outcomes:
-    """Counts the results of a run, prints its errors, and decides its exit code."""
+    """Counts the results of a run, prints its errors, and decides its exit code.
+
+    Errors of single prompts are printed at once, up to a limit, and counted; the exit code is not 0 if any prompt
+    failed.
+    """
 
     def __init__(self, what: str, *, is_single: bool, too_long: str = "") -> None:
         """Start with no results.
@@ -79,7 +83,10 @@ class Outcomes:
         self.num_tokens += num_tokens
 
     def fail(self, prompt: Prompt, error: Exception) -> str:
-        """Count a failed prompt, print its error, and return the message for its record."""
+        """Count a failed prompt, print its error, and return the message for its record.
+
+        A single prompt has no label in its message.  The engine's own faults are remembered for the exit code.
+        """
         self.num_prompts += 1
         self.num_failed += 1
         self._is_engines_fault |= not isinstance(error, TrouperClientError)
@@ -144,7 +151,10 @@ class BulkRun:
         self._opened: set[Generation[Any]] = set()
 
     async def answer_all(self, engine: "AsyncLLMEngine", bar: "tqdm[Any]") -> None:
-        """Run all prompts.  Raises the first error that does not concern a single prompt."""
+        """Run all prompts.  Raises the first error that does not concern a single prompt.
+
+        The reader waits if the window is full, so prompts are read no faster than the engine answers.
+        """
         error: Exception | None = None
         window = max(WINDOW, 2 * engine.config.scheduler.max_num_seqs)
         # One more is in the hands of the writer.
@@ -205,7 +215,10 @@ class BulkRun:
 
 
 class Reading:
-    """Iterate over prompts with `async for`; they are read in a thread, because a pipe may block."""
+    """Iterate over prompts with `async for`; they are read in a thread, because a pipe may block.
+
+    A chunk of prompts is read at once, because each change of threads costs more than parsing a line.
+    """
 
     def __init__(self, prompts: PromptSource) -> None:
         self._items = iter(prompts)
@@ -233,7 +246,10 @@ class Reading:
 
 
 async def show_tokens(engine: "AsyncLLMEngine", bar: "tqdm[Any]") -> None:
-    """Update the bar with the number of tokens that the engine has computed, until cancelled."""
+    """Update the bar with the number of tokens that the engine has computed, until cancelled.
+
+    The rate is the average since the start of the run.  Nothing happens if the bar is hidden.
+    """
     if bar.disable:
         return
     began, before = anyio.current_time(), _num_tokens(engine)
@@ -250,6 +266,9 @@ def _num_tokens(engine: "AsyncLLMEngine") -> int:
 
 
 def note_summary(outcomes: Outcomes, wanted: bool | None, *, is_from_file: bool) -> None:
-    """Print the summary if wanted; by default at a terminal, and for a file of prompts."""
+    """Print the summary if wanted; by default at a terminal, and for a file of prompts.
+
+    It goes to stderr, so that stdout contains results only.
+    """
     if wanted or (wanted is None and (is_from_file or output.is_terminal(sys.stderr))):
         print(outcomes.summary(), file=sys.stderr)

@@ -49,7 +49,10 @@ SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass
 class PromptFileOptions:
-    """Options for a file of prompts."""
+    """Options for a file of prompts.
+
+    Several commands accept the same files, from plain text to tables, and determine the format by the file's name.
+    """
 
     prompt_file: Annotated[
         str | None,
@@ -71,7 +74,10 @@ class PromptFileOptions:
 
 
 class Prompt(NamedTuple):
-    """One text, or the error of a line without a valid text; `label` is for example `line 3` or `prompt 2`."""
+    """One text, or the error of a line without a valid text; `label` is for example `line 3` or `prompt 2`.
+
+    A line with an error remains in the sequence, so that the results have one record for each line.
+    """
 
     label: str
     line: int | None = None
@@ -148,12 +154,18 @@ class PromptSource:
 
     @property
     def is_pipe(self) -> bool:
-        """Whether the prompts come from a pipe, which can be read only once and may be slow."""
+        """Whether the prompts come from a pipe, which can be read only once and may be slow.
+
+        Its prompts are not counted in advance, and the progress bar has no total.
+        """
         name = self._options.prompt_file
         return name is not None and (name == "-" or not stat.S_ISREG(os.stat(name).st_mode))
 
     def count(self) -> int | None:
-        """Return the number of prompts for a progress bar, or None for a pipe."""
+        """Return the number of prompts for a progress bar, or None for a pipe.
+
+        The file is read once more for it, which is cheap compared with the computation.
+        """
         name = self._options.prompt_file
         if self.is_pipe:
             return None
@@ -205,7 +217,10 @@ def input_format(options: PromptFileOptions) -> str:
 
 
 def bounded_lines(file: TextIO) -> Iterator[str]:
-    """Yield the lines of a file with their line ends; overlong lines are cut to `MAX_LINE` characters."""
+    """Yield the lines of a file with their line ends; overlong lines are cut to `MAX_LINE` characters.
+
+    A file without line ends would otherwise be read into memory as a whole.  A byte order mark is removed.
+    """
     is_first = True
     while line := file.readline(MAX_LINE):
         rest = line
@@ -223,7 +238,10 @@ def txt_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
 
 
 def jsonl_prompts(lines: Iterable[str], column: str | None) -> Iterator[Found]:
-    """Yield a prompt for each line of JSON: a string, or an object with a field for the text."""
+    """Yield a prompt for each line of JSON: a string, or an object with a field for the text.
+
+    Blank lines are skipped.  A line that is not valid yields its error instead of a text, and reading continues.
+    """
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -371,7 +389,10 @@ def _opened(name: str) -> TextIO:
 
 
 def text_stdin() -> TextIO:
-    """Return stdin as a text stream in which invalid UTF-8 becomes surrogates."""
+    """Return stdin as a text stream in which invalid UTF-8 becomes surrogates.
+
+    Line ends are not translated, and each invalid byte is found later, with the number of its line.
+    """
     stdin: Any = sys.stdin
     if isinstance(stdin, io.TextIOWrapper):
         stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline="")

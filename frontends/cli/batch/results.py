@@ -43,7 +43,10 @@ OutputFileOption = Annotated[
 
 
 class ResultWriter(Protocol):
-    """Writes the records of all prompts, in order, in some format."""
+    """Writes the records of all prompts, in order, in some format.
+
+    Records arrive one by one, so a writer needs memory for only a few of them.
+    """
 
     num_records: int
 
@@ -144,7 +147,10 @@ def _writer(suffix: str, file: BinaryIO, columns: Columns) -> ResultWriter:
 
 
 class JsonLines:
-    """Writes a line of JSON for each record, to a file or (None) to stdout."""
+    """Writes a line of JSON for each record, to a file or (None) to stdout.
+
+    A record contains the number of its line in the input, and either its result or its error.
+    """
 
     def __init__(self, file: BinaryIO | None) -> None:
         self._file = file
@@ -169,7 +175,10 @@ def _as_list(value: Any) -> Any:
 
 
 class NpyFile:
-    """Writes a float32 array with one row for each prompt (NaN if it failed), or one number for a score."""
+    """Writes a float32 array with one row for each prompt (NaN if it failed), or one number for a score.
+
+    The number of rows is known only at the end, so the header is written once more by `finish`.
+    """
 
     def __init__(self, file: BinaryIO, column: str) -> None:
         self._file = file
@@ -216,7 +225,10 @@ class NpyFile:
 
 
 class ParquetFile:
-    """Writes a row for each record with pyarrow."""
+    """Writes a row for each record with pyarrow.
+
+    Rows are collected and written in groups, because small groups make a large file.  Needs the extra `parquet`.
+    """
 
     def __init__(self, file: BinaryIO, columns: Columns) -> None:
         pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")

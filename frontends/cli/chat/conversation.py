@@ -26,11 +26,17 @@ Messages = list[dict[str, Any]]
 
 
 class ContextFullError(TrouperClientError):
-    """The messages have more tokens than the model's context."""
+    """The messages have more tokens than the model's context.
+
+    The session then drops its oldest turns and asks again, so the user need not begin a new conversation.
+    """
 
 
 class ChatTurn(NamedTuple):
-    """A question, its answer, and the number of tokens of both in the prompt."""
+    """A question, its answer, and the number of tokens of both in the prompt.
+
+    A turn is dropped as a whole when the context is full, because models are trained on pairs of question and answer.
+    """
 
     question: str
     answer: str
@@ -38,7 +44,10 @@ class ChatTurn(NamedTuple):
 
 
 class Conversation:
-    """A system message and the turns so far; only the session changes it, between answers."""
+    """A system message and the turns so far; only the session changes it, between answers.
+
+    An answer becomes part of it only when it is complete; an interrupted one is added with the text so far.
+    """
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
@@ -104,7 +113,10 @@ class _SavedConversation(msgspec.Struct):
 
 
 def estimate(text: str) -> int:
-    """Estimate the number of tokens of a text from its length in bytes."""
+    """Estimate the number of tokens of a text from its length in bytes.
+
+    It counts bytes and not characters, because characters of many scripts take more than one token.
+    """
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
@@ -128,7 +140,10 @@ def num_dropped(sizes: Sequence[int], fixed: int, most: int, wanted: int) -> int
 
 
 def next_dropped(num: int, num_turns: int) -> int:
-    """Return how many turns to drop next, after the conversation without the oldest `num` was still too long."""
+    """Return how many turns to drop next, after the conversation without the oldest `num` was still too long.
+
+    It drops half of the remaining turns, so a few attempts suffice for a conversation of any length.
+    """
     return num + max(1, (num_turns - num) // 2)
 
 
@@ -184,14 +199,20 @@ class AnswerUsage(msgspec.Struct):
 
 
 class AnswerEnd(NamedTuple):
-    """How an answer ended; `usage` is None if the server does not report it."""
+    """How an answer ended; `usage` is None if the server does not report it.
+
+    `finish_reason` is the server's or the engine's: `stop` for a complete answer, `length` for one that was cut.
+    """
 
     usage: AnswerUsage | None = None
     finish_reason: str | None = None
 
 
 class Stopwatch:
-    """Measures one answer from the construction on; `add` passes each part of its text on to `show`."""
+    """Measures one answer from the construction on; `add` passes each part of its text on to `show`.
+
+    The time to the first part is the prompt's; the rate of the others is the generation speed.
+    """
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show

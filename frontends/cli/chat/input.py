@@ -41,14 +41,20 @@ TRUTHS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0"
 
 
 class Command(NamedTuple):
-    """A command, with the name in `COMMANDS` even if an alias was typed."""
+    """A command, with the name in `COMMANDS` even if an alias was typed.
+
+    `argument` is the rest of the line without surrounding white space, and may be empty.
+    """
 
     name: str
     argument: str
 
 
 class Unknown(NamedTuple):
-    """A word that looks like a command but is none, with a hint for the user."""
+    """A word that looks like a command but is none, with a hint for the user.
+
+    Text that begins with a slash is usually a typing error; sending it to the model would hide that.
+    """
 
     hint: str
 
@@ -133,7 +139,10 @@ def with_parameter(options: SamplingOptions, name: str, text: str) -> SamplingOp
 
 
 def with_values(options: SamplingOptions, values: dict[str, Any]) -> SamplingOptions:
-    """Return a copy of the options with these values.  Raises TrouperValidationError for an invalid name or value."""
+    """Return a copy of the options with these values.  Raises TrouperValidationError for an invalid name or value.
+
+    The original is not changed, so an invalid value leaves the session as it was.
+    """
     for name in values:
         parameter_name(name)
     return _changed(options, values)
@@ -161,7 +170,10 @@ def _changed(options: SamplingOptions, values: dict[str, Any]) -> SamplingOption
 
 
 def is_parameter(name: str) -> bool:
-    """Return whether a word is the name of a sampling parameter, here or in Ollama."""
+    """Return whether a word is the name of a sampling parameter, here or in Ollama.
+
+    Ollama writes `/set parameter NAME VALUE`, and this distinguishes a name from a text.
+    """
     name = name.replace("-", "_").lower()
     return PARAMETER_ALIASES.get(name, name) in (*parameter_kinds(), *LENGTHS)
 

@@ -37,7 +37,11 @@ class _Cleared(NamedTuple):
 
 
 class LineEditor:
-    """Reads messages at a terminal.  Pasted text is one message, even with several lines."""
+    """Reads messages at a terminal.  Pasted text is one message, even with several lines.
+
+    It has history, search and editing of several lines.  Ctrl-C clears the line, and Ctrl-D at an empty one ends the
+    session.
+    """
 
     def __init__(self, history: "MessageHistory", note: Callable[[str], None]) -> None:
         """Create an editor that shows hints to the user by calling `note`."""
@@ -60,7 +64,10 @@ class LineEditor:
         )
 
     async def read(self) -> str | None:
-        """Return the next message, or None at the end (Ctrl-D)."""
+        """Return the next message, or None at the end (Ctrl-D).
+
+        Ctrl-C at an empty line prints how to leave, instead of ending the session by accident.
+        """
         while True:
             try:
                 found = await self._session.prompt_async(
@@ -157,7 +164,10 @@ def _write(path: Path, flag: int, entries: list[str]) -> None:
 
 
 def entries_of(data: bytes) -> list[str]:
-    """Parse the entries of a history file; skip invalid lines, such as half of an entry at the start."""
+    """Parse the entries of a history file; skip invalid lines, such as half of an entry at the start.
+
+    Each line is a JSON string, so that a message of several lines is one entry.
+    """
     entries: list[str] = []
     for line in data.splitlines():
         with contextlib.suppress(ValueError):

@@ -49,7 +49,10 @@ def _option(text: str, **more: Any) -> Any:
 
 @dataclasses.dataclass
 class RemoteOptions:
-    """Options for a server: its address, the model and the API key."""
+    """Options for a server: its address, the model and the API key.
+
+    Without an address, commands that can do so load the model in their own process.
+    """
 
     url: Annotated[str | None, _option("Base address of an OpenAI-compatible server.")] = None
     model_name: Annotated[str | None, _option("Model to use; by default the server's first.")] = (
@@ -61,7 +64,10 @@ class RemoteOptions:
 
 
 class RemoteModel(msgspec.Struct):
-    """A model in the list of a server; only vLLM and trouper include its maximum length."""
+    """A model in the list of a server; only vLLM and trouper include its maximum length.
+
+    Other servers leave the length out, and the session then relies on their errors.
+    """
 
     id: str
     max_model_len: int | None = None
@@ -93,7 +99,10 @@ class RemoteServer(AsyncContextManagerMixin):
 
     @property
     def url(self) -> str:
-        """The base address of the API, without a final slash."""
+        """The base address of the API, without a final slash.
+
+        An address without a path has got `/v1`, so the user may give only the server's host and port.
+        """
         return str(self._url).rstrip("/")
 
     @asynccontextmanager

@@ -41,7 +41,10 @@ def _first_word(text: str) -> tuple[str, str]:
 
 
 class Session:
-    """Reads messages from the terminal or a pipe until the end, and answers each with the subject."""
+    """Reads messages from the terminal or a pipe until the end, and answers each with the subject.
+
+    An error of one message is printed in one line, and the session continues with the next message.
+    """
 
     def __init__(self, subject: ChatSubject | CompletionSubject, interrupts: Interrupts) -> None:
         self._subject = subject
@@ -50,7 +53,10 @@ class Session:
         self._editor: Any = None
 
     async def answer_all(self, name: str) -> None:
-        """Answer messages until the end of input or `/bye`; `name` selects the history file."""
+        """Answer messages until the end of input or `/bye`; `name` selects the history file.
+
+        Ctrl-C during an answer stops only this answer.
+        """
         reader = self._reader(name)
         if self._is_interactive:
             output.note(WELCOME)

@@ -41,7 +41,10 @@ LONGER = "start with a larger --max-model-len for longer ones"
 
 
 class Question(NamedTuple):
-    """The messages of a conversation up to the newest question, and the options for its answer."""
+    """The messages of a conversation up to the newest question, and the options for its answer.
+
+    It is independent of whether the model runs here or on a server.
+    """
 
     messages: Messages
     sampling: SamplingOptions
@@ -187,7 +190,10 @@ class ChatSubject:
         return f"the context{of} is full: the {turns} left out; /reset starts a new conversation, {LONGER}"
 
     def run_command(self, command: Command) -> None:
-        """Run a command of chats: reset, system, save or load.  Raises TrouperValidationError for a bad argument."""
+        """Run a command of chats: reset, system, save or load.  Raises TrouperValidationError for a bad argument.
+
+        The file of `save` and `load` contains the messages and the sampling parameters as JSON.
+        """
         match command:
             case ("reset", ""):
                 self.conversation.turns = []

@@ -29,7 +29,10 @@ MAX_STDIN = 64 * 2**20
 
 
 def show(text: str) -> None:
-    """Print a part of an answer immediately, without control characters if stdout is a terminal."""
+    """Print a part of an answer immediately, without control characters if stdout is a terminal.
+
+    A model's text could otherwise move the cursor or change the colours.  Pipes get the text unchanged.
+    """
     if output.is_terminal(sys.stdout):
         text = CONTROLS.sub("", text)
     print(text, end="", flush=True)
@@ -40,7 +43,11 @@ def is_interactive() -> bool:
 
 
 def backend(quick: str | None) -> str:
-    """Return the event loop for a session: asyncio if it uses the line editor, which needs it, else trio."""
+    """Return the event loop for a session: asyncio if it uses the line editor, which needs it, else trio.
+
+    The line editor is built on asyncio.  Without it there is no reason to prefer asyncio, and trio's cancellation is
+    stricter.
+    """
     return "asyncio" if quick is None and is_interactive() else "trio"
 
 
@@ -90,7 +97,10 @@ def _note_wait() -> None:
 
 
 class PipeReader:
-    """Reads messages from a pipe or a file; with `joins_lines`, quotes and backslashes continue a message."""
+    """Reads messages from a pipe or a file; with `joins_lines`, quotes and backslashes continue a message.
+
+    Without `joins_lines`, each line is one message.
+    """
 
     def __init__(self, *, joins_lines: bool) -> None:
         self._joins_lines = joins_lines

@@ -16,7 +16,11 @@ OUTPUT_WEIGHT = 2  # a generated token takes about as long as two of a prompt; t
 
 
 class Phase(Enum):
-    """The state of an admitted request."""
+    """The state of an admitted request.
+
+    A request enters when its body has been read, waits once its size is known, and starts when the engine receives
+    it.
+    """
 
     ENTERED = "entered"
     WAITING = "waiting"
@@ -25,7 +29,10 @@ class Phase(Enum):
 
 
 class Full(Exception):
-    """The queue is full.  `is_over_share` means that the tenant already has more than an equal share."""
+    """The queue is full.  `is_over_share` means that the tenant already has more than an equal share.
+
+    The server answers with 429 in that case, and with 503 otherwise.
+    """
 
     def __init__(self, *, is_over_share: bool) -> None:
         super().__init__()
@@ -33,7 +40,10 @@ class Full(Exception):
 
 
 class Entry:
-    """One admitted request.  Only `FairQueue` writes it."""
+    """One admitted request.  Only `FairQueue` writes it.
+
+    It holds the size of the request, by which the queue is limited and tenants are charged.
+    """
 
     def __init__(self, number: int, tenant: str, num_tokens: int) -> None:
         self.number = number  # in the order of arrival
@@ -49,7 +59,10 @@ class Entry:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key among one tenant's requests: larger priority first, then earlier arrival."""
+        """The sort key among one tenant's requests: larger priority first, then earlier arrival.
+
+        Among different tenants the order depends on the service that each has received, not on priorities.
+        """
         return -self.priority, self.number
 
 
@@ -80,7 +93,10 @@ class FairQueue:
         return f"<FairQueue {self.num_sequences} of {self.max_sequences}, {num_waiting} waiting>"
 
     def enter(self, tenant: str, num_tokens: int) -> tuple[Entry, list[Entry]]:
-        """Admit a request of one sequence.  Returns its entry and the evicted ones.  Raises Full."""
+        """Admit a request of one sequence.  Returns its entry and the evicted ones.  Raises Full.
+
+        A tenant with more than its share may lose its newest requests to another tenant with less.
+        """
         entry = Entry(self._num_entered, tenant, num_tokens)
         gone = self._make_room(entry)
         self._num_entered += 1
@@ -89,13 +105,19 @@ class FairQueue:
         return entry, gone
 
     def check(self, tenant: str, num_tokens: int) -> None:
-        """Raise Full if `enter` would, without any change."""
+        """Raise Full if `enter` would, without any change.
+
+        It uses the same rules, so a caller can refuse before it reads a body.
+        """
         self._victims(Entry(self._num_entered, tenant, num_tokens))
 
     def resize(
         self, entry: Entry, num_sequences: int, num_tokens: int, priority: int
     ) -> list[Entry]:
-        """Set the size of a request, entirely or not at all.  Returns the evicted entries.  Raises Full."""
+        """Set the size of a request, entirely or not at all.  Returns the evicted entries.  Raises Full.
+
+        The size is an estimate until the body is decoded.  The request keeps its place in the order of arrival.
+        """
         self._count(entry, -1)
         before = entry.num_sequences, entry.num_tokens
         entry.num_sequences, entry.num_tokens, entry.priority = num_sequences, num_tokens, priority
@@ -108,7 +130,10 @@ class FairQueue:
             self._count(entry, 1)
 
     def wait(self, entry: Entry) -> None:
-        """Queue a ready request."""
+        """Queue a ready request.
+
+        Its tenant's counter is raised to the level of the others, so time without requests earns no credit.
+        """
         tenant = entry.tenant
         if tenant not in self._waiting:  # time without requests earns no credit
             others = [self._counters[other] for other in self._waiting]
@@ -123,7 +148,10 @@ class FairQueue:
         return self.num_started >= self.max_started
 
     def next_starts(self) -> list[Entry]:
-        """Start the next requests.  The last one may exceed the limit, so that every request can start eventually."""
+        """Start the next requests.  The last one may exceed the limit, so that every request can start eventually.
+
+        The tenants are charged for the estimated tokens at once, so several starts in succession are fair, too.
+        """
         started: list[Entry] = []
         while not self.is_full and (entry := self.next_waiting()) is not None:
             tenant = entry.tenant
@@ -138,7 +166,10 @@ class FairQueue:
         return started
 
     def leave(self, entry: Entry, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
-        """Remove a request and charge its tenant for the used tokens.  Idempotent."""
+        """Remove a request and charge its tenant for the used tokens.  Idempotent.
+
+        Estimates are replaced by the tokens that the engine has computed, with output tokens weighted more.
+        """
         if entry.phase is Phase.GONE:
             return
         if entry.phase is Phase.WAITING:
@@ -169,7 +200,10 @@ class FairQueue:
         return gone
 
     def next_waiting(self) -> Entry | None:
-        """Return the request that starts next."""
+        """Return the request that starts next.
+
+        It belongs to the tenant that has received the least service so far.  Returns None if no request is waiting.
+        """
         return self._waiting[min(self._waiting, key=self._turn)][0] if self._waiting else None
 
     def waiting(self) -> list[Entry]:

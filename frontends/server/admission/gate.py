@@ -32,7 +32,10 @@ OVERLOADED = "the server is overloaded, try again later"
 
 
 class EngineWork(Protocol):
-    """The engine's work for one request: a `Generation`, or several in succession."""
+    """The engine's work for one request: a `Generation`, or several in succession.
+
+    The gate looks at it to measure what a request has really cost, and whether it still occupies the engine.
+    """
 
     @property
     def is_over(self) -> bool: ...
@@ -70,7 +73,10 @@ class AdmissionGate:
         return f"<AdmissionGate {self.admission!r}>"
 
     def check(self, tenant: str, num_bytes: int) -> None:
-        """Raise the HTTPError (429 or 503) that `enter` would raise, without reserving anything."""
+        """Raise the HTTPError (429 or 503) that `enter` would raise, without reserving anything.
+
+        The size of the body is estimated as tokens, because nothing has been tokenized yet.
+        """
         self._limit()
         num_tokens = num_bytes // BYTES_PER_TOKEN
         try:
@@ -81,7 +87,10 @@ class AdmissionGate:
             self.check(tenant, num_bytes)
 
     def enter(self, tenant: str, num_bytes: int) -> "AdmissionTicket":
-        """Reserve a place for a request after its body was read.  Raises HTTPError: 429 or 503."""
+        """Reserve a place for a request after its body was read.  Raises HTTPError: 429 or 503.
+
+        The ticket must be used in a `with` block.  Other requests may be evicted to make room.
+        """
         self.check(tenant, num_bytes)
         entry, gone = self.admission.enter(tenant, num_bytes // BYTES_PER_TOKEN)
         self._refusing_since = None
@@ -91,7 +100,10 @@ class AdmissionGate:
         return ticket
 
     def refusing_s(self) -> float:
-        """Return for how many seconds all requests have been refused; 0 if one would be admitted now."""
+        """Return for how many seconds all requests have been refused; 0 if one would be admitted now.
+
+        The readiness check uses it, so that a load balancer chooses another server after a while.
+        """
         if self._refusing_since is None:
             return 0.0
         if not self.level >= Level.SHED_ALL and not self._has_too_much_prefill:
@@ -105,7 +117,10 @@ class AdmissionGate:
         return self.now() - self._refusing_since
 
     def close(self, reason: HTTPError, tickets: "Iterable[AdmissionTicket] | None" = None) -> int:
-        """Refuse all waiting requests, or those among `tickets`.  Returns their number."""
+        """Refuse all waiting requests, or those among `tickets`.  Returns their number.
+
+        Their handlers then raise `reason`.  Started requests are not affected.
+        """
         chosen = None if tickets is None else {ticket.entry for ticket in tickets}
         gone = [e for e in self.admission.waiting() if chosen is None or e in chosen]
         for entry in gone:
@@ -114,7 +129,10 @@ class AdmissionGate:
         return len(gone)
 
     def refuse(self, code: str, message: str, *, is_over_share: bool = False) -> HTTPError:
-        """Make a refusal.  Its Retry-After is the time that the admitted work takes at the recent throughput."""
+        """Make a refusal.  Its Retry-After is the time that the admitted work takes at the recent throughput.
+
+        The time is spread a little, because clients refused together would otherwise return together.
+        """
         self._num_refused += 1
         if self._refusing_since is None and not is_over_share:
             self._refusing_since = self.now()
@@ -126,7 +144,11 @@ class AdmissionGate:
         return refusal
 
     def look(self, *, is_paused: bool = False) -> None:
-        """Trim the queue if its delay stays too long.  The monitor calls this; a pause does not count as delay."""
+        """Trim the queue if its delay stays too long.
+
+        The monitor calls this; a pause does not count as delay. The queue is reduced to the tokens that can be
+        computed in time.  The tenant with the most usage loses its newest requests first.
+        """
         now, entry = self.now(), self.admission.next_waiting()
         wait_s = 0.0
         if is_paused:
@@ -140,7 +162,10 @@ class AdmissionGate:
                 self._tickets[gone].refuse(self.refuse("overloaded", text))
 
     def let_in(self) -> None:
-        """Start the waiting requests for which there is room now."""
+        """Start the waiting requests for which there is room now.
+
+        It is called after every change that may free a place, and by the monitor.
+        """
         if self.admission.is_full and self.admission.next_waiting() is not None:
             self._release_read()
         for entry in self.admission.next_starts():
@@ -221,7 +246,10 @@ class AdmissionGate:
 
 
 class AdmissionTicket:
-    """The places of one request, returned at the latest at the end of its `with` block."""
+    """The places of one request, returned at the latest at the end of its `with` block.
+
+    Cancellation of the handler at any point therefore frees the places, too.
+    """
 
     def __init__(self, gate: AdmissionGate, entry: Entry, num_bytes: int) -> None:
         self.entry = entry
@@ -238,7 +266,10 @@ class AdmissionTicket:
     def size(
         self, num_bytes: int, num_prompts: int, n: int, max_tokens: int | None, priority: int
     ) -> None:
-        """Set the size of the request: n completions of each prompt.  Raises HTTPError and changes nothing if there is no room."""
+        """Set the size of the request: n completions of each prompt.  Raises HTTPError and changes nothing if there is no room.
+
+        The estimate of the output is bounded, because most requests end long before `max_tokens`.
+        """
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
         num_sequences = num_prompts * n
         output = num_sequences * min(max_tokens or MAX_OUTPUT_ESTIMATE, MAX_OUTPUT_ESTIMATE)
@@ -246,7 +277,10 @@ class AdmissionTicket:
         self._gate.resize(self.entry, num_sequences, num_tokens, priority)
 
     async def wait_turn(self) -> None:
-        """Wait until the request may start; a started one returns at once.  Raises HTTPError if it is evicted."""
+        """Wait until the request may start; a started one returns at once.  Raises HTTPError if it is evicted.
+
+        The wait is unlimited here; the request's deadline cancels it.
+        """
         if not self._turn.is_set():
             self.waits_since = self._gate.now()
             self._gate.wait(self.entry)
@@ -266,12 +300,18 @@ class AdmissionTicket:
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has finished the request."""
+        """Whether the engine has finished the request.
+
+        A request can be over while its reply is still being sent to a slow client; its place is then free.
+        """
         return bool(self.generations) and all(stream.is_over for stream in self.generations)
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Tokens of the prompts, and tokens generated so far."""
+        """Tokens of the prompts, and tokens generated so far.
+
+        The tenant is charged for these numbers at the end.  They include everything computed for an aborted request.
+        """
         counts = [stream.num_tokens for stream in self.generations]
         return sum(prompt for prompt, _ in counts), sum(output for _, output in counts)
 

@@ -38,7 +38,11 @@ NUM_CALM = 8
 
 
 class Ladder:
-    """Choose the level.  It rises at once and falls by one level at a time."""
+    """Choose the level.  It rises at once and falls by one level at a time.
+
+    A level is left only after several calm looks below a lower threshold, so the server does not switch back and
+    forth.
+    """
 
     def __init__(self) -> None:
         self.level = Level.CALM
@@ -99,7 +103,10 @@ MIN_S = 0.2  # seconds of work before the throughput is known
 
 
 class StepClock:
-    """Detect the end of steps by changes of the scheduler's counters between two calls."""
+    """Detect the end of steps by changes of the scheduler's counters between two calls.
+
+    The age of the current step shows a device without progress, although the server itself still answers.
+    """
 
     def __init__(self) -> None:
         self._seen: tuple[int, int, int] = (0, 0, 0)
@@ -117,7 +124,10 @@ class StepClock:
 
 
 class Throughput:
-    """A moving average of tokens per second, over the recent seconds with work."""
+    """A moving average of tokens per second, over the recent seconds with work.
+
+    Idle seconds do not count, so the average describes what the engine can do, not how much was asked of it.
+    """
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -127,7 +137,10 @@ class Throughput:
         )
 
     def note(self, num_tokens: int, now: float, *, is_busy: bool) -> None:
-        """Record the token counter.  `is_busy` holds until the next call."""
+        """Record the token counter.  `is_busy` holds until the next call.
+
+        Called periodically.  Older measurements lose weight exponentially.
+        """
         if self._seen is not None:
             seconds = now - self._seen[1]
             kept = math.exp(-seconds / MEMORY_S)
@@ -141,7 +154,10 @@ class Throughput:
         return self._tokens / self._seconds if self._seconds >= MIN_S else None
 
     def time_s(self, num_tokens: int) -> float:
-        """Return the seconds that this many tokens take, or 0 while the throughput is unknown."""
+        """Return the seconds that this many tokens take, or 0 while the throughput is unknown.
+
+        It is the basis of Retry-After in refusals, and of the decision which waiting requests are too late.
+        """
         per_s = self.per_s
         return 0.0 if per_s is None else num_tokens / max(per_s, 1e-9)
 
@@ -150,7 +166,10 @@ INTERVAL_S = 1.0
 
 
 class QueueDelay:
-    """The state of the test.  `stands` is its result after each `look`."""
+    """The state of the test.  `stands` is its result after each `look`.
+
+    A short queue is normal after a burst.  Only a delay that stays above the target for an interval is overload.
+    """
 
     def __init__(self, target_s: float) -> None:
         self.target_s = target_s

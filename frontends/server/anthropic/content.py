@@ -25,7 +25,10 @@ INVALID = "INVALID_JSON"
 
 
 def render_block(change: BlockEvent, *, omits_thinking: bool = False) -> list[StreamEvent]:
-    """Return the events for one change of a block."""
+    """Return the events for one change of a block.
+
+    A block begins with an event that contains its type, continues with deltas and ends with an event of its own.
+    """
     is_omitted = omits_thinking and change.block.kind == "reasoning"
     match change:
         case BlockStarted(block):
@@ -46,7 +49,10 @@ def render_block(change: BlockEvent, *, omits_thinking: bool = False) -> list[St
 
 
 def content_block(block: AnswerBlock, *, omits_thinking: bool = False) -> JSONObject:
-    """Return a block in the format of the API.  Hidden thinking is only in the signature, which the client sends back."""
+    """Return a block in the format of the API.  Hidden thinking is only in the signature, which the client sends back.
+
+    The arguments of a call are parsed, because the API wants an object and not a text.
+    """
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}

@@ -37,7 +37,10 @@ class CountTokensRequest(SamplingFields, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """The body of `POST /v1/messages`."""
+    """The body of `POST /v1/messages`.
+
+    `max_tokens` is required, as in Anthropic's API.  Sampling fields of the other APIs are accepted, too.
+    """
 
     OTHERS: ClassVar[fields.Others] = fields.MESSAGES
 
@@ -331,6 +334,8 @@ def chat_tool_choice(choice: JSONObject | None, *, has_tools: bool) -> str | JSO
 
     Raises:
         TrouperValidationError: it is malformed.
+
+    `any` becomes `required`.  Returns None without tools, where a choice would have no meaning.
     """
     if choice is None:
         return None
@@ -345,7 +350,10 @@ def chat_tool_choice(choice: JSONObject | None, *, has_tools: bool) -> str | JSO
 
 
 def client_name(parameter: str) -> str:
-    """Translate `tools[i].function…`, a place in the chat, to the client's name of that place."""
+    """Translate `tools[i].function…`, a place in the chat, to the client's name of that place.
+
+    Errors then mention a field that the client has really sent, such as `tools[0].input_schema`.
+    """
     name = parameter.replace(".function", "", 1)
     return name.replace(".parameters", ".input_schema", 1)
 

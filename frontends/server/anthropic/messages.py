@@ -75,7 +75,10 @@ class MessagesTurn:
         self.chat = chat_of(body, self._transcript)
 
     def client_name(self, parameter: str) -> str:
-        """Translate a parameter of the chat to the client's name."""
+        """Translate a parameter of the chat to the client's name.
+
+        The same field may have come from several places of a body, and the error should mention the client's own.
+        """
         # The grammar may have been made for the tools.
         if parameter == "structured_outputs":
             parameter = ChatAdapter.client_name(self.chat, parameter)
@@ -91,14 +94,20 @@ class MessagesTurn:
 async def create_message(
     service: Service, context: RequestContext, request: MessagesRequest
 ) -> None:
-    """Continue a conversation, as one reply or as named events."""
+    """Continue a conversation, as one reply or as named events.
+
+    Events have names and a fixed order, which Anthropic's clients check.
+    """
     await drive(service, context, MessagesTurn(request), MessagesAdapter)
 
 
 async def count_tokens(
     service: Service, context: RequestContext, request: CountTokensRequest
 ) -> None:
-    """Count the tokens of a conversation."""
+    """Count the tokens of a conversation.
+
+    The conversation is rendered by the chat template exactly as for an answer, but nothing is generated.
+    """
     service.check_model(request.model)
     turn = MessagesTurn(request)
     with client_names(turn.client_name):
@@ -111,7 +120,10 @@ async def count_tokens(
 
 
 class MessagesAdapter:
-    """Render one message.  The blocks of the answer are its content."""
+    """Render one message.  The blocks of the answer are its content.
+
+    Its events number the blocks, so clients can rebuild the message from the stream.
+    """
 
     # The last event marks the end itself.
     STREAM_END: ClassVar[bytes] = b""

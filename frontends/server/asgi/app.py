@@ -54,7 +54,11 @@ def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None)
 
 
 class App:
-    """The ASGI application of one listener: `await app(scope, receive, send)`."""
+    """The ASGI application of one listener: `await app(scope, receive, send)`.
+
+    Several listeners may share one service, each with its own table of routes: control routes belong to the admin
+    listener.
+    """
 
     def __init__(
         self, service: Service, *, is_admin_listener: bool = False, root_path: str = ""

@@ -41,7 +41,10 @@ class Authenticator:
         self._served = [r for r in ROUTES if self._access(r) != "admin" or self._has_control]
 
     def route(self, context: RequestContext) -> Route | None:
-        """Return the route, or None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405."""
+        """Return the route, or None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405.
+
+        The key is checked before the path, so a client without a key cannot find out which routes exist.
+        """
         context.served = self._served
         methods: Mapping[str, Route] = find(context.path)
         access = next((self._access(route) for route in methods.values()), "user")

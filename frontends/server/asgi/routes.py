@@ -112,7 +112,10 @@ OLLAMA_NAMED = (
 
 
 class InvocationKeys(msgspec.Struct, kw_only=True):
-    """The body of `POST /invocations`: only the fields that distinguish the bodies of several routes."""
+    """The body of `POST /invocations`: only the fields that distinguish the bodies of several routes.
+
+    SageMaker sends all requests to one path, so the body must decide; its values are not decoded twice.
+    """
 
     messages: msgspec.Raw | UnsetType = UNSET
     query: msgspec.Raw | UnsetType = UNSET
@@ -122,7 +125,10 @@ class InvocationKeys(msgspec.Struct, kw_only=True):
 
 
 def choose_invoked(service: Service, body: bytes | memoryview) -> Route:
-    """Return the route for a body sent to /invocations, by its fields and the task of the model."""
+    """Return the route for a body sent to /invocations, by its fields and the task of the model.
+
+    A malformed body gets the default route of the model, whose decoder explains the error.
+    """
     try:
         keys = msgspec.json.decode(body, type=InvocationKeys)
     except msgspec.DecodeError:
@@ -255,7 +261,10 @@ MAX_COMPARED = 100  # characters of a path for which a near one is looked for
 
 
 def nearest(path: str, served: Iterable[Route]) -> str | None:
-    """Return the existing path that a client most likely meant, or None."""
+    """Return the existing path that a client most likely meant, or None.
+
+    Typical errors are a missing or doubled `/v1`, a final slash and typing errors.  Used in the text of a 404 only.
+    """
     paths = dict.fromkeys(route.path for route in served if route.path != "/")
     plain = "/" + re.sub(r"/+", "/", path[:MAX_COMPARED]).strip("/").lower()
     if len(path) > MAX_COMPARED or "%" in path or ".." in path:
@@ -268,7 +277,10 @@ def nearest(path: str, served: Iterable[Route]) -> str | None:
 
 
 def find(path: str) -> Mapping[str, Route]:
-    """Return the routes of a path by method."""
+    """Return the routes of a path by method.
+
+    Paths with an id in them are found by their template.  Returns an empty mapping for an unknown path.
+    """
     return TABLE.get(path) or TABLE.get(_template(path), {})
 
 
@@ -283,5 +295,8 @@ def _template(path: str) -> str:
 
 
 def errors_at(path: str) -> ErrorForm:
-    """Return the error format of the API to which a path belongs."""
+    """Return the error format of the API to which a path belongs.
+
+    Even an error before routing, such as a missing key, thus has the form that the API's clients parse.
+    """
     return next((route.errors for route in find(path).values()), OPENAI_ERRORS)

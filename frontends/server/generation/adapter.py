@@ -21,7 +21,10 @@ from trouper.params import BeamSearchParams, SamplingParams
 
 
 class GenerationRequest(Protocol):
-    """The fields of a decoded body that the driver itself reads."""
+    """The fields of a decoded body that the driver itself reads.
+
+    Everything else in a body belongs to the adapter of its API.
+    """
 
     @property
     def model(self) -> str | None: ...
@@ -31,7 +34,10 @@ class GenerationRequest(Protocol):
 
 
 class ServedModel(NamedTuple):
-    """The part of the server and its model that adapters may read."""
+    """The part of the server and its model that adapters may read.
+
+    Adapters are pure, so they get these values instead of the service.
+    """
 
     settings: ServerSettings
     # The name under which the client knows it.
@@ -47,7 +53,10 @@ class ServedModel(NamedTuple):
 
 
 class ReplyHead(NamedTuple):
-    """The identity of a reply."""
+    """The identity of a reply.
+
+    All chunks of a stream carry the same head.  `created` is the time at which the request was accepted.
+    """
 
     # The client's id of the request, or else the server's.
     request_id: str
@@ -58,7 +67,10 @@ class ReplyHead(NamedTuple):
 
 
 class BeamRequest(NamedTuple):
-    """A beam search instead of sampling.  Its width is the number of choices."""
+    """A beam search instead of sampling.  Its width is the number of choices.
+
+    The driver then asks the engine once for each beam and round, instead of once for each choice.
+    """
 
     params: BeamSearchParams
     # Logprobs to show for each position.
@@ -66,7 +78,10 @@ class BeamRequest(NamedTuple):
 
 
 class ParsedRequest(msgspec.Struct, kw_only=True):
-    """One API's request in the engine's terms, made by `Adapter.parse`."""
+    """One API's request in the engine's terms, made by `Adapter.parse`.
+
+    From here on the driver is the same for all APIs; only the rendering of the reply differs.
+    """
 
     prompts: Sequence[Any]
     places: Sequence[str]  # the client's name for each prompt, as errors have it
@@ -85,12 +100,18 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     make_parsers: Callable[[RequestOutput], ParserChain] = lambda _: ParserChain()
 
     def set_options(self, **changes: Any) -> None:
-        """Change some of the options with which the engine serves the request."""
+        """Change some of the options with which the engine serves the request.
+
+        Options are values for the engine and not for the model, such as the adapter, the priority or the deadline.
+        """
         self.options = msgspec.structs.replace(self.options, **changes)
 
 
 def call_ids(parsed: ParsedRequest, model: ServedModel, head: ReplyHead) -> CallIds:
-    """Return the object that makes the ids of a reply's tool calls."""
+    """Return the object that makes the ids of a reply's tool calls.
+
+    Their form depends on the model, because some templates accept only ids like those of their training.
+    """
     tools = model.answers.tools
     form = "random" if tools is None else tools.id_form
     return CallIds(form, head.unique_id, parsed.num_calls_before)
@@ -115,7 +136,11 @@ class LastMetrics:
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True):
-    """The output of a choice since its last update.  Without streaming, it is the whole output."""
+    """The output of a choice since its last update.  Without streaming, it is the whole output.
+
+    `parts` are the parsed pieces: text, reasoning and calls.  An update without parts can still carry tokens and
+    logprobs.
+    """
 
     index: int  # among all choices of the reply
     is_first: bool
@@ -134,7 +159,10 @@ class ChoiceUpdate(msgspec.Struct, frozen=True):
 
 
 class StreamEvent(NamedTuple):
-    """One server-sent event."""
+    """One server-sent event.
+
+    `name` is the event's type in APIs that use named events, and None in the others.
+    """
 
     content: object
     name: str | None = None
@@ -155,12 +183,17 @@ class Adapter(Protocol):
 
         Raises:
             TrouperValidationError, UnsupportedFeatureError: naming the field.
+
+        It is a pure function: it must not read the clock or the state of the server.
         """
         ...
 
     @staticmethod
     def client_name(request: Any, parameter: str) -> str:
-        """Return the client's name of an engine parameter, for errors."""
+        """Return the client's name of an engine parameter, for errors.
+
+        The engine's parameter may be one that the client has set indirectly, under another name.
+        """
         ...
 
     def __init__(
@@ -168,7 +201,10 @@ class Adapter(Protocol):
     ) -> None: ...
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> Iterable[StreamEvent]:
-        """Render the events before the first update.  `output` is the first output."""
+        """Render the events before the first update.  `output` is the first output.
+
+        `usage` is given if each event shall show it.  APIs without such events return nothing.
+        """
         ...
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> Iterable[StreamEvent]: ...

@@ -26,7 +26,10 @@ Make = Callable[[Any, SamplingParams, str, bool], "Generation[RequestOutput]"]
 
 
 class SearchWork:
-    """All searches of one request as one unit of work, for which the admission ticket is held."""
+    """All searches of one request as one unit of work, for which the admission ticket is held.
+
+    The engine sees a new request in every round, but a place of the gate must be held for the whole search.
+    """
 
     def __init__(self, searches: Sequence[BeamSearch]) -> None:
         self._searches = searches

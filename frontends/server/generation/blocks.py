@@ -23,7 +23,10 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class AnswerBlock:
-    """One span of the answer."""
+    """One span of the answer.
+
+    It grows until another kind of part begins.  A call is one block with its name, id and arguments.
+    """
 
     def __init__(self, index: int, kind: Kind, name: str = "", call_id: str = "") -> None:
         self.index = index
@@ -46,13 +49,19 @@ class AnswerBlock:
 
 
 class BlockStarted(NamedTuple):
-    """A new block, still without text."""
+    """A new block, still without text.
+
+    Its text follows in `BlockGrown` events.  Clients can already show that the model is, for example, reasoning.
+    """
 
     block: AnswerBlock
 
 
 class BlockGrown(NamedTuple):
-    """More text of the open block."""
+    """More text of the open block.
+
+    `text` is only the new part.  `tokens` carries logprobs if the request wants them.
+    """
 
     block: AnswerBlock
     text: str
@@ -60,7 +69,10 @@ class BlockGrown(NamedTuple):
 
 
 class BlockEnded(NamedTuple):
-    """A finished block.  A cut one was open when the answer reached its limit."""
+    """A finished block.  A cut one was open when the answer reached its limit.
+
+    Blocks end in the order in which they started, and a new one begins only after the end of its predecessor.
+    """
 
     block: AnswerBlock
     is_cut: bool = False
@@ -97,7 +109,10 @@ class AnswerBlocks:
         return self._num_calls > 0
 
     def feed(self, parts: Sequence[ParserEvent], *, is_last: bool = False) -> list[BlockEvent]:
-        """Take parsed parts.  With the last parts, the open block stays open until `end`."""
+        """Take parsed parts.  With the last parts, the open block stays open until `end`.
+
+        White space between blocks is dropped, unless text follows it.
+        """
         events: list[BlockEvent] = []
         for part in parts:
             match part:
@@ -116,7 +131,10 @@ class AnswerBlocks:
         return events
 
     def end(self, *, is_cut: bool = False) -> list[BlockEvent]:
-        """Close the last block.  An empty or blank answer gets a text block, unless it has reasoning."""
+        """Close the last block.  An empty or blank answer gets a text block, unless it has reasoning.
+
+        `is_cut` marks the block as incomplete, because the answer reached a limit of length.
+        """
         events: list[BlockEvent] = []
         if not self.all:
             self._start("text", events)

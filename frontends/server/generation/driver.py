@@ -67,6 +67,8 @@ def prepare(
 
     Raises:
         TrouperClientError, UnsupportedFeatureError: the request is invalid.
+
+    The adapter of the driver is new for each request.  The ids of the reply are chosen here.
     """
     model = _served_model(service, request.model)
     parsed = api.parse(request, model)
@@ -78,7 +80,10 @@ def prepare(
 
 @contextmanager
 def client_names(name_of: Callable[[str], str]) -> Generator[None]:
-    """Rename the parameter of an error, and at the start of its message, to the client's name."""
+    """Rename the parameter of an error, and at the start of its message, to the client's name.
+
+    Engine and template speak of their own parameters; clients can act only on names that they have sent.
+    """
     try:
         yield
     except (TrouperValidationError, UnsupportedFeatureError) as error:
@@ -91,6 +96,8 @@ class Driver(Generic[A]):
     """One parsed request on its way through the engine to the client.
 
     Only the handler's task uses it.
+
+    It holds the parser chains of all choices, and closes the engine's streams however the request ends.
     """
 
     def __init__(
@@ -111,7 +118,10 @@ class Driver(Generic[A]):
         self._has_begun = False
 
     async def answer(self, on_complete: Callable[[], None] | None = None) -> None:
-        """Send the reply.  `on_complete` is called when the reply is complete but not yet sent entirely."""
+        """Send the reply.  `on_complete` is called when the reply is complete but not yet sent entirely.
+
+        A disconnected client cancels the handler's task, and with it the requests in the engine.
+        """
         if self._parsed.is_stream:
             await self._send_stream(on_complete)
         else:
@@ -125,7 +135,10 @@ class Driver(Generic[A]):
             await self._context.send_json(reply)
 
     async def complete(self) -> object:
-        """Return the complete reply without sending it."""
+        """Return the complete reply without sending it.
+
+        Parsing yields to other tasks between outputs, so a reply with many choices does not block the event loop.
+        """
         outputs = await self._final_outputs()
         async for i, output in YieldingIterator(enumerate(outputs)):
             for update in await self._updates(i, output, await self._prompt_text(i, output)):

@@ -14,7 +14,10 @@ LEAST = -9999.0  # JSON has no -inf
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Logprobs of a completion, in four lists of one length."""
+    """Logprobs of a completion, in four lists of one length.
+
+    Entry i of each list describes token i.  The first token of an echoed prompt has no logprob.
+    """
 
     text_offset: list[int] = msgspec.field(default_factory=list[int])
     token_logprobs: list[float | None] = msgspec.field(default_factory=list[float | None])
@@ -180,7 +183,10 @@ class TokenSpans:
         self._text += "".join([token.token for token in tokens])
 
     def take(self, piece: str) -> list[ChatToken]:
-        """Return the tokens of the next part of the answer.  A token in two parts belongs to the first one."""
+        """Return the tokens of the next part of the answer.  A token in two parts belongs to the first one.
+
+        The parts of an answer (text, reasoning, calls) are cut by characters, while logprobs belong to tokens.
+        """
         place = self._text.find(piece) if piece else -1
         if place < 0:
             return []

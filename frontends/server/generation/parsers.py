@@ -26,15 +26,24 @@ End = Literal["whole", "cut"] | None
 
 
 class Parser(Protocol):
-    """One link of the chain, with the state of one choice."""
+    """One link of the chain, with the state of one choice.
+
+    Parsers are chained in a fixed order, and each leaves parts unchanged that it does not handle.
+    """
 
     def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
-        """Return the parts known so far.  At the end of the answer nothing is held back."""
+        """Return the parts known so far.  At the end of the answer nothing is held back.
+
+        A parser may hold text back while it can still become a mark or a stop string.
+        """
         ...
 
 
 class CallsAndReasoning:
-    """The link that finds reasoning and tool calls in the text of one choice."""
+    """The link that finds reasoning and tool calls in the text of one choice.
+
+    It wraps the parser of the model's dialect, which works on text only.
+    """
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -47,7 +56,10 @@ class CallsAndReasoning:
 
     @property
     def num_calls(self) -> Mapping[str, int]:
-        """Calls by their outcome."""
+        """Calls by their outcome.
+
+        They are counted as metrics when the choice ends.
+        """
         return self._parser.num_calls
 
 
@@ -122,7 +134,10 @@ class StopStrings:
 
 
 class VisibleContent:
-    """Extract the visible part of an answer, so that the engine finds stop strings only in that part."""
+    """Extract the visible part of an answer, so that the engine finds stop strings only in that part.
+
+    A stop string in reasoning or in a call's arguments would otherwise end the answer too early.
+    """
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -135,14 +150,20 @@ class VisibleContent:
 
 
 class WithoutReasoning:
-    """The link that drops the reasoning (`include_reasoning: false`)."""
+    """The link that drops the reasoning (`include_reasoning: false`).
+
+    The model still generates it, and its tokens count as usage.
+    """
 
     def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
         return [part for part in parts if not isinstance(part, Reasoning)]
 
 
 class OneCall:
-    """The link that drops all calls but the first (`parallel_tool_calls: false`)."""
+    """The link that drops all calls but the first (`parallel_tool_calls: false`).
+
+    Later calls are not shown, although the model has generated them.
+    """
 
     def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
         calls = (CallStarted, Arguments, CallEnded)
@@ -166,18 +187,27 @@ class ParserChain:
 
     @property
     def stop(self) -> str | None:
-        """The stop string at which the content was cut."""
+        """The stop string at which the content was cut.
+
+        None if the answer ended for another reason.  The reply's `stop_reason` shows it.
+        """
         return None if self._stops is None else self._stops.found
 
     @property
     def is_empty(self) -> bool:
-        """Whether text passes unchanged."""
+        """Whether text passes unchanged.
+
+        The driver then passes the engine's text through without any copying.
+        """
         return not self._parsers
 
     def feed(
         self, text: str, end: End = None, stop_reason: int | str | None = None
     ) -> Sequence[Part]:
-        """Return the parts known so far.  `stop_reason` comes from the engine with the last text."""
+        """Return the parts known so far.  `stop_reason` comes from the engine with the last text.
+
+        With an `end` other than None, every link hands out what it has held back.
+        """
         if self._stops is not None and isinstance(stop_reason, str):
             self._stops.engines = stop_reason
         parts: Sequence[Part] = (Content(text),) if text else ()
@@ -187,11 +217,17 @@ class ParserChain:
 
     @property
     def num_calls(self) -> Mapping[str, int]:
-        """Calls so far, by their outcome."""
+        """Calls so far, by their outcome.
+
+        Empty without a link that finds calls.
+        """
         links = (link for link in self._parsers if isinstance(link, CallsAndReasoning))
         nothing: Mapping[str, int] = {}
         return next((link.num_calls for link in links), nothing)
 
     def count_reasoning(self, token_ids: Sequence[int]) -> int | None:
-        """Return how many of the next tokens are reasoning, or None if reasoning is not counted."""
+        """Return how many of the next tokens are reasoning, or None if reasoning is not counted.
+
+        The usage of a reply shows their sum as `reasoning_tokens`.
+        """
         return None if self._reasoning_tokens is None else self._reasoning_tokens.add(token_ids)

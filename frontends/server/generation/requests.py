@@ -24,7 +24,10 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `response_format`.  `structured.py` checks which members belong to which type."""
+    """OpenAI's `response_format`.  `structured.py` checks which members belong to which type.
+
+    Unknown members are refused, because a misspelled constraint would otherwise silently be no constraint.
+    """
 
     type: str
     json_schema: dict[str, Any] | None = None  # name, schema, strict
@@ -35,7 +38,10 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SamplingFields(ClientOptions, frozen=False, kw_only=True):  # pyright: ignore[reportGeneralTypeIssues]  # msgspec allows it
-    """Fields of all generating APIs.  They have the same meaning in each and reach the engine unchanged."""
+    """Fields of all generating APIs.  They have the same meaning in each and reach the engine unchanged.
+
+    Each is None if the client has not set it; then the model's default applies.
+    """
 
     OTHERS: ClassVar[fields.Others] = fields.NONE
 
@@ -69,12 +75,18 @@ class SamplingFields(ClientOptions, frozen=False, kw_only=True):  # pyright: ign
     vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
 
     def shared(self) -> dict[str, Any]:
-        """Return these fields by name, to construct a request of another API."""
+        """Return these fields by name, to construct a request of another API.
+
+        An adapter uses it to build the chat that it serves on behalf of another API.
+        """
         return {name: getattr(self, name) for name in SamplingFields.__struct_fields__}
 
 
 class Generating(SamplingFields, kw_only=True):
-    """The fields that completions and chats share."""
+    """The fields that completions and chats share.
+
+    They include OpenAI's own fields and vLLM's extensions, under the names of both.
+    """
 
     n: int | None = None
     use_beam_search: bool | None = None  # n is the width

@@ -59,7 +59,10 @@ def structured_outputs(request: Generating) -> StructuredOutputsParams | None:
 
 
 def way_of(request: Generating) -> str:
-    """Return the name of the field that constrains the answer, for errors."""
+    """Return the name of the field that constrains the answer, for errors.
+
+    A client may have used any of several fields, and an error about the grammar should name that one.
+    """
     if request.structured_outputs:
         return "structured_outputs"
     guided = [f"guided_{name}" for name in GUIDED]

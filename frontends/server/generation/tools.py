@@ -57,7 +57,10 @@ class CallIds(NamedTuple):
 
 
 def num_calls(messages: Iterable[Mapping[str, Any]]) -> int:
-    """Count the calls in a conversation."""
+    """Count the calls in a conversation.
+
+    Models with numbered calls continue to count where the conversation stopped.
+    """
     given: list[Any] = [message.get("tool_calls") for message in messages]
     return sum(len(cast("list[Any]", calls)) for calls in given if isinstance(calls, list))
 
@@ -84,7 +87,10 @@ class FunctionCall(msgspec.Struct, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A tool call, or a part of one in a stream.  Only parts have an index."""
+    """A tool call, or a part of one in a stream.  Only parts have an index.
+
+    In a stream, the first part has id and name; later parts have only more of the arguments' text.
+    """
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -142,6 +148,8 @@ def tool_use(
 
     Raises:
         TrouperValidationError: naming the field.
+
+    Checks the number of tools, their names, and that a chosen tool exists.
     """
     if tools is None:
         if choice not in (None, "none"):
@@ -221,7 +229,10 @@ def _allowed(choice: JSONObject) -> tuple[bool, list[str]]:
 
 
 class CallDeltas:
-    """Convert the parser's events of one choice to OpenAI's tool calls, with ids."""
+    """Convert the parser's events of one choice to OpenAI's tool calls, with ids.
+
+    It remembers whether there were calls, because the finish reason of the choice depends on it.
+    """
 
     def __init__(self, ids: CallIds, choice: int) -> None:
         self._ids = ids
@@ -229,7 +240,10 @@ class CallDeltas:
         self.has_calls = False
 
     def render(self, parts: Sequence[ParserEvent]) -> list[ToolCall]:
-        """Return the deltas of calls: one with id and name for each new call, then parts of the arguments."""
+        """Return the deltas of calls: one with id and name for each new call, then parts of the arguments.
+
+        Adjacent parts of one call are merged into one delta.
+        """
         deltas: list[ToolCall] = []
         for part in parts:
             if isinstance(part, CallStarted):

@@ -24,6 +24,9 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
 
     Raises:
         TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
+
+    It includes tools, template variables and the choice of a template; the renderer needs nothing else of the
+    request.
     """
     _check_messages(request.messages)
     if request.chat_template is not None and not settings.trust_request_chat_template:
@@ -121,7 +124,10 @@ class Transcript:
         self._part_places.setdefault(number, []).append(where)
 
     def assistant(self, place: str, *ends_at: str) -> JSONObject:
-        """Return the assistant's last message to extend it, or a new one if the last message has one of these fields."""
+        """Return the assistant's last message to extend it, or a new one if the last message has one of these fields.
+
+        Reasoning, text and calls of one turn are separate items in some APIs, but one message in a chat.
+        """
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(name in last for name in ends_at):
             self._append(place, {"role": "assistant"})
@@ -167,7 +173,10 @@ class Transcript:
             self.add_part(where, "user", where, part)
 
     def client_name(self, parameter: str) -> str:
-        """Translate `messages[i]…`, a place in the chat, to the client's name of that place."""
+        """Translate `messages[i]…`, a place in the chat, to the client's name of that place.
+
+        Each message remembers from which item of the client's input it came.
+        """
         number, bracket, rest = parameter.removeprefix("messages[").partition("]")
         if not bracket or not number.isdigit() or int(number) >= len(self._places):
             return parameter
@@ -189,12 +198,18 @@ PREFIX = "trouper:{kind}:"
 
 
 def seal(kind: Kind, text: str) -> str:
-    """Pack a text into a string for the client to keep."""
+    """Pack a text into a string for the client to keep.
+
+    The text is encoded, not encrypted: it is the client's own conversation, and only has to return unchanged.
+    """
     return PREFIX.format(kind=kind) + urlsafe_b64encode(text.encode(errors="replace")).decode()
 
 
 def unseal(kind: Kind, content: object) -> str | None:
-    """Return the text of a sealed string, or None if this server did not make it."""
+    """Return the text of a sealed string, or None if this server did not make it.
+
+    A string of another provider is no error; the caller then ignores it.
+    """
     prefix = PREFIX.format(kind=kind)
     if not isinstance(content, str) or not content.startswith(prefix):
         return None

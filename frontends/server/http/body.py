@@ -41,7 +41,10 @@ class BodyBuffers:
         )  # filled by the thread that drops a last view
 
     def take(self) -> memoryview:
-        """Return a buffer.  It returns to the pool when its last view is dropped."""
+        """Return a buffer.  It returns to the pool when its last view is dropped.
+
+        Buffers are memory maps of their own, so large bodies do not fragment the heap.
+        """
         try:
             buffer = self._free.pop()
         except IndexError:
@@ -83,13 +86,19 @@ class BodyMemory:
         return len(self._open)
 
     def open(self) -> "Body":
-        """Return an empty body, to be used as a context manager."""
+        """Return an empty body, to be used as a context manager.
+
+        It occupies nothing yet.  Leaving its `with` block returns its bytes to the budget.
+        """
         body = Body(self)
         self._open.add(body)
         return body
 
     def claim(self, body: "Body", num_bytes: int) -> None:
-        """Count received bytes.  Raises HTTPError if the budget is exhausted and no larger body can be refused instead."""
+        """Count received bytes.  Raises HTTPError if the budget is exhausted and no larger body can be refused instead.
+
+        Refusing the largest body first protects many small requests from a few huge ones.
+        """
         while self.num_bytes + num_bytes > self.budget:
             unread = [other for other in self._open if not other.is_complete]
             sizes = {other: other.size for other in unread} | {body: body.size + num_bytes}
@@ -100,14 +109,20 @@ class BodyMemory:
         self.num_bytes += num_bytes
 
     def release(self, body: "Body") -> None:
-        """Give back what a body holds.  Idempotent."""
+        """Give back what a body holds.  Idempotent.
+
+        The bytes then belong to the budget again, although views of them may still exist for a moment.
+        """
         if body in self._open:
             self._open.remove(body)
             self.num_bytes -= body.size
 
 
 class Body:
-    """One body: read by `read`, seen by `whole`, counted until `release` or the end of the `with` block."""
+    """One body: read by `read`, seen by `whole`, counted until `release` or the end of the `with` block.
+
+    Small bodies are collected in bytes, and large ones in a buffer of their own, so they are copied only once.
+    """
 
     def __init__(self, memory: BodyMemory) -> None:
         self.size = 0
@@ -119,7 +134,10 @@ class Body:
         self._is_evicted = False
 
     def add(self, piece: bytes) -> None:
-        """Append a chunk.  Raises HTTPError if the body is too large or the budget is exhausted."""
+        """Append a chunk.  Raises HTTPError if the body is too large or the budget is exhausted.
+
+        The size is checked for every chunk, because Content-Length may be missing or wrong.
+        """
         end = self.size + len(piece)
         if self._is_evicted:
             raise self._memory.refuse()
@@ -176,11 +194,17 @@ class Body:
             raise HTTPError(408, "body_timeout", "the body arrived too slowly", headers=headers)
 
     def whole(self) -> bytes | memoryview:
-        """Return a view of the received bytes only."""
+        """Return a view of the received bytes only.
+
+        It is only valid after `read` has returned.  Large bodies are not copied.
+        """
         return bytes(self._small) if self._buffer is None else self._buffer[: self.size]
 
     def evict(self) -> None:
-        """Stop reading; `read` raises the refusal."""
+        """Stop reading; `read` raises the refusal.
+
+        Called on behalf of another body when the common budget of memory is exhausted.
+        """
         self._is_evicted = True
         if self._reading is not None:
             self._reading.cancel()
@@ -204,7 +228,10 @@ class Body:
 
 
 class ClientGone(Exception):
-    """The client disconnected before it sent the complete request."""
+    """The client disconnected before it sent the complete request.
+
+    It ends the handler silently, because no response can reach the client any more.
+    """
 
 
 def too_large(max_body: int) -> HTTPError:

@@ -38,13 +38,21 @@ encode = msgspec.json.Encoder().encode
 
 
 def event_frame(content: object, name: str | None = None) -> bytes:
-    """Encode a server-sent event."""
+    """Encode a server-sent event.
+
+    `content` becomes one line of JSON after `data:`; with a name, a line `event:` precedes it.  An empty line ends
+    the event.
+    """
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (head, encode(content))
 
 
 class RequestContext:
-    """One request for a handler: its head, its body on demand, and the methods that send the response."""
+    """One request for a handler: its head, its body on demand, and the methods that send the response.
+
+    It guarantees one response for each request: after the first byte, errors can only become events or end the
+    connection.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.root_path: str = scope.get("root_path", "").rstrip("/")
@@ -89,26 +97,41 @@ class RequestContext:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the head of the request arrived."""
+        """Seconds since the head of the request arrived.
+
+        It includes the time in the queue of admission, and is compared with the request's deadline.
+        """
         return perf_counter() - self._began
 
     @property
     def request_id(self) -> str:
-        """The id that the client has given, or else the server's own."""
+        """The id that the client has given, or else the server's own.
+
+        It appears in the reply, in logs and in traces, so it is cleaned of control characters.
+        """
         return self.client_id or self.id
 
     def name_by(self, request_id: str | None) -> None:
-        """Use the body's `request_id`, unless a header named the request."""
+        """Use the body's `request_id`, unless a header named the request.
+
+        Headers have precedence because a proxy may have logged them already.
+        """
         self.client_id = self.client_id or _sanitised((request_id or "").encode(errors="replace"))
 
     def detached(self, ticket: AdmissionTicket) -> "RequestContext":
-        """Return a copy with another ticket, for work that outlives the response to this request."""
+        """Return a copy with another ticket, for work that outlives the response to this request.
+
+        The original ticket ends with the request; the copy keeps the head and the ids.
+        """
         other = copy(self)
         other.ticket = ticket
         return other
 
     def redirect(self, send: Send) -> None:
-        """Send everything from now on to `send` instead of the client."""
+        """Send everything from now on to `send` instead of the client.
+
+        A background response uses it to record its events while no client is connected.
+        """
         self._send = send
 
     def header(self, name: bytes) -> bytes | None:
@@ -117,7 +140,10 @@ class RequestContext:
 
     @property
     def content_length(self) -> int:
-        """The value of Content-Length, or 0 without a valid one."""
+        """The value of Content-Length, or 0 without a valid one.
+
+        The value is the client's claim, good for an early refusal; received bytes are counted separately.
+        """
         length = self.header(b"content-length") or b""
         return int(length[:20]) if length.isdigit() else 0
 
@@ -129,7 +155,10 @@ class RequestContext:
             raise HTTPError(400, "invalid_value", "the query is malformed", param="query") from None
 
     def check_head(self, settings: ServerSettings) -> None:
-        """Raise HTTPError (414 or 431) if the head exceeds its limits."""
+        """Raise HTTPError (414 or 431) if the head exceeds its limits.
+
+        The limits bound memory and logs for requests that have not been authenticated yet.
+        """
         if len(self._raw_path) > settings.max_path:
             raise HTTPError(
                 414, "path_too_long", f"the path must have at most {settings.max_path} bytes"
@@ -162,7 +191,10 @@ class RequestContext:
         self.num_body_bytes = body.size
 
     def check_wanted(self) -> None:
-        """Raise HTTPError if an administrator aborted the request."""
+        """Raise HTTPError if an administrator aborted the request.
+
+        Handlers call it after each wait for admission, before they start work in the engine.
+        """
         if self.is_aborted:
             raise aborted()
 
@@ -206,7 +238,10 @@ class RequestContext:
         await self.send_frame(frame)
 
     async def send_frame(self, frame: bytes) -> None:
-        """Send an encoded event."""
+        """Send an encoded event.
+
+        The stream must have been started.  Sending waits if the client reads slowly.
+        """
         self.num_events += 1
         await self._send_chunk(frame)
 
@@ -219,7 +254,10 @@ class RequestContext:
         await self._put({"type": "http.response.body", "body": mark, "more_body": False})
 
     async def fail(self, problem: ErrorBody, form: ErrorForm) -> None:
-        """Send an error as the response, or as an event if a stream has already started."""
+        """Send an error as the response, or as an event if a stream has already started.
+
+        A started response that is not a stream cannot carry an error, so nothing is sent for it.
+        """
         if not self.has_started:
             body = form.render(problem, self.request_id)
             await self.send_json(body, problem.status, problem.headers)

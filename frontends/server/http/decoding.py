@@ -54,7 +54,10 @@ VLLM_SENTENCES = {
 
 
 class Decoded(NamedTuple):
-    """A decoded request, the names of its unknown fields, and whether it refers to bytes of the body."""
+    """A decoded request, the names of its unknown fields, and whether it refers to bytes of the body.
+
+    A request with views of the body keeps the body's memory occupied until it is released.
+    """
 
     request: Any
     unknown: tuple[str, ...]
@@ -64,14 +67,20 @@ class Decoded(NamedTuple):
 async def decode(
     body: bytes | memoryview, kind: type[T], limiter: anyio.CapacityLimiter
 ) -> Decoded:
-    """Decode a body, in a thread if it is large.  Raises HTTPError: 400 `invalid_json` or `invalid_schema`."""
+    """Decode a body, in a thread if it is large.  Raises HTTPError: 400 `invalid_json` or `invalid_schema`.
+
+    A thread keeps a body of megabytes from stopping the event loop.
+    """
     if len(body) < THREAD_FROM:
         return decode_now(body, kind)
     return await anyio.to_thread.run_sync(decode_now, body, kind, limiter=limiter)
 
 
 def decode_now(body: bytes | memoryview, kind: type[T]) -> Decoded:
-    """Decode in this thread.  A type with `put_back` gets its long strings as undecoded bytes of the body."""
+    """Decode in this thread.  A type with `put_back` gets its long strings as undecoded bytes of the body.
+
+    Other types are decoded as a whole.  Raises the errors of `decode`.
+    """
     short = excerpt(body) if hasattr(kind, "put_back") and len(body) >= THREAD_FROM else None
     if short is not None:
         decoded = _decode_whole(short.rest, kind)
@@ -238,7 +247,10 @@ MAX_LOGGED = 256
 
 
 class Ignored(NamedTuple):
-    """A kind of ignored input: the response header that lists it, and the text of its log line."""
+    """A kind of ignored input: the response header that lists it, and the text of its log line.
+
+    The header informs the client and the log line informs the operator, so nothing is ignored silently.
+    """
 
     header: bytes
     text: str
@@ -249,14 +261,21 @@ TOOLS = Ignored(b"x-trouper-ignored-tools", "left out the tool %r, which this se
 
 
 class UnknownFields:
-    """Count ignored fields, and warn of each name once."""
+    """Count ignored fields, and warn of each name once.
+
+    Ignoring a field silently would hide typing errors; refusing it would break clients with extensions of other
+    servers.
+    """
 
     def __init__(self) -> None:
         self.num = 0
         self._logged: set[str] = set()
 
     def note(self, path: str, names: Sequence[str], kind: Ignored = FIELDS) -> Headers:
-        """Count the ignored names of one request, log the new ones, and return the header that lists them."""
+        """Count the ignored names of one request, log the new ones, and return the header that lists them.
+
+        The header has a bounded length.  Names come from clients and are cleaned before they are logged.
+        """
         self.num += len(names)
         shown = sorted(clean(name, MAX_NAME).encode("ascii", "replace").decode() for name in names)
         for name in shown:
@@ -273,7 +292,10 @@ FALSE = frozenset(("0", "off", "f", "false", "n", "no"))
 
 
 def relax(value: Any, wanted: Any) -> Any:
-    """Convert a value to the type `wanted` by pydantic's lax rules.  Returns it unchanged if they refuse it."""
+    """Convert a value to the type `wanted` by pydantic's lax rules.  Returns it unchanged if they refuse it.
+
+    Nested lists, objects and unions are converted, too.  The strict decoder then reports what still does not fit.
+    """
     if wanted in SCALARS:
         return SCALARS[wanted](value)
     if _fits(value, wanted):

@@ -93,7 +93,11 @@ RANK, SESSION = b"x-data-parallel-rank", b"x-session-id"
 
 
 class ReplicaWish(NamedTuple):
-    """The replica and the session that a request names."""
+    """The replica and the session that a request names.
+
+    None means no wish: the scheduler then chooses.  Requests of one session go to the same replica, for its prefix
+    cache.
+    """
 
     data_parallel_rank: int | None
     session_id: str | None
@@ -106,6 +110,8 @@ def read_placement(
 
     Raises:
         TrouperValidationError: the rank is no number.
+
+    Proxies set headers more easily than they change bodies.
     """
     rank, session = context.header(RANK), context.header(SESSION)
     if rank is not None and not (rank.isdigit() and len(rank) < 10):

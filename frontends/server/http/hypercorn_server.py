@@ -37,7 +37,10 @@ Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
 
 
 async def serve(app: Any, listener: Listener, shutdown: Shutdown) -> None:
-    """Serve the ASGI application until `shutdown.closing`, and then until all connections have ended."""
+    """Serve the ASGI application until `shutdown.closing`, and then until all connections have ended.
+
+    A failed connection is logged and does not affect the others.
+    """
     connections = _Connections(app)
     async with trio.open_nursery() as helpers:
         async with trio.open_nursery() as tasks:
@@ -67,7 +70,10 @@ class _Connections:
         self._open: set[_Connection] = set()
 
     async def attend(self, stream: Stream) -> None:
-        """Serve one connection to its end."""
+        """Serve one connection to its end.
+
+        Errors of the protocol end only this connection.
+        """
         connection = _Connection(self._app, stream)
         self._open.add(connection)
         try:

@@ -22,14 +22,20 @@ QUOTE, BACKSLASH = b'"\\'
 
 
 class Excerpt(NamedTuple):
-    """A body without its long strings, and those by their references."""
+    """A body without its long strings, and those by their references.
+
+    The references stand for the strings in `rest`, which is valid JSON of moderate size.
+    """
 
     rest: bytes
     strings: dict[str, memoryview]
 
 
 def excerpt(body: bytes | memoryview) -> Excerpt | None:
-    """Return a body without its long strings; None when there is nothing to take out."""
+    """Return a body without its long strings; None when there is nothing to take out.
+
+    Only strings without escapes are taken out, because others would need decoding.
+    """
     marks = _marks(body)
     if marks is None:
         return None

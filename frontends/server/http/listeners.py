@@ -29,7 +29,10 @@ UNREAD_S = 60
 
 @dataclass(frozen=True)
 class Listener:
-    """A listening socket, with the files of its certificate and key if it serves TLS."""
+    """A listening socket, with the files of its certificate and key if it serves TLS.
+
+    Connections inherit its options.  It may be a TCP port or a socket file.
+    """
 
     sock: socket.socket
     certfile: str | None = None
@@ -37,7 +40,10 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """The URL of the listener, or `unix:` and the path of its file."""
+        """The URL of the listener, or `unix:` and the path of its file.
+
+        It is shown at start, and clients on the same machine can use it as it is.
+        """
         if self.sock.family == socket.AF_UNIX:
             return f"unix:{self.sock.getsockname()}"
         host, port = self.sock.getsockname()[:2]
@@ -69,14 +75,20 @@ class Listener:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Two events for listeners: `closing` stops accepting, and `aborting` ends the remaining connections."""
+    """Two events for listeners: `closing` stops accepting, and `aborting` ends the remaining connections.
+
+    Between them, open requests have time to finish.
+    """
 
     closing: anyio.Event = field(default_factory=anyio.Event)
     aborting: anyio.Event = field(default_factory=anyio.Event)
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
-    """Open a listening TCP socket.  Raises TrouperValidationError if the address cannot be bound."""
+    """Open a listening TCP socket.  Raises TrouperValidationError if the address cannot be bound.
+
+    A used or forbidden port thus fails before the model is loaded.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -95,7 +107,10 @@ def bind_tcp(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def bind_unix(path: str) -> Generator[socket.socket]:
-    """Open a socket file that only this user can connect to.  It is removed after the block."""
+    """Open a socket file that only this user can connect to.  It is removed after the block.
+
+    A file that a dead server has left behind is replaced; that of a living server is an error.
+    """
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o177)

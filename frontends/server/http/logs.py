@@ -38,7 +38,10 @@ class _Dropping(QueueHandler):
 
 @contextmanager
 def log_lines(name: str, level: str) -> Generator[None]:
-    """Write the lines of a logger from this level on, in a thread, while the block runs."""
+    """Write the lines of a logger from this level on, in a thread, while the block runs.
+
+    If the queue is full, lines are dropped and counted instead of delaying requests.
+    """
     lines: Queue[logging.LogRecord] = Queue(MAX_LINES)
     writer = logging.StreamHandler()
     writer.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -46,5 +46,8 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def is_admitted(self) -> bool:
-        """Whether a request counts against the limits of the admission gate."""
+        """Whether a request counts against the limits of the admission gate.
+
+        Health checks, metrics and control routes are not limited, because they are needed most under overload.
+        """
         return self.generates or self.tokenizes

@@ -35,7 +35,10 @@ TICK_S = 0.1  # uvicorn's own, between two looks at `should_exit`
 
 
 async def serve(app: Any, listener: Listener, shutdown: Shutdown) -> None:
-    """Serve the ASGI application until `shutdown.closing`, and then until all connections have ended."""
+    """Serve the ASGI application until `shutdown.closing`, and then until all connections have ended.
+
+    uvicorn's own signal handlers are not installed; the program decides when to stop.
+    """
     config = uvicorn.Config(
         app,
         http=LimitedProtocol,

@@ -19,7 +19,10 @@ HAS_SUFFIX = "{{- /* .Suffix */ -}}"
 
 
 def tag(service: Service, files: ModelFiles, name: str) -> JSONObject:
-    """Describe a model for `/api/tags`."""
+    """Describe a model for `/api/tags`.
+
+    A name without a tag gets `:latest`, because Ollama's clients compare full names.
+    """
     full = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
     return {
         "name": full,
@@ -33,7 +36,10 @@ def tag(service: Service, files: ModelFiles, name: str) -> JSONObject:
 
 
 def running(service: Service, files: ModelFiles, name: str) -> JSONObject:
-    """Describe a model for `/api/ps`; it stays loaded."""
+    """Describe a model for `/api/ps`; it stays loaded.
+
+    It never expires, because a server keeps its model until it ends.
+    """
     info = service.engine.info
     num_bytes = info.num_weight_bytes or files.num_bytes
     return {
@@ -46,7 +52,10 @@ def running(service: Service, files: ModelFiles, name: str) -> JSONObject:
 
 
 def show(service: Service, files: ModelFiles, name: str) -> JSONObject:
-    """Describe a model for `/api/show`."""
+    """Describe a model for `/api/show`.
+
+    It contains the chat template, sampling defaults and the model's sizes, under Ollama's keys.
+    """
     config = service.config
     template = config.chat_template or ""
     tokenizer = service.engine.tokenizer
@@ -66,7 +75,10 @@ def show(service: Service, files: ModelFiles, name: str) -> JSONObject:
 
 
 def capabilities(service: Service) -> list[str]:
-    """Return what the model can do, in Ollama's words."""
+    """Return what the model can do, in Ollama's words.
+
+    They follow from the chat template and the vocabulary, not from the model's name.
+    """
     if service.config.pooler is not None:
         return ["embedding"]
     found = ["completion"]

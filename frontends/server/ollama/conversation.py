@@ -23,7 +23,10 @@ EFFORTS = ("low", "medium", "high", "max")
 def chat_of(request: OllamaChatRequest, options: OllamaOptions) -> DerivedChat:
     """Convert a conversation to a chat.
 
+    Calls of earlier turns are converted, and results of tools get the names of their calls.
+
     Raises:
+
         TrouperValidationError, UnsupportedFeatureError: naming the field.
     """
     messages = [_message(i, each) for i, each in enumerate(request.messages or ())]
@@ -32,7 +35,10 @@ def chat_of(request: OllamaChatRequest, options: OllamaOptions) -> DerivedChat:
 
 
 def chat_of_prompt(request: OllamaGenerateRequest, options: OllamaOptions) -> DerivedChat:
-    """Convert a prompt, and the system's if there is one, to a chat of one turn."""
+    """Convert a prompt, and the system's if there is one, to a chat of one turn.
+
+    `/api/generate` uses the chat template unless the request is raw, as Ollama does.
+    """
     system = [{"role": "system", "content": request.system}] if request.system else []
     content = _with_images("images", request.images, request.prompt)
     messages = [*system, {"role": "user", "content": content}]

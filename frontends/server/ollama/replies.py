@@ -89,7 +89,10 @@ class OllamaTurn:
 
 
 class OllamaAdapter:
-    """One choice, in the form of `/api/chat` or of `/api/generate`."""
+    """One choice, in the form of `/api/chat` or of `/api/generate`.
+
+    Times are in nanoseconds, and the last line contains the counts.
+    """
 
     STREAM_END: ClassVar[bytes] = b""  # the last line says that it is the last
 
@@ -186,7 +189,10 @@ class OllamaAdapter:
 
 
 def reply_head(model: str) -> JSONObject:
-    """Return what every line begins with."""
+    """Return what every line begins with.
+
+    It has the model's name as the client wrote it, and the current time in UTC.
+    """
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     return {"model": model, "created_at": now}
 

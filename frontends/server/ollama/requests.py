@@ -23,7 +23,11 @@ NO_SHIFT = "a context is never shifted: an answer that reaches the model's lengt
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
-    """The options that are honoured, with Ollama's names."""
+    """The options that are honoured, with Ollama's names.
+
+    Options about speed or devices are accepted without effect; options that would change the answer are refused by
+    name.
+    """
 
     OTHERS: ClassVar[Others] = Others(
         {
@@ -71,7 +75,10 @@ CLIENT_NAMES = {
 
 
 class OllamaRequest(msgspec.Struct, kw_only=True):
-    """The fields that all requests for text share."""
+    """The fields that all requests for text share.
+
+    `keep_alive` is only checked, because the model stays loaded.
+    """
 
     OTHERS: ClassVar[Others] = Others(
         {"shift": NO_SHIFT, "_debug_render_only": "use /tokenize with return_token_strs"},
@@ -115,7 +122,10 @@ def put_back_images(images: Any, strings: dict[str, memoryview]) -> Any:
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
-    """`POST /api/generate`."""
+    """`POST /api/generate`.
+
+    With `raw` the prompt is continued as it is; otherwise it is one turn of a chat.
+    """
 
     OTHERS: ClassVar[Others] = Others(
         {
@@ -180,7 +190,10 @@ def read_options(given: Mapping[str, Any] | None) -> tuple[OllamaOptions, tuple[
 
 
 def sampling_fields(options: OllamaOptions) -> dict[str, Any]:
-    """Return the options as fields of a chat or completion."""
+    """Return the options as fields of a chat or completion.
+
+    -1 means "any" for a seed, and "no limit" for the number of tokens.
+    """
     found = {name: getattr(options, name) for name in SAME_NAME}
     if options.seed is not None and options.seed >= 0:  # -1 asks for any
         found["seed"] = options.seed

@@ -54,7 +54,10 @@ OLLAMA_ERRORS = ErrorForm(_render_error, event=None, stream_end=b"", schema="Tex
 
 
 async def chat(service: Service, context: RequestContext, request: OllamaChatRequest) -> None:
-    """Continue a conversation, as JSON lines or as one object."""
+    """Continue a conversation, as JSON lines or as one object.
+
+    The request is converted and then served like a chat of the OpenAI API.
+    """
     await _answer(service, context, request, is_empty=not request.messages)
 
 
@@ -179,14 +182,20 @@ async def version(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def list_tags(service: Service, context: RequestContext, _: None) -> None:
-    """List the models, adapters among them."""
+    """List the models, adapters among them.
+
+    Clients use the list to offer a choice of models.
+    """
     files = await _files(service)
     names = [*service.model_names, *(each.lora_name for each in service.engine.adapters.requests)]
     await context.send_json({"models": [cards.tag(service, files, name) for name in names]})
 
 
 async def list_running(service: Service, context: RequestContext, _: None) -> None:
-    """List the models that are loaded."""
+    """List the models that are loaded.
+
+    The model of this server is always loaded.
+    """
     files = await _files(service)
     shown = [cards.running(service, files, name) for name in service.model_names[:1]]
     await context.send_json({"models": shown})

@@ -70,12 +70,18 @@ NEW_NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 
 
 async def create_chat(service: Service, context: RequestContext, request: ChatRequest) -> None:
-    """Answer a conversation, as one reply or as a stream."""
+    """Answer a conversation, as one reply or as a stream.
+
+    With `n` > 1 each choice is generated from the same prompt, which is computed once.
+    """
     await drive(service, context, request, ChatAdapter)
 
 
 class ChatAdapter:
-    """Render n choices of one conversation.  A stream begins with the role of each choice."""
+    """Render n choices of one conversation.  A stream begins with the role of each choice.
+
+    Reasoning and tool calls are fields of the message, found by the parsers of the model's dialect.
+    """
 
     STREAM_END: ClassVar[bytes] = DONE
 

@@ -18,12 +18,18 @@ MAX_CONVERSATIONS = 1024
 async def create_chat_batch(
     service: Service, context: RequestContext, request: ChatBatchRequest
 ) -> None:
-    """Answer several conversations in one reply."""
+    """Answer several conversations in one reply.
+
+    The conversations share one admission ticket and their sampling fields.  Streams are not supported.
+    """
     await drive(service, context, request, ChatBatchAdapter)
 
 
 class ChatBatchAdapter(ChatAdapter):
-    """Render a chat in which each choice answers its own conversation."""
+    """Render a chat in which each choice answers its own conversation.
+
+    Choice i belongs to conversation i, so clients get one reply for the whole batch.
+    """
 
     @staticmethod
     def parse(request: ChatRequest, model: ServedModel) -> ParsedRequest:

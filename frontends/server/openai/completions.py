@@ -48,12 +48,18 @@ MAX_PROMPTS = 1024
 async def create_completion(
     service: Service, context: RequestContext, request: CompletionRequest
 ) -> None:
-    """Complete prompts, as one reply or as a stream."""
+    """Complete prompts, as one reply or as a stream.
+
+    A prompt can be a text or token ids, and a list of prompts is answered in one reply.
+    """
     await drive(service, context, request, CompletionAdapter)
 
 
 class CompletionAdapter:
-    """Render n choices for each prompt.  The chunks of a stream have the format of whole replies."""
+    """Render n choices for each prompt.  The chunks of a stream have the format of whole replies.
+
+    Choices of the same prompt are adjacent: choice i belongs to prompt i // n.
+    """
 
     STREAM_END: ClassVar[bytes] = DONE
 

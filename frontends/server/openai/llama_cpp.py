@@ -43,14 +43,20 @@ STOP_TYPES: dict[str, str] = {"length": "limit", "abort": "none", "repetition": 
 
 
 class InfillFile(msgspec.Struct, kw_only=True):
-    """A file beside the gap."""
+    """A file beside the gap.
+
+    It gives the model context from the same project.  Its name is shown to the model and not opened.
+    """
 
     text: str
     filename: str = "tmp"
 
 
 class LlamaFields(msgspec.Struct, kw_only=True):
-    """The fields that both routes share, under llama.cpp's names."""
+    """The fields that both routes share, under llama.cpp's names.
+
+    Fields of llama.cpp without an entry here are in the table of refused and harmless fields.
+    """
 
     model: str | None = None
     n_predict: int | None = None  # -1: to the model's length; 0: the prompt is computed and kept
@@ -95,7 +101,10 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
 
 
 class InfillTimings(msgspec.Struct, kw_only=True):
-    """Times of a request, under llama.cpp's names."""
+    """Times of a request, under llama.cpp's names.
+
+    Rates are tokens per second.  They are measured in the engine, without the time on the network.
+    """
 
     prompt_n: int
     prompt_ms: float | None = None
@@ -130,19 +139,28 @@ class LlamaCompletionReply(InfillReply, kw_only=True):
 
 
 async def create_infill(service: Service, context: RequestContext, request: InfillRequest) -> None:
-    """Fill a gap between two texts, whole or as a stream."""
+    """Fill a gap between two texts, whole or as a stream.
+
+    The model must have tokens for filling gaps; others are refused with an explanation.
+    """
     await drive(service, context, request, InfillAdapter)
 
 
 async def create_llama_completion(
     service: Service, context: RequestContext, request: LlamaCompletionRequest
 ) -> None:
-    """Continue prompts in llama.cpp's form, whole or as a stream."""
+    """Continue prompts in llama.cpp's form, whole or as a stream.
+
+    Editors and benchmarks written for llama.cpp can use this server without changes.
+    """
     await drive(service, context, request, LlamaCompletionAdapter)
 
 
 class InfillAdapter:
-    """One choice; a stream ends with the event that says why it has."""
+    """One choice; a stream ends with the event that says why it has.
+
+    That event contains the counts and times.
+    """
 
     STREAM_END: ClassVar[bytes] = b""
 
@@ -219,7 +237,11 @@ class InfillAdapter:
 
 
 class LlamaCompletionAdapter:
-    """One choice for each prompt; the answer to a list of prompts is a list."""
+    """Render one choice for each prompt.
+
+    The answer to a list of prompts is a list. The last part of a choice repeats the prompt and the settings with
+    which it was generated.
+    """
 
     STREAM_END: ClassVar[bytes] = b""
 

@@ -20,7 +20,10 @@ FINGERPRINT = f"trouper-{__version__}"
 
 
 class CompletionDelta(msgspec.Struct, kw_only=True):
-    """The next part of a choice in a stream."""
+    """The next part of a choice in a stream.
+
+    Chunks for different choices can alternate; `index` assigns them.
+    """
 
     index: int
     text: str
@@ -32,7 +35,10 @@ class CompletionDelta(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(CompletionDelta, kw_only=True):
-    """One whole completion."""
+    """One whole completion.
+
+    It has the same fields as the chunks of a stream, so clients can share code.
+    """
 
     prompt_logprobs: PromptLogprobs | None = None
 

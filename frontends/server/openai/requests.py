@@ -22,7 +22,10 @@ class CompletionRequest(Generating, kw_only=True):
     logprobs: int | None = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
-        """Replace placeholders of embedded payloads by their bytes, taken out of `strings`."""
+        """Replace placeholders of embedded payloads by their bytes, taken out of `strings`.
+
+        Long strings are taken out before JSON is parsed, because parsing them would block the event loop.
+        """
         given = self.prompt_embeds
         if isinstance(given, list):
             self.prompt_embeds = [strings.pop(text, text) for text in given]  # type: ignore[misc]  # text, all the same
@@ -61,7 +64,10 @@ class ChatRequest(Generating, kw_only=True):
 
 
 class DerivedChat(ChatRequest, kw_only=True):
-    """A chat made from another API's request."""
+    """A chat made from another API's request.
+
+    The chat adapter then serves it, so all APIs follow the same rules.
+    """
 
     # variables that the request does not name itself: a template that does not read them passes them over
     template_defaults: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
@@ -88,7 +94,10 @@ def _put_back_part(part: dict[str, Any], strings: dict[str, memoryview]) -> None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """`POST /tokenize`: a text or a conversation."""
+    """`POST /tokenize`: a text or a conversation.
+
+    A conversation is rendered with the chat template first, exactly as for an answer.
+    """
 
     OTHERS: ClassVar[fields.Others] = fields.NONE
 

@@ -89,7 +89,10 @@ def parsed_request(
     places: list[str],
     params: SamplingParams,
 ) -> ParsedRequest:
-    """Make the part of a `ParsedRequest` that completions and chats have in common."""
+    """Make the part of a `ParsedRequest` that completions and chats have in common.
+
+    They are the options of streams and usage, and the options of the engine.
+    """
     options = request.stream_options
     is_forced = settings.force_include_usage
     shows_usage = is_forced or bool(options and options.include_usage)
@@ -111,7 +114,10 @@ def parsed_request(
 
 
 def check_common(request: Generating) -> None:
-    """Check the rules that completions and chats share."""
+    """Check the rules that completions and chats share.
+
+    It runs before anything is rendered.  Raises TrouperValidationError, naming the field.
+    """
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "needs stream")
     if request.prompt_logprobs is not None and request.stream:
@@ -124,14 +130,20 @@ def check_common(request: Generating) -> None:
 
 
 def check_sequences(num_prompts: int, n: int) -> None:
-    """Check the number of sequences: prompts × n."""
+    """Check the number of sequences: prompts × n.
+
+    One request could otherwise occupy the whole engine.  Raises TrouperValidationError.
+    """
     if num_prompts * n > MAX_SEQUENCES:
         rule = f"at most {MAX_SEQUENCES} completions (prompts × n) in one request"
         raise invalid("n", rule, num_prompts * n)
 
 
 def check_length(request: Generating, max_tokens: int | None, max_model_len: int) -> None:
-    """Raise ContextLengthError if the request asks for more tokens than the context holds."""
+    """Raise ContextLengthError if the request asks for more tokens than the context holds.
+
+    The error names the field that the client has used, of the two possible ones.
+    """
     if max_tokens is not None and max_tokens > max_model_len:
         name = "max_tokens"
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:

@@ -73,7 +73,12 @@ def _text_of(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
 
 
 async def tokenizer_info(service: Service, context: RequestContext, _: None) -> None:
-    """Show the settings of the tokenizer and the chat template, if the server is configured to."""
+    """Show the settings of the tokenizer and the chat template.
+
+    Raises:
+
+        HTTPError: 404, because the server was not started with --enable-tokenizer-info-endpoint.
+    """
     if not service.settings.shows_tokenizer_info:
         raise HTTPError(404, "not_found", "needs --enable-tokenizer-info-endpoint")
     tokenizer = _tokenizer(service)
@@ -88,6 +93,8 @@ async def conversation_ids(
 
     Raises:
         TrouperValidationError: the template refuses the conversation, or it exceeds the context.
+
+    Rendering happens in a thread with a limit of its own, so it cannot delay other work.
     """
     render = Prompts.for_engine(service.config, _tokenizer(service)).render
     message = _message(prompt, add_special_tokens)

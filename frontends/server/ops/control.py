@@ -42,7 +42,10 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /abort_requests`.  Without ids, all requests are aborted."""
+    """The body of `POST /abort_requests`.  Without ids, all requests are aborted.
+
+    The ids are those of replies and logs; unknown ones are ignored.
+    """
 
     request_ids: list[str] | None = None
 
@@ -100,13 +103,19 @@ async def reset_prefix_cache(service: Service, context: RequestContext, _: None)
 
 
 async def start_profile(service: Service, context: RequestContext, _: None) -> None:
-    """Start a trace of the device, written to the folder of --profiler-config."""
+    """Start a trace of the device, written to the folder of --profiler-config.
+
+    The trace slows all requests until it ends.  Without that option the route is refused.
+    """
     await service.engine.controls.start_profile(service.config.profile_folder(), "trouper")
     await context.send_empty()
 
 
 async def stop_profile(service: Service, context: RequestContext, _: None) -> None:
-    """End the trace and write it."""
+    """End the trace and write it.
+
+    The file can be opened in Perfetto.
+    """
     service.config.profile_folder()  # raises if no folder is configured
     await service.engine.controls.stop_profile()
     await context.send_empty()
@@ -143,7 +152,10 @@ def _bad_query(name: str, rule: str) -> HTTPError:
 async def load_adapter(
     service: Service, context: RequestContext, request: LoadAdapterRequest
 ) -> None:
-    """Load an adapter from a folder below --lora-root.  Requests can then use its name as a model."""
+    """Load an adapter from a folder below --lora-root.  Requests can then use its name as a model.
+
+    The root keeps clients from reading other folders of the machine.
+    """
     root, name = service.settings.lora_root, request.lora_name
     if root is None:
         raise HTTPError(
@@ -168,7 +180,10 @@ async def load_adapter(
 async def unload_adapter(
     service: Service, context: RequestContext, request: UnloadAdapterRequest
 ) -> None:
-    """Unload an adapter.  Requests that use it finish first."""
+    """Unload an adapter.  Requests that use it finish first.
+
+    Its name is unknown to new requests at once.
+    """
     if not request.lora_name:
         raise invalid("lora_name", "must name an adapter")
     known = service.adapter(request.lora_name)

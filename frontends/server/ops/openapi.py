@@ -59,7 +59,10 @@ async def describe(service: Service, context: RequestContext, _: None) -> None:
 
 
 def document(routes: Iterable[Route], *, has_keys: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these routes."""
+    """Return the OpenAPI 3.1 document of these routes.
+
+    It is made from the same table and types that serve requests, so it cannot become outdated.
+    """
     routes = tuple(routes)
     kinds = {kind for route in routes for kind in (route.body, route.reply) if kind is not None}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)

@@ -26,7 +26,10 @@ PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 async def list_models(service: Service, context: RequestContext, _: None) -> None:
-    """List the names of the model."""
+    """List the names of the model.
+
+    Adapters appear as models of their own, because requests choose them by the field `model`.
+    """
     adapters = [adapter.lora_name for adapter in service.engine.adapters.requests]
     cards = [_model_card(service, name) for name in (*service.model_names, *adapters)]
     await context.send_json({"object": "list", "data": cards})
@@ -53,14 +56,20 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
 
 
 async def live(service: Service, context: RequestContext, _: None) -> None:
-    """Fail only if no progress is possible any more."""
+    """Fail only if no progress is possible any more.
+
+    A failed check tells an orchestrator to restart the process; loading and overload are no reasons for that.
+    """
     if not service.is_starting:
         service.check_alive()
     await context.send_empty()
 
 
 async def ready(service: Service, context: RequestContext, _: None) -> None:
-    """Report whether a request would be admitted and scheduled now."""
+    """Report whether a request would be admitted and scheduled now.
+
+    A failed check removes the server from a load balancer until the state changes.
+    """
     service.check_alive()
     service.check_open()
     if service.engine.lifecycle.is_sleeping:
@@ -77,7 +86,10 @@ async def ready(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def step_age(service: Service, context: RequestContext, _: None) -> None:
-    """Report the seconds since the last step ended, or 0 without work."""
+    """Report the seconds since the last step ended, or 0 without work.
+
+    A value above the limit is an error: the device has accepted work and made no progress.
+    """
     service.check_alive()
     age_s = service.steps.age_s(service.engine.statistics().scheduler, anyio.current_time())
     if age_s > service.settings.max_step_age_s:
@@ -90,7 +102,10 @@ async def version(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def server_info(service: Service, context: RequestContext, _: None) -> None:
-    """Show the resolved configuration, the device, and each replica in numbers."""
+    """Show the resolved configuration, the device, and each replica in numbers.
+
+    It belongs to the control routes, because the configuration contains paths of the machine.
+    """
     info = {
         "version": __version__,
         "config": msgspec.to_builtins(service.config),
@@ -136,7 +151,10 @@ LINKS = ("/v1/models", "/openapi.json", "/health", "/metrics")
 
 
 async def welcome(service: Service, context: RequestContext, _: None) -> None:
-    """Describe the running server, and how to send requests to it."""
+    """Describe the running server, and how to send requests to it.
+
+    It contains no external resources and no private data, because it needs no key.
+    """
     is_wanted = b"text/html" in (context.header(b"accept") or b"")
     text, kind = (
         (_page(service, context), b"text/html") if is_wanted else (_line(service), b"text/plain")

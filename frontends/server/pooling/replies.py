@@ -19,7 +19,10 @@ OCTETS = b"application/octet-stream"
 
 
 class PoolingServeContext(NamedTuple):
-    """A checked request.  Its `pooling_params` always name a task."""
+    """A checked request.  Its `pooling_params` always name a task.
+
+    It contains everything for the reply, so the postprocessing can run in a thread without the service.
+    """
 
     prompts: list[Any]
     places: list[str]  # the client's name for each prompt
@@ -31,7 +34,10 @@ class PoolingServeContext(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An encoded reply."""
+    """An encoded reply.
+
+    It is encoded already, because embeddings are converted in a thread and sent as they are.
+    """
 
     body: bytes
     kind: bytes = JSON

@@ -18,7 +18,10 @@ Endianness = Literal["native", "big", "little"]
 
 
 class PoolingRequestFields(ClientOptions, frozen=False, kw_only=True):  # pyright: ignore[reportGeneralTypeIssues]  # msgspec allows it
-    """The fields that all pooling requests share."""
+    """The fields that all pooling requests share.
+
+    The engine's scheduling treats them like generating requests of the same priority.
+    """
 
     OTHERS: ClassVar[fields.Others] = fields.POOLING
 
@@ -31,7 +34,11 @@ class PoolingRequestFields(ClientOptions, frozen=False, kw_only=True):  # pyrigh
 
 
 class InputRequest(PoolingRequestFields, kw_only=True):
-    """The input of a pooling request: texts, token ids, or a conversation."""
+    """The input of a pooling request: texts, token ids, or a conversation.
+
+    A list of token ids, or of lists of them, is not tokenized again.  A conversation is rendered by the chat
+    template.
+    """
 
     input: str | list[Any] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -43,7 +50,10 @@ class InputRequest(PoolingRequestFields, kw_only=True):
 
 
 class EncodedRequest(InputRequest, kw_only=True):
-    """The fields that choose the encoding of arrays."""
+    """The fields that choose the encoding of arrays.
+
+    They change only the representation in the reply, except for `dimensions`, which truncates embeddings.
+    """
 
     dimensions: int | None = None
     encoding_format: EncodingFormat | None = None
@@ -66,7 +76,10 @@ class ClassifyRequest(InputRequest, kw_only=True):
 
 
 class ScoringFields(PoolingRequestFields, kw_only=True):
-    """Fields of requests that compare texts."""
+    """Fields of requests that compare texts.
+
+    Long texts are truncated to the given numbers of tokens, the query and the document separately.
+    """
 
     OTHERS: ClassVar[fields.Others] = fields.SCORING
 

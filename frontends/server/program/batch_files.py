@@ -38,7 +38,10 @@ URLS = tuple(route.path for route in ROUTES if route.access == "user" and route.
 
 
 class BatchFile:
-    """One run over a file of requests."""
+    """One run over a file of requests.
+
+    It keeps a bounded number of requests open, writes answers as they finish, and can continue an interrupted run.
+    """
 
     def __init__(
         self,

@@ -28,7 +28,10 @@ encode_line = msgspec.json.Encoder().encode
 
 
 class BatchLine(msgspec.Struct, kw_only=True):
-    """One line of the input file."""
+    """One line of the input file.
+
+    `body` stays undecoded until its turn, because a file can be larger than memory.
+    """
 
     custom_id: str
     method: Literal["POST"]
@@ -37,7 +40,10 @@ class BatchLine(msgspec.Struct, kw_only=True):
 
 
 class BatchResponse(msgspec.Struct):
-    """The route's reply, which may be an error."""
+    """The route's reply, which may be an error.
+
+    It has the status and the body that a client would have received over HTTP.
+    """
 
     status_code: int = 0
     request_id: str = ""
@@ -52,7 +58,11 @@ class BatchError(msgspec.Struct):
 
 
 class BatchReply(msgspec.Struct):
-    """One line of the output file."""
+    """One line of the output file.
+
+    Either `response` or `error` is set.  `custom_id` is the one of the request, because answers may be in another
+    order.
+    """
 
     id: str
     custom_id: str | None = None
@@ -68,11 +78,17 @@ class Answers(Protocol):
     """The output of a batch.  Positions are the values returned by `add` and `find`."""
 
     def find(self, request: BatchLine) -> int | None:
-        """Return the position of an earlier run's answer.  Raises TrouperError if it belongs to another request."""
+        """Return the position of an earlier run's answer.  Raises TrouperError if it belongs to another request.
+
+        It is called for each request of the input, in order, before the request is run.
+        """
         ...
 
     def add(self, line: bytes) -> int:
-        """Save one answer and return its position.  Answers are added in the order of completion."""
+        """Save one answer and return its position.  Answers are added in the order of completion.
+
+        The order of the requests is established later, by `keep`.
+        """
         ...
 
     def keep(self, position: int) -> None:
@@ -121,17 +137,26 @@ class _ErrorReply(msgspec.Struct):
 
 
 def custom_id_key(custom_id: str) -> bytes:
-    """Return a short digest to remember instead of the custom_id."""
+    """Return a short digest to remember instead of the custom_id.
+
+    A batch may have millions of ids, and the digests of all of them are kept in memory.
+    """
     return blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()
 
 
 def origin_of(*facts: object) -> str:
-    """Return a digest of everything besides the request that determines an answer."""
+    """Return a digest of everything besides the request that determines an answer.
+
+    A saved answer is reused only if this digest is unchanged; another model or other settings change it.
+    """
     return blake2b(repr(facts).encode(), digest_size=ORIGIN_BYTES).hexdigest()
 
 
 def request_digest(request: BatchLine) -> str:
-    """Return a digest that does not depend on the order of members or on white space."""
+    """Return a digest that does not depend on the order of members or on white space.
+
+    Two runs over equivalent files thus find each other's answers.
+    """
     body = bytes(request.body)
     try:
         body = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
@@ -161,7 +186,10 @@ def differs(saved_id: str, request: BatchLine, origin: str) -> Literal["request"
 
 
 def field_of(body: msgspec.Raw, name: Literal["model", "stream"]) -> Any:
-    """Return one member of a request's body; None if the body is not a JSON object."""
+    """Return one member of a request's body; None if the body is not a JSON object.
+
+    The whole body is decoded later, by its route.
+    """
     try:
         return getattr(msgspec.json.decode(body, type=_RequestFields), name)
     except msgspec.MsgspecError:
@@ -169,7 +197,10 @@ def field_of(body: msgspec.Raw, name: Literal["model", "stream"]) -> Any:
 
 
 class Failures:
-    """Failed requests by reason, in bounded memory, for the summary of a batch."""
+    """Failed requests by reason, in bounded memory, for the summary of a batch.
+
+    The summary shows each reason with one example, even if a million lines have failed.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[Reason, int] = {}

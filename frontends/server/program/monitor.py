@@ -26,7 +26,10 @@ MAX_MORE = 1_000_000  # blocks of Python's memory, some 100 MB
 
 
 class Heap:
-    """The state of the garbage collector, as a context manager around loading and serving.  Call `settle` after loading."""
+    """The state of the garbage collector, as a context manager around loading and serving.  Call `settle` after loading.
+
+    Automatic collections are off: they would stop the event loop in the middle of a step.
+    """
 
     def __init__(self) -> None:
         self._was_busy = False
@@ -38,13 +41,19 @@ class Heap:
         return self
 
     def settle(self) -> None:
-        """Exempt all existing objects from collections.  Call it once the model is loaded."""
+        """Exempt all existing objects from collections.  Call it once the model is loaded.
+
+        The objects of the loaded model live as long as the process, so examining them is a waste of time.
+        """
         gc.collect()
         gc.freeze()
         self._num_blocks = sys.getallocatedblocks()
 
     def look(self, now: float, *, is_busy: bool, is_tight: bool = False) -> None:
-        """Run a collection if one is due."""
+        """Run a collection if one is due.
+
+        It prefers the moment in which the server becomes idle.  Memory is returned to the system then.
+        """
         longest_s = TIGHT_S if is_tight else LONGEST_S
         is_due = now - self._looked_at > longest_s if is_busy else self._was_busy
         self._was_busy = is_busy
@@ -69,7 +78,10 @@ NUM_PERIODS = 25  # between two updates: a quarter of a second
 
 
 async def watch(service: Service, heap: Heap) -> None:
-    """Update the overload level and the heap, and record the lag of the event loop, until cancelled."""
+    """Update the overload level and the heap, and record the lag of the event loop, until cancelled.
+
+    Readings of the lag are taken several times between two updates, and the worst one counts.
+    """
     worst_s = 0.0
     while True:
         due = anyio.current_time() + PERIOD_S  # the update itself is part of the lag

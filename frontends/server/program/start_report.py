@@ -18,7 +18,10 @@ CLEAR = "\r\x1b[K"  # of a terminal's line
 def summarise(
     name: str, config: EngineConfig, info: DeviceInfo, addresses: Sequence[str], seconds: float
 ) -> list[str]:
-    """Describe a ready server: its addresses, model, memory and limits, one line each."""
+    """Describe a ready server: its addresses, model, memory and limits, one line each.
+
+    Operators see there whether the context was shortened, and how many requests fit the KV cache.
+    """
     whole = config.model.max_position_embeddings
     of = f" of {whole:,}" if config.max_model_len < whole else ""
     context = f"{config.max_model_len:,}{of} tokens of context"
@@ -106,7 +109,10 @@ class LoadingLine(logging.Handler):
         self._last = record.getMessage()
 
     def draw(self, seconds: float) -> None:
-        """Write the line over the one before."""
+        """Write the line over the one before.
+
+        A later, shorter line overwrites it entirely.
+        """
         self._terminal.write(f"{CLEAR}trouper: {self._last} … {seconds:.0f} s")
         self._terminal.flush()
 

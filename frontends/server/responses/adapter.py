@@ -35,7 +35,10 @@ CLIENT_NAMES = {
 
 
 class ResponsesAdapter:
-    """Render one response.  The blocks of the answer are its items, and `response` is its state so far."""
+    """Render one response.  The blocks of the answer are its items, and `response` is its state so far.
+
+    Every event has a sequence number, so a client can continue an interrupted stream.
+    """
 
     # The last event marks the end itself.
     STREAM_END: ClassVar[bytes] = b""
@@ -144,7 +147,10 @@ class ResponsesAdapter:
 
 
 class RawMessages:
-    """The rendered prompt and the raw answer, for `enable_response_messages`."""
+    """The rendered prompt and the raw answer, for `enable_response_messages`.
+
+    They show how the conversation was rendered for the model, which helps in debugging templates.
+    """
 
     def __init__(self) -> None:
         self._prompt: JSONObject = {}

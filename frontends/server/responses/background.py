@@ -54,7 +54,10 @@ class BackgroundResponse:
         return self._response["id"]
 
     def queue(self) -> JSONObject:
-        """Store the response as queued, and return it.  Raises HTTPError if the store has no room."""
+        """Store the response as queued, and return it.  Raises HTTPError if the store has no room.
+
+        Its client polls it by its id, or follows its events.
+        """
         if not self._put(self._response):
             text = "the store has no room for another background response, try again later"
             raise HTTPError(503, "overloaded", text)
@@ -65,7 +68,11 @@ class BackgroundResponse:
         return self._response
 
     async def perform(self, resources: AbstractContextManager[Any]) -> None:
-        """Generate the answer, then release the resources."""
+        """Generate the answer, then release the resources.
+
+        A passed deadline or another failure becomes the status of the stored response, because no client is
+        connected.
+        """
         with resources, self._ended():
             self._put({**self._response, "status": "in_progress"})
             with anyio.move_on_after(self._context.timeout_s) as deadline:

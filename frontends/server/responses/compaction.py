@@ -27,7 +27,10 @@ INSTRUCTION = (
 async def count_input_tokens(
     service: Service, context: RequestContext, request: CompactRequest
 ) -> None:
-    """Count the tokens of a conversation of items."""
+    """Count the tokens of a conversation of items.
+
+    The result is the exact length of the prompt after rendering, and includes tools and instructions.
+    """
     service.check_model(request.model)
     turn = await _recalled(service, context, request)
     with client_names(partial(ResponsesAdapter.client_name, turn)):

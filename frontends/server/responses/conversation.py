@@ -30,6 +30,8 @@ def add_items(transcript: Transcript, items: Iterable[JSONObject], name: str) ->
 
     Raises:
         TrouperValidationError, UnsupportedFeatureError: a field of an item is invalid; the error names it.
+
+    Items of one turn, such as reasoning and calls, are combined into one message.
     """
     for i, item in enumerate(items):
         _add(transcript, f"{name}[{i}]", item)

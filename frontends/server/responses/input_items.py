@@ -31,6 +31,8 @@ class Page(NamedTuple):
 
         Raises:
             TrouperValidationError: a field is invalid; the error names it.
+
+        The default is 20 items, newest first, as in OpenAI's API.
         """
         given = {name: query[name][-1] for name in ("limit", "order", "after") if name in query}
         limit, order = given.get("limit", "20"), given.get("order", "desc")

@@ -44,12 +44,18 @@ class ItemForm(NamedTuple):
     shows_logprobs: bool = False
 
     def item_id(self, block: AnswerBlock) -> str:
-        """Return an id, unique among all items of all responses."""
+        """Return an id, unique among all items of all responses.
+
+        It contains the id of the response, so an item can be traced back without a search.
+        """
         kind = self._call_kind(block) if block.kind == "call" else block.kind
         return f"{PREFIXES[kind]}_{self.id}_{block.index}"
 
     def item(self, block: AnswerBlock, status: Status) -> JSONObject:
-        """Return the item of a block.  While the block is in progress, the item has no content."""
+        """Return the item of a block.  While the block is in progress, the item has no content.
+
+        Statuses are in_progress, completed and incomplete.
+        """
         head: JSONObject = {"id": self.item_id(block), "status": status}
         if block.kind == "call":
             return {**head, **self._call(block, status)}
@@ -62,14 +68,20 @@ class ItemForm(NamedTuple):
         return item
 
     def part(self, block: AnswerBlock) -> JSONObject:
-        """Return the content of a reasoning or text item."""
+        """Return the content of a reasoning or text item.
+
+        Logprobs are included if the request wants them, and annotations are always empty.
+        """
         part = _part(block.kind, block.text)
         if self.shows_logprobs and block.kind == "text":
             part["logprobs"] = list(block.tokens)
         return part
 
     def is_held_back(self, block: AnswerBlock) -> bool:
-        """Return whether a call is shown only when complete, because its item represents the arguments differently."""
+        """Return whether a call is shown only when complete, because its item represents the arguments differently.
+
+        A custom tool has a text as its input, for example, which is only known after its JSON is complete.
+        """
         return block.kind == "call" and self.tools.called(block.name).kind != "function"
 
     def _call(self, block: AnswerBlock, status: Status) -> JSONObject:
@@ -94,7 +106,10 @@ class ItemForm(NamedTuple):
 
 
 class EventWriter:
-    """Number the events of one response."""
+    """Number the events of one response.
+
+    Numbers increase by one over all events, which clients use to detect gaps.
+    """
 
     def __init__(self, form: ItemForm) -> None:
         self._form = form

@@ -66,19 +66,28 @@ def find(
 async def input_items(
     service: Service, context: RequestContext, stored: StoredResponse
 ) -> list[JSONObject]:
-    """Return the items of the conversation before a response, oldest first."""
+    """Return the items of the conversation before a response, oldest first.
+
+    They may be stored in arrays that several responses of one conversation share.
+    """
     return await _read(service, context, stored.pieces[: stored.num_input_pieces])
 
 
 def check_is_on(store: ResponseStore, parameter: str | None) -> None:
-    """Raise UnsupportedFeatureError if the server stores no responses."""
+    """Raise UnsupportedFeatureError if the server stores no responses.
+
+    The error explains which option turns the store on.
+    """
     if not store.is_on:
         text = f"{parameter or 'this route'} is not supported: {NO_MEMORY}"
         raise UnsupportedFeatureError(text, parameter=parameter)
 
 
 def stored_response(turn: ResponsesTurn, response: JSONObject, owner: str) -> StoredResponse:
-    """Convert a response to the form in which it is stored."""
+    """Convert a response to the form in which it is stored.
+
+    The items are encoded once, and shared with the response that this one continues.
+    """
     output = response["output"]
     return StoredResponse(
         owner=owner,

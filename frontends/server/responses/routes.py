@@ -42,7 +42,10 @@ RESPONSES = "/v1/responses/"  # an id follows, and perhaps what is to be done
 async def create_response(
     service: Service, context: RequestContext, request: ResponsesRequest
 ) -> None:
-    """Continue a conversation of items: as one reply, as typed events, or in background."""
+    """Continue a conversation of items: as one reply, as typed events, or in background.
+
+    Tools that only OpenAI's servers can run are left out and listed in a header.
+    """
     turn = await recall(service, context, request)
     if left_out := turn.tools.left_out:
         context.own_headers += service.unknown.note(context.path, left_out, TOOLS)
@@ -77,7 +80,10 @@ async def retrieve_response(service: Service, context: RequestContext, _: None) 
 
 
 async def list_input_items(service: Service, context: RequestContext, _: None) -> None:
-    """Return one page of the input items of a stored response."""
+    """Return one page of the input items of a stored response.
+
+    They are the whole conversation before it, including the items of earlier responses.
+    """
     check_is_on(service.responses, None)
     page = Page.of(context.query())
     name = _name(context).removesuffix("/input_items")
@@ -86,7 +92,10 @@ async def list_input_items(service: Service, context: RequestContext, _: None) -
 
 
 async def delete_response(service: Service, context: RequestContext, _: None) -> None:
-    """Delete a response.  A running background response is cancelled."""
+    """Delete a response.  A running background response is cancelled.
+
+    Responses that continue it keep their own copy of the conversation.
+    """
     check_is_on(service.responses, None)
     name = _name(context)
     find(service, context, name)
@@ -96,7 +105,10 @@ async def delete_response(service: Service, context: RequestContext, _: None) ->
 
 
 async def cancel_response(service: Service, context: RequestContext, _: None) -> None:
-    """Cancel a running background response, and return it.  A finished one is returned unchanged."""
+    """Cancel a running background response, and return it.  A finished one is returned unchanged.
+
+    A response without background cannot be cancelled; its client closes the connection instead.
+    """
     check_is_on(service.responses, None)
     name = _name(context).removesuffix("/cancel")
     stored = find(service, context, name)

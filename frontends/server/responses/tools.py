@@ -36,7 +36,10 @@ SHELL_DESCRIPTION = "Runs a command, given as a list of its words, on the user's
 
 
 class ClientTool(NamedTuple):
-    """A tool that the client runs, under the client's names."""
+    """A tool that the client runs, under the client's names.
+
+    A call in the answer is converted back to this kind and these names.
+    """
 
     kind: ToolKind
     name: str
@@ -82,7 +85,10 @@ class ResponseTools:
         return f"<ResponseTools {[*self._tools]}, without {self.left_out}>"
 
     def called(self, function: str) -> ClientTool:
-        """Return the tool to which a call of this function belongs."""
+        """Return the tool to which a call of this function belongs.
+
+        An unknown function is treated as a function tool of the same name.
+        """
         return self._tools.get(function) or ClientTool("function", function)
 
     def client_name(self, parameter: str) -> str:
@@ -155,7 +161,10 @@ class ResponseTools:
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """Return the name of a tool's function, which begins with the namespace."""
+    """Return the name of a tool's function, which begins with the namespace.
+
+    Long names are shortened with a digest, so they remain unique within the limit of the chat API.
+    """
     if not namespace:
         return name
     whole = f"{namespace.removesuffix('__')}__{name}"
@@ -166,7 +175,10 @@ def function_name(name: str, namespace: str | None) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments of the function for a custom tool."""
+    """Return the arguments of the function for a custom tool.
+
+    A custom tool takes free text, which a chat function can only carry as the member of an object.
+    """
     return msgspec.json.encode(CustomInput(text)).decode()
 
 

@@ -27,7 +27,10 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
-    """The body of `POST /v1/responses`."""
+    """The body of `POST /v1/responses`.
+
+    Items of `input` are checked one by one when they become messages.
+    """
 
     OTHERS: ClassVar[fields.Others] = fields.RESPONSES
 

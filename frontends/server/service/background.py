@@ -33,7 +33,10 @@ class BackgroundTasks:
         return len(self._scopes)
 
     async def run_tasks(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Run all started tasks until this is cancelled, which cancels them, too."""
+        """Run all started tasks until this is cancelled, which cancels them, too.
+
+        Handlers may start tasks once `task_status.started` has been called.
+        """
         async with anyio.create_task_group() as self._group:
             task_status.started()
             try:
@@ -46,6 +49,8 @@ class BackgroundTasks:
 
         Raises:
             HTTPError: the server is shutting down.
+
+        Its name must be unique among running tasks.
         """
         if self._group is None:
             raise unavailable(

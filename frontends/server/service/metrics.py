@@ -40,7 +40,10 @@ async def expose(collectors: Iterable[Collector]) -> bytes:
 
 
 class ServerMetrics(Collector):
-    """Count refusals, responses and tool calls, and measure the lag of the event loop."""
+    """Count refusals, responses and tool calls, and measure the lag of the event loop.
+
+    Only the event loop changes the numbers, so they need no locks.
+    """
 
     def __init__(self) -> None:
         self.level = Level.CALM
@@ -55,7 +58,10 @@ class ServerMetrics(Collector):
         self._rejections[reason] += 1
 
     def note_answer(self, route: str, status: int) -> None:
-        """Count a response.  Status 0 means that the client disconnected before it."""
+        """Count a response.  Status 0 means that the client disconnected before it.
+
+        Routes are those of the table; all unknown paths are counted together.
+        """
         self._answers[route, status] += 1
 
     def note_tool_calls(self, dialect: str, outcome: str, num: int) -> None:
@@ -64,7 +70,10 @@ class ServerMetrics(Collector):
             self._tool_calls[dialect, outcome] += num
 
     def note_gap(self, gap_s: float) -> None:
-        """Record by how many seconds the event loop resumed a task too late."""
+        """Record by how many seconds the event loop resumed a task too late.
+
+        A long gap means that some code has blocked the loop, and every stream paused for that time.
+        """
         self.gaps.observe(gap_s)
         self.max_gap_s = max(self.max_gap_s, gap_s)
 

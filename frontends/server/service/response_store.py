@@ -50,7 +50,10 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own_bytes(self) -> int:
-        """The bytes of the entry without the shared arrays."""
+        """The bytes of the entry without the shared arrays.
+
+        Arrays shared with other responses are counted once for all of them.
+        """
         return ENTRY_BYTES + len(self.body) + REFERENCE_BYTES * len(self.pieces)
 
 
@@ -78,7 +81,10 @@ class EventLog:
         self._wake()
 
     def close(self) -> None:
-        """Take no more events; readers end behind the last one."""
+        """Take no more events; readers end behind the last one.
+
+        It is called at the end of the response, and when the log is dropped.
+        """
         self._is_over = True
         self._wake()
 
@@ -101,7 +107,10 @@ class EventLog:
 
 
 class ResponseStore:
-    """Responses by id, in order of their last use.  A limit of 0 bytes turns the store off."""
+    """Responses by id, in order of their last use.  A limit of 0 bytes turns the store off.
+
+    Clients of one key cannot see the responses of another: the owner is compared on every access.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -155,7 +164,10 @@ class ResponseStore:
         self._drop_log(name)
 
     def log(self, name: str) -> EventLog | None:
-        """Return the events of a response, or None if they are not stored."""
+        """Return the events of a response, or None if they are not stored.
+
+        A log can have been dropped for lack of memory, although its response is still stored.
+        """
         return self._logs.get(name)
 
     def open_log(self, name: str) -> None:
@@ -163,7 +175,10 @@ class ResponseStore:
         self._logs[name] = EventLog()
 
     def append(self, name: str, frame: bytes) -> None:
-        """Append an event.  Without room for it, all events of this response are dropped."""
+        """Append an event.  Without room for it, all events of this response are dropped.
+
+        Readers of a dropped log end early, and can still get the finished response.
+        """
         log = self._logs.get(name)
         if log is None:
             return

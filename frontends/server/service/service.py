@@ -69,7 +69,10 @@ UNMEETABLE = "deadline_unmeetable"
 
 
 def untagged(name: str) -> str:
-    """Return a model's name without the tag that Ollama's clients append to names without one."""
+    """Return a model's name without the tag that Ollama's clients append to names without one.
+
+    `latest` does not select a version here, because each name means exactly one model.
+    """
     return name.removesuffix(":latest")
 
 
@@ -114,7 +117,10 @@ class Service:
         return f"<Service {state} {self.gate!r}>"
 
     def open(self, engine: "Engine") -> None:
-        """Accept requests from now on, within limits derived from the engine's configuration and KV cache."""
+        """Accept requests from now on, within limits derived from the engine's configuration and KV cache.
+
+        Handlers wait for no lock: until this call, each request is answered with 503.
+        """
         config, info = engine.config, engine.info
         num_seqs = config.scheduler.max_num_seqs * config.data_parallel_size
         limits = (self.settings.max_requests or PLACES * num_seqs, config.max_num_queued_reqs)
@@ -152,13 +158,19 @@ class Service:
         return found
 
     def note_tool_calls(self, num_calls: Mapping[str, int]) -> None:
-        """Count the tool calls of a finished choice by their outcome."""
+        """Count the tool calls of a finished choice by their outcome.
+
+        The metric shows operators whether the chosen dialect fits the model.
+        """
         dialect = "none" if self.answers.tools is None else self.answers.tools.name
         for outcome, num in num_calls.items():
             self.metrics.note_tool_calls(dialect, outcome, num)
 
     def drain(self) -> None:
-        """Refuse new requests from now on, and fail the readiness check."""
+        """Refuse new requests from now on, and fail the readiness check.
+
+        Requests in progress continue until they finish or the grace period ends.
+        """
         self.is_draining = True
 
     @property
@@ -167,7 +179,10 @@ class Service:
 
     @property
     def is_device_lost(self) -> bool:
-        """Whether the worker process of a replica died and is being restarted."""
+        """Whether the worker process of a replica died and is being restarted.
+
+        Other replicas continue to serve meanwhile.  False while the model is loading.
+        """
         if self._engine is None:
             return False
         return any(part.is_device_lost for part in self._engine.statistics().replicas)
@@ -189,11 +204,17 @@ class Service:
         return self.settings.served_model_names or config.served_names or (config.model.name,)
 
     def close_gate(self) -> None:
-        """Refuse all queued requests because the server is shutting down."""
+        """Refuse all queued requests because the server is shutting down.
+
+        Their clients receive status 503 with Retry-After, and can turn to another server.
+        """
         self.gate.close(unavailable("draining", "the server is shutting down"))
 
     def check_room(self, context: RequestContext) -> None:
-        """Raise the HTTPError that `enter` would raise, before the body is read."""
+        """Raise the HTTPError that `enter` would raise, before the body is read.
+
+        The estimate uses Content-Length, so a refused body need not be read.
+        """
         self.gate.check(context.tenant, self.counted_bytes(context.content_length, 1))
 
     def enter(self, context: RequestContext) -> AdmissionTicket:
@@ -226,7 +247,10 @@ class Service:
             self._give_up_one()
 
     def check_admits(self) -> None:
-        """Raise HTTPError (503) if all requests of the last seconds were refused."""
+        """Raise HTTPError (503) if all requests of the last seconds were refused.
+
+        A load balancer can then prefer other servers, although this one is alive.
+        """
         refusing_s = self.gate.refusing_s()
         if refusing_s > self.settings.max_refusing_s:
             text = f"the server has admitted no request for {refusing_s:.0f} s"
@@ -248,7 +272,10 @@ class Service:
         raise unavailable("no_progress", "the engine does not answer")
 
     def check_alive(self) -> None:
-        """Raise HTTPError (503) while the model is loading, and after the engine failed."""
+        """Raise HTTPError (503) while the model is loading, and after the engine failed.
+
+        The first call after a failure also starts the shutdown of the program.
+        """
         if self.engine.dead_error is not None:
             self.died.set()
             raise unavailable("engine_failed", "the engine has failed")
@@ -263,7 +290,10 @@ class Service:
             raise refuses.to_exception()
 
     def check_model(self, name: str | None) -> str:
-        """Return the model's name for the response.  Raises TrouperNotFoundError."""
+        """Return the model's name for the response.  Raises TrouperNotFoundError.
+
+        A request without a name gets the server's own model.  Adapters are names, too.
+        """
         if name is None:
             return self.model_names[0]
         is_known = name in self.model_names or untagged(name) in self.model_names
@@ -281,7 +311,10 @@ class Service:
         return f"The model `{clean(name, MAX_SHOWN_NAME)}` does not exist. This server has {shown}{more}."
 
     def check_kind(self, route: Route) -> None:
-        """Raise HTTPError (400) if the route generates text and the model is a pooling model."""
+        """Raise HTTPError (400) if the route generates text and the model is a pooling model.
+
+        The error names the route that fits the model's task.
+        """
         spec = self.config.pooler
         if spec is None or route.pools or route.choose is not None:
             return
@@ -291,7 +324,10 @@ class Service:
         raise HTTPError(400, "not_supported", text, param="model")
 
     def adapter(self, name: str | None) -> LoRARequest | None:
-        """Return the loaded adapter of this name, or None if there is none."""
+        """Return the loaded adapter of this name, or None if there is none.
+
+        Names with Ollama's tag `:latest` are accepted.
+        """
         found = self.engine.adapters.requests
         names = () if name is None else (name, untagged(name))
         return next((adapter for adapter in found if adapter.lora_name in names), None)
@@ -324,13 +360,19 @@ class Service:
         return priority
 
     def trace_parent(self, context: RequestContext) -> dict[str, str] | None:
-        """Return the headers that name the caller's span, or None if tracing is off."""
+        """Return the headers that name the caller's span, or None if tracing is off.
+
+        The engine's spans then belong to the caller's trace.
+        """
         if self.config.otlp_traces_endpoint is None:
             return None
         return trace_headers(context.headers)
 
     async def prompt_text(self, output: RequestOutput) -> str:
-        """Return the text of a prompt.  A prompt given as token ids is decoded with its special tokens."""
+        """Return the text of a prompt.  A prompt given as token ids is decoded with its special tokens.
+
+        Decoding happens in a thread, because prompts can be long.
+        """
         tokenizer = self.engine.tokenizer
         if output.prompt is not None or tokenizer is None:
             return output.prompt or ""

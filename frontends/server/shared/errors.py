@@ -113,7 +113,10 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorForm(NamedTuple):
-    """The error format of one API: its bodies, and its events in a started stream."""
+    """The error format of one API: its bodies, and its events in a started stream.
+
+    OpenAI, Anthropic and Ollama use different shapes for the same facts.
+    """
 
     render: Callable[[ErrorBody, str], object]  # takes the request's id, too
     event: str | None  # the name of an error's event in a stream
@@ -219,7 +222,10 @@ def log(problem: ErrorBody, error: BaseException, request_id: str) -> None:
 
 
 def clean(text: str, limit: int) -> str:
-    """Return one line of at most `limit` characters that any encoder accepts."""
+    """Return one line of at most `limit` characters that any encoder accepts.
+
+    Text from clients goes through it before it appears in logs, headers or errors.
+    """
     text = CONTROLS.sub(" ", text[: 2 * limit])
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -263,6 +269,9 @@ NO_MEMORY_OF_ITEMS = "use previous_response_id, or send the whole conversation w
 
 
 def unsupported(name: str, advice: str, value: Any = None) -> UnsupportedFeatureError:
-    """Make the error for a known field that this server does not support, with advice what to use instead."""
+    """Make the error for a known field that this server does not support, with advice what to use instead.
+
+    The server answers with status 400; ignoring the field would give another answer than the client expects.
+    """
     text = f"{name} is not supported: {advice}"
     return UnsupportedFeatureError(text, parameter=name, value=value)

@@ -23,7 +23,11 @@ from trouper.frontends.server.shared.errors import (
 
 
 class Others(NamedTuple):
-    """The known but not honoured fields of one request type, each with a reason."""
+    """The known but not honoured fields of one request type, each with a reason.
+
+    A harmless field has no effect on the answer here.  A refused one would have, so the request fails with the
+    reason.
+    """
 
     refused: Mapping[str, str]
     harmless: Mapping[str, str]
@@ -350,7 +354,10 @@ ADAPTERS = Others(
 
 
 def verdict(kind: type[msgspec.Struct], name: str) -> str:
-    """Return how a request type treats a field: honoured, refused, harmless or unknown."""
+    """Return how a request type treats a field: honoured, refused, harmless or unknown.
+
+    Tests and the documentation page use it to list every field of every route.
+    """
     others: Others = getattr(kind, "OTHERS", NONE)
     if name in kind.__struct_encode_fields__:
         return "honoured"

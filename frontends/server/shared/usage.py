@@ -24,7 +24,10 @@ class Usage(msgspec.Struct):
     completion_tokens_details: ReasoningUsage | UnsetType | None = UNSET
 
     def without_details(self) -> "Usage":
-        """Return the usage for a chunk of a stream, without details."""
+        """Return the usage for a chunk of a stream, without details.
+
+        Clients add up chunks, and vLLM's chunks have only the three totals.
+        """
         return Usage(self.prompt_tokens, self.completion_tokens, self.total_tokens)
 
     def with_nulls(self) -> "Usage":
@@ -39,7 +42,10 @@ class Usage(msgspec.Struct):
 
 
 class RequestMetrics(msgspec.Struct):
-    """Times of one request under vLLM's names.  A time is null if its event did not happen."""
+    """Times of one request under vLLM's names.  A time is null if its event did not happen.
+
+    They are in milliseconds and measured inside the engine.
+    """
 
     time_to_first_token_ms: float | None = None  # from the first step on
     generation_time_ms: float | None = None  # from the first token to the last
@@ -83,13 +89,19 @@ class UsageCounter:
         self._num_reasoning: int | None = None
 
     def add(self, i: int, output: RequestOutput) -> None:
-        """Count an output of prompt `i`.  Its tokens must be new since the last output."""
+        """Count an output of prompt `i`.  Its tokens must be new since the last output.
+
+        Prompts count once even with several choices, as in OpenAI's usage.
+        """
         self._num_prompt[i] = len(output.prompt_token_ids)
         self._num_cached[i] = output.num_cached_tokens or self._num_cached[i]
         self._num_completion += sum(len(choice.token_ids) for choice in output.outputs)
 
     def add_reasoning(self, num_tokens: int | None) -> None:
-        """Count the reasoning tokens among those of the completion.  None means that reasoning is not detected."""
+        """Count the reasoning tokens among those of the completion.  None means that reasoning is not detected.
+
+        The sum appears in the details of the completion's tokens.
+        """
         if num_tokens is not None:
             self._num_reasoning = (self._num_reasoning or 0) + num_tokens
 
