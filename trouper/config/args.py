@@ -132,6 +132,11 @@ class EngineArgs:
     structured_outputs_config: dict[str, Any] | None = None
     reasoning_config: dict[str, Any] | None = None
     enable_prompt_embeds: bool = False
+    limit_mm_per_prompt: dict[str, Any] | None = None
+    language_model_only: bool = False
+    mm_processor_kwargs: dict[str, Any] | None = None
+    mm_processor_cache_gb: float = 4
+    encoder_cache_gb: float = 0.25
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -189,7 +194,6 @@ logger = logging.getLogger("trouper")
 _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (None, """
         logits_processors allowed_media_domains
-        mm_processor_kwargs limit_mm_per_prompt
         max_cudagraph_capture_size compilation_config attention_backend
         default_mm_loras custom_histogram_buckets
         kv_events_config sleep_preserve_parameter_names sleep_mode_backend
@@ -220,7 +224,6 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     ("", """
         allowed_local_media_path model_weights reasoning_parser worker_extension_cls
     """),
-    (4, "mm_processor_cache_gb"),
     (1, """
         prefill_schedule_interval
         max_num_partial_prefills max_long_partial_prefills max_concurrent_prefills
@@ -238,7 +241,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         enable_expert_parallel enable_ep_weight_filter enable_elastic_ep enable_dbo enable_eplb
         disable_sliding_window use_fp64_gumbel enable_trace_replay aggregate_engine_logging
         allow_deprecated_quantization disable_custom_all_reduce enable_shm_tensor_arena
-        language_model_only enable_mm_embeds interleave_mm_strings mm_encoder_only skip_mm_profiling
+        enable_mm_embeds interleave_mm_strings mm_encoder_only skip_mm_profiling
         fully_sharded_loras enable_tower_connector_lora specialize_active_lora
         enable_mixed_moe_lora_format enable_moe_shared_loras ray_workers_use_nsight
         cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
@@ -294,7 +297,7 @@ NOT_IMPLEMENTED: dict[str, Any] = {
 # implementation for each device, and hides no metrics.
 _EQUIVALENT = """
     attention_backend mm_encoder_attn_backend moe_backend linear_backend sparse_indexer_topk_backend
-    all2all_backend dcp_comm_backend mamba_backend mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend
+    all2all_backend mm_hasher_algorithm dcp_comm_backend mamba_backend mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend
     kda_decode_backend compilation_config optimization_level performance_mode max_cudagraph_capture_size
     ir_op_priority enable_flashinfer_autotune disable_custom_all_reduce disable_cascade_attn
     disable_nccl_for_dp_synchronization safetensors_load_strategy safetensors_prefetch_num_threads

@@ -37,6 +37,7 @@ from trouper.config.generation import (
     reasoning_marks,
     structured_outputs_config,
 )
+from trouper.config.media import NO_IMAGES, MediaConfig, media_config
 from trouper.config.memory import available_bytes
 from trouper.config.model import (
     ModelConfig,
@@ -167,6 +168,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
     reasoning: Marks | None = None  # if an option names them
     enable_prompt_embeds: bool = False
+    # None for a model that takes no images, with the reason.
+    media: MediaConfig | None = None
+    no_media: str = NO_IMAGES
     shutdown_timeout_s: float
     quantization: Quantization = None  # of weights, at load
     # Whether to store bfloat16 in twelve bits if the machine supports it.
@@ -284,6 +288,7 @@ def resolve(
         "process" if max(sizes) > 1 or nodes is not None else args.device_worker,
         can_be_chosen=frontend == "server" and device == "cpu" and pooler is None,
     )
+    media, no_media = media_config(args, model, device, pools=pooler is not None)
     return EngineConfig(
         model=model.with_lengths_below(max_model_len),
         pooler=pooler,
@@ -319,6 +324,8 @@ def resolve(
         max_num_queued_reqs=None if offline else args.max_num_queued_reqs,
         max_num_queued_tokens=None if offline else args.max_num_queued_tokens,
         lora=_lora_config(args, dtype, device, pooler),
+        media=media,
+        no_media=no_media,
         speculation=speculation,
         draft_model=draft,
         structured_outputs=structured_outputs_config(args.structured_outputs_config),

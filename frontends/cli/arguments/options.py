@@ -79,6 +79,13 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "reasoning_config": "Marks around the model's reasoning as JSON: reasoning_start_str, reasoning_end_str.",
         "served_model_name": "Name of the model for clients; repeatable.",
     },
+    "Images": {
+        "limit_mm_per_prompt": 'Maximum number of images of one prompt as JSON, e.g. {"image": 2}; 0 does not load the vision tower.',
+        "language_model_only": "Serve only the text model of a model that takes images.",
+        "mm_processor_kwargs": "Options of the image processor as JSON.",
+        "mm_processor_cache_gb": "GiB for processed images, so that the same image is not processed again.",
+        "encoder_cache_gb": "GiB for the rows that the vision tower computed of images.",
+    },
     "Pooling": {
         "runner": "Kind of engine: auto, generate or pooling.",
         "convert": "Conversion into a pooling model: auto, none, embed or classify.",

@@ -1,0 +1,65 @@
+"""Media of a request, such as images, on their way from a renderer to the device.
+
+A renderer turns each image into an *item*: the arrays that the vision tower takes, and the tokens in the image's place.
+The device computes one row of numbers for some of these tokens, and uses the rows in place of the tokens' embeddings.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+
+class MediaArray(msgspec.Struct, frozen=True):
+    """One input of a vision tower, dense and row-major."""
+
+    # The name of the tower's argument, such as `pixel_values`.
+    name: str
+    # A numpy name: `float32`, `int64`, `bool`.
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+class MediaItem(msgspec.Struct, frozen=True):
+    """One processed item at its place in a prompt.
+
+    The prompt has `num_tokens` tokens for it from position `first` on.  Those in `runs` get the tower's rows, in order;
+    the others, such as marks of a line's end, are ordinary tokens.
+    """
+
+    # 32 bytes: equal keys have equal content and equal processing, so their rows are equal.
+    key: bytes
+    # `image` is the only one.
+    modality: str
+    arrays: tuple[MediaArray, ...]
+    num_tokens: int
+    # Offsets from `first`, and lengths.
+    runs: tuple[tuple[int, int], ...]
+    first: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Count the rows that the tower computes."""
+        return sum(length for _, length in self.runs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of the arrays."""
+        return sum(array.data.nbytes for array in self.arrays)
+
+    @property
+    def end(self) -> int:
+        """Return the position behind the last token."""
+        return self.first + self.num_tokens
+
+
+class ProcessedImage(NamedTuple):
+    """What an image processor makes of one image.
+
+    Attributes:
+        arrays: the inputs of the tower.
+        text: the text in the place of the image, in which the tokenizer recognises special tokens.
+    """
+
+    arrays: tuple[MediaArray, ...]
+    text: str

@@ -1,0 +1,238 @@
+"""Turn one decoded image into the inputs of a vision tower and the text in its place.  Runs without torch.
+
+The image processors and the texts are those of transformers.  Its whole processors are not used: some of them need torchvision
+for videos, and all of them search the user's text for placeholders.  Each image is processed separately, so its arrays and its
+tokens depend on nothing else in the prompt, and can be cached.
+"""
+
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from trouper.actors.messages.media import MediaArray, ProcessedImage
+from trouper.config.media import FAMILIES, MediaConfig
+from trouper.errors import invalid
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+NAME = "mm_processor_kwargs"
+# The options of transformers' processors are in scopes; an option outside of them is one of images.
+SCOPES = ("images_kwargs", "videos_kwargs", "audio_kwargs")
+# They decide about the form of arrays, which the tower prescribes.
+OURS = frozenset(
+    {"return_tensors", "data_format", "device", "input_data_format", "disable_grouping"}
+)
+# Far above any real image: Idefics 3 makes 39 MiB of 2,048 x 2,048 pixels.
+MAX_ARRAY_BYTES = 256 * 2**20
+BREAK, END = "[IMG_BREAK]", "[IMG_END]"
+
+
+class ImageProcessor:
+    """The image processor of a model folder.
+
+    Args:
+        config: names the folder and the family.
+        image_token: the text of the token in whose place a row is used.
+
+    Raises:
+        TrouperValidationError: the folder's files do not describe an image processor of transformers.
+    """
+
+    def __init__(self, config: MediaConfig, image_token: str) -> None:
+        from transformers import AutoImageProcessor
+
+        folder = Path(config.folder)
+        try:
+            self._images: Any = cast("Any", AutoImageProcessor).from_pretrained(
+                folder, backend="pil", local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # whatever the library raises for a folder that it does not like
+            line = str(error).strip().partition("\n")[0]
+            rule = f"transformers cannot read the image processor of the folder: {line}"
+            raise invalid("model", rule, config.folder) from error
+        self._inputs = FAMILIES[config.model_type].inputs
+        fields = _fields(folder, image_token)
+        self._texts = (
+            _Pixtral(fields, image_token)
+            if config.is_pixtral
+            else _texts(config, {**fields, "image_processor": self._images})
+        )
+        self._known = tuple(sorted(self._images.valid_kwargs.__annotations__.keys() - OURS))
+
+    def check(self, kwargs: Mapping[str, Any]) -> None:
+        """Check the names in `mm_processor_kwargs`.
+
+        Raises:
+            TrouperValidationError: the processor has no such option, or the tower prescribes its value.
+        """
+        for name in image_kwargs(kwargs):
+            if name in OURS:
+                raise invalid(NAME, f"{name} is fixed: the vision tower prescribes the arrays")
+            if name not in self._known:
+                known = ", ".join(self._known)
+                raise invalid(
+                    NAME, f"the image processor has no option {name[:64]!r}; it has {known}"
+                )
+
+    def process(self, image: "Image.Image", kwargs: Mapping[str, Any]) -> ProcessedImage:
+        """Process one RGB image.
+
+        Args:
+            kwargs: `mm_processor_kwargs` of the engine and of the request, merged.
+
+        Raises:
+            TrouperValidationError: an option is unknown or has a wrong value, or the image is too small or large for the processor.
+        """
+        self.check(kwargs)
+        options = {**self._texts.defaults, **image_kwargs(kwargs), "return_tensors": "np"}
+        try:
+            found: Any = self._images([image], **options)
+            text = self._texts.text(found)
+            arrays = tuple(
+                _array(name, np.asarray(found[name])) for name in self._inputs if name in found
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # its texts may contain anything, so none is shown to a client
+            what = f"an option of {NAME}, or this image," if kwargs else "this image"
+            width, height = image.size
+            rule = f"the image processor refuses {what} of {width} x {height} pixels"
+            raise invalid("image", rule) from error
+        num_bytes = sum(array.data.nbytes for array in arrays)
+        if num_bytes > MAX_ARRAY_BYTES:
+            rule = f"becomes {num_bytes} bytes of arrays, and {MAX_ARRAY_BYTES} are allowed; send a smaller image"
+            raise invalid("image", rule)
+        return ProcessedImage(arrays, text)
+
+
+def image_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of images: those outside of any scope, then those in `images_kwargs`."""
+    flat = {name: value for name, value in kwargs.items() if name not in SCOPES}
+    scoped = kwargs.get(SCOPES[0]) or {}
+    if not isinstance(scoped, Mapping):
+        raise invalid(NAME, f"{SCOPES[0]} must be a dict", type(scoped).__name__)
+    return {**flat, **cast("Mapping[str, Any]", scoped)}
+
+
+def merged_kwargs(engine: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the options of the engine and of a request, which has precedence; nested mappings are merged, too."""
+    found = dict(engine)
+    for name, value in request.items():
+        mine = found.get(name)
+        if isinstance(mine, Mapping) and isinstance(value, Mapping):
+            value = merged_kwargs(cast("Mapping[str, Any]", mine), cast("Mapping[str, Any]", value))
+        found[name] = value
+    return found
+
+
+class _Texts:
+    """The text in the place of an image, by one of transformers' processor classes.
+
+    The class is made without its constructor, which needs a tokenizer and, in some families, torchvision.
+    """
+
+    def __init__(self, cls: Any, fields: Mapping[str, Any]) -> None:
+        self._processor = cls.__new__(cls)
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        for name, value in {**defaults, **fields}.items():
+            setattr(self._processor, name, value)
+        given: Any = getattr(cls, SCOPES[0], None)
+        if given is None:  # transformers before 5.24
+            given = getattr(getattr(cls, "valid_processor_kwargs", None), "_defaults", {})
+            given = given.get(SCOPES[0], {})
+        self.defaults: dict[str, Any] = {
+            name: value for name, value in given.items() if name not in OURS
+        }
+
+    def text(self, arrays: Any) -> str:
+        return self._processor.replace_image_token(arrays, image_idx=0)
+
+
+class _Pixtral:
+    """The text in the place of an image of Pixtral: a mark ends each line.  The library's class cannot be imported without torchvision."""
+
+    def __init__(self, fields: Mapping[str, Any], image_token: str) -> None:
+        self._patch = int(fields["patch_size"]) * int(fields.get("spatial_merge_size", 1))
+        self._token = image_token
+        self._break, self._end = (
+            fields.get(name, default)
+            for name, default in (("image_break_token", BREAK), ("image_end_token", END))
+        )
+        self.defaults: dict[str, Any] = {"patch_size": self._patch}
+
+    def text(self, arrays: Any) -> str:
+        height, width = (int(size) // self._patch for size in arrays["image_sizes"][0])
+        lines = [self._token * width] * height
+        return self._break.join(lines) + self._end
+
+
+def _texts(config: MediaConfig, fields: Mapping[str, Any]) -> _Texts:
+    name = config.family.processor
+    kind = "idefics3" if config.model_type == "idefics3" else config.model_type
+    kind = "llava" if kind == "vipllava" else kind
+    module: Any = import_module(f"transformers.models.{kind}.processing_{kind}")
+    return _Texts(getattr(module, name), fields)
+
+
+def _fields(folder: Path, image_token: str) -> dict[str, Any]:
+    """Return the attributes of a processor: from config.json, then tokenizer_config.json, then processor_config.json."""
+    config, of_tokenizer, own = (
+        _object(folder / name)
+        for name in ("config.json", "tokenizer_config.json", "processor_config.json")
+    )
+    vision = config.get("vision_config") or {}
+    patch = vision.get("patch_size", 14)
+    image = vision.get("image_size", 336)
+    patch, image = (value[0] if isinstance(value, list) else value for value in (patch, image))
+    strategy = config.get("vision_feature_select_strategy", "default")
+    ratio = config.get("downsample_ratio") or 1 / (config.get("scale_factor") or 1)
+    num_tokens = int(math.pow(image // patch * ratio, 2))
+    tokens: dict[str, Any] = (
+        {
+            name: token
+            for name, token in {
+                **of_tokenizer,
+                **(of_tokenizer.get("extra_special_tokens") or {}),
+            }.items()
+            if name.endswith("_token") and isinstance(token, str)
+        }
+        if not isinstance(of_tokenizer.get("extra_special_tokens"), list)
+        else {}
+    )
+    known: dict[str, Any] = {
+        "patch_size": patch,
+        "spatial_merge_size": config.get("spatial_merge_size", 1),
+        "vision_feature_select_strategy": strategy,
+        # The class token of CLIP, which the strategy `default` takes away again.
+        "num_additional_image_tokens": 1 if strategy == "default" else 0,
+        "num_image_tokens": num_tokens, "image_seq_len": num_tokens, "image_seq_length": num_tokens,
+        "vision_aspect_ratio": config.get("vision_aspect_ratio", "anyres_max_9"),
+        "fake_image_token": "<fake_token_around_image>",
+        "global_image_tag": "<global-img>", "global_image_token": "<global-img>",
+        "start_image_token": "<img>", "end_image_token": "</img>",
+    }  # fmt: skip
+    given = {name: value for name, value in own.items() if isinstance(value, str | int | float)}
+    return {**known, **tokens, **given, "image_token": image_token}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise invalid("model", f"{path.name} cannot be read: {error}", str(path)) from error
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _array(name: str, values: np.ndarray[Any, Any]) -> MediaArray:
+    values = np.ascontiguousarray(values)
+    return MediaArray(name, values.dtype.name, values.shape, values.data.cast("B").toreadonly())

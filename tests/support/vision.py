@@ -1,0 +1,215 @@
+"""Tiny random vision-language models with image processors and chat templates, and transformers' own answers about them."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+BOS, EOS, PAD = 257, 258, 256
+TEXT: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "tie_word_embeddings": False,
+}  # fmt: skip
+TOWER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 7,
+}  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FAMILIES = (
+    "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "internvl", "mistral3", "pixtral",
+)  # fmt: skip
+
+
+def tokenizer(special: list[str], image: str) -> Any:
+    """Make a tokenizer of single bytes with special tokens behind them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    fast.add_special_tokens({"additional_special_tokens": special})
+    fast.chat_template = TEMPLATE.replace("IMAGE", image)
+    return fast
+
+
+def _clip(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
+    t, clip = transformers, transformers.CLIPVisionConfig(**TOWER, projection_dim=32)
+    square = {"height": 28, "width": 28}
+    own = {"patch_size": 7, "vision_feature_select_strategy": "default"}
+    if kind == "llava":
+        config = t.LlavaConfig(
+            vision_config=clip, text_config=t.LlamaConfig(**TEXT), vision_feature_layer=-1
+        )
+        images = t.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=square)
+        return (
+            config,
+            images,
+            {**own, "num_additional_image_tokens": 1},
+            ["<image>"],
+            "<image>\n",
+        )
+    pins = [[28, 56], [56, 28], [56, 56]]
+    if kind == "llava_next":
+        config = t.LlavaNextConfig(
+            vision_config=clip,
+            text_config=t.MistralConfig(**TEXT),
+            image_grid_pinpoints=pins,
+            vision_feature_layer=-1,
+        )
+        images = t.LlavaNextImageProcessorPil(
+            size={"shortest_edge": 28}, crop_size=square, image_grid_pinpoints=pins
+        )
+        return (
+            config,
+            images,
+            {**own, "num_additional_image_tokens": 1},
+            ["<image>"],
+            "<image>\n",
+        )
+    siglip = t.SiglipVisionConfig(**TOWER, vision_use_head=False)
+    config = t.LlavaOnevisionConfig(
+        vision_config=siglip, text_config=t.Qwen2Config(**TEXT), image_grid_pinpoints=pins, vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )  # fmt: skip
+    images = t.LlavaOnevisionImageProcessorPil(size=square, image_grid_pinpoints=pins)
+    fields = {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
+    return config, images, fields, ["<image>", "<video>"], "<image>\n"
+
+
+def _idefics(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
+    t = transformers
+    tiles = [f"<row_{r}_col_{c}>" for r in (1, 2) for c in (1, 2)]
+    names = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles]
+    cls, pil = (
+        (t.Idefics3Config, t.Idefics3ImageProcessorPil)
+        if kind == "idefics3"
+        else (t.SmolVLMConfig, t.SmolVLMImageProcessorPil)
+    )
+    config = cls(vision_config=dict(TOWER), text_config=t.LlamaConfig(**TEXT), scale_factor=2)
+    images = pil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
+    return config, images, {"image_seq_len": 4}, names, "<image>"
+
+
+def _internvl() -> tuple[Any, Any, dict[str, Any], list[str], str]:
+    t = transformers
+    tower = {**TOWER, "image_size": [28, 28], "patch_size": [7, 7]}
+    config = t.InternVLConfig(
+        vision_config=tower, text_config=t.Qwen3Config(**TEXT, head_dim=16), downsample_ratio=0.5
+    )
+    images = t.GotOcr2ImageProcessorPil(
+        size={"height": 28, "width": 28}, crop_to_patches=True, max_patches=4
+    )
+    names = ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"]
+    return config, images, {"image_seq_length": 4}, names, "<IMG_CONTEXT>\n"
+
+
+def _pixtral(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
+    t = transformers
+    tower = t.PixtralVisionConfig(**{**TOWER, "image_size": 56})
+    text = t.MistralConfig(**TEXT, head_dim=16, sliding_window=None)
+    if kind == "mistral3":
+        config = t.Mistral3Config(
+            vision_config=tower, text_config=text, spatial_merge_size=2, vision_feature_layer=-1
+        )
+    else:
+        config = t.LlavaConfig(
+            vision_config=tower,
+            text_config=text,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        )
+    images = t.PixtralImageProcessorPil(
+        size={"longest_edge": 56}, patch_size=14 if kind == "mistral3" else 7
+    )
+    fields = {"patch_size": 7, "spatial_merge_size": 2 if kind == "mistral3" else 1}
+    return config, images, fields, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]"
+
+
+def _parts(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
+    if kind.startswith("llava"):
+        return _clip(kind)
+    if kind in ("idefics3", "smolvlm"):
+        return _idefics(kind)
+    return _internvl() if kind == "internvl" else _pixtral(kind)
+
+
+class VisionModel:
+    """A saved tiny model, and the reference that answers for it."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        config, images, fields, names, image = _parts(kind)
+        tokens = tokenizer(names, image)
+        config.image_token_id = config.image_token_index = tokens.convert_tokens_to_ids(names[0])
+        config.tie_word_embeddings = False
+        torch.manual_seed(11)
+        classes: Any = transformers.AutoModelForImageTextToText._model_mapping
+        self.model: Any = classes[type(config)](config).eval().float()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.dim() >= 2 and not parameter.any():
+                    parameter.normal_(std=0.2)
+                if parameter.dim() >= 2:
+                    parameter.mul_(3.0)
+                elif not parameter.any():
+                    parameter.normal_(std=0.1)
+        generation = self.model.generation_config
+        generation.eos_token_id, generation.pad_token_id, generation.bos_token_id = EOS, PAD, BOS
+        self.folder, self.kind = folder, kind
+        self.row_id, self.image_token = config.image_token_id, names[0]
+        self.model.save_pretrained(folder)
+        images.save_pretrained(folder)
+        tokens.save_pretrained(folder)
+        (folder / "processor_config.json").write_text(json.dumps(fields))
+        self.tokens, self.images = tokens, images
+
+    def logprobs(self, ids: list[int], inputs: list[dict[str, np.ndarray]]) -> torch.Tensor:
+        """Return the logprobs [T, vocabulary] that the whole model of transformers gives to a prompt with images."""
+        rows = dict[str, Any]()
+        for name in inputs[0] if inputs else ():
+            values = [torch.from_numpy(np.array(each[name])) for each in inputs]
+            rows[name] = _joined(values)
+        with torch.no_grad():
+            found = self.model(input_ids=torch.tensor([ids]), **rows).logits[0]
+        return torch.log_softmax(found.float(), -1)
+
+
+def _joined(values: list[torch.Tensor]) -> torch.Tensor:
+    """Join the arrays of several images as the library's processor does: images of different sizes are padded."""
+    if values[0].dim() < 3:
+        return torch.cat(values)
+    most = [max(v.shape[i] for v in values) for i in range(1, values[0].dim())]
+    padded = list[torch.Tensor]()
+    for value in values:
+        whole = value.new_zeros((value.shape[0], *most))
+        whole[tuple(slice(0, size) for size in value.shape)] = value
+        padded.append(whole)
+    return torch.cat(padded)
+
+
+def picture(seed: int, width: int = 40, height: int = 28) -> Image.Image:
+    """Make a picture of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def image(seed: int, width: int = 40, height: int = 28) -> dict[str, Any]:
+    return {"type": "image", "image": picture(seed, width, height)}

@@ -1,0 +1,184 @@
+"""Which models take images, and the options about them.  Without torch.
+
+A model takes images if trouper knows its family, if its folder contains the configuration of an image processor, and if the extra
+`vision` is installed.  Otherwise only its text model is served, and a request with an image is refused with the reason.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from trouper.config.args import EngineArgs
+from trouper.config.model import ModelConfig
+from trouper.errors import UnsupportedFeatureError, invalid
+from trouper.extras import install_hint
+
+# vLLM allows 999, each of which may have thousands of tokens.
+MAX_ITEMS = 32
+GIB = 2**30
+NO_IMAGES = "this model takes no images"
+MODALITIES = ("image", "audio", "video")
+# Each of these files may configure the image processor of a folder.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class Family(NamedTuple):
+    """How transformers computes one family of models.
+
+    Attributes:
+        processor: its class for prompts with images.
+        inputs: the arguments of `get_image_features`, as far as the image processor returns them.
+    """
+
+    processor: str
+    inputs: tuple[str, ...]
+
+
+_TILED = ("pixel_values", "image_sizes")
+_MASKED = ("pixel_values", "pixel_attention_mask")
+# By the `model_type` of config.json.  In all of them the rows take plain positions and see only what precedes them.
+FAMILIES = {
+    "llava": Family("LlavaProcessor", _TILED),
+    "vipllava": Family("LlavaProcessor", ("pixel_values",)),
+    "llava_next": Family("LlavaNextProcessor", _TILED),
+    "llava_onevision": Family("LlavaOnevisionProcessor", (*_TILED, "batch_num_images")),
+    "idefics3": Family("Idefics3Processor", _MASKED),
+    "smolvlm": Family("SmolVLMProcessor", _MASKED),
+    "internvl": Family("InternVLProcessor", ("pixel_values",)),
+    "mistral3": Family("PixtralProcessor", _TILED),
+}
+# A LLaVA with this tower has the image processor of Pixtral.
+PIXTRAL = "pixtral"
+
+
+class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The images that an engine takes."""
+
+    model_type: str
+    folder: str
+    # The token in whose place a row of the tower is used.
+    row_token_id: int
+    # The most images of one prompt.
+    max_images: int
+    processor_cache_bytes: int
+    encoder_cache_bytes: int
+    processor_kwargs: dict[str, Any]
+    # Whether the tower is Pixtral's.
+    is_pixtral: bool = False
+
+    @property
+    def family(self) -> Family:
+        """Return what distinguishes the family of the model."""
+        return FAMILIES["mistral3" if self.is_pixtral else self.model_type]
+
+
+def media_config(
+    args: EngineArgs, model: ModelConfig, device: str, *, pools: bool
+) -> tuple[MediaConfig | None, str]:
+    """Decide whether the model takes images.
+
+    Returns:
+        The configuration, or None and the reason why a request with images is refused.
+
+    Raises:
+        TrouperValidationError: an option about images has a wrong value.
+        UnsupportedFeatureError: an option asks for what is not built.
+    """
+    max_images = _max_images(args)
+    kwargs = _mapping("mm_processor_kwargs", args.mm_processor_kwargs)
+    sizes = [_bytes(args, name) for name in ("mm_processor_cache_gb", "encoder_cache_gb")]
+    raw, folder = model.source_config, Path(model.path)
+    kind = str(raw.get("model_type"))
+    reason = _reason(args, model, kind, device, pools=pools)
+    if reason is None and max_images == 0:
+        reason = "images are turned off (limit_mm_per_prompt or language_model_only)"
+    if reason is not None:
+        return None, reason
+    token_id = raw.get("image_token_id", raw.get("image_token_index"))
+    if not isinstance(token_id, int) or not 0 <= token_id < model.vocab_size:
+        return None, f"config.json has no image_token_id below vocab_size, {model.vocab_size}"
+    vision: dict[str, Any] = raw.get("vision_config") or {}
+    return MediaConfig(
+        model_type=kind,
+        folder=str(folder),
+        row_token_id=token_id,
+        max_images=max_images,
+        processor_cache_bytes=sizes[0],
+        encoder_cache_bytes=sizes[1],
+        processor_kwargs=kwargs,
+        is_pixtral=kind == "mistral3" or vision.get("model_type") == PIXTRAL,
+    ), ""
+
+
+def _reason(
+    args: EngineArgs, model: ModelConfig, kind: str, device: str, *, pools: bool
+) -> str | None:
+    """Return why this model takes no images, or None."""
+    if pools:
+        return "models that pool take no images yet"
+    if kind not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        if "vision_config" not in model.source_config:
+            return NO_IMAGES
+        return f"images are not supported for {kind!r}; supported: {known}"
+    if device != "cpu":
+        return "images are not supported on a GPU yet; device='cpu' has them"
+    if args.skip_tokenizer_init:
+        return "images need the tokenizer, which skip_tokenizer_init leaves out"
+    if args.pipeline_parallel_size > 1 or args.tensor_parallel_size > 1:
+        return (
+            "images are not supported with pipeline_parallel_size or tensor_parallel_size above 1"
+        )
+    if not any((Path(model.path) / name).is_file() for name in PROCESSOR_FILES):
+        return f"the model folder has no {PROCESSOR_FILES[0]}, which describes the image processor"
+    if any(importlib.util.find_spec(name) is None for name in ("transformers", "PIL")):
+        return f"images need transformers and Pillow: {install_hint('vision')}"
+    return None
+
+
+def _max_images(args: EngineArgs) -> int:
+    """Read `limit_mm_per_prompt`: the most images of one prompt."""
+    given: Any = args.limit_mm_per_prompt
+    if given is None:
+        return 0 if args.language_model_only else MAX_ITEMS
+    name = "limit_mm_per_prompt"
+    limits = _mapping(name, given)
+    counts = dict[str, int]()
+    for modality, limit in limits.items():
+        if modality not in MODALITIES:
+            raise invalid(name, f"{modality!r} is none of {', '.join(MODALITIES)}", given)
+        if isinstance(limit, Mapping):
+            options = cast("Mapping[str, Any]", limit)
+            if unknown := options.keys() - {"count", "width", "height", "num_frames", "length"}:
+                raise invalid(name, f"unknown options {sorted(unknown)} of {modality}", given)
+            limit = options.get("count", MAX_ITEMS)
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise invalid(name, f"the count of {modality} must be an integer ≥ 0", given)
+        counts[modality] = limit
+    return 0 if args.language_model_only else counts.get("image", MAX_ITEMS)
+
+
+def _bytes(args: EngineArgs, name: str) -> int:
+    given: Any = getattr(args, name)
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not 0 <= given < 2**20:
+        raise invalid(name, "must be a number of GiB ≥ 0", given)
+    return int(given * GIB)
+
+
+def _mapping(name: str, given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise invalid(name, "must be a dict", type(given).__name__)
+    return dict(cast("Mapping[str, Any]", given))
+
+
+def no_images(reason: str, parameter: str) -> Exception:
+    """Return the error of a request with images to an engine that takes none."""
+    if reason == NO_IMAGES:
+        return invalid(parameter, reason)
+    return UnsupportedFeatureError(f"{parameter}: {reason}", parameter=parameter)
