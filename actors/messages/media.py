@@ -54,7 +54,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class ProcessedImage(NamedTuple):
-    """What an image processor makes of one image.
+    """The result of an image processor for one image.
 
     Attributes:
         arrays: the inputs of the tower.
