@@ -25,7 +25,7 @@ MODALITIES = ("image", "audio", "video")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-class Family(NamedTuple):
+class VisionFamily(NamedTuple):
     """How transformers computes one family of models.
 
     Attributes:
@@ -41,14 +41,14 @@ _TILED = ("pixel_values", "image_sizes")
 _MASKED = ("pixel_values", "pixel_attention_mask")
 # By the `model_type` of config.json.  In all of them the rows take plain positions and see only what precedes them.
 FAMILIES = {
-    "llava": Family("LlavaProcessor", _TILED),
-    "vipllava": Family("LlavaProcessor", ("pixel_values",)),
-    "llava_next": Family("LlavaNextProcessor", _TILED),
-    "llava_onevision": Family("LlavaOnevisionProcessor", (*_TILED, "batch_num_images")),
-    "idefics3": Family("Idefics3Processor", _MASKED),
-    "smolvlm": Family("SmolVLMProcessor", _MASKED),
-    "internvl": Family("InternVLProcessor", ("pixel_values",)),
-    "mistral3": Family("PixtralProcessor", _TILED),
+    "llava": VisionFamily("LlavaProcessor", _TILED),
+    "vipllava": VisionFamily("LlavaProcessor", ("pixel_values",)),
+    "llava_next": VisionFamily("LlavaNextProcessor", _TILED),
+    "llava_onevision": VisionFamily("LlavaOnevisionProcessor", (*_TILED, "batch_num_images")),
+    "idefics3": VisionFamily("Idefics3Processor", _MASKED),
+    "smolvlm": VisionFamily("SmolVLMProcessor", _MASKED),
+    "internvl": VisionFamily("InternVLProcessor", ("pixel_values",)),
+    "mistral3": VisionFamily("PixtralProcessor", _TILED),
 }
 # A LLaVA with this tower has the image processor of Pixtral.
 PIXTRAL = "pixtral"
@@ -70,7 +70,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_pixtral: bool = False
 
     @property
-    def family(self) -> Family:
+    def family(self) -> VisionFamily:
         """Return what distinguishes the family of the model."""
         return FAMILIES["mistral3" if self.is_pixtral else self.model_type]
 
