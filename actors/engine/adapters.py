@@ -91,7 +91,10 @@ class Adapters:
 
     @property
     def requests(self) -> list[LoRARequest]:
-        """The adapters that requests may name: the named ones, and others while they are loaded."""
+        """The adapters that requests may name: the named ones, and others while they are loaded.
+
+        The list is the one that `/v1/models` and `list_loras` show.
+        """
         known = {number: named.request for number, named in self._named.items()}
         known.update((number, loaded.request) for number, loaded in self._loaded.items())
         return list(known.values())
@@ -146,7 +149,10 @@ class Adapters:
             return True
 
     async def load_named(self, request: LoRARequest, root: str | None = None) -> None:
-        """Load an adapter as `load` does; from then on it is known until it is unloaded."""
+        """Load an adapter as `load` does; from then on it is known until it is unloaded.
+
+        A request may then use its name even after it has given its slot to another adapter: it is loaded again.
+        """
         await self.load(request, root)
         mine = msgspec.structs.replace(request, load_inplace=False)
         self._named[request.lora_int_id] = _NamedAdapter(mine, root)
@@ -182,23 +188,32 @@ class Adapters:
                 check()
 
     def unload(self, lora_int_id: int) -> bool:
-        """Let no further request use an adapter; returns whether it was there."""
+        """Refuse an adapter to further requests.
+
+        Returns whether it was known. Open requests keep it until they end; then its slot becomes free.
+        """
         named, loaded = self._named.pop(lora_int_id, None), self._loaded.get(lora_int_id)
         if loaded is not None:
             self._forget(loaded)
         return named is not None or loaded is not None
 
     def pin(self, lora_int_id: int) -> bool:
-        """Keep an adapter until it is unloaded, however long no request uses it; returns whether it is there."""
+        """Keep an adapter in its slot until it is unloaded, even if no request uses it.
+
+        Returns whether it is loaded.  Without a pin, the least recently used adapter gives way to a new one.
+        """
         loaded = self._loaded.get(lora_int_id)
         if loaded is not None:
             loaded.is_pinned = True
         return loaded is not None
 
     def enter(self, request: LoRARequest) -> LoadedAdapter:
-        """Give a request that is being opened its adapter; `leave` gives it back.
+        """Assign an adapter to a request that is being opened.
+
+        The adapter cannot lose its slot until `leave` is called for the request.
 
         Raises:
+
             LoRAAdapterNotFoundError: it is not loaded.
         """
         self.check(request)
@@ -210,7 +225,10 @@ class Adapters:
         return loaded.adapter
 
     def leave(self, adapter: LoadedAdapter) -> None:
-        """Take an adapter back from a request that is closed."""
+        """Release an adapter from a request that has been closed.
+
+        The last request of an unloaded adapter frees its slot, which may let another adapter load.
+        """
         loaded = self._slots[adapter.slot]
         loaded.num_open -= 1
         if not loaded.num_open:

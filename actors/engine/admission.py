@@ -42,7 +42,10 @@ def estimate_tokens(prompt: Any, depth: int = 6) -> int:
 
 
 def embeds_bytes(prompt: Any) -> int:
-    """Count the bytes of a prompt's embeddings in the caller's form, over all messages of a conversation."""
+    """Count the bytes of a prompt's embeddings in the caller's form, over all messages of a conversation.
+
+    They count against a limit of their own, because embeddings take thousands of times the memory of token ids.
+    """
     if isinstance(prompt, str):
         return 0
     messages = _items(prompt, "messages")
@@ -74,7 +77,10 @@ def _payload_bytes(prompt: Any) -> int:
 
 
 class Admission:
-    """Count the open completions and the tokens in prefill against their limits.  None means no limit."""
+    """Count the open completions and the tokens in prefill against their limits.  None means no limit.
+
+    Both limits are checked before a request has any state, so a refusal costs almost nothing.
+    """
 
     def __init__(
         self,
@@ -92,7 +98,10 @@ class Admission:
         return f"<Admission {self._num_open} open, {self.prefills.num_tokens} tokens in prefill>"
 
     def check(self, n: int) -> None:
-        """Raise QueueOverflowError or MaxQueuedTokensError if n more completions would exceed a limit."""
+        """Raise QueueOverflowError or MaxQueuedTokensError if n more completions would exceed a limit.
+
+        Nothing is reserved: `enter` counts the request once it is really opened.
+        """
         limit = self._max_num_reqs
         if self._num_open + n > MAX_OPEN_REQUESTS or (
             limit is not None and self._num_open + n > limit
@@ -119,9 +128,12 @@ MAX_SESSION_ID = 256  # characters
 
 
 def check_place(rank: object, session_id: object, num_replicas: int) -> None:
-    """Refuse a replica that does not exist, and what is no name of a session.
+    """Refuse a replica that does not exist, and an invalid name of a session.
+
+    Both only influence the choice of a replica, but an ignored wish would be a silent fault.
 
     Raises:
+
         TrouperValidationError: the message names the parameter.
     """
     if rank is not None:

@@ -48,7 +48,10 @@ class ControlClient:
         self.error: EngineDeadError | None = None
 
     async def ask_scheduler(self, question: Callable[..., SchedulerInbox], *args: object) -> Any:
-        """Send a message of the class `question` with a future as its last field, and wait for the answer."""
+        """Send a message of the class `question` with a future as its last field, and wait for the answer.
+
+        Raises EngineDeadError if the engine ends before the answer.
+        """
         with self._asking() as answer:
             with suppress(*ACTOR_IS_GONE):
                 self._scheduler.send_nowait(question(*args, answer))
@@ -125,6 +128,8 @@ class ControlClient:
 
         Args:
             hurry: wakes the observer.
+
+        Channels keep the order of messages, so an answer means that all earlier ones have been processed.
         """
         with self._asking() as answer:
             with suppress(*ACTOR_IS_GONE):
@@ -133,7 +138,10 @@ class ControlClient:
             await answer.wait()
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError, with the cause, once the engine has failed or is closed."""
+        """Raise EngineDeadError, with the cause, once the engine has failed or is closed.
+
+        Frontends call it before they wait for an actor, because a dead actor would never answer.
+        """
         if self.error is not None:
             raise EngineDeadError(str(self.error)) from self.error.__cause__
 

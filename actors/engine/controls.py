@@ -67,11 +67,17 @@ class Controls:
         return f"<Controls of an engine that is {self._lifecycle.state.value}>"
 
     async def step(self) -> None:
-        """Run one iteration of an engine that is stepped by hand; its outputs are then in the slots."""
+        """Run one iteration of an engine in stepped mode.
+
+        When it returns, the outputs of the iteration can be read from the reply slots.
+        """
         await self._client.ask_scheduler(Step)
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Stop scheduling; returns when that has taken full effect."""
+        """Stop scheduling, and return when the pause has taken full effect.
+
+        Mode `abort` ends open requests, `wait` lets them finish, and `keep` holds them as they are.
+        """
         check_mode(mode)
         async with self._changing():
             self._lifecycle.move(Event.PAUSE)
@@ -80,7 +86,12 @@ class Controls:
                 await self.reset_prefix_cache(preempt="recompute")
 
     async def resume(self) -> None:
-        """Schedule again.  Raises RuntimeError while memory is absent."""
+        """Schedule again after a pause.
+
+        Raises:
+
+            RuntimeError: the weights or the KV cache are not loaded; `wake` loads them first.
+        """
         async with self._changing():
             self._lifecycle.move(
                 Event.RESUME
@@ -91,7 +102,10 @@ class Controls:
     async def paused(
         self, mode: str = "keep", *, clear_cache: bool = False
     ) -> AsyncGenerator[None]:
-        """Paused inside the block; on every way out as it was found."""
+        """Pause the engine inside the block, and restore its earlier state on every exit.
+
+        Blocks may be nested or overlap, in different tasks: the engine continues when the last of them ends.
+        """
         check_mode(mode)
         hold = self._lifecycle.hold(cast("Mode", mode))
         try:
@@ -146,7 +160,10 @@ class Controls:
             return True
 
     async def wake(self, tags: Iterable[str] | None = None) -> bool:
-        """Bring memory back and, when all of it is there, schedule again.  True when fully awake."""
+        """Load memory that `sleep` released, and schedule again once all of it is loaded.
+
+        Returns True if the engine is fully awake.  `tags` selects parts, by default all.
+        """
         wanted = check_tags(tags)
         async with self._changing():
             lifecycle = self._lifecycle
@@ -171,15 +188,29 @@ class Controls:
             return not lifecycle.is_sleeping
 
     async def reset_prefix_cache(self, *, preempt: str = "no") -> bool:
-        """Forget all prefixes; False, and nothing changes, while any block is held."""
+        """Forget all cached prefixes.
+
+        Returns False, and changes nothing, while a sequence holds a block.  With `preempt`, running sequences give up
+        their blocks first.
+        """
         return await self._client.ask_scheduler(ResetPrefixCache, preempt)
 
     async def probe(self) -> None:
-        """Returns when the scheduler has heard of it and the device has come to it: both are alive."""
+        """Return when the scheduler and the device have processed a message: both are alive.
+
+        The message goes through the same queues as plans, so a stuck step delays it.
+        """
         await self._client.probe()
 
     async def start_profile(self, folder: str, prefix: str) -> None:
-        """Trace the device; `stop_profile` writes the trace into `folder`."""
+        """Begin a trace of the device.
+
+        `stop_profile` writes it into `folder`.
+
+        Raises:
+
+            ProfilerAlreadyActiveError: a trace is already being recorded.
+        """
         async with self._transition:
             if self._is_profiling:
                 raise ProfilerAlreadyActiveError("stop_profile first")

@@ -53,7 +53,10 @@ from trouper.pooling import PoolingParams
 
 
 class EngineStatistics(msgspec.Struct, frozen=True):
-    """One look at every table of the engine; all zero but the block counts when it is idle."""
+    """The state of all tables of the engine in numbers, at one moment.
+
+    All of them are 0 in an idle engine, except for the numbers of blocks, so tests detect leaks with it.
+    """
 
     num_open_requests: int
     num_rendering: int  # queued for a renderer
@@ -64,7 +67,10 @@ class EngineStatistics(msgspec.Struct, frozen=True):
 
 
 class EngineParts(msgspec.Struct, frozen=True):
-    """Actors and channels that `open_engine` has started and lends to the `Engine`."""
+    """Actors and channels that `open_engine` has started and lends to the `Engine`.
+
+    The engine does not own them: `open_engine` closes them after the engine, whatever happens.
+    """
 
     info: DeviceInfo
     tokenizer: Tokenizer | None
@@ -86,7 +92,10 @@ class EngineParts(msgspec.Struct, frozen=True):
 
 
 class Engine:
-    """The handle of running actors.  Made by `open_engine`, never by hand."""
+    """The handle of running actors, created by `open_engine` only.
+
+    It opens requests and forwards control calls; the state itself belongs to the actors and to the table of requests.
+    """
 
     def __init__(self, config: EngineConfig, parts: EngineParts) -> None:
         self.config = config
@@ -178,17 +187,24 @@ class Engine:
         await self._client.call_device(LoadAdapter(slot, files), done=done)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests; each reader gets its final output.  Unknown and finished ids are ignored."""
+        """End requests; each reader gets its final output.  Unknown and finished ids are ignored.
+
+        Each output has `finish_reason="abort"` and contains the text generated so far.
+        """
         self.requests.abort(request_ids)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Raise what opening a request of n completions would raise now."""
+        """Raise what opening a request of n completions would raise now.
+
+        Nothing is reserved, so a later call to open the request can still fail.
+        """
         self.requests.check(n, request_id)
 
     def check_open(self) -> None:
-        """Raise what refuses every request now.
+        """Raise the error with which every request is refused now, if there is one.
 
         Raises:
+
             EngineDeadError: the engine has failed or is closed.
             RetryableRequestError: it is paused, asleep or draining.
         """
@@ -210,7 +226,10 @@ class Engine:
         return self.requests.num_prefill_tokens
 
     def statistics(self) -> EngineStatistics:
-        """Read every table of the engine, for metrics, health checks and tests.."""
+        """Read every table of the engine, for metrics, health checks and tests.
+
+        It takes longer the more requests are open, so it must not be called for each request.
+        """
         parts = self._parts
         return EngineStatistics(
             num_open_requests=len(self.requests),
@@ -222,7 +241,10 @@ class Engine:
         )
 
     def snapshot(self) -> EngineSnapshot:
-        """Take one look at what every actor holds: to see why an engine hangs, and for tests."""
+        """Describe the state of every actor: which requests it holds, and what it is waiting for.
+
+        Tests compare snapshots, and a hanging engine can be examined with it.
+        """
         parts = self._parts
         return EngineSnapshot(
             state=self.lifecycle.state,
@@ -254,20 +276,27 @@ class Engine:
         return self.metrics.values()
 
     async def refresh_metrics(self) -> None:
-        """Count what has been reported so far."""
+        """Count what has been reported so far.
+
+        Without it, a reader may miss the last messages in the observer's inbox.
+        """
         if self._observer is not None:
             await self._client.flush_observer(self._observer.hurry)
 
     async def log_stats(self) -> None:
-        """Write the log line now.  Without statistics there is none."""
+        """Write the log line now.  Without statistics there is none.
+
+        The interval of the next automatic line begins now.
+        """
         await self.refresh_metrics()
         if self._observer is not None:
             self._observer.log()
 
     async def wait_idle(self) -> None:
-        """Wait until no request is open that could still get output.
+        """Wait until all open requests have ended, whether or not their outputs have been read.
 
         Raises:
+
             EngineDeadError: the engine died meanwhile.
         """
         while busy := [slot for slot in self.requests.slots if not slot.is_over]:
@@ -275,7 +304,10 @@ class Engine:
         self.check_alive()
 
     async def shut_down(self, timeout_s: float) -> None:
-        """Refuse new requests, let the open ones finish that long, abort the rest."""
+        """Refuse new requests, wait up to `timeout_s` for the open ones, and abort the rest.
+
+        It returns at once if the engine has already failed.
+        """
         if self.dead_error is not None:
             return
         self.lifecycle.move(Event.STOP)
@@ -292,7 +324,10 @@ class Engine:
         self._client.end(EngineDeadError("the engine is closed"))
 
     def die(self, error: BaseException) -> None:
-        """Fail every waiter with the reason why the engine is gone."""
+        """Fail every waiting call and request with the reason why the engine has ended.
+
+        The first failure is kept; later ones are usually its consequences.
+        """
         if self.dead_error is not None:
             return
         self.lifecycle.move(Event.FAIL)
@@ -301,21 +336,33 @@ class Engine:
         self._end(death)
 
     def hang_up(self) -> None:
-        """Fail what is open: the actors are gone, for whatever reason, and nothing answers any more."""
+        """Fail everything still open, because the actors have ended and nothing will answer any more.
+
+        It is the last step of every shutdown, normal or not.
+        """
         self._end(self.dead_error or EngineDeadError("the engine is closed"))
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the engine serves no more; None while it does."""
+        """The reason why the engine no longer serves, or None while it does.
+
+        It is set once and never cleared: a failed engine cannot be revived.
+        """
         return self._client.error
 
     def raise_death(self) -> None:
-        """Raise EngineDeadError if an actor has failed."""
+        """Raise EngineDeadError if an actor has failed.
+
+        `open_engine` uses it, so that the program sees the original failure instead of a cancellation.
+        """
         if self.lifecycle.state is EngineState.FAILED and self.dead_error is not None:
             raise self.dead_error
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError, with the cause, once the engine has failed or is closed."""
+        """Raise EngineDeadError, with the cause, once the engine has failed or is closed.
+
+        It is cheap, so it can be called for each request.
+        """
         self._client.check_alive()
 
     def _end(self, error: EngineDeadError) -> None:

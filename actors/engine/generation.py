@@ -35,7 +35,10 @@ Output = TypeVar("Output", bound=RequestOutput | PoolingRequestOutput[Any])
 
 
 class MakeRender(Protocol):
-    """Make the message to the renderer when the request is opened."""
+    """Make the message to the renderer when the request is opened.
+
+    The message contains the slot of the request, which exists only from then on.
+    """
 
     def __call__(
         self,
@@ -50,7 +53,10 @@ class MakeRender(Protocol):
 
 
 class RequestDesk(Protocol):
-    """Interface of the engine that opens and closes requests."""
+    """The part of the engine that opens and closes requests, as its handles see it.
+
+    A protocol keeps `Generation` independent of the engine, so tests can use a small substitute.
+    """
 
     def open_request(
         self,
@@ -63,13 +69,20 @@ class RequestDesk(Protocol):
     async def load_adapter(
         self, lora_request: LoRARequest, *, waits: bool, loads_new: bool
     ) -> object:
-        """Load the adapter of a request, unless it is already loaded."""
+        """Load the adapter of a request, unless it is already loaded.
+
+        `waits` allows waiting for a free slot, and `loads_new` allows loading an adapter that no request has used
+        yet.
+        """
         ...
 
     def close_request(self, id: RequestId, slot: Slot[Any], *, is_finished: bool) -> None: ...
 
     def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
-        """Close the request soon.  It is legal in any thread, because garbage is collected in any thread."""
+        """Close the request soon.  It is legal in any thread, because garbage is collected in any thread.
+
+        A caller may simply forget an iterator, and its request must still not run to its end.
+        """
         ...
 
 
@@ -121,7 +134,10 @@ class Generation(Generic[Output]):
         return self._checked(output)
 
     def next_nowait(self) -> Output | None:
-        """Return the result of `__anext__`, or None if it would wait or has ended."""
+        """Return the result of `__anext__`, or None if it would wait or has ended.
+
+        A writer of streams can thus collect everything available before it waits again.
+        """
         output = self.take_nowait()
         return None if output is None else self._checked(output)
 
@@ -150,7 +166,10 @@ class Generation(Generic[Output]):
 
     @property
     def num_unfinished(self) -> int:
-        """Count the completions without an end that the caller has seen."""
+        """Count the completions without an end that the caller has seen.
+
+        A completion counts until its last output was handed out.
+        """
         return 0 if self._opened is None else self._opened[1].num_unread
 
     @property
@@ -160,7 +179,10 @@ class Generation(Generic[Output]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the request has ended, so only results in the slot are left to read."""
+        """Whether the request has ended, so only results in the slot are left to read.
+
+        Its place in the engine is free then, even if the client reads slowly.
+        """
         return self._opened is None or self._opened[1].is_over
 
     async def prepare(self, *, waits: bool = True) -> None:
@@ -228,6 +250,8 @@ class Generation(Generic[Output]):
 
         Raises:
             RuntimeError: the stream is closed.
+
+        Iterating opens it automatically; callers use this to fix the order of several requests.
         """
         if self._is_closed:
             raise RuntimeError(f"{self!r} cannot be opened again")

@@ -75,14 +75,20 @@ TRANSITIONS: dict[tuple[EngineState, Event], EngineState] = {
 
 
 class Hold:
-    """One block inside `paused()`.  It is equal only to itself."""
+    """One block inside `paused()`.  It is equal only to itself.
+
+    `Lifecycle` keeps a list of them, and two blocks with the same mode must not be confused.
+    """
 
     def __init__(self, mode: Mode) -> None:
         self.mode: Mode = mode
 
 
 class Lifecycle:
-    """The state of the engine, the requests that it admits, and the memory that it has."""
+    """The state of the engine, the requests that it admits, and the memory that it has.
+
+    It is pure: it decides which changes are legal, and `Controls` carries them out.
+    """
 
     def __init__(self) -> None:
         self.state = EngineState.AWAKE
@@ -111,7 +117,10 @@ class Lifecycle:
         return self.is_paused or self.resident != MEMORY
 
     def move(self, event: Event) -> None:
-        """Change the state.  Raises RuntimeError if the event is illegal in this state."""
+        """Change the state.  Raises RuntimeError if the event is illegal in this state.
+
+        The table of transitions is the only place that allows a change of state.
+        """
         after = TRANSITIONS.get((self.state, event))
         if after is None:
             raise RuntimeError(
@@ -134,7 +143,10 @@ class Lifecycle:
             )
 
     def hold(self, mode: Mode) -> "Hold":
-        """Begin a block that restores the present state at its end."""
+        """Begin a block that restores the present state at its end.
+
+        The state before the first of several overlapping blocks is the one that is restored at last.
+        """
         if not self._holds:
             self._found = self.pause, self.refuses
         hold = Hold(mode)
@@ -153,7 +165,10 @@ class Lifecycle:
         return hold in self._holds
 
     def give_back(self, level: int) -> None:
-        """Note that the device has released its memory."""
+        """Note that the device has released its memory.
+
+        The level is that of the deepest sleep so far, until all memory is loaded again.
+        """
         self.resident, self.level = frozenset(), max(level, self.level)
 
     def bring_back(self, memory: frozenset[str]) -> None:
@@ -175,7 +190,10 @@ def check_level(level: int) -> None:
 
 
 def check_tags(tags: Iterable[str] | None) -> frozenset[str]:
-    """Check the names of parts of the memory; None means all."""
+    """Check the names of parts of the memory; None means all.
+
+    Raises TrouperValidationError for an unknown name.  One name may be given as a string.
+    """
     if tags is None:
         return frozenset(TAGS)
     wanted = (tags,) if isinstance(tags, str) else tuple(tags)

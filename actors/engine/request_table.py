@@ -35,7 +35,10 @@ from trouper.pooling import PoolingParams
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True):
-    """One open request; its sequences have the ids from `id` on."""
+    """One open request; its sequences have the ids from `id` on.
+
+    Sequences of one request have consecutive ids, so one number describes all of them.
+    """
 
     id: RequestId
     request_id: str  # the caller's name for it
@@ -45,7 +48,10 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of an engine and of each of its actors."""
+    """The state of an engine and of each of its actors.
+
+    It is plain data without references to live objects, so it can be compared and printed.
+    """
 
     state: EngineState
     requests: tuple[RequestSnapshot, ...]  # in the order of their opening
@@ -189,7 +195,10 @@ class RequestTable:
         )
 
     def check(self, n: int = 1, request_id: str | None = None) -> None:
-        """Raise what opening a request of n completions would raise now."""
+        """Raise the error that opening a request with `n` completions would raise now.
+
+        An id that is already in use is an error too, because it would no longer identify one request.
+        """
         self._check_open()
         if request_id in self._open:
             raise ValueError(f"request_id {request_id!r} is already in flight")
@@ -211,7 +220,11 @@ class RequestTable:
             await self._adapters.load(lora_request)
 
     def close_request(self, id: RequestId, slot: Slot[Any], *, is_finished: bool) -> None:
-        """Forget a request that is no longer read; abort it if it has not finished."""
+        """Forget a request after its reader has stopped.
+
+        Abort it if it has not finished. Its memory and its place in the limits become free at once, and its blocks
+        after the step in flight.
+        """
         if not is_finished:
             self._post_abort(id, slot)
         slot.close()
@@ -219,20 +232,31 @@ class RequestTable:
             self._admission.leave(slot.n)
 
     def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
-        """Close a request whose iterator was garbage, on the loop, whatever thread collects it."""
+        """Close a request whose iterator was garbage-collected, from any thread.
+
+        The work is moved to the event loop, because the table belongs to it.
+        """
         try:
             self._loop.call_soon(partial(self.close_request, id, slot, is_finished=False))
         except RuntimeError:
             pass  # the loop has ended, and the request with it
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests; each reader gets its final output.  Unknown and finished ids are ignored."""
+        """End requests by their ids.
+
+        Each reader gets a final output. Unknown and finished ids are ignored, because a request may finish at any
+        moment.
+        """
         for request_id in (request_ids,) if isinstance(request_ids, str) else tuple(request_ids):
             if request_id in self._open:
                 self._post_abort(*self._open[request_id])
 
     def abort_all(self) -> list[Slot[Any]]:
-        """Abort every open request; returns the slots in which their ends will appear."""
+        """Abort every open request.
+
+        Returns the slots in which their ends will appear. A caller that wants to wait for all ends can wait for these
+        slots.
+        """
         self.abort(list(self._open))
         return list(self.slots)
 

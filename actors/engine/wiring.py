@@ -296,7 +296,10 @@ def _make_reporter(to_observer: MemoryObjectSendStream[ObserverInbox], *, is_on:
 
 
 def cache_labels(config: EngineConfig, info: DeviceInfo) -> dict[str, str]:
-    """Return how the KV cache is configured, by the names that vLLM's dashboards read."""
+    """Return the configuration of the KV cache under the names that vLLM's dashboards read.
+
+    All values are texts, because they become labels of a metric with the constant value 1.
+    """
     num_blocks = info.num_blocks - 1  # all but the null block
     num_tokens = num_blocks * info.block_size
     facts: dict[str, object] = {

@@ -40,7 +40,10 @@ from trouper.config.adapters import AdapterFiles
 
 
 class Pause(Enum):
-    """Restrict the sequences that the scheduler may plan."""
+    """Restrict the sequences that the scheduler may plan.
+
+    It is ordered: each value permits less than the one before.
+    """
 
     NONE = "none"
     # Sequences that have started go on; no other one starts.
@@ -80,7 +83,10 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Frontend → Scheduler: make a round trip to the device and back.  It continues as a `DeviceCall`."""
+    """Frontend → Scheduler: make a round trip to the device and back.  It continues as a `DeviceCall`.
+
+    The device answers it in order with its plans, so the answer proves that the earlier ones have been processed.
+    """
 
     answer: Promise[object]
 
@@ -93,41 +99,62 @@ class _Action(msgspec.Struct, frozen=True):
 
 
 class Sleep(_Action, frozen=True, tag="sleep"):
-    """Release memory: at level 1 the KV cache, with the weights kept in host memory; at level 2 both."""
+    """Release the device's memory.
+
+    Level 1 releases the KV cache and keeps the weights in host memory; level 2 releases both.
+    """
 
     level: int
 
 
 class Wake(_Action, frozen=True, tag="wake"):
-    """Bring memory back; tags name its parts, `weights` and `kv_cache`."""
+    """Load the memory that `Sleep` released.
+
+    `tags` names the parts, `weights` and `kv_cache`, so that a program can load them at different times.
+    """
 
     tags: frozenset[str]
 
 
 class LoadAdapter(_Action, frozen=True, tag="load_adapter"):
-    """Check an adapter and load it into a slot; the files are the last field, see `wire.encode_adapter`."""
+    """Check an adapter and load it into a slot.
+
+    The files are the last field, because they are large and sent separately: see `wire.encode_adapter`.
+    """
 
     slot: int
     files: AdapterFiles
 
 
 class StartProfile(_Action, frozen=True, tag="start_profile"):
-    """Begin a trace of the device, written later as `folder/prefix-….json`."""
+    """Begin a trace of the device, written later as `folder/prefix-….json`.
+
+    Recording makes all steps slower until the trace ends.
+    """
 
     folder: str
     prefix: str
 
 
 class StopProfile(_Action, frozen=True, tag="stop_profile"):
-    """End the trace and write it."""
+    """End the trace and write it to the folder given at its start.
+
+    Writing a long trace takes seconds, during which the device computes nothing.
+    """
 
 
 class ProbeDevice(_Action, frozen=True, tag="probe"):
-    """Do nothing; the answer shows that the device is alive and has reached this call."""
+    """Do nothing; the answer shows that the device is alive and has reached this call.
+
+    A worker without an answer within its time limit is treated as lost.
+    """
 
 
 class ExplainLosses(_Action, frozen=True, tag="explain"):
-    """Mark the last losses of the device as explained: the request that caused them was found and removed."""
+    """Mark the last losses of the device as explained: the request that caused them was found and removed.
+
+    Explained losses do not count against the number of restarts that an unexplained fault may cause.
+    """
 
     num_losses: int
 
@@ -146,7 +173,10 @@ class DeviceCall(msgspec.Struct, frozen=True):
 
 
 class Flush(msgspec.Struct, frozen=True):
-    """Frontend → Observer: count everything reported before this message, then answer."""
+    """Frontend → Observer: count everything reported before this message, then answer.
+
+    Statistics are sent without waiting, so a reader needs it to see its own request counted.
+    """
 
     answer: Promise[None]
 

@@ -17,7 +17,10 @@ from trouper.params import SamplingParams
 
 
 class SequenceTokens(msgspec.Struct, frozen=True):
-    """The new tokens of one sequence, and its end if it has ended."""
+    """The new tokens of one sequence, and its end if it has ended.
+
+    Several tokens are possible: from drafts, or because the detokenizer was slower than the scheduler.
+    """
 
     id: SequenceId
     token_ids: tuple[int, ...]
@@ -48,7 +51,10 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class StepTokens(msgspec.Struct, frozen=True):
-    """Scheduler → Detokenizer: all outputs of one turn of the scheduler, in one message."""
+    """Scheduler → Detokenizer: all outputs of one turn of the scheduler, in one message.
+
+    One message for each turn keeps the cost of sending independent of the number of sequences.
+    """
 
     sequences: tuple[SequenceTokens, ...]
     # Sequences that took a request slot, for their statistics.
@@ -60,13 +66,19 @@ class StepTokens(msgspec.Struct, frozen=True):
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """Detokenizer → Scheduler: stop strings have ended these sequences.  They have no further output."""
+    """Detokenizer → Scheduler: stop strings have ended these sequences.  They have no further output.
+
+    The scheduler may already have planned further tokens for them, which are dropped.
+    """
 
     ids: tuple[SequenceId, ...]
 
 
 class PooledRequest(msgspec.Struct, frozen=True):
-    """The end of one pooling request: its raw result or its error."""
+    """The end of one pooling request: its raw result or its error.
+
+    The request comes with it, because the pooler keeps no table of requests.
+    """
 
     admit: AdmitPooling
     array: np.ndarray | None = None
@@ -74,7 +86,10 @@ class PooledRequest(msgspec.Struct, frozen=True):
 
 
 class Pooled(msgspec.Struct, frozen=True):
-    """Scheduler → Pooler: all outputs of one turn of the scheduler, in one message."""
+    """Scheduler → Pooler: all outputs of one turn of the scheduler, in one message.
+
+    One message for each turn keeps the cost of sending independent of the number of requests.
+    """
 
     requests: tuple[PooledRequest, ...]
     # Delivered after these outputs have been handed over.
@@ -82,7 +97,10 @@ class Pooled(msgspec.Struct, frozen=True):
 
 
 class AdapterStats(msgspec.Struct, frozen=True):
-    """The names of the adapters that the scheduler's sequences use."""
+    """The names of the adapters that the scheduler's sequences use.
+
+    Dashboards for vLLM show them as labels of `lora_requests_info`.
+    """
 
     running: tuple[str, ...]
     waiting: tuple[str, ...]
@@ -143,7 +161,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Add up the replicas' numbers; the device counts as lost, or as failed, where all are."""
+    """Add up the numbers of several replicas.
+
+    Shares are averaged where a sum would have no meaning.  The device counts as lost, or as failed, only if all
+    devices are.
+    """
     if len(parts) == 1:
         return parts[0]
     sums = {
@@ -170,7 +192,10 @@ def _all_adapters(parts: Sequence[AdapterStats]) -> AdapterStats:
 
 
 class StepStats(msgspec.Struct, frozen=True):
-    """Scheduler → Observer: the work of one replica since the last `StepStats`."""
+    """Scheduler → Observer: the work of one replica since the last `StepStats`.
+
+    It is sent once for each turn of the scheduler, and dropped if the observer is too slow.
+    """
 
     # Prompt tokens computed and tokens sampled.
     num_tokens: int
@@ -184,7 +209,10 @@ class StepStats(msgspec.Struct, frozen=True):
 
 
 class GrammarStats(msgspec.Struct, frozen=True):
-    """Renderer → Observer: the outcome of the grammar of one request."""
+    """Renderer → Observer: the outcome of the grammar of one request.
+
+    Exactly one of three outcomes is counted: compiled, found in the cache, or refused.
+    """
 
     # None if the grammar was compiled before, or is refused.
     compile_s: float | None = None
@@ -193,7 +221,10 @@ class GrammarStats(msgspec.Struct, frozen=True):
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
-    """The final numbers of one request."""
+    """The final numbers of one request.
+
+    They are used for the histograms of requests and for their traces.
+    """
 
     request_id: str
     stats: RequestStateStats

@@ -34,7 +34,10 @@ MAX_BAD_WORD = 16
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True):
-    """An adapter in the memory of the device."""
+    """An adapter in the memory of the device.
+
+    Requests refer to it by the slot, so steps need no names.
+    """
 
     # From 1 on.
     slot: int
@@ -90,7 +93,10 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class GrammarRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for the outputs of one request, in the form that crosses to another process."""
+    """Rules for the outputs of one request, in the form that crosses to another process.
+
+    The device compiles them; the renderer has already checked that this is possible.
+    """
 
     # A grammar in the format of `llguidance`.  None allows any text behind the reasoning.
     source: str | None
@@ -107,7 +113,10 @@ class GrammarRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrepareGrammar(msgspec.Struct, frozen=True):
-    """Scheduler → Executor → device: compile a grammar during the steps, and keep it until it is released."""
+    """Scheduler → Executor → device: compile a grammar during the steps, and keep it until it is released.
+
+    Compiling may take seconds, so it must not delay the steps of other requests.
+    """
 
     grammar: "Grammar"
     # Keys of the grammars to drop first.
@@ -115,14 +124,20 @@ class PrepareGrammar(msgspec.Struct, frozen=True):
 
 
 class GrammarReady(msgspec.Struct, frozen=True):
-    """Device → Executor → Scheduler: the answer to `PrepareGrammar`, with the error if the grammar does not compile."""
+    """Device → Executor → Scheduler: the answer to `PrepareGrammar`, with the error if the grammar does not compile.
+
+    Requests that need the grammar start only after this answer.
+    """
 
     key: bytes
     error: str | None = None
 
 
 class GrammarWork(msgspec.Struct, frozen=True):
-    """The cost of all grammars in one step."""
+    """The cost of all grammars in one step.
+
+    It is measured on the device and shown as a metric, because masks can delay a step.
+    """
 
     # Time of the device's thread for following the grammars and filling masks.
     seconds: float
@@ -225,7 +240,10 @@ class RequestOptions(ClientOptions, frozen=True, kw_only=True):
     visible: MakeVisible | None = None
 
     def without_tokenization(self) -> "RequestOptions":
-        """Return these options for a prompt that is made of the token ids of an earlier output."""
+        """Return these options for a prompt that is made of the token ids of an earlier output.
+
+        They have already been applied to the earlier prompt.
+        """
         return msgspec.structs.replace(
             self, truncate_prompt_tokens=None, truncation_side=None, add_special_tokens=None
         )
@@ -235,7 +253,10 @@ NO_OPTIONS = RequestOptions()
 
 
 def client_options(body: ClientOptions) -> dict[str, Any]:
-    """Return the options that clients may set as keywords for `RequestOptions`, from the body of an HTTP request."""
+    """Return the options that clients may set as keywords for `RequestOptions`, from the body of an HTTP request.
+
+    Other options, such as the trace headers, come from the server and never from a body.
+    """
     return {name: getattr(body, name) for name in ClientOptions.__struct_fields__}
 
 
@@ -258,7 +279,10 @@ class Render(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Track(msgspec.Struct, frozen=True):
-    """Renderer → Detokenizer: expect tokens of the sequences of this request.  It is sent before `Admit`."""
+    """Renderer → Detokenizer: expect tokens of the sequences of this request.  It is sent before `Admit`.
+
+    The order matters: the first tokens may follow immediately after `Admit`.
+    """
 
     id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -271,7 +295,10 @@ class Track(msgspec.Struct, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True, kw_only=True):
-    """Renderer → Scheduler: a rendered, validated request."""
+    """Renderer → Scheduler: a rendered, validated request.
+
+    Everything is resolved, so the scheduler needs neither the tokenizer nor the model's defaults.
+    """
 
     id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -295,7 +322,10 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
-    """Renderer → Scheduler: a rendered, validated pooling request, with everything its later stages need."""
+    """Renderer → Scheduler: a rendered, validated pooling request, with everything its later stages need.
+
+    Its slot goes along, because the pooler keeps no table of requests.
+    """
 
     id: RequestId
     prompt_token_ids: tuple[int, ...]

@@ -27,14 +27,17 @@ class Promise(Protocol[T]):
     """The writing end of a result that is delivered once.  Delivering never waits and never fails, even if it is never read."""
 
     def set(self, value: T) -> None:
-        """Deliver the result."""
+        """Deliver the result. It wakes the waiting task, and never waits itself."""
 
     def fail(self, error: BaseException) -> None:
         """Deliver an error, which is raised in the task that waits for the result."""
 
 
 class VisibleText(Protocol):
-    """Filter the text of one output for its visible part: without reasoning and tool calls."""
+    """Filter the text of one output for its visible part: without reasoning and tool calls.
+
+    Stop strings must not be found in the hidden parts.
+    """
 
     def feed(self, text: str, *, is_last: bool = False) -> str:
         """Append text, and return the further text that is certainly visible.  The last call returns all that was held back."""
@@ -46,7 +49,10 @@ MakeVisible = Callable[[str | None, Sequence[int]], VisibleText]
 
 
 class ReplySink(Protocol):
-    """The part of a sink that generation and pooling share."""
+    """The part of a sink that generation and pooling share.
+
+    It is the writer's view of a reply slot; the reader's methods are not visible to actors.
+    """
 
     # The client's name for the request.  It is echoed, and never used as a key.
     request_id: str
@@ -54,7 +60,10 @@ class ReplySink(Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the client has stopped reading."""
+        """Whether the client has stopped reading.
+
+        Nothing needs to be computed or written for it any more.
+        """
         ...
 
     @property
@@ -71,23 +80,38 @@ class ReplySink(Protocol):
         """End the request with an exception for its client."""
 
     def abort(self) -> None:
-        """End all unfinished completions with `abort`."""
+        """End all unfinished completions with `abort`.
+
+        Outputs written earlier can still be read.
+        """
 
 
 class GenerationSink(ReplySink, Protocol):
-    """Take text, tokens and logprobs of `n` completions."""
+    """Take text, tokens and logprobs of `n` completions.
+
+    The detokenizer is its only writer after rendering.
+    """
 
     def start(self, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> None:
-        """Note the rendered prompt."""
+        """Note the rendered prompt.
+
+        It is called once, before anything else is written.
+        """
 
     def note_expected(self, seconds: float, *, is_least: bool, error: float | None) -> None:
         """Note when the first token is expected; the arguments are the fields of `Expected`."""
 
     def note_cached_tokens(self, num_cached_tokens: int) -> None:
-        """Note how many prompt tokens the prefix cache held."""
+        """Note how many prompt tokens the prefix cache held.
+
+        It is known when the first token arrives, and appears in the usage.
+        """
 
     def note_error(self, error: RequestError) -> None:
-        """Note why completions end with `error`."""
+        """Note why completions end with `error`.
+
+        It precedes the `write` that ends them.
+        """
 
     def extend_prompt_logprobs(self, positions: list[LogprobsOnePosition]) -> None:
         """Append the logprobs of the next prompt positions."""
@@ -106,10 +130,16 @@ class GenerationSink(ReplySink, Protocol):
 
 
 class PoolingSink(ReplySink, Protocol):
-    """Take one array, at the end of the request."""
+    """Take one array, at the end of the request.
+
+    The pooler is its only writer after rendering.
+    """
 
     def start(self, prompt_token_ids: tuple[int, ...]) -> None:
         """Note the rendered prompt."""
 
     def write(self, array: "Array", error: RequestError | None = None) -> None:
-        """Deliver the result.  Later results are ignored."""
+        """Deliver the result.  Later results are ignored.
+
+        `error` explains an empty array.  The client is woken.
+        """

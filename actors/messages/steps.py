@@ -43,12 +43,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def repetition(self) -> float:
-        """Return the repetition penalty, clamped to a range of float32 in which logits stay finite."""
+        """Return the repetition penalty, clamped to a range of float32 in which logits stay finite.
+
+        A factor of 0 or infinity would turn logits into NaN.
+        """
         return min(max(self.repetition_penalty, 1 / MAX_REPETITION), MAX_REPETITION)
 
 
 class NewSequence(msgspec.Struct, frozen=True):
-    """A sequence that takes a request slot: for the first time, or again after a preemption."""
+    """A sequence that takes a request slot: for the first time, or again after a preemption.
+
+    The device stores it under its request slot, so later plans contain only numbers.
+    """
 
     request_slot: int
     sequence: SequenceId
@@ -98,7 +104,10 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class PoolEntry(msgspec.Struct, frozen=True):
-    """One whole prompt of a `PoolPlan`."""
+    """One whole prompt of a `PoolPlan`.
+
+    Pooling has no KV cache, so the prompt cannot be divided over several steps.
+    """
 
     token_ids: tuple[int, ...]
     token_type_ids: tuple[int, ...] | None
@@ -107,7 +116,10 @@ class PoolEntry(msgspec.Struct, frozen=True):
 
 
 class PoolPlan(msgspec.Struct, frozen=True):
-    """Scheduler → Executor: whole prompts for one forward pass without a cache, the shortest first."""
+    """Scheduler → Executor: whole prompts for one forward pass without a cache, the shortest first.
+
+    Sorting by length lets the device cut the batch into groups of similar length, which wastes less padding.
+    """
 
     step: int
     epoch: int
@@ -115,7 +127,10 @@ class PoolPlan(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """The candidates at one position: the sampled (or prompt) token first, then the others by falling logprob."""
+    """The candidates at one position: the sampled (or prompt) token first, then the others by falling logprob.
+
+    Logprobs are those of the model, before temperature and truncation.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -163,7 +178,10 @@ class PoolDone(msgspec.Struct, frozen=True):
 
 
 class StepFailed(msgspec.Struct, frozen=True):
-    """Executor → Scheduler: this plan raised, or was refused because an earlier plan raised.  It has no results."""
+    """Executor → Scheduler: this plan raised, or was refused because an earlier plan raised.  It has no results.
+
+    Its sequences stay as they were, and the scheduler searches for the one at fault.
+    """
 
     step: int
     message: str
@@ -192,7 +210,10 @@ class DeviceLost(msgspec.Struct, frozen=True):
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True):
-    """Executor → Scheduler → Observer: an event of one device, if there are several replicas."""
+    """Executor → Scheduler → Observer: an event of one device, if there are several replicas.
+
+    It tells the actors behind it to which replica the event belongs.
+    """
 
     replica: int
     event: (
@@ -201,14 +222,20 @@ class ReplicaEvent(msgspec.Struct, frozen=True):
 
 
 class DeviceBack(msgspec.Struct, frozen=True):
-    """Executor → Scheduler → Observer: the device is loaded again and takes plans."""
+    """Executor → Scheduler → Observer: the device is loaded again and takes plans.
+
+    The memory of the device is empty, so all running sequences are recomputed.
+    """
 
     # Seconds since the loss.
     pause_s: float
 
 
 class DeviceFailed(msgspec.Struct, frozen=True):
-    """Executor → Scheduler: the lost device of one of several replicas will not be started again."""
+    """Executor → Scheduler: the lost device of one of several replicas will not be started again.
+
+    Its requests move to the other replicas, except for those suspected of having caused the loss.
+    """
 
     # The cause in one line.
     message: str

@@ -30,7 +30,10 @@ LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
 
 class Metrics(Collector):
-    """Every metric of one engine; those of its replicas are told apart by the label `engine`."""
+    """Every metric of one engine, with a label `engine` for the number of the replica.
+
+    Only the observer's task changes the numbers; frontends read them in the same event loop, so there are no locks.
+    """
 
     def __init__(
         self,
@@ -53,53 +56,90 @@ class Metrics(Collector):
 
     @property
     def num_ended(self) -> int:
-        """Requests whose end has been counted."""
+        """Requests whose end has been counted.
+
+        Tests wait for this number, because statistics arrive after the client has read its output.
+        """
         return sum(replica.num_ended for replica in self._replicas)
 
     def note_step(self, stats: StepStats) -> None:
-        """Count one iteration of a replica's scheduler."""
+        """Count one iteration of a replica's scheduler.
+
+        The numbers are its tokens and the errors of its predicted times.
+        """
         self._replicas[stats.replica].note_step(stats)
 
     def note_grammar(self, stats: GrammarStats) -> None:
-        """Count a grammar that a request brought; it is compiled in front of the replicas, and counts as the first one's."""
+        """Count a grammar that a request brought.
+
+        Grammars are compiled before a replica is chosen, so all of them are counted for the first replica.
+        """
         self._replicas[0].note_grammar(stats)
 
     def note_grammar_work(self, work: Iterable[GrammarWork], replica: int = 0) -> None:
-        """Count what steps of a replica did for their grammars."""
+        """Count what steps of a replica did for their grammars.
+
+        The work is the time for masks, the tokens under a grammar and the tokens drawn again.
+        """
         self._replicas[replica].note_grammar_work(work)
 
     def note_stats(self, stats: Sequence[SchedulerStats]) -> None:
-        """Replace the schedulers' snapshots, one for each replica."""
+        """Replace the schedulers' snapshots, one for each replica.
+
+        Gauges, and counters that the schedulers keep themselves, are read from these snapshots.
+        """
         for replica, mine in zip(self._replicas, stats, strict=True):
             replica.note_stats(mine)
 
     def note_output_stats(self, stats: OutputStats) -> None:
-        """Count latencies, and the requests that ended."""
+        """Count latencies, and the requests that ended.
+
+        Latencies are those that clients see: they include the time in queues and in rendering.
+        """
         self._replicas[stats.replica].note_output_stats(stats)
 
     def note_loss(self, loss: DeviceLost, replica: int = 0) -> None:
-        """Count a loss of a replica's worker processes: all ranks end together."""
+        """Count a loss of a replica's worker processes, by its cause.
+
+        All ranks of the replica end together, so all of its workers are shown as down until they return.
+        """
         self._replicas[replica].note_loss(loss)
 
     def note_return(self, back: DeviceBack, replica: int = 0) -> None:
-        """Count the pause from a loss until the workers took plans again."""
+        """Record the seconds from a loss until the workers accepted plans again.
+
+        The replica's workers are shown as up from now on.
+        """
         self._replicas[replica].note_return(back)
 
     def note_rejection(self, limit: str) -> None:
-        """Count a request that admission refused because of `limit`."""
+        """Count a request that admission refused because of `limit`.
+
+        The names of the limits are a fixed set, so clients cannot create new labels.
+        """
         self._rejections[limit] += 1
 
     def set_sleep_level(self, level: int, *, is_sleeping: bool) -> None:
-        """Set the sleep state of all; a level-0 pause is none of the three."""
+        """Set the sleep state of all replicas.
+
+        A pause at level 0 releases no memory, so the replicas are then neither awake nor in one of the two sleep
+        levels.
+        """
         for replica in self._replicas:
             replica.set_sleep_level(level, is_sleeping=is_sleeping)
 
     def expose(self) -> bytes:
-        """Return the text that Prometheus scrapes."""
+        """Return all metrics in Prometheus' text format, for a scrape.
+
+        Producing the text takes some milliseconds, so frontends call it for scrapes only.
+        """
         return generate_latest(self.registry)
 
     def values(self) -> list[Metric]:
-        """Return all values, for `get_metrics()`."""
+        """Return all values, for `get_metrics()`.
+
+        They are the same numbers as in `expose`, as objects of the Python interface.
+        """
         found: list[Metric] = []
         for engine, number in self._numbers():
             name = self._name(number)
@@ -117,7 +157,10 @@ class Metrics(Collector):
         return found
 
     def collect(self) -> Iterable[Family]:
-        """Return all families, for the registry."""
+        """Return all families, for the registry.
+
+        prometheus_client calls it for each scrape, so no number is kept twice.
+        """
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for engine, number in self._numbers():
             family = families.get(number.name)

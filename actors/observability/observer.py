@@ -69,7 +69,10 @@ class Observer:
         )
 
     def snapshot(self) -> ObserverSnapshot:
-        """Describe what has been counted."""
+        """Describe what has been counted.
+
+        It is part of the engine's snapshot, with which tests wait for all statistics.
+        """
         return ObserverSnapshot(0 if self.metrics is None else self.metrics.num_ended)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -104,7 +107,10 @@ class Observer:
             await anyio.sleep_forever()
 
     def hurry(self) -> None:
-        """Take what is in the inbox now: its answer is waited for."""
+        """Process the messages in the inbox now, because a caller waits for the result.
+
+        Usually the observer pauses between readings, so that it never competes with requests.
+        """
         self._intake_pause.cancel()
 
     def _drain(self, limit: int | None = None) -> bool:
@@ -123,7 +129,10 @@ class Observer:
         return stats
 
     def log(self) -> None:
-        """Write the line of this interval, one for each replica, and begin the next one."""
+        """Write the line of this interval, one for each replica, and begin the next one.
+
+        An engine that was idle during the whole interval writes no line.
+        """
         now = anyio.current_time()
         snapshot = self._take_snapshot()
         before = self._before or (None,) * len(snapshot)

@@ -63,7 +63,10 @@ SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
 class Number(NamedTuple):
-    """A counter or gauge: one value for each set of its own labels."""
+    """A counter or gauge: one value for each set of its own labels.
+
+    `values` is keyed by the values of `labels`; a number without labels has the empty tuple as its only key.
+    """
 
     name: str
     text: str
@@ -74,7 +77,11 @@ class Number(NamedTuple):
 
 
 class ReplicaMetrics:
-    """Every number of one replica; an engine of one has the numbers of that one."""
+    """Every number of one replica.
+
+    An engine without replicas has exactly one of these. Histograms and counters are kept here; gauges are read from
+    the scheduler's last snapshot.
+    """
 
     def __init__(
         self, max_model_len: int, cache_config: Mapping[str, str], num_workers: int
@@ -101,13 +108,19 @@ class ReplicaMetrics:
         return sum(self._ended.values())
 
     def note_step(self, stats: StepStats) -> None:
-        """Count one iteration of the scheduler."""
+        """Count one iteration of the scheduler.
+
+        A ratio of 1 means that the scheduler predicted the time exactly.
+        """
         self._observe("iteration_tokens_total", stats.num_tokens)
         self.histograms["step_time_error_ratio"].observe_all(stats.step_time_ratios)
         self.histograms["first_token_error_ratio"].observe_all(stats.first_token_ratios)
 
     def note_grammar(self, stats: GrammarStats) -> None:
-        """Count a grammar that a request brought."""
+        """Count a grammar that a request brought.
+
+        It was compiled, found in the cache or refused, and each outcome has its own number.
+        """
         self._num_grammars += 1
         if stats.refusal is not None:
             self._refusals[stats.refusal] += 1
@@ -117,7 +130,10 @@ class ReplicaMetrics:
             self._num_grammars_found += 1
 
     def note_grammar_work(self, work: Iterable[GrammarWork]) -> None:
-        """Count what steps did for their grammars."""
+        """Count what steps did for their grammars.
+
+        Each element is the work of one step, so the histogram shows the delay that grammars add to a step.
+        """
         for step in work:
             self._observe("grammar_mask_seconds", step.seconds)
             self._num_grammar_tokens += step.num_tokens
@@ -150,7 +166,10 @@ class ReplicaMetrics:
         self._sleep_states = dict(zip(SLEEP_STATES, map(int, holds), strict=True))
 
     def numbers(self) -> Iterator[Number]:
-        """All counters and gauges, always in the same order."""
+        """All counters and gauges, always in the same order.
+
+        Prometheus' text keeps this order, so two scrapes can be compared line by line.
+        """
         yield from self._gauges()
         yield from self._scheduler_counters()
         yield Number(

@@ -22,7 +22,10 @@ NANOSECONDS = 10**9
 
 
 class Tracer:
-    """Owns a provider of its own: nothing is registered globally."""
+    """Creates one span for each finished request, in an OpenTelemetry provider of its own.
+
+    Nothing is registered globally, so a program that embeds the engine keeps its own tracing.
+    """
 
     def __init__(self, model_name: str, processor: SpanProcessor) -> None:
         self._model_name = model_name
@@ -33,7 +36,10 @@ class Tracer:
         self._tracer = self._provider.get_tracer("trouper")
 
     def note(self, ended: RequestEnded) -> None:
-        """Make the span of a request and leave it with the processor."""
+        """Create the span of a finished request, and queue it for export.
+
+        Its times are those of the request's statistics, so nothing happens while the request runs.
+        """
         stats = ended.stats
         start_ns = int(stats.arrival_time * NANOSECONDS)
         span = self._tracer.start_span(
@@ -48,7 +54,10 @@ class Tracer:
         span.end(start_ns + int((stats.e2e_s or 0.0) * NANOSECONDS))
 
     def close(self) -> None:
-        """Export what is left.  Blocks."""
+        """Export the remaining spans, and stop the exporter's thread.
+
+        It blocks until they are sent, at most for the timeout of the export.
+        """
         self._provider.shutdown()
 
     def _attributes(self, ended: RequestEnded) -> dict[str, str | int | float | tuple[str, ...]]:

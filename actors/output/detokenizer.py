@@ -36,15 +36,24 @@ from trouper.params import SamplingParams
 
 
 class TextStream(Protocol):
-    """Decode one growing sequence token by token."""
+    """Decode one growing sequence token by token.
+
+    It holds back incomplete characters and the white space whose form depends on the next token.
+    """
 
     def push(self, token_id: int) -> str:
-        """Append a token.  Returns the text that it completes, which is empty inside a character."""
+        """Append a token.  Returns the text that it completes, which is empty inside a character.
+
+        The texts of all pushes together are the decoded sequence.
+        """
         ...
 
 
 class TokenDecoder(Protocol):
-    """The decoding half of a tokenizer."""
+    """The decoding half of a tokenizer.
+
+    Tokenizers implement it; the detokenizer needs nothing else of them.
+    """
 
     def stream(
         self,
@@ -53,11 +62,17 @@ class TokenDecoder(Protocol):
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> TextStream:
-        """Open a stream for a sequence behind the prompt."""
+        """Open a stream for a sequence behind the prompt.
+
+        The end of the prompt decides about the white space in front of the first token.
+        """
         ...
 
     def token_text(self, token_id: int, before: Sequence[int] = ()) -> str:
-        """Return the text of one token behind the tokens `before`, for logprobs."""
+        """Return the text of one token behind the tokens `before`, for logprobs.
+
+        It may be a replacement character if the token contains only a part of a character.
+        """
         ...
 
 
@@ -132,7 +147,10 @@ class _Sequence(msgspec.Struct):
 
 
 class Detokenizer:
-    """Own the channel ends and the table of tracked sequences."""
+    """The actor that converts tokens to text and writes reply slots.
+
+    It owns the table of tracked sequences; no other task reads or writes it.
+    """
 
     def __init__(
         self,
@@ -152,7 +170,10 @@ class Detokenizer:
 
     @property
     def num_tracked(self) -> int:
-        """Count the tracked sequences."""
+        """Count the tracked sequences.
+
+        A sequence is tracked from rendering until its end was written.
+        """
         return len(self._sequences)
 
     def snapshot(self) -> DetokenizerSnapshot:

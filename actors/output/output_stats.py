@@ -12,7 +12,10 @@ from trouper.outputs import RequestStateStats
 
 
 class SequenceTimes(msgspec.Struct):
-    """Counts and times of one completion."""
+    """Counts and times of one completion.
+
+    They are kept per completion, because the latency between tokens concerns one stream of tokens.
+    """
 
     num_preemptions: int = 0
     num_tokens: int = 0
@@ -20,7 +23,10 @@ class SequenceTimes(msgspec.Struct):
 
 
 class OutputStatsCollector:
-    """Owns the reporter; collects until `send`, for each replica apart."""
+    """Collects latencies and ends of requests until `send`, separately for each replica.
+
+    Each method does nothing if statistics are off, so callers need no conditions.
+    """
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
@@ -31,7 +37,10 @@ class OutputStatsCollector:
         self._others: list[OutputStats] = []  # of this turn
 
     def choose(self, replica: int) -> None:
-        """Count what follows as this replica's."""
+        """Select the replica for which the following calls count.
+
+        Numbers for the earlier replica are kept until `send`.
+        """
         if replica != self._replica:
             self._others += self._take()
             self._replica = replica
@@ -42,21 +51,30 @@ class OutputStatsCollector:
             stats.queued_ts = now
 
     def note_start(self, stats: RequestStateStats, now: float) -> None:
-        """Note that one of a request's sequences takes a request slot."""
+        """Note that one of a request's sequences takes a request slot.
+
+        Only the first of its sequences determines the time in the queue.
+        """
         if self.reporter.is_on and stats.scheduled_ts is None:
             stats.scheduled_ts = now
 
     def note_preemptions(
         self, stats: RequestStateStats, times: SequenceTimes, num_preemptions: int
     ) -> None:
-        """Note how often a sequence has been preempted so far."""
+        """Note how often a sequence has been preempted so far.
+
+        The scheduler reports a total, and only the difference to the last report is added.
+        """
         stats.num_preemptions += num_preemptions - times.num_preemptions
         times.num_preemptions = num_preemptions
 
     def note_tokens(
         self, stats: RequestStateStats, times: SequenceTimes, num_tokens: int, now: float
     ) -> None:
-        """Note that a sequence has more tokens."""
+        """Record the arrival of tokens of a sequence.
+
+        The first tokens of a request give its time to first token, and later ones the latency between tokens.
+        """
         if not self.reporter.is_on:
             return
         if times.num_tokens:
@@ -71,13 +89,19 @@ class OutputStatsCollector:
             stats.max_num_generation_tokens = times.num_tokens
 
     def note_end(self, ended: RequestEnded, now: float) -> None:
-        """Note that a request has ended."""
+        """Note that a request has ended.
+
+        Its final numbers go to the observer with the next `send`.
+        """
         if self.reporter.is_on:
             ended.stats.finished_ts = now
             self._ended.append(ended)
 
     def send(self) -> None:
-        """Report what has been collected, if anything."""
+        """Report the collected numbers, if there are any, in one message for each replica.
+
+        If the observer's inbox is full, they are dropped instead of delaying outputs.
+        """
         for stats in (*self._others, *self._take()):
             self.reporter.report(stats)
         self._others.clear()

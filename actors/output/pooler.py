@@ -45,7 +45,10 @@ class _PoolerJob(msgspec.Struct, frozen=True):
 
 
 class PoolerSnapshot(msgspec.Struct, frozen=True):
-    """The state of the pooler."""
+    """The state of the pooler.
+
+    A kept query takes memory until all of its documents have been scored.
+    """
 
     # Keys of the kept queries, the oldest first.
     queries: tuple[str, ...]
@@ -54,7 +57,10 @@ class PoolerSnapshot(msgspec.Struct, frozen=True):
 
 
 class Pooler:
-    """Own the inbox and the kept queries."""
+    """The actor that finishes pooling results and writes reply slots.
+
+    It owns the kept queries of late interaction; large results are computed in worker threads.
+    """
 
     def __init__(
         self,

@@ -63,7 +63,10 @@ def _is_finite(array: Array) -> bool:
 
 
 def normalized(array: Array) -> Array:
-    """Scale rows to length 1."""
+    """Scale the last dimension of an array to length 1.
+
+    A row of zeros stays a row of zeros.  Computed in float32, with a minimal norm as in torch.
+    """
     squares = np.vecdot(array, array)
     if array.ndim == 1:
         # The same bits in half the time: the rounded root of a float64 equals the root of a float32.
@@ -72,12 +75,18 @@ def normalized(array: Array) -> Array:
 
 
 def max_sim(query: Array, document: Array) -> float:
-    """Score by late interaction (Khattab and Zaharia 2020): each query token counts its most similar one."""
+    """Score a document by late interaction (Khattab and Zaharia 2020).
+
+    Each token of the query counts the similarity of the most similar token of the document; the score is their sum.
+    """
     return float((query @ document.T).max(axis=1).sum())
 
 
 def cosines(first: Array, second: Array) -> Array:
-    """Return the cosines [n] of the rows of two arrays [n, size]."""
+    """Return the cosines [n] of the rows of two arrays [n, size].
+
+    A row of zeros has the cosine 0 with any other row.
+    """
     return np.einsum("ns,ns->n", normalized(first), normalized(second))
 
 

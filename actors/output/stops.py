@@ -23,7 +23,10 @@ from trouper.actors.messages.sinks import VisibleText
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """The text that one push adds to the client's text."""
+    """The text that one push adds to the client's text.
+
+    Text that may still belong to a stop string is withheld, and comes with a later delta.
+    """
 
     text: str
     # The pushed tokens without those behind a match.

@@ -39,7 +39,10 @@ class _Completion(msgspec.Struct):
 
 
 class ReplySlot(Slot[RequestOutput]):
-    """The slot of a generation: text, tokens and logprobs of n completions."""
+    """The slot of a generation: text, tokens and logprobs of n completions.
+
+    Unread outputs are merged, so its memory is bounded by the length of the answer, however slowly the client reads.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,10 @@ class ReplySlot(Slot[RequestOutput]):
 
     @property
     def num_unread(self) -> int:
-        """Count the completions without a finish reason that the reader has seen."""
+        """Count the completions without a finish reason that the reader has seen.
+
+        The request stays open for the client while this is not 0.
+        """
         return self._num_open + sum(
             self._completions[index].finish_reason is not None for index in self._due
         )
@@ -78,7 +84,10 @@ class ReplySlot(Slot[RequestOutput]):
         return len(self._prompt_token_ids), sum(mine.num_tokens for mine in self._completions)
 
     def start(self, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> None:
-        """Note the rendered prompt."""
+        """Note the rendered prompt.
+
+        It arrives from the renderer before any token, and each output repeats it.
+        """
         self._prompt = prompt
         if self._wants_prompt_logprobs:
             self._prompt_logprobs = [None]  # of a prompt of one token this is all
@@ -88,7 +97,10 @@ class ReplySlot(Slot[RequestOutput]):
         self._num_cached_tokens = num_cached_tokens
 
     def extend_prompt_logprobs(self, positions: list[LogprobsOnePosition]) -> None:
-        """Append prompt positions in order; position 0 has no logprob and is filled in here."""
+        """Append prompt positions in order; position 0 has no logprob and is filled in here.
+
+        Parts of a long prompt arrive with several steps.
+        """
         if self._prompt_logprobs is None:
             self._prompt_logprobs = [None]
         self._prompt_logprobs.extend(positions)
@@ -103,7 +115,10 @@ class ReplySlot(Slot[RequestOutput]):
         finish_reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
     ) -> None:
-        """Append results of one completion, and wake the reader if the stream interval is reached."""
+        """Append text, tokens and logprobs to a completion, or end it.
+
+        Nothing is written after its end.  The reader is woken if the output kind allows an output now.
+        """
         mine = self._completions[index]
         if self._is_closed or mine.finish_reason is not None:
             return
@@ -140,7 +155,10 @@ class ReplySlot(Slot[RequestOutput]):
             self.write(index, "", (), finish_reason="abort")
 
     def note_error(self, error: RequestError) -> None:
-        """Note why completions end with `error`.  The outputs contain it."""
+        """Record why completions end with the reason `error`, before their ends are written.
+
+        The outputs of the request contain it from then on.
+        """
         self._request_error = error
 
     def _take_output(self) -> RequestOutput | None:
@@ -194,7 +212,10 @@ class ReplySlot(Slot[RequestOutput]):
 
 
 class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):
-    """The slot of a pooling request: one output."""
+    """The slot of a pooling request: one output.
+
+    It is filled once, so there is nothing to merge.
+    """
 
     _output: PoolingRequestOutput[PoolingOutput] | None = None
     _is_taken = False
@@ -208,7 +229,10 @@ class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):
         self._start(prompt_token_ids)
 
     def write(self, array: Array, error: RequestError | None = None) -> None:
-        """Deliver the result.  Later results are ignored."""
+        """Deliver the result.  Later results are ignored.
+
+        The reader is woken.  With `error` the array is empty.
+        """
         if self._is_closed or self._over.is_set:
             return
         self._output = PoolingRequestOutput(

@@ -19,7 +19,10 @@ from trouper.outputs import RequestStateStats
 
 
 class Prefills:
-    """Count the prompt tokens of all requests without a first token.  Reply slots write it, and admission reads it."""
+    """Count the prompt tokens of all requests without a first token.  Reply slots write it, and admission reads it.
+
+    It is kept as a running sum, because admission reads it for every request.
+    """
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -29,7 +32,10 @@ Output = TypeVar("Output", covariant=True)
 
 
 class Once:
-    """A flag that is set once.  An event is created only if a task waits, which is rare."""
+    """A flag that is set once.  An event is created only if a task waits, which is rare.
+
+    Waiting after the flag was set returns immediately.
+    """
 
     # Class attributes instead of an `__init__`, which each request would call twice.
     is_set = False
@@ -50,7 +56,10 @@ class Once:
 
 
 class ExpectedToken(NamedTuple):
-    """The predicted time to the first token, made when the request was admitted."""
+    """The predicted time to the first token, made when the request was admitted.
+
+    Clients can use it to decide whether to wait; it is not corrected later.
+    """
 
     seconds: float
     # Whether it is a lower bound.
@@ -139,7 +148,10 @@ class Slot(ABC, Generic[Output]):
 
     @abstractmethod
     def abort(self) -> None:
-        """End all unfinished completions with `abort`."""
+        """End all unfinished completions with `abort`.
+
+        Completions that have already ended keep their own reason.
+        """
 
     @abstractmethod
     def _take_output(self) -> Output | None:
@@ -151,17 +163,21 @@ class Slot(ABC, Generic[Output]):
         """Whether there is something to hand out."""
 
     def fail(self, error: Exception) -> None:
-        """Give the reader an error in place of everything unread."""
+        """Give the reader an error in place of everything unread.
+
+        The first error counts.  Further outputs are ignored.
+        """
         if not self._is_closed and self._error is None:
             self._error = error
             self._end()
             self._wake_reader()
 
     async def read(self) -> Output:
-        """Wait until there is something to hand out, and take it.
+        """Wait until there is an output, and take it.
 
         Raises:
-            Exception: what `fail` was given.
+
+            Exception: the error passed to `fail`.
             ClosedResourceError: the slot is closed.
         """
         if self._is_ready or self._error is not None:
@@ -175,16 +191,22 @@ class Slot(ABC, Generic[Output]):
         return output
 
     def read_nowait(self) -> Output | None:
-        """Return the result of `read`, or None if `read` would wait."""
+        """Return the result of `read`, or None if `read` would wait.
+
+        Raises the error passed to `fail`.  It never yields to other tasks.
+        """
         if self._error is not None:
             raise self._error
         return self._take_output()
 
     async def wait_rendered(self) -> None:
-        """Wait until the prompt is known to be good, or the request has ended.
+        """Wait until the prompt has been accepted, or the request has ended.
+
+        A caller thus learns about an invalid prompt before it commits itself, for example to status 200.
 
         Raises:
-            Exception: what `fail` was given.
+
+            Exception: the error passed to `fail`.
         """
         # Of many prompts that are rendered together, only the first one waits.
         if not self._rendered.is_set:
@@ -195,7 +217,10 @@ class Slot(ABC, Generic[Output]):
             raise self._error
 
     def note_expected(self, seconds: float, *, is_least: bool, error: float | None) -> None:
-        """Note when the first token is expected."""
+        """Note when the first token is expected.
+
+        It is made once, when the scheduler admits the request.
+        """
         self.expected = ExpectedToken(seconds, is_least, error)
         self._foretold.set()
 
@@ -206,11 +231,17 @@ class Slot(ABC, Generic[Output]):
         return self.expected
 
     async def wait_over(self) -> None:
-        """Wait until the request has ended, whether its output is read or not."""
+        """Wait until the request has ended, whether its output is read or not.
+
+        A draining engine waits for this, because unread outputs need no computation.
+        """
         await self._over.wait()
 
     def close(self) -> None:
-        """End reading.  Idempotent; cancels the rendering stage."""
+        """End reading, and drop unread outputs.
+
+        Idempotent. A rendering stage still at work on the request is cancelled, and waiting readers are woken.
+        """
         self._is_closed = True
         if not self._over.is_set:
             self._end()

@@ -15,7 +15,10 @@ import anyio.to_thread
 
 
 class EventLoop:
-    """The event loop that runs when this object is created."""
+    """The event loop that runs when this object is created.
+
+    Other threads use it to run functions on the loop; trio and asyncio have different means for this.
+    """
 
     def __init__(self) -> None:
         self._token: Any = anyio.lowlevel.current_token().native_token
@@ -82,10 +85,16 @@ Args = TypeVarTuple("Args")
 
 
 class Threads(Protocol):
-    """Runs blocking functions outside the event loop."""
+    """Runs blocking functions outside the event loop.
+
+    A protocol lets simulations replace threads by deterministic execution.
+    """
 
     async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
-        """Call `function` in another thread and return its result or raise its exception."""
+        """Call `function` in another thread and return its result or raise its exception.
+
+        The calling task waits; other tasks of the event loop continue.
+        """
         ...
 
 
@@ -104,7 +113,10 @@ class WorkerThreads:
     async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
         """Call `function` in a thread.
 
+        A cancelled caller still waits for the end of the call, because a thread cannot be interrupted.
+
         Raises:
+
             TimeoutError: the call takes longer than `timeout_s`.
         """
         deadline = anyio.current_time() + self._timeout_s

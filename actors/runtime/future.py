@@ -65,17 +65,23 @@ class Future(Generic[T]):
         return self._error
 
     def set(self, value: T) -> None:
-        """Deliver the value."""
+        """Deliver the value.
+
+        It wakes all waiting tasks and never waits itself, so an actor can call it at any time.
+        """
         self._value = value
         self._done.set()
 
     def fail(self, error: BaseException) -> None:
-        """Deliver an error instead."""
+        """Deliver an error instead of a value. Each waiting task raises it.  Like `set`, this never waits."""
         self._error = error
         self._done.set()
 
     async def wait(self) -> T:
-        """Wait for the value and return it, or raise the error passed to `fail`."""
+        """Wait for the value and return it, or raise the error passed to `fail`.
+
+        Several tasks may wait for one future, and waiting after the result returns at once.
+        """
         await self._done.wait()
         return self.result()
 

@@ -35,7 +35,10 @@ LIBRARIES = ("libtorch_global_deps.so", "libtorch_cpu.so")
 
 
 def set_torch_environment() -> None:
-    """Set the environment variables of `TORCH_ENVIRONMENT` that the caller of this process has not set."""
+    """Set the environment variables of `TORCH_ENVIRONMENT` that the caller of this process has not set.
+
+    It must run before torch is imported, because torch reads them only then.
+    """
     for name, value in TORCH_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
