@@ -17,7 +17,7 @@ from typing import TypeVar
 import anyio
 import msgspec
 
-from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult, timed
+from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
 from trouper.actors.executor.devices.outstanding import OpenCalls, RestoredState, SubmittedPlan
 from trouper.actors.executor.devices.supervision import (
     Death,
@@ -410,7 +410,7 @@ class ProcessDevice:
         self._deadlines.note(plan.num_tokens, seconds)
         self._last_answer_s = now
         self._budget.note_progress()
-        return timed(result, seconds)
+        return result
 
     def _note_ready(self, ready: GrammarReady) -> GrammarReady | None:
         """Count a worker's answer to a grammar order. Returns the combined answer after the last worker: an

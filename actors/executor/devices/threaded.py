@@ -7,7 +7,6 @@ work.
 """
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -23,7 +22,6 @@ from trouper.actors.executor.device import (
     DeviceInfo,
     PendingResult,
     StepResult,
-    timed,
 )
 from trouper.actors.executor.workers.model_host import (
     GrammarThread,
@@ -146,9 +144,8 @@ class ThreadedDevice:
         # Bounded by the executor's credits: `max_steps_in_flight` steps, one action and the end marker, plus
         # one `LOOK` for each launched step that announces its result.
         self._tasks: queue.SimpleQueue[DeviceTask[Any] | str | None] = queue.SimpleQueue()
-        # Submitted plans without a received result, each with its time of submission.
-        self._steps: deque[tuple[DeviceTask[StepResult], float]] = deque()
-        self._last_answer_s = -math.inf
+        # Submitted plans without a received result.
+        self._steps: deque[DeviceTask[StepResult]] = deque()
         # At most one entry, since one grammar is prepared at a time.
         self._ready: deque[GrammarReady] = deque()
         self._grammars = GrammarThread(self._note_ready)
@@ -182,7 +179,7 @@ class ThreadedDevice:
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
         task = self._post(lambda: self._execute(plan), self._note_news)
-        self._steps.append((task, anyio.current_time()))
+        self._steps.append(task)
 
     def prepare(self, order: PrepareGrammar) -> None:
         for key in order.released:
@@ -214,17 +211,14 @@ class ThreadedDevice:
         return cast("StepResult | PendingResult[StepResult]", result)  # a launched step, too
 
     async def receive(self) -> DeviceEvent:
-        while not (self._ready or (self._steps and self._steps[0][0].is_done)):
+        while not (self._ready or (self._steps and self._steps[0].is_done)):
             self._news = anyio.Event()
             await self._news.wait()
         if self._ready:
             return self._ready.popleft()
-        task, submitted_s = self._steps[0]
-        result = await task.wait()
+        result = await self._steps[0].wait()
         self._steps.popleft()
-        now = anyio.current_time()
-        seconds, self._last_answer_s = now - max(submitted_s, self._last_answer_s), now
-        return timed(result, seconds)
+        return result
 
     async def call(self, action: DeviceAction) -> object:
         return await self._post(lambda: self._call(action)).wait()

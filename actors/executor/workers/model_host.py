@@ -12,10 +12,11 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, assert_never
+from typing import TYPE_CHECKING, Any, Literal, assert_never, cast
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
 from trouper.actors.executor.runners.cpu.process_resources import be_nice, compute_with, start_nice
+from trouper.actors.executor.workers.step_clock import StepClock
 from trouper.actors.messages.controls import (
     DeviceAction,
     ExplainLosses,
@@ -64,6 +65,7 @@ class ModelHost:
         self._rank, self._files = rank, files
         self._runner: ModelRunner | None = None
         self._refused_epoch = -1
+        self._clock = StepClock()
 
     def __repr__(self) -> str:
         return (
@@ -174,7 +176,12 @@ class ModelHost:
             Exception: the device can run nothing any more.
         """
         runner = self._loaded_runner
-        return self._guarded(plan, lambda: runner.execute(plan))
+        self._clock.start()
+        answer = self._guarded(plan, lambda: runner.execute(plan))
+        if not isinstance(answer, PendingResult):
+            return self._clock.stop(answer)
+        finish = cast("Callable[[], StepResult | None]", answer.finish)
+        return answer._replace(finish=lambda: self._clock.stop(finish()))
 
     def call(self, action: DeviceAction) -> None:
         """Perform an action of `Device.call`; the caller has finished every launched step before."""
