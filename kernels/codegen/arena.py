@@ -12,11 +12,12 @@ Law: everything allocated in a block is read before the next block begins.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves the types of split, view and some others open.
 
+import math
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,7 +44,10 @@ class Lender(TorchDispatchMode):
     def __init__(self, arena: Arena) -> None:
         super().__init__()
         self._arena = arena
-        self._free = list(arena.blocks.values())
+        # By size.  The block freed last is lent first, because the processor's caches still hold it.
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for block in arena.blocks.values():
+            self._free[block.nbytes].append(block)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -65,17 +69,16 @@ class Lender(TorchDispatchMode):
         return None
 
     def _empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        num_bytes = dtype.itemsize * int(np.prod(list(shape)))
-        block = self._block(max(SMALLEST, 1 << (num_bytes - 1).bit_length()))
+        num_bytes = dtype.itemsize * math.prod(shape)
+        size = max(SMALLEST, 1 << (num_bytes - 1).bit_length())
+        free = self._free[size]
+        block = free.pop() if free else self._new_block(size)
         # Only the storage of the returned tensor refers to this array, so it is freed together with the last view.
         lent = block.numpy()[:num_bytes]
-        weakref.finalize(lent, self._free.append, block)
+        weakref.finalize(lent, free.append, block)
         return torch.from_numpy(lent).view(dtype).view(*shape)
 
-    def _block(self, num_bytes: int) -> Tensor:
-        for i, block in enumerate(self._free):
-            if len(block) == num_bytes:
-                return self._free.pop(i)
-        block = torch.empty(num_bytes, dtype=torch.uint8)
+    def _new_block(self, size: int) -> Tensor:
+        block = torch.empty(size, dtype=torch.uint8)
         self._arena.blocks[block.data_ptr()] = block
         return block
