@@ -20,7 +20,7 @@ from trouper.actors.messages.requests import Admit, AdmitPooling, RequestId, Seq
 from trouper.actors.messages.steps import DeviceLost
 from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
 from trouper.actors.scheduling.state.step_builder import InFlight, InFlightPlan
-from trouper.actors.scheduling.step_budget import LONG_S, StepBudget
+from trouper.actors.scheduling.step_budget import StepBudget
 from trouper.config.resolve import SchedulerConfig
 from trouper.outputs import RequestError
 
@@ -178,7 +178,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         if self.timing is None or self._num_stages > 1:
             return False
         for plan in self.in_flight:  # noqa: SIM110  # called for every step: a generator takes a microsecond
-            if plan.estimate_s >= LONG_S:
+            if plan.is_long:
                 return True
         return False
 

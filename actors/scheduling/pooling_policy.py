@@ -41,7 +41,7 @@ from trouper.actors.scheduling.policy_base import PolicyBase
 from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.state.fluid import GRAIN, Fluid
 from trouper.actors.scheduling.state.step_builder import InFlight, InFlightPlan
-from trouper.actors.scheduling.step_budget import PoolingTime
+from trouper.actors.scheduling.step_budget import LONG_S, PoolingTime
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.config.resolve import SchedulerConfig
 from trouper.outputs import RequestError
@@ -333,7 +333,13 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         work = StepWork.of_texts(lengths)
         estimate_s = 0.0 if self.time is None else self.time.estimate_s(work)
         self.in_flight.append(
-            InFlightPoolStep(step=plan.step, estimate_s=estimate_s, group=group, work=work)
+            InFlightPoolStep(
+                step=plan.step,
+                estimate_s=estimate_s,
+                is_long=estimate_s >= LONG_S,
+                group=group,
+                work=work,
+            )
         )
         return plan
 

@@ -22,7 +22,7 @@ from trouper.actors.scheduling.state.fluid import GRAIN, Fluid, Job
 from trouper.actors.scheduling.state.sequence import Sequence, State
 from trouper.actors.scheduling.state.sequence_table import MAX_PASSES, SequenceTable
 from trouper.actors.scheduling.state.step_builder import InFlightStep, StepBuilder
-from trouper.actors.scheduling.step_budget import StepBudget
+from trouper.actors.scheduling.step_budget import LONG_PROMPT_S, LONG_S, StepBudget
 from trouper.actors.scheduling.step_time import NUM_KEPT, StepTimes, StepWork
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import RequestOutputKind
@@ -47,7 +47,7 @@ class PromptTurns:
     def __init__(self, config: SchedulerConfig, table: SequenceTable, max_num_running: int) -> None:
         self.fluid = table.fluid = Fluid()
         self.times = StepTimes()
-        self.budget = StepBudget(self.times, config.max_step_ms)
+        self.budget = StepBudget(self.times, config.max_step_ms, GRAIN)
         self.config = config
         self.table = table
         self.max_num_running = max_num_running
@@ -110,7 +110,7 @@ class PromptTurns:
             key = sequence.request.admit.options.key
             self.fluid.enter(sequence.id, key, sequence.order, num_tokens, size)
         arrivals.clear()
-        if self.fluid.open:
+        if self.fluid.open and self.config.enable_prefix_caching:
             self._look_up_again()
 
     def _rest(self, sequence: Sequence) -> int:
@@ -189,11 +189,13 @@ class PromptTurns:
             starts = plan.num_computed_tokens
             record.work = StepWork(0, 0, len(starts) + num_drafts, 0.0, sum(starts))
             record.estimate_s = self._rows_s
+            record.is_long = self._rows_s >= LONG_S
             return
         work = StepWork.of(plan.num_scheduled_tokens, plan.num_computed_tokens, num_drafts)
         record.work = work
         if self.times.is_known:
             record.estimate_s = self.times.seconds(work)
+            record.is_long = record.estimate_s >= LONG_PROMPT_S
 
     def start_of(self, job: Job) -> int:
         """Return the first position that a job has still to compute."""

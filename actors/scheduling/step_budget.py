@@ -23,9 +23,15 @@ QUIET_LOSS = 0.012
 QUIET_S = 45.0
 # While outputs are streamed, prompts get at least this multiple of the time of the rows: four fifths of the step.
 ROWS_FACTOR = 4.0
-MIN_S = 0.02
-# No plan is made behind a plan of this estimate until its answer.
+# Prompt work in a step, over the time that a short prompt takes without company.  A newcomer waits for half a step on average and
+# then takes one of its own, so a short one has its first token after about twice its time without company.  Large models on a CPU are below this
+# limit anyway.  Small models and GPUs have large fixed costs: the limit makes their long prompts up to 12 % slower.
+SHORT_STEPS = 3.0
+MIN_S = 0.01
+# No plan is made behind a plan of this estimate until its answer: a newcomer waits for the plans in flight.
 LONG_S = 0.05
+# The same for plans with a prompt.  The answer and the next plan cross in 0.3 ms, which the device waits.
+LONG_PROMPT_S = 0.01
 
 
 def remaining_s(flights_s: Sequence[float], elapsed_s: float) -> float:
@@ -45,11 +51,13 @@ class StepBudget:
 
     Args:
         max_step_ms: limit of a whole step in milliseconds.  None means that the budget follows from the step times.
+        short_tokens: length of a short prompt, to which the steps are kept in proportion.  0 means that the fixed costs decide.
     """
 
-    def __init__(self, times: StepTimes, max_step_ms: int | None) -> None:
+    def __init__(self, times: StepTimes, max_step_ms: int | None, short_tokens: int = 0) -> None:
         self.last_s = 0.0  # for metrics
         self._times = times
+        self._short_tokens = short_tokens
         self._max_step_s = None if max_step_ms is None else max_step_ms / 1000
         self.quiet_s = 0.0  # seconds of steps since the last new request
 
@@ -68,11 +76,20 @@ class StepBudget:
             chunk_s = fixed_s - times.seconds(StepWork(0, 0, 0, 0.0, 0))
             self.last_s = max(self._max_step_s - alone_s - chunk_s, 0.0)
         elif has_streams:
-            self.last_s = max(fixed_s / LOSS, ROWS_FACTOR * alone_s, MIN_S)
+            self.last_s = max(self._busy_s(fixed_s), ROWS_FACTOR * alone_s)
+        elif self.quiet_s < QUIET_S:
+            self.last_s = self._busy_s(fixed_s)
         else:
-            is_quiet = self.quiet_s >= QUIET_S
-            self.last_s = max(fixed_s / (QUIET_LOSS if is_quiet else LOSS), MIN_S)
+            self.last_s = max(fixed_s / QUIET_LOSS, MIN_S)
         return self.last_s
+
+    def _busy_s(self, fixed_s: float) -> float:
+        """Return the seconds of prompt work while requests come."""
+        busy_s = fixed_s / LOSS
+        if self._short_tokens:
+            short_s = fixed_s + self._times.cost(0, self._short_tokens)
+            busy_s = min(busy_s, SHORT_STEPS * short_s)
+        return max(busy_s, MIN_S)
 
     def seconds_until(self, work_s: float, rows: StepWork, *, has_streams: bool) -> float:
         """Estimate the seconds of this much prompt work in steps with these rows, including the fixed costs of each step."""

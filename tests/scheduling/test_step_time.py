@@ -89,7 +89,7 @@ def test_no_step_makes_estimate_that_is_no_time(steps):
     assert all(0 <= each < math.inf for each in times.coefficients)
     assert 0 <= times.seconds(ROWS) < math.inf
     prompt_s = budget.prompt_s(ROWS, has_streams=True)
-    assert prompt_s is None or prompt_s >= 0.02
+    assert prompt_s is None or prompt_s >= 0.01
     assert prompt_s is None or times.tokens_in(prompt_s, 0) >= 0
 
 
@@ -97,6 +97,18 @@ def test_fixed_part_is_tenth_of_step_with_prompts():
     times = taught(noise=0.0)
     prompt_s = StepBudget(times, None).prompt_s(NO_ROWS, has_streams=False)
     assert prompt_s == pytest.approx(0.028 / LOSS, rel=0.02)
+
+
+def test_short_prompt_meets_step_like_its_own():
+    times, machine = StepTimes(), MACHINES["cpu-1m"]
+    for seed in range(4):
+        teach(times, machine, seed=seed, noise=0.0)
+    short_s = machine.alone_s(256)
+    bounded = StepBudget(times, None, short_tokens=256)
+    assert bounded.prompt_s(NO_ROWS, has_streams=False) == pytest.approx(3 * short_s, rel=0.03)
+    assert StepBudget(times, None).prompt_s(NO_ROWS, has_streams=False) > 5 * short_s
+    large = StepBudget(taught(noise=0.0), None, short_tokens=256)
+    assert large.prompt_s(NO_ROWS, has_streams=False) == pytest.approx(0.028 / LOSS, rel=0.02)
 
 
 def test_with_streams_rows_have_fifth_of_step_at_most():

@@ -36,6 +36,8 @@ class InFlightPlan(msgspec.Struct, eq=False, kw_only=True):
     step: int
     # Seconds that the device should take for it.  0 before the first fit of the step times.
     estimate_s: float = 0.0
+    # The next plan is made after its answer.
+    is_long: bool = False
     # An earlier plan has failed, so the device refuses this one.
     is_cancelled: bool = False
 
