@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never, cast
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
 from trouper.actors.executor.runners.cpu.process_resources import be_nice, compute_with, start_nice
-from trouper.actors.executor.workers.step_clock import StepClock
+from trouper.actors.executor.workers.step_timer import StepTimer
 from trouper.actors.messages.controls import (
     DeviceAction,
     ExplainLosses,
@@ -65,7 +65,7 @@ class ModelHost:
         self._rank, self._files = rank, files
         self._runner: ModelRunner | None = None
         self._refused_epoch = -1
-        self._clock = StepClock()
+        self._timer = StepTimer()
 
     def __repr__(self) -> str:
         return (
@@ -176,12 +176,12 @@ class ModelHost:
             Exception: the device can run nothing any more.
         """
         runner = self._loaded_runner
-        self._clock.start()
+        self._timer.start()
         answer = self._guarded(plan, lambda: runner.execute(plan))
         if not isinstance(answer, PendingResult):
-            return self._clock.stop(answer)
+            return self._timer.stop(answer)
         finish = cast("Callable[[], StepResult | None]", answer.finish)
-        return answer._replace(finish=lambda: self._clock.stop(finish()))
+        return answer._replace(finish=lambda: self._timer.stop(finish()))
 
     def call(self, action: DeviceAction) -> None:
         """Perform an action of `Device.call`; the caller has finished every launched step before."""

@@ -211,7 +211,8 @@ MACHINE = "cpu-135m"
 def fairness(
     ctx: typer.Context,
     machine: Annotated[
-        str, typer.Option(help="Machine whose steps are played: cpu-1m, cpu-135m, cpu-7b or gpu-7b.")
+        str,
+        typer.Option(help="Machine whose steps are played: cpu-1m, cpu-135m, cpu-7b or gpu-7b."),
     ] = MACHINE,
     workload: Annotated[
         list[str] | None, typer.Option(help="Workload to play; repeatable; all by default.")

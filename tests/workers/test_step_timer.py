@@ -1,11 +1,11 @@
-"""Step clocks: each step has the time that it takes by itself."""
+"""Step timers: each step has the time that it takes by itself."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from trouper.actors.executor.device import PendingResult
-from trouper.actors.executor.workers import step_clock
+from trouper.actors.executor.workers import step_timer
 from trouper.actors.executor.workers.model_host import ModelHost
 from trouper.actors.messages.steps import StepDone, StepFailed
 
@@ -13,7 +13,7 @@ from trouper.actors.messages.steps import StepDone, StepFailed
 @pytest.fixture
 def now(monkeypatch):
     clock = SimpleNamespace(s=100.0)
-    monkeypatch.setattr(step_clock, "perf_counter", lambda: clock.s)
+    monkeypatch.setattr(step_timer, "perf_counter", lambda: clock.s)
     return clock
 
 

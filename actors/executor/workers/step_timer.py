@@ -10,7 +10,7 @@ from time import perf_counter
 from trouper.actors.executor.device import StepResult, timed
 
 
-class StepClock:
+class StepTimer:
     """Time each plan while it is the oldest without a result.  Results come in the order of the plans."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class StepClock:
         self._ended_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<StepClock: {len(self._begun_s)} plans run>"
+        return f"<StepTimer: {len(self._begun_s)} plans run>"
 
     def start(self) -> None:
         """Note that a plan begins."""
