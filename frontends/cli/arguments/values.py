@@ -1,6 +1,7 @@
 """Parse the values of options: JSON objects, lists of integers, and LoRA adapters."""
 
 import json
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -8,10 +9,13 @@ from typing import Annotated, Any, cast
 import msgspec
 import typer
 
+from trouper.actors.rendering.media.files import MAX_FILE_BYTES
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, invalid
 from trouper.lora import LoRARequest
 
+# The first bytes of each format but WebP.
+IMAGE_TYPES = {b"\xff\xd8": "jpeg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp"}
 LoraOption = Annotated[
     str | None,
     typer.Option(metavar="FOLDER", help="Folder of a LoRA adapter to apply to the model."),
@@ -23,6 +27,38 @@ LoraModulesOption = Annotated[
         help="LoRA adapter that requests can name as their model: NAME=FOLDER or JSON; repeatable.",
     ),
 ]
+
+ImageOption = Annotated[
+    list[Path] | None,
+    typer.Option("--image", metavar="FILE", help="Image for a model that sees; repeatable."),
+]
+
+
+def image_files(paths: Sequence[Path] | None) -> tuple[bytes, ...]:
+    """Read the files of images; raises typer.BadParameter.
+
+    A file is not decoded here: the engine or the server does that, as with images of other clients.
+    """
+    found: list[bytes] = []
+    for path in paths or ():
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            rule = f"{path} cannot be read: {reason}"
+            raise typer.BadParameter(rule, param_hint="--image") from None
+        if len(data) > MAX_FILE_BYTES:
+            rule = f"{path} has more than the {MAX_FILE_BYTES} bytes that an image may have"
+            raise typer.BadParameter(rule, param_hint="--image")
+        found.append(data)
+    return tuple(found)
+
+
+def image_url(data: bytes) -> str:
+    """Return a file as a URL.  Its type comes from its first bytes, because some servers read only known types."""
+    kind = next((kind for begin, kind in IMAGE_TYPES.items() if data.startswith(begin)), "webp")
+    return f"data:image/{kind};base64,{b64encode(data).decode()}"
 
 
 def integers(text: str) -> list[int]:

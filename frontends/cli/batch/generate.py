@@ -5,6 +5,7 @@ through one engine, so they are batched.
 """
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -18,7 +19,12 @@ from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.misplaced import check_generates, check_texts
 from trouper.frontends.cli.arguments.options import SamplingOptions, expand_options
-from trouper.frontends.cli.arguments.values import LoraOption, chosen_adapter
+from trouper.frontends.cli.arguments.values import (
+    ImageOption,
+    LoraOption,
+    chosen_adapter,
+    image_files,
+)
 from trouper.frontends.cli.batch.prompt_run import BulkRun, Outcomes
 from trouper.frontends.cli.batch.prompts import Prompt, PromptFileOptions, PromptSource
 from trouper.frontends.cli.batch.results import (
@@ -64,6 +70,7 @@ def generate(
         bool | None,
         typer.Option(help="Print text as it is generated; on by default for one completion."),
     ] = None,
+    image: ImageOption = None,
     lora: LoraOption = None,
     echo: Annotated[bool, typer.Option(help="Print the prompt before its completion.")] = True,
     as_json: Annotated[
@@ -81,10 +88,12 @@ def generate(
 ) -> None:
     """Complete one or more prompts.
 
-    Without PROMPT, all of stdin is one prompt. A failed prompt is reported, and the others continue.
+    Without PROMPT, all of stdin is one prompt. A failed prompt is reported, and the others continue. With --image, each
+    prompt must have the model's placeholder, such as <image>, once for each image; `chat --image` needs none.
     """
     check_texts(prompts, engine_args.model, "generate", "PROMPT")
     check_output(output_file, COLUMNS, source.prompt_file)
+    images = image_files(image)
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
     with PromptSource(prompts, source, "PROMPT") as given:
@@ -110,7 +119,7 @@ def generate(
                 printer = _RecordPrinter(file)
             else:
                 printer = _TextPrinter(echo, params)
-            completing = _Completing(given, params, adapter, printer, outcomes, figures)
+            completing = _Completing(given, params, images, adapter, printer, outcomes, figures)
             run_engine(engine_args, completing.run_all)
     if stats or (stats is None and (given.is_from_file or output.is_terminal(sys.stderr))):
         print(figures, file=sys.stderr)
@@ -124,6 +133,7 @@ class _Completing:
         self,
         prompts: PromptSource,
         params: SamplingParams,
+        images: Sequence[bytes],
         adapter: LoRARequest | None,
         printer: "_TextPrinter | _RecordPrinter",
         outcomes: Outcomes,
@@ -131,6 +141,7 @@ class _Completing:
     ) -> None:
         self._prompts = prompts
         self._params = params
+        self._images = list(images)
         self._adapter = adapter
         self._printer = printer
         self._outcomes = outcomes
@@ -150,7 +161,10 @@ class _Completing:
 
     def _open_one(self, engine: "AsyncLLMEngine", text: str) -> "Generation[RequestOutput]":
         number = str(next(self._numbers))
-        return engine.generate(text, self._params, number, lora_request=self._adapter)
+        prompt: Any = text
+        if self._images:
+            prompt = {"prompt": text, "multi_modal_data": {"image": self._images}}
+        return engine.generate(prompt, self._params, number, lora_request=self._adapter)
 
     async def _finish(
         self, bar: "tqdm[NoReturn]", prompt: Prompt, generation: "Generation[RequestOutput]"

@@ -20,7 +20,13 @@ from trouper.frontends.cli.arguments.options import (
     SamplingOptions,
     expand_options,
 )
-from trouper.frontends.cli.arguments.values import LoraOption, chosen_adapter
+from trouper.frontends.cli.arguments.values import (
+    ImageOption,
+    LoraOption,
+    chosen_adapter,
+    image_files,
+    image_url,
+)
 from trouper.frontends.cli.chat.conversation import (
     WITH_USAGE,
     AnswerEnd,
@@ -81,6 +87,7 @@ def chat(
             show_default=False,
         ),
     ] = None,
+    image: ImageOption = None,
     lora: LoraOption = None,
     stats: StatsOption = False,
     *,
@@ -96,11 +103,12 @@ def chat(
     """
     _take_model(named_model, remote, engine_args)
     message = quick_message(quick)
+    images = [image_url(data) for data in image_files(image)]
 
     async def converse(
         ask: Ask, facts: dict[str, str], limit: int | None, interrupts: Interrupts
     ) -> None:
-        conversation = Conversation(system_prompt)
+        conversation = Conversation(system_prompt, images)
         subject = ChatSubject(
             conversation,
             sampling,

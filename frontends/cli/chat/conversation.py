@@ -6,7 +6,7 @@ are dropped at once: after each drop the rest must be computed again, because th
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import anyio
 import msgspec
@@ -41,6 +41,8 @@ class ChatTurn(NamedTuple):
     question: str
     answer: str
     num_tokens: int
+    # URLs of the images in front of the question.
+    images: tuple[str, ...] = ()
 
 
 class Conversation:
@@ -49,8 +51,14 @@ class Conversation:
     An answer becomes part of it only when it is complete; an interrupted one is added with the text so far.
     """
 
-    def __init__(self, system: str | None = None) -> None:
+    def __init__(self, system: str | None = None, images: Sequence[str] = ()) -> None:
+        """Begin a conversation.
+
+        Args:
+            images: URLs of images, which go with the first question.
+        """
         self.system = system
+        self._images = tuple(images)
         self.turns: list[ChatTurn] = []
 
     def __repr__(self) -> str:
@@ -66,23 +74,32 @@ class Conversation:
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})
         for turn in self.turns[num_dropped:]:
-            messages.append({"role": "user", "content": turn.question})
+            messages.append(_asked(turn.question, turn.images))
             messages.append({"role": "assistant", "content": turn.answer})
         if question is not None:
-            messages.append({"role": "user", "content": question})
+            messages.append(_asked(question, self._images))
         return messages
 
-    def append(self, question: str, answer: str, num_tokens: int | None) -> None:
+    def append(
+        self,
+        question: str,
+        answer: str,
+        num_tokens: int | None,
+        images: tuple[str, ...] | None = None,
+    ) -> None:
         """Add a turn.
 
         Args:
+            images: URLs of the question's images; None for those that wait for the first question.
             num_tokens: tokens of the whole conversation including this turn; None to estimate them.
         """
         if num_tokens is None:
             own = estimate(question) + estimate(answer)
         else:
             own = max(1, num_tokens - self.num_tokens)
-        self.turns.append(ChatTurn(question, answer, own))
+        if images is None:
+            images, self._images = self._images, ()
+        self.turns.append(ChatTurn(question, answer, own, images))
 
     def num_too_old(self, question: str, limit: int | None, max_tokens: int | None) -> int:
         """Return how many of the oldest turns to drop, so that a question and its answer fit.
@@ -105,6 +122,14 @@ class Conversation:
         """Return the content of a JSON file with the conversation and the sampling parameters."""
         saved = _SavedConversation(messages=self.messages(), parameters=parameters)
         return msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
+
+
+def _asked(question: str, images: Sequence[str]) -> dict[str, Any]:
+    """Return a message of the user, with its images in front of the text."""
+    if not images:
+        return {"role": "user", "content": question}
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
 
 
 class _SavedConversation(msgspec.Struct):
@@ -169,8 +194,27 @@ def load(data: bytes) -> tuple[Conversation, dict[str, Any]]:
     for asked, answered in zip(messages[::2], messages[1::2], strict=True):
         if (asked.get("role"), answered.get("role")) != ("user", "assistant"):
             raise _no_conversation("the roles user and assistant must alternate")
-        conversation.append(_content(asked), _content(answered), None)
+        question, images = _question(asked)
+        conversation.append(question, _content(answered), None, images)
     return conversation, saved.parameters
+
+
+def _question(message: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Return the text and the URLs of the images of a saved question."""
+    images: list[str] = []
+    texts: list[str] = []
+    content: Any = message.get("content")
+    for part in cast("list[Any]", content) if isinstance(content, list) else ():
+        match part:
+            case {"type": "image_url", "image_url": {"url": str(url)}}:
+                images.append(url)
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise _no_conversation("each part must be a text or an image_url")
+    if isinstance(content, list):
+        return "\n".join(texts), tuple(images)
+    return _content(message), ()
 
 
 def _content(message: dict[str, Any]) -> str:
