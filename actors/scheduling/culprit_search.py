@@ -52,11 +52,17 @@ class FaultBisection:
 
     @property
     def suspect_ids(self) -> tuple[SequenceId, ...]:
-        """List the ids of all suspects, for tests and debugging."""
+        """List the ids of all suspects, for tests and debugging.
+
+        The list is empty if no search is on.
+        """
         return tuple(sequence.id for sequence in self._suspects)
 
     def suspect(self, sequences: Iterable[Sequence]) -> None:
-        """Begin a search among the sequences of a step that raised.  It replaces an earlier search."""
+        """Begin a search among the sequences of a step that raised.  It replaces an earlier search.
+
+        All of them are equally suspect, because a step fails as a whole.
+        """
         self._suspects = list(sequences)
         self._tested = []
 
@@ -66,28 +72,43 @@ class FaultBisection:
         return self._suspects[: (len(self._suspects) + 1) // 2]
 
     def begin(self, tested: list[Sequence]) -> None:
-        """Note the sequences in the step: the group, or the part of it for which there was room."""
+        """Note the sequences in the step: the group, or the part of it for which there was room.
+
+        The result of this step decides about exactly these sequences.
+        """
         self._tested = tested
 
     @property
     def is_testing(self) -> bool:
-        """Whether a group under test is in flight."""
+        """Whether a group under test is in flight.
+
+        No other step may be planned meanwhile, because its failure could not be distinguished.
+        """
         return bool(self._tested)
 
     def passed(self) -> None:
-        """Free the tested group: its step did not raise."""
+        """Free the tested group: its step did not raise.
+
+        The culprit must then be among the remaining suspects, or the failure was a transient one.
+        """
         tested = {sequence.id for sequence in self._tested}
         self._suspects = [suspect for suspect in self._suspects if suspect.id not in tested]
         self._tested = []
 
     def failed(self) -> Sequence | None:
-        """Narrow the search to the tested group, because its step raised.  Returns the culprit if the group was one sequence."""
+        """Narrow the search to the tested group, because its step raised.
+
+        Returns the culprit if the group was one sequence; otherwise the next group is half as large.
+        """
         self._suspects, self._tested = self._tested, []
         return self._suspects.pop() if len(self._suspects) == 1 else None
 
 
 class Suspect(msgspec.Struct, frozen=True, eq=False):
-    """A sequence in the step of a loss.  It is freed when it has landed past the position `until`."""
+    """A sequence in the step of a loss.  It is freed when it has landed past the position `until`.
+
+    Freed means that the device computed its tokens again without dying, so it was not the cause.
+    """
 
     sequence: Sequence
     until: int
@@ -101,7 +122,10 @@ class Suspect(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_due(self) -> bool:
-        """Whether further steps must be planned for the suspect."""
+        """Whether further steps must be planned for the suspect.
+
+        A suspect past its position needs no more tests, but its results may still be in flight.
+        """
         sequence = self.sequence
         return sequence.state is not State.FINISHED and sequence.num_computed < self.until
 
@@ -129,13 +153,19 @@ class Quarantine:
 
     @property
     def suspect_ids(self) -> tuple[SequenceId, ...]:
-        """List the ids of the unfinished suspects."""
+        """List the ids of the unfinished suspects.
+
+        Finished suspects are tested too, as ghosts, but nothing else needs their ids.
+        """
         sequences = [suspect.sequence for suspect in self._suspects]
         return tuple(s.id for s in sequences if s.state is not State.FINISHED)
 
     @property
     def requests(self) -> frozenset[RequestId]:
-        """List the requests of all suspects."""
+        """List the requests of all suspects.
+
+        Other requests may be moved to another replica meanwhile; these stay.
+        """
         return frozenset(suspect.sequence.request.admit.id for suspect in self._suspects)
 
     def lose(self, entries: Iterable[tuple[Sequence, int]]) -> tuple[Request, int] | None:
@@ -177,7 +207,10 @@ class Quarantine:
         return self._tested
 
     def advance(self) -> None:
-        """Go on to the next group, because all suspects of the last one have passed."""
+        """Go on to the next group, because all suspects of the last one have passed.
+
+        If none is left, the search ends without a culprit.
+        """
         self._choose()
 
     def _choose(self) -> None:

@@ -64,7 +64,10 @@ def expect(
 
 
 class FirstTokens:
-    """Keep the open predictions of first tokens, and the errors of the past ones."""
+    """Keep the open predictions of first tokens, and the errors of the past ones.
+
+    The scheduler promises a time to each client, and this measures how good the promises are.
+    """
 
     def __init__(self) -> None:
         # By sequence: the time of the prediction, and the predicted seconds.  Each ends with its sequence.
@@ -79,18 +82,27 @@ class FirstTokens:
 
     @property
     def error(self) -> float | None:
-        """The relative error of the worst in ten predictions.  None before enough have been compared."""
+        """The relative error of the worst in ten predictions.  None before enough have been compared.
+
+        It accompanies later predictions, so a client can judge them.
+        """
         if len(self._errors) < NUM_NEEDED:
             return None
         return sorted(self._errors)[int(RANK * len(self._errors))]
 
     def note(self, expected: Expected, now: float) -> None:
-        """Keep a prediction for comparison.  Lower bounds are not compared."""
+        """Keep a prediction for comparison.  Lower bounds are not compared.
+
+        A lower bound is no claim about the time, so it would distort the error.
+        """
         if not expected.is_least:
             self._open[expected.id] = now, expected.seconds
 
     def compare(self, ids: Iterable[tuple[int, bool]], now: float) -> None:
-        """Compare predictions with the sequences of an output, each with whether it has a token."""
+        """Compare predictions with the sequences of an output, each with whether it has a token.
+
+        A sequence that ends without a token has no true time, and its prediction is dropped.
+        """
         for id, has_token in ids:
             found = self._open.pop(id, None)
             if found is None or not has_token:
@@ -102,6 +114,9 @@ class FirstTokens:
                 self.ratios.append(seconds / true_s)
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of predicted to true seconds since the last call."""
+        """Take the ratios of predicted to true seconds since the last call.
+
+        The observer shows them as a histogram; 1 is a perfect prediction.
+        """
         ratios, self.ratios = tuple(self.ratios), []
         return ratios

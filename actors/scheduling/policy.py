@@ -100,22 +100,34 @@ class Policy(PolicyBase[InFlightStep, Request]):
 
     @property
     def num_started(self) -> int:
-        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`."""
+        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`.
+
+        A pause of that kind has taken full effect when it is 0.
+        """
         return self.table.num_started
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether a sequence holds a block of KV memory."""
+        """Whether a sequence holds a block of KV memory.
+
+        Prefixes can be forgotten only while no sequence uses them.
+        """
         return self.blocks.num_free < self.blocks.num_usable
 
     def state(self, id: SequenceId) -> State:
-        """Return the state of a sequence; an unknown one has finished."""
+        """Return the state of a sequence; an unknown one has finished.
+
+        Tests and simulations use it; the policy itself has the sequence at hand.
+        """
         sequence = self.table.sequences.get(id)
         return State.FINISHED if sequence is None else sequence.state
 
     @property
     def num_tokens(self) -> int:
-        """Count the prompt tokens computed and the tokens sampled so far."""
+        """Count the prompt tokens computed and the tokens sampled so far.
+
+        It only grows, so the difference of two readings is the work between them.
+        """
         return self._num_prompt_tokens + self.table.num_generation_tokens
 
     def _counts(self) -> dict[str, Any]:
@@ -144,27 +156,42 @@ class Policy(PolicyBase[InFlightStep, Request]):
     # Events
 
     def open_request(self, admit: Admit | AdmitPooling) -> Request:
-        """Make a request that any replica may take in."""
+        """Make a request that any replica may take in.
+
+        It has its number from then on, which keeps the order of arrival over all replicas.
+        """
         assert isinstance(admit, Admit)
         return self.table.open_request(admit)
 
     def demand(self, request: Request) -> Demand:
-        """Describe what a request asks of a replica."""
+        """Describe what a request asks of a replica.
+
+        With prefix caching it contains the hashes of the prompt's blocks.
+        """
         return request.demand(self.blocks.block_size if self.config.enable_prefix_caching else 0)
 
     def enter(self, request: Request, replica: int = 0, num_expected: int = 0) -> None:
-        """Take in a request with its outputs.  Tokens that another replica has computed are computed again."""
+        """Add a request, together with its outputs if another replica has begun it.
+
+        Tokens that the other replica has computed are computed again, because KV blocks are not moved.
+        """
         request.replica, request.num_expected = replica, num_expected
         if self.turns is not None:
             self.turns.budget.quiet_s = 0.0
         self.table.enter(request)
 
     def work(self) -> tuple[int, int]:
-        """Count the tokens that are known and not computed, and the unfinished sequences."""
+        """Count the tokens that are known and not computed, and the unfinished sequences.
+
+        The router compares replicas by these numbers.
+        """
         return self.table.work()
 
     def evacuate(self, *, only_fresh: bool = False) -> list[Request]:
-        """Give up the requests that have nothing on the device, for other replicas; those in question stay."""
+        """Give up the requests without state on the device, so that other replicas can continue them.
+
+        Suspects of a search stay, because they might kill the next device, too.
+        """
         return self.table.take_out(self._quarantine.requests, only_fresh=only_fresh)
 
     def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
@@ -203,13 +230,19 @@ class Policy(PolicyBase[InFlightStep, Request]):
         self.table.abort(id, frozenset(self._quarantine.suspect_ids))
 
     def stop(self, ids: tuple[SequenceId, ...]) -> None:
-        """Drop sequences that a stop string has ended; they have no further output."""
+        """Drop sequences that a stop string has ended; they have no further output.
+
+        Tokens computed behind the stop string are dropped, and the blocks become free.
+        """
         suspects = self._quarantine.suspect_ids
         for id in ids:
             self.table.stop(id, is_suspect=id in suspects)
 
     def apply(self, done: StepDone | PoolDone) -> None:
-        """Take the results of the eldest plan in flight."""
+        """Take the results of the eldest plan in flight.
+
+        Outputs are collected until `take_outputs`; sequences that have ended give up their blocks.
+        """
         assert isinstance(done, StepDone)
         step, table = self.in_flight.complete(done.step), self.table
         if self.turns is not None:
@@ -309,7 +342,10 @@ class Policy(PolicyBase[InFlightStep, Request]):
             self.table.fail_request(request, error)
 
     def preempt_all(self) -> None:
-        """Free all KV blocks; running sequences are recomputed later, and results in flight count."""
+        """Free all KV blocks; running sequences are recomputed later, and results in flight count.
+
+        Used before the device releases its memory, and for resetting the prefix cache.
+        """
         self.table.running.preempt_all()
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -331,7 +367,10 @@ class Policy(PolicyBase[InFlightStep, Request]):
         return self.table.grammars.next_order(keys, is_silent=is_silent)
 
     def note_grammar(self, ready: GrammarReady) -> None:
-        """Take a grammar that the device has prepared, or cannot."""
+        """Take a grammar that the device has prepared, or cannot.
+
+        Requests that wait for it are queued again, or end with the error.
+        """
         if self.table.grammars.note(ready):
             self.table.waiting.unpark(ready.key)
         else:
@@ -340,7 +379,10 @@ class Policy(PolicyBase[InFlightStep, Request]):
             )
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:
-        """Take the outputs since the last call, at most one entry for each sequence, with `answers`."""
+        """Take the outputs since the last call, at most one entry for each sequence, with `answers`.
+
+        Merging bounds their number when the detokenizer is slow.
+        """
         return self.table.outputs.take(answers)
 
     # One scheduling pass

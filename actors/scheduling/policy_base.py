@@ -29,16 +29,25 @@ RequestT = TypeVar("RequestT")
 
 
 class StepTiming(Protocol):
-    """The learnt step times of a policy: `PromptTurns` or `PoolingTime`."""
+    """The learnt step times of a policy: `PromptTurns` or `PoolingTime`.
+
+    A policy without it plans by numbers of tokens only.
+    """
 
     budget: StepBudget
 
     def statistics(self) -> dict[str, Any]:
-        """Describe the state in the fields of `SchedulerStats`."""
+        """Describe the state in the fields of `SchedulerStats`.
+
+        They become metrics, so a step that misses its budget is visible.
+        """
         ...
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of estimated to measured time of the steps since the last call."""
+        """Take the ratios of estimated to measured time of the steps since the last call.
+
+        A ratio of 1 is a perfect estimate.  The observer shows them as a histogram.
+        """
         ...
 
 
@@ -65,21 +74,33 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Count the plans without an answer from the device."""
+        """Count the plans without an answer from the device.
+
+        The scheduler plans ahead up to a limit, so that the device never waits for a plan.
+        """
         return len(self.in_flight)
 
     @property
     def num_tokens(self) -> int:
-        """Count the prompt tokens computed and the tokens sampled so far."""
+        """Count the prompt tokens computed and the tokens sampled so far.
+
+        It is one counter that only grows, so reading it is cheap.
+        """
         return self._num_prompt_tokens
 
     @property
     def is_available(self) -> bool:
-        """Whether a new request would be planned: the device is loaded, and no search for a culprit goes first."""
+        """Whether a new request would be planned: the device is loaded, and no search for a culprit goes first.
+
+        The router prefers available replicas, because others would let the request wait.
+        """
         return not (self.is_device_lost or self._has_suspects)
 
     def statistics(self) -> SchedulerStats:
-        """Describe the state in numbers.  It reads every counter, so no request may need it."""
+        """Describe the state in numbers.  It reads every counter, so no request may need it.
+
+        Other callers use the single counters.
+        """
         timing = {} if self.timing is None else self.timing.statistics()
         return SchedulerStats(
             num_steps_in_flight=len(self.in_flight),
@@ -93,7 +114,10 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         )
 
     def snapshot(self) -> PolicySnapshot:
-        """Describe where each unfinished sequence is, for tests and debugging.  Takes O(n log n)."""
+        """Describe where each unfinished sequence is, for tests and debugging.  Takes O(n log n).
+
+        Sequences are named by their ids, in the order in which they would be served.
+        """
         running, waiting, other = self._ids_by_state()
         return PolicySnapshot(
             running=running,
@@ -120,7 +144,10 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         return () if self.timing is None else self.timing.take_ratios()
 
     def set_pause(self, pause: Pause) -> None:
-        """Set what may be planned from now on."""
+        """Set what may be planned from now on.
+
+        Steps in flight are not affected; they end normally.
+        """
         self.pause = pause
 
     def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
@@ -153,7 +180,10 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         return self._lose_plans(plans, loss, has_suspects=has_suspects)
 
     def return_device(self) -> None:
-        """Plan again: the device has been loaded anew."""
+        """Plan again: the device has been loaded anew.
+
+        Its memory is empty, so all sequences are computed again from their tokens.
+        """
         self.is_device_lost = False
 
     def fail_device(self, message: str) -> None:
@@ -190,7 +220,10 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
 
     @abstractmethod
     def open_request(self, admit: Admit | AdmitPooling) -> RequestT:
-        """Make a request that any replica may take in."""
+        """Make a request that any replica may take in.
+
+        It is not in any queue until `enter`.
+        """
 
     @abstractmethod
     def enter(self, request: RequestT, replica: int = 0, num_expected: int = 0) -> None:

@@ -56,7 +56,10 @@ Order = tuple[int, float, int]
 
 
 class QueuedText(NamedTuple):
-    """A queued request.  Comparisons use only its order, which is unique."""
+    """A queued request.  Comparisons use only its order, which is unique.
+
+    A tuple compares fast, and the heap compares entries often.
+    """
 
     order: Order
     admit: AdmitPooling
@@ -65,7 +68,10 @@ class QueuedText(NamedTuple):
 
 
 class SharedPooling:
-    """Keep the outputs and the numbering of requests, which all replicas of a model share."""
+    """Keep the outputs and the numbering of requests, which all replicas of a model share.
+
+    A request that moves to another replica keeps its place in the order, and its result appears in the common list.
+    """
 
     def __init__(self) -> None:
         self.outputs: list[PooledRequest] = []
@@ -73,7 +79,10 @@ class SharedPooling:
 
 
 class InFlightPoolStep(InFlightPlan, eq=False, kw_only=True):
-    """A plan of an engine that pools: its requests in the order of the entries."""
+    """A plan of an engine that pools: its requests in the order of the entries.
+
+    If the device is lost, they are computed again one by one or by halves.
+    """
 
     group: list[AdmitPooling]
     work: StepWork
@@ -123,7 +132,10 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
 
     @property
     def holds_blocks(self) -> bool:
-        """Return False: pooling keeps no memory between plans."""
+        """Return False: pooling keeps no memory between plans.
+
+        Each text is computed in one step, so nothing of it remains on the device.
+        """
         return False
 
     @property
@@ -166,12 +178,18 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         return QueuedText((priority, arrival, next(self._shared.numbers)), admit)
 
     def demand(self, request: QueuedText) -> Demand:
-        """Describe the work of a request for the choice of a replica.  No cache has a prefix of it."""
+        """Describe the work of a request for the choice of a replica.  No cache has a prefix of it.
+
+        Replicas are therefore chosen by their remaining work only.
+        """
         admit = request.admit
         return Demand(len(admit.prompt_token_ids), 1, admit.options.data_parallel_rank)
 
     def enter(self, request: QueuedText, replica: int = 0, num_expected: int = 0) -> None:
-        """Queue a request.  If another replica has begun it, it is computed again."""
+        """Queue a request.  If another replica has begun it, it is computed again.
+
+        Its tokens count as work of this replica until it ends.
+        """
         self.unfinished[request.admit.id] = request
         self._num_open_tokens += _length(request.admit)
         if self.time is not None:
@@ -185,7 +203,10 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
             )
 
     def evacuate(self, *, only_fresh: bool = False) -> list[QueuedText]:
-        """Remove and return the requests outside of plans in flight, for other replicas.  Suspects stay."""
+        """Remove and return the requests that are in no plan in flight, so that other replicas can compute them.
+
+        Suspects stay, because they might kill the next device, too.
+        """
         given, self.waiting = self.waiting, []
         if not only_fresh:
             given += self.returning
@@ -201,7 +222,10 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         return sorted(request for request in given if self._take(request.admit.id))
 
     def work(self) -> tuple[int, int]:
-        """Count the tokens and the requests without a result."""
+        """Count the tokens and the requests without a result.
+
+        The router compares replicas by these numbers.
+        """
         return self._num_open_tokens, len(self.unfinished)
 
     def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
@@ -220,7 +244,10 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         return time.expect(lengths, self._flights_s(), elapsed_s)
 
     def abort(self, id: RequestId) -> None:
-        """End a request in any state.  Unknown and finished requests are ignored."""
+        """End a request in any state.  Unknown and finished requests are ignored.
+
+        A request in flight is still computed, and its result is dropped.
+        """
         self._end(id, RequestError("aborted", "the request was aborted"))
 
     def stop(self, ids: tuple[SequenceId, ...]) -> None:
@@ -228,7 +255,10 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         raise AssertionError(f"stop strings end no pooling request: {ids}")
 
     def apply(self, done: StepDone | PoolDone) -> None:
-        """Take the results of the eldest plan in flight."""
+        """Take the results of the eldest plan in flight.
+
+        Results of aborted requests are ignored.  The measured time improves later estimates.
+        """
         assert isinstance(done, PoolDone)
         flight = self.in_flight.complete(done.step)
         if self.time is not None:
@@ -298,7 +328,10 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         """Do nothing, because no grammar was ordered."""
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> Pooled | None:
-        """Take the outputs since the last call, with `answers`.  Returns None if there are neither."""
+        """Take the outputs since the last call, with `answers`.  Returns None if there are neither.
+
+        Each output contains its request, because the pooler keeps no table.
+        """
         if not self.outputs and not answers:
             return None
         outputs = tuple(self.outputs)

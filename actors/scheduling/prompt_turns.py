@@ -68,11 +68,17 @@ class PromptTurns:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a prompt runs or waits."""
+        """Whether a prompt runs or waits.
+
+        Otherwise a step consists of decoding sequences only, and needs no decision about turns.
+        """
         return bool(self._arrivals or self.fluid.open)
 
     def statistics(self) -> dict[str, Any]:
-        """Describe the state in the fields of `SchedulerStats`."""
+        """Describe the state in the fields of `SchedulerStats`.
+
+        Overdue tokens should be 0: they are the tokens by which the engine is behind its promise.
+        """
         return {
             "step_prompt_budget_s": self.budget.last_s,
             "num_overdue_tokens": self.fluid.num_overdue_tokens,
@@ -82,7 +88,10 @@ class PromptTurns:
         }
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of estimated to measured time of the steps with a prompt since the last call."""
+        """Take the ratios of estimated to measured time of the steps with a prompt since the last call.
+
+        A ratio of 1 is a perfect estimate; the observer shows them as a histogram.
+        """
         if not self._ratios:
             return ()
         ratios = tuple(self._ratios)
@@ -90,11 +99,17 @@ class PromptTurns:
         return ratios
 
     def note_undone(self, sequence: Sequence) -> None:
-        """Note that a failed step took a running sequence back: it computes these tokens again."""
+        """Note that a failed step took a running sequence back: it computes these tokens again.
+
+        It enters the fluid again with the next plan, like a new arrival.
+        """
         self._arrivals.append(sequence)
 
     def settle(self) -> None:
-        """Let the sequences that arrived since the last plan enter the fluid."""
+        """Let the sequences that arrived since the last plan enter the fluid.
+
+        Sequences whose grammar is not ready are parked instead.
+        """
         arrivals, table = self._arrivals, self.table
         for sequence in arrivals:
             if sequence.state is State.FINISHED or sequence.id not in table.sequences:
@@ -120,7 +135,10 @@ class PromptTurns:
         return sequence.num_tokens - self.table.running.expected_start(sequence)
 
     def rows(self) -> list[Sequence]:
-        """List the running sequences that decode."""
+        """List the running sequences that decode.
+
+        Each of them needs one token in every step, so they are planned before any prompt.
+        """
         prompts = self.fluid.open
         running = self.table.running.snapshot()
         return [sequence for sequence in running if sequence.id not in prompts]
@@ -134,10 +152,13 @@ class PromptTurns:
             builder.max_lookahead = min(builder.max_lookahead, int(most))
 
     def fill(self, builder: StepBuilder, *, only_returning: bool) -> None:
-        """Put prompts into a step that has its rows.
+        """Add prompts to a step that already has its decoding sequences.
+
+        Prompts are added in the fluid's order, as long as the budget of the step in seconds and tokens allows.
 
         Args:
-            only_returning: start none that never ran.
+
+            only_returning: start no sequence that has never run.
         """
         self.refresh()
         filling = _Filling(self, builder, self._prompt_s(builder))
@@ -198,7 +219,10 @@ class PromptTurns:
             record.is_long = record.estimate_s >= LONG_PROMPT_S
 
     def start_of(self, job: Job) -> int:
-        """Return the first position that a job has still to compute."""
+        """Return the first position that a job has still to compute.
+
+        Positions before it are cached or have been planned already.
+        """
         return _known(self.table.sequences[job.id]) - job.num_tokens
 
     def ahead_of(self, sequence: Sequence, num_tokens: int) -> Iterator[Job]:
@@ -209,7 +233,10 @@ class PromptTurns:
         return self.fluid.ahead_of(sequence.request.admit.options.key, sequence.order, size)
 
     def seconds_until(self, work_s: float) -> float:
-        """Estimate how long this much prompt work takes beside the rows that decode now."""
+        """Estimate how long this much prompt work takes beside the rows that decode now.
+
+        It includes the decoding sequences that share each step with the prompts.
+        """
         rows, final_only = self.rows(), RequestOutputKind.FINAL_ONLY
         has_streams = any(row.request.admit.params.output_kind != final_only for row in rows)
         context = sum(row.num_computed for row in rows)
@@ -217,7 +244,10 @@ class PromptTurns:
         return self.budget.seconds_until(work_s, work, has_streams=has_streams)
 
     def note_step(self, record: InFlightStep, seconds: float) -> None:
-        """Learn from a step.  A device that measures no time gives 0 seconds."""
+        """Learn from a step.  A device that measures no time gives 0 seconds.
+
+        The times of steps without prompts are learnt later, when an estimate needs them.
+        """
         work = record.work
         if seconds <= 0 or work is None:
             return
@@ -231,7 +261,10 @@ class PromptTurns:
             self._ratios.append(record.estimate_s / seconds)
 
     def refresh(self) -> None:
-        """Learn from the steps since the last call.  Called before estimates."""
+        """Learn from the steps since the last call.  Called before estimates.
+
+        Most steps only decode and need no estimate, so learning is postponed until here.
+        """
         for work, seconds in self._steps_of_rows:
             self.times.note(work, seconds)
         self._steps_of_rows.clear()
@@ -258,7 +291,10 @@ class PromptTurns:
             yield sequence, self._rest(sequence)
 
     def in_order(self) -> Iterator[Job]:
-        """Yield the open prompts in order."""
+        """Yield the open prompts in order.
+
+        With the policy `fcfs` this is the order of arrival, otherwise the fluid's.
+        """
         if not self._is_fcfs:
             return self.fluid.order()
         jobs, table = self.fluid.open, self.table

@@ -60,33 +60,54 @@ class Replicas(Generic[OutputsT, RequestT]):
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Count the plans in flight on all devices."""
+        """Count the plans in flight on all devices.
+
+        A stepped engine waits until it is 0.
+        """
         return sum(policy.num_steps_in_flight for policy in self.policies)
 
     @property
     def have_failed(self) -> bool:
-        """Whether no replica is left."""
+        """Whether no replica is left.
+
+        Then no request can be served any more, and the engine ends.
+        """
         return all(policy.has_device_failed for policy in self.policies)
 
     @property
     def num_started(self) -> int:
-        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`."""
+        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`.
+
+        A pause of that kind has taken full effect when it is 0.
+        """
         return sum(policy.num_started for policy in self.policies)
 
     def statistics(self) -> SchedulerStats:
-        """Describe the state of all replicas together in numbers."""
+        """Describe the state of all replicas together in numbers.
+
+        Numbers are added, and shares are averaged; see `total`.
+        """
         return total(self.replica_statistics())
 
     def replica_statistics(self) -> tuple[SchedulerStats, ...]:
-        """Describe the state of each replica in numbers."""
+        """Describe the state of each replica in numbers.
+
+        Metrics show them with the number of the replica as a label.
+        """
         return tuple(policy.statistics() for policy in self.policies)
 
     def admit(self, admit: Admit | AdmitPooling) -> None:
-        """Give a new request to a replica."""
+        """Give a new request to a replica.
+
+        The router chooses it by the remaining work, the cached prefix and the wish of the request.
+        """
         self._place(self.policies[0].open_request(admit))
 
     def abort(self, id: RequestId) -> None:
-        """End a request on any replica.  Unknown and finished requests are ignored."""
+        """End a request on any replica.  Unknown and finished requests are ignored.
+
+        Each policy is asked, because only the policies know where the request is.
+        """
         for policy in self.policies:
             policy.abort(id)
         self.note_change()
@@ -98,12 +119,18 @@ class Replicas(Generic[OutputsT, RequestT]):
         self.note_change()
 
     def set_pause(self, pause: Pause) -> None:
-        """Set what may be planned from now on."""
+        """Set what may be planned from now on.
+
+        All replicas pause together, because clients see one engine.
+        """
         for policy in self.policies:
             policy.set_pause(pause)
 
     def preempt_all(self) -> None:
-        """Free all KV blocks; running sequences are recomputed later, and results in flight count."""
+        """Free all KV blocks; running sequences are recomputed later, and results in flight count.
+
+        It applies to every replica at once.
+        """
         for policy in self.policies:
             policy.preempt_all()
 
@@ -117,18 +144,27 @@ class Replicas(Generic[OutputsT, RequestT]):
         return True
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> OutputsT | None:
-        """Take the outputs of all since the last call, with `answers`."""
+        """Take the outputs of all since the last call, with `answers`.
+
+        The policies share one list, so any of them can return it.
+        """
         return self.policies[0].take_outputs(answers)
 
     def note_change(self, replica: int | None = None) -> None:
-        """Count the work of a replica, or of all replicas, again before the next choice."""
+        """Count the work of a replica, or of all replicas, again before the next choice.
+
+        The numbers are cached between choices, because counting takes longer than choosing.
+        """
         if replica is None:
             self._work = [None] * len(self.policies)
         else:
             self._work[replica] = None
 
     def note_loss(self, replica: int) -> None:
-        """Move the requests of a lost replica to the others."""
+        """Move the requests of a lost replica to the others.
+
+        The suspects of the loss stay and are tested when the device is back.
+        """
         self.note_change()
         # It may be back before the next call of `rebalance`.
         self._were_available[replica] = False
@@ -136,7 +172,10 @@ class Replicas(Generic[OutputsT, RequestT]):
         self._evacuate(replica)
 
     def note_failure(self, replica: int) -> None:
-        """Move the requests of a failed replica to the others."""
+        """Move the requests of a failed replica to the others.
+
+        If no replica is left, they end with the engine.
+        """
         if not self.have_failed:
             self._place_again(self.policies[replica].evacuate())
 
@@ -192,7 +231,10 @@ class Replicas(Generic[OutputsT, RequestT]):
 
 
 class Probes:
-    """Keep the promises without an answer, and the replicas with a probe on its way."""
+    """Keep the promises without an answer, and the replicas with a probe on its way.
+
+    A health check must succeed as long as one device answers, even if another one is stuck.
+    """
 
     def __init__(self) -> None:
         # The engine sends one probe at a time, so the list is short.
@@ -203,7 +245,10 @@ class Probes:
         return f"<Probes: {len(self._waiting)} wait, under way to {sorted(self._under_way)}>"
 
     def begin(self, answer: Promise[object], replicas: Iterable[int]) -> list["ReplicaProbe"]:
-        """Take a promise for the first answer.  Returns the probes to send."""
+        """Take a promise for the first answer.  Returns the probes to send.
+
+        A replica with a probe under way gets no second one, so probes cannot pile up at a stuck device.
+        """
         self._waiting.append(answer)
         sent = [
             ReplicaProbe(self, replica) for replica in replicas if replica not in self._under_way
@@ -212,7 +257,10 @@ class Probes:
         return sent
 
     def passed(self, replica: int, value: object) -> None:
-        """Keep all promises, because a device has answered."""
+        """Keep all promises, because a device has answered.
+
+        One answer is enough, because any replica can serve.
+        """
         self._under_way.discard(replica)
         waiting, self._waiting = self._waiting, []
         for answer in waiting:
@@ -235,9 +283,15 @@ class ReplicaProbe:
         self._probes = probes
 
     def set(self, value: object) -> None:
-        """Note that the device has answered."""
+        """Note that the device has answered.
+
+        All callers waiting for a sign of life get the answer.
+        """
         self._probes.passed(self.replica, value)
 
     def fail(self, error: BaseException) -> None:
-        """Note that the device has refused."""
+        """Note that the device has refused.
+
+        Callers continue to wait for the probes of other replicas.
+        """
         self._probes.failed(self.replica, error)

@@ -30,7 +30,10 @@ MAX_PREFIXES = 2**16
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
-    """The work ahead of a new request on a replica."""
+    """The work ahead of a new request on a replica.
+
+    The router chooses the replica with the earliest expected first token, or else with the least work.
+    """
 
     # Prompt tokens without KV.
     num_tokens: int
@@ -44,12 +47,18 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
 
     @property
     def num_ahead(self) -> int:
-        """Return the work in tokens."""
+        """Return the work in tokens.
+
+        A sequence in decoding counts as a fixed number of tokens, because it slows each step.
+        """
         return self.num_tokens + ROW_TOKENS * self.num_rows
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """The work of a request, and its wishes about the replica."""
+    """The work of a request, and its wishes about the replica.
+
+    `rank` and `session_id` are wishes of the client; the other fields determine how long the request takes where.
+    """
 
     # Known tokens without KV.
     num_tokens: int
@@ -78,7 +87,10 @@ class PrefixTable:
         return len(self._holders)
 
     def note(self, hashes: Sequence[bytes], replica: int) -> None:
-        """Note that a replica gets a prompt with this chain of blocks."""
+        """Note that a replica gets a prompt with this chain of blocks.
+
+        The chain need not be complete in the table: the oldest blocks are dropped one by one.
+        """
         holders = self._holders
         # Reversed, so the beginning of the chain is kept longest: most prompts share it.
         for name in reversed(hashes):
@@ -88,7 +100,10 @@ class PrefixTable:
             holders.popitem(last=False)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Count for each replica the leading blocks of the chain that should be in its cache."""
+        """Count for each replica the leading blocks of the chain that should be in its cache.
+
+        The number may be too high, because replicas evict blocks without a message.
+        """
         counts = [0] * self._num_replicas
         matching = self._all
         for count, name in enumerate(hashes, 1):
@@ -101,7 +116,10 @@ class PrefixTable:
         return counts
 
     def forget(self, replica: int) -> None:
-        """Forget the blocks of a replica, because its cache is lost."""
+        """Forget the blocks of a replica, because its cache is lost.
+
+        Requests then no longer prefer this replica for its cache.
+        """
         rest = self._all & ~(1 << replica)
         for name, holders in list(self._holders.items()):
             if holders & rest:

@@ -104,19 +104,31 @@ class Scheduler(Generic[OutputsT]):
 
     @property
     def num_tokens(self) -> int:
-        """Count the prompt tokens computed and the tokens sampled so far, by all replicas.  It reads one counter of each."""
+        """Count the prompt tokens computed and the tokens sampled so far, by all replicas.  It reads one counter of each.
+
+        Admission reads it for every request to measure the throughput.
+        """
         return sum(policy.num_tokens for policy in self._policies)
 
     def statistics(self) -> SchedulerStats:
-        """Describe the state in numbers, of all replicas together."""
+        """Describe the state in numbers, of all replicas together.
+
+        It reads all tables, so it is meant for metrics and health checks.
+        """
         return self.policy.statistics()
 
     def replica_statistics(self) -> tuple[SchedulerStats, ...]:
-        """Describe the state of each replica in numbers."""
+        """Describe the state of each replica in numbers.
+
+        Metrics show each replica with a label of its own.
+        """
         return tuple(policy.statistics() for policy in self._policies)
 
     def snapshot(self) -> SchedulerSnapshot:
-        """Describe the state of every sequence, and the unanswered orders."""
+        """Describe the state of every sequence, and the unanswered orders.
+
+        Tests compare it, and the engine's snapshot for debugging contains it.
+        """
         return SchedulerSnapshot(
             policies=tuple(policy.snapshot() for policy in self._policies),
             num_plans_due=self._num_plans_due,

@@ -38,7 +38,10 @@ class PolicySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the scheduler: its policies', and what it has been asked and not answered yet."""
+    """The state of the scheduler: the state of its policies, and the orders without an answer.
+
+    It is plain data, taken between two turns of the scheduler's loop, so it is consistent.
+    """
 
     policies: tuple[PolicySnapshot, ...]  # of each replica
     num_plans_due: int  # of a stepped engine: plans that were requested and not made
@@ -58,29 +61,47 @@ class SchedulingPolicy(Protocol[OutputsT]):
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Count the plans without an answer from the device."""
+        """Count the plans without an answer from the device.
+
+        The scheduler limits it, so that a decision is never made too far ahead.
+        """
         ...
 
     @property
     def num_started(self) -> int:
-        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`."""
+        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`.
+
+        The scheduler answers an order to pause when it is 0.
+        """
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Count the prompt tokens computed and the tokens sampled so far."""
+        """Count the prompt tokens computed and the tokens sampled so far.
+
+        It must be O(1), because every admission reads it.
+        """
         ...
 
     def statistics(self) -> SchedulerStats:
-        """Describe the state in numbers."""
+        """Describe the state in numbers.
+
+        It may read all tables, and is called for metrics only.
+        """
         ...
 
     def snapshot(self) -> PolicySnapshot:
-        """Describe where each unfinished sequence is: O(n log n), for tests and debugging."""
+        """Describe where each unfinished sequence is: O(n log n), for tests and debugging.
+
+        Ids are in the order of service.
+        """
         ...
 
     def admit(self, admit: Admit | AdmitPooling) -> None:
-        """Queue a new request."""
+        """Queue a new request.
+
+        It is planned in one of the next steps.  Nothing is refused here: that was the task of admission.
+        """
 
     def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
         """Predict the first token of a request without one.  Returns None before the first fit, and when nothing is planned now.
@@ -91,20 +112,35 @@ class SchedulingPolicy(Protocol[OutputsT]):
         ...
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of estimated to measured time of the steps with a prompt since the last call."""
+        """Take the ratios of estimated to measured time of the steps with a prompt since the last call.
+
+        A policy without learnt step times returns none.
+        """
         ...
 
     def abort(self, id: RequestId) -> None:
-        """End a request, in whatever state; unknown and finished ones are ignored."""
+        """End a request, in whatever state; unknown and finished ones are ignored.
+
+        Its final output comes with the next `take_outputs`.
+        """
 
     def stop(self, ids: tuple[SequenceId, ...]) -> None:
-        """Drop sequences that a stop string has ended; they have no further output."""
+        """Drop sequences that a stop string has ended; they have no further output.
+
+        Sequences of unknown ids are ignored, because they may have ended meanwhile.
+        """
 
     def apply(self, done: StepDone | PoolDone) -> None:
-        """Take the results of the eldest plan in flight."""
+        """Take the results of the eldest plan in flight.
+
+        Answers arrive in the order of the plans; any other order is an error.
+        """
 
     def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
-        """Take the failure of the eldest plan in flight."""
+        """Take the failure of the eldest plan in flight.
+
+        The plans behind it were refused by the device and fail as well.
+        """
 
     def lose_device(self, loss: DeviceLost) -> int:
         """Take the end of the device, with all plans in flight.  Nothing is planned until `return_device`.
@@ -115,31 +151,55 @@ class SchedulingPolicy(Protocol[OutputsT]):
         ...
 
     def fail_device(self, message: str) -> None:
-        """End the suspects of a lost device that is not started again."""
+        """End the suspects of a lost device that is not started again.
+
+        Other requests can be moved to other replicas.
+        """
 
     def return_device(self) -> None:
-        """Plan again: the device has been loaded anew, without its earlier memory."""
+        """Plan again: the device has been loaded anew, without its earlier memory.
+
+        Running sequences are computed again from their tokens.
+        """
 
     def set_pause(self, pause: Pause) -> None:
-        """Set what may be planned from now on."""
+        """Set what may be planned from now on.
+
+        Plans in flight are not affected.
+        """
 
     def preempt_all(self) -> None:
-        """Free all KV blocks; running sequences are recomputed later, and results in flight count."""
+        """Free all KV blocks; running sequences are recomputed later, and results in flight count.
+
+        Called before the memory of the device is released.
+        """
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all prefixes.  Returns False, and changes nothing, while a sequence holds a block."""
+        """Forget all prefixes.  Returns False, and changes nothing, while a sequence holds a block.
+
+        With `reset_running`, running sequences are preempted first, so it always succeeds.
+        """
         ...
 
     def plan(self) -> StepPlan | PoolPlan | None:
-        """Make the next plan, which is in flight from now on.  Returns None if there is no plan to make now."""
+        """Make the next plan, which is in flight from now on.  Returns None if there is no plan to make now.
+
+        It returns None, for example, if nothing is queued, if the engine is paused, or if an answer is needed first.
+        """
         ...
 
     def next_grammar(self) -> PrepareGrammar | None:
-        """Return a grammar for the device to prepare during its steps.  Returns None without one."""
+        """Return a grammar for the device to prepare during its steps.  Returns None without one.
+
+        It must be sent at once, because the policy counts its memory from now on.
+        """
         ...
 
     def note_grammar(self, ready: GrammarReady) -> None:
-        """Take the device's answer to `next_grammar`."""
+        """Take the device's answer to `next_grammar`.
+
+        Requests with this grammar can now start, or fail with its error.
+        """
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> OutputsT | None:
         """Take the outputs since the last call, with `answers`.  Returns None if there are neither."""
@@ -154,30 +214,48 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
 
     @property
     def is_device_lost(self) -> bool:
-        """Whether the device is being started again, or has failed."""
+        """Whether the device is being started again, or has failed.
+
+        Nothing is planned meanwhile, and requests can be moved to other replicas.
+        """
         ...
 
     @property
     def has_device_failed(self) -> bool:
-        """Whether the device is not started again."""
+        """Whether the device is not started again.
+
+        Its requests must then be moved or ended.
+        """
         ...
 
     @property
     def is_available(self) -> bool:
-        """Whether a new request would be planned: the device is loaded, and no search for a culprit goes first."""
+        """Whether a new request would be planned: the device is loaded, and no search for a culprit goes first.
+
+        The router gives new requests to available replicas first.
+        """
         ...
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether a block of KV memory is held."""
+        """Whether a block of KV memory is held.
+
+        The prefix cache can be reset only if no replica holds any.
+        """
         ...
 
     def open_request(self, admit: Admit | AdmitPooling) -> RequestT:
-        """Make a request that any replica may take in."""
+        """Make a request that any replica may take in.
+
+        It has its number in the order of arrival, and is in no queue yet.
+        """
         ...
 
     def demand(self, request: RequestT) -> Demand:
-        """Describe the work of a request for the choice of a replica."""
+        """Describe the work of a request for the choice of a replica.
+
+        It contains the number of tokens, the hashes of its prefix and the client's wishes.
+        """
         ...
 
     def enter(self, request: RequestT, replica: int = 0, num_expected: int = 0) -> None:
@@ -206,5 +284,8 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
         ...
 
     def work(self) -> tuple[int, int]:
-        """Count the tokens that are known and not computed, and the rows."""
+        """Count the tokens that are known and not computed, and the rows.
+
+        The router uses these numbers if it has no estimate in seconds.
+        """
         ...

@@ -104,7 +104,10 @@ PATIENCE = 64
 
 
 class TokenBudget:
-    """A number of tokens, at least one and at most `most`."""
+    """A number of tokens, at least one and at most `most`.
+
+    It adapts to the memory of the device: a failure halves it, and a series of successes doubles it again.
+    """
 
     def __init__(self, most: int) -> None:
         self.num_tokens = most
@@ -123,7 +126,10 @@ class TokenBudget:
         return True
 
     def passed(self) -> None:
-        """Note a step with enough memory."""
+        """Note a step with enough memory.
+
+        After enough of them in a row the budget is doubled, up to `most`.
+        """
         self._num_passed += 1
         if self._num_passed >= PATIENCE:
             self.num_tokens = min(self._most, 2 * self.num_tokens)
@@ -157,7 +163,10 @@ class PoolingTime:
         return f"<PoolingTime {self.times!r}>"
 
     def count_fitting(self, lengths: Sequence[int]) -> int:
-        """Count the leading texts that one step has the time for: at least one."""
+        """Count the leading texts that one step has the time for: at least one.
+
+        Before the first fit, steps of fixed sizes are used, from which the times are learnt.
+        """
         self.times.refresh()
         prompt_s = self.budget.prompt_s(NO_ROWS, has_streams=False)
         if prompt_s is None:
@@ -172,7 +181,10 @@ class PoolingTime:
         return taken
 
     def estimate_s(self, work: StepWork) -> float:
-        """Estimate the seconds of a step.  Returns 0 while step times are unknown."""
+        """Estimate the seconds of a step.  Returns 0 while step times are unknown.
+
+        It is compared with the measured time when the answer arrives.
+        """
         return self.times.seconds(work) if self.times.is_known else 0.0
 
     def expect(
@@ -187,7 +199,10 @@ class PoolingTime:
         return remaining_s(flights_s, elapsed_s) + until_s
 
     def note_step(self, work: StepWork, estimate_s: float, seconds: float) -> None:
-        """Learn from a step.  A device that measures no time gives 0 seconds."""
+        """Learn from a step.  A device that measures no time gives 0 seconds.
+
+        The error of the estimate becomes a metric.
+        """
         if seconds <= 0:
             return
         self.budget.quiet_s += seconds
@@ -196,11 +211,17 @@ class PoolingTime:
             self._ratios.append(estimate_s / seconds)
 
     def statistics(self) -> dict[str, Any]:
-        """Describe the state in the fields of `SchedulerStats`."""
+        """Describe the state in the fields of `SchedulerStats`.
+
+        It is the seconds of work that the last step was allowed to have.
+        """
         return {"step_prompt_budget_s": self.budget.last_s}
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of estimated to measured time of the steps since the last call."""
+        """Take the ratios of estimated to measured time of the steps since the last call.
+
+        A ratio of 1 is a perfect estimate.
+        """
         ratios = tuple(self._ratios)
         self._ratios.clear()
         return ratios

@@ -45,7 +45,10 @@ class StepPlanner:
         self._max_num_running = min(config.max_num_seqs, config.max_num_active_seqs)
 
     def begin(self, in_flight: InFlightSteps) -> StepBuilder:
-        """Open an empty step behind the steps in flight."""
+        """Open an empty step behind the steps in flight.
+
+        Its budget is that of the device's memory and of the configuration.
+        """
         table = self._table
         num_competing = len(table.running) + len(table.waiting)
         builder = StepBuilder(self._config, num_competing, self.token_budget.num_tokens)
@@ -125,7 +128,10 @@ class StepPlanner:
     def fill_with_suspects(
         self, builder: StepBuilder, quarantine: Quarantine, in_flight: InFlightSteps
     ) -> bool:
-        """Plan only for the suspects under test.  Returns False if there is nothing to plan for them now."""
+        """Plan only for the suspects under test.  Returns False if there is nothing to plan for them now.
+
+        Other sequences must not share a step with them, because the next loss could then have two causes.
+        """
         table, ids_in_flight = self._table, in_flight.sequence_ids()
         while quarantine:
             group = quarantine.group(ids_in_flight)

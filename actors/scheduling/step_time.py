@@ -42,7 +42,10 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class StepWork(NamedTuple):
-    """The work of one step."""
+    """The work of one step.
+
+    Its numbers are the variables of the estimate, and each has a learnt coefficient in seconds.
+    """
 
     has_chunk: int
     # Of all chunks.
@@ -69,12 +72,18 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of_texts(cls, lengths: Sequence[int]) -> "StepWork":
-        """Describe whole texts, which pooling computes without a KV cache."""
+        """Describe whole texts, which pooling computes without a KV cache.
+
+        Attention makes the cost grow with the square of a length, so pairs are counted, too.
+        """
         return cls(1, sum(lengths), 0, sum(length * length / 2 for length in lengths), 0)
 
 
 class StepTimes:
-    """Keep the measured steps of one device, and the coefficients fitted to them."""
+    """Keep the measured steps of one device, and the coefficients fitted to them.
+
+    A least-squares fit adapts to any machine, so no table of speeds is needed.
+    """
 
     def __init__(self) -> None:
         self.coefficients: tuple[float, ...] = (0.0,) * 6
@@ -97,7 +106,10 @@ class StepTimes:
         return f"<StepTimes {self.coefficients}, drift {self.drift:.2f}>"
 
     def seconds(self, work: StepWork) -> float:
-        """Estimate a step."""
+        """Estimate the seconds of a step from the fitted coefficients.
+
+        The result is corrected by the recent drift, since a machine may become slower or faster.
+        """
         base, chunk, token, row, pair, context = self.coefficients
         has_chunk, num_tokens, num_rows, num_pairs, num_context = work
         seconds = base + row * num_rows + context * num_context
@@ -106,12 +118,18 @@ class StepTimes:
         return self.drift * seconds
 
     def cost(self, start: int, count: int) -> float:
-        """Estimate the seconds that `count` prompt tokens from position `start` add to a step with a chunk."""
+        """Estimate the seconds that `count` prompt tokens from position `start` add to a step with a chunk.
+
+        Attention makes later positions more expensive.
+        """
         _, _, token, _, pair, _ = self.coefficients
         return self.drift * count * (token + pair * (start + count / 2))
 
     def tokens_in(self, seconds: float, start: int) -> int:
-        """Count the prompt tokens from position `start` with a cost of at most `seconds`."""
+        """Count the prompt tokens from position `start` with a cost of at most `seconds`.
+
+        It is the inverse of `cost`, and returns at most `MOST_TOKENS`.
+        """
         _, _, token, _, pair, _ = self.coefficients
         square, linear = self.drift * pair / 2, self.drift * (token + pair * start)
         if seconds <= 0:

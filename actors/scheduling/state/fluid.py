@@ -25,7 +25,10 @@ NOTHING = 2.0**-20
 
 
 class Job(msgspec.Struct, eq=False):
-    """The prompt tokens that a sequence had to compute when it entered."""
+    """The prompt tokens that a sequence had to compute when it entered.
+
+    It remains until its last token is planned, even if the fluid has finished it earlier.
+    """
 
     id: SequenceId
     key: str
@@ -53,7 +56,10 @@ class _Key:
 
     @property
     def until_next(self) -> float:
-        """Tokens that the key must compute until the fluid finishes its next job."""
+        """Tokens that the key must compute until the fluid finishes its next job.
+
+        All jobs of a key progress at the same rate, so the one with the least remaining work is first.
+        """
         return (self.jobs[0].mark - self.meter) * len(self.jobs)
 
     def needs(self) -> Iterator[tuple[float, Order, Job]]:
@@ -81,7 +87,10 @@ class _Level:
         insort(key.jobs, job, key=_by_mark)
 
     def remove(self, job: Job) -> None:
-        """Remove a job that the fluid has not finished."""
+        """Remove a job that the fluid has not finished.
+
+        The key of the job is removed with its last job, so the other keys share the fluid.
+        """
         key = self.keys[job.key]
         key.jobs.remove(job)
         if not key.jobs:
@@ -100,7 +109,10 @@ class _Level:
             self._finish([job])
 
     def ahead_of(self, key: str, size: float) -> Iterator[Job]:
-        """Yield the unfinished jobs that the fluid would finish before a new one of this size."""
+        """Yield the unfinished jobs that the fluid would finish before a new one of this size.
+
+        They are the work that a new job must expect in front of it.
+        """
         mine = self.keys.get(key)
         rests = [] if mine is None else [job.mark - mine.meter for job in mine.jobs]
         need = size + sum(min(rest, size) for rest in rests)
@@ -112,7 +124,10 @@ class _Level:
                     yield job
 
     def advance(self, num_tokens: float) -> float:
-        """Compute this many tokens.  Returns the tokens left over when all jobs are finished."""
+        """Compute this many tokens.  Returns the tokens left over when all jobs are finished.
+
+        Each key gets the same share, and each job of a key the same share of that.
+        """
         keys = self.keys
         while num_tokens > NOTHING and keys:
             share = min(num_tokens / len(keys), min(key.until_next for key in keys.values()))
@@ -146,7 +161,11 @@ def _by_order(job: Job) -> Order:
 
 
 class Fluid:
-    """Keep the prompts to compute, and the progress of the fluid."""
+    """Keep the prompts to compute, and the progress of the fluid.
+
+    The fluid is an imagined fair server; the engine computes prompts in the order in which the fluid would finish
+    them.
+    """
 
     def __init__(self) -> None:
         # Jobs that are not planned to their end.
@@ -164,13 +183,20 @@ class Fluid:
         return sum(job.num_tokens for jobs in overdue for job in jobs)
 
     def enter(self, id: SequenceId, key: str, order: Order, num_tokens: int, size: int) -> None:
-        """Add the tokens that a sequence must compute.  Replaces its earlier job."""
+        """Add the tokens that a sequence must compute.
+
+        Replaces its earlier job. `num_tokens` are still to be planned, and `size` is the length of the job in the
+        fluid.
+        """
         self.leave(id)
         job = self.open[id] = Job(id, key, order, num_tokens, float(size))
         self._levels.setdefault(order[0], _Level()).insert(job)
 
     def leave(self, id: SequenceId) -> None:
-        """Remove the unplanned tokens of a sequence.  Planned tokens stay, because they are computed."""
+        """Remove the unplanned tokens of a sequence.  Planned tokens stay, because they are computed.
+
+        Used when a sequence ends, is preempted or is moved to another replica.
+        """
         job = self.open.pop(id, None)
         if job is None:
             return
@@ -182,7 +208,10 @@ class Fluid:
             level.resize(job, float(job.num_planned))
 
     def correct(self, id: SequenceId, num_tokens: int) -> None:
-        """Correct the number of tokens that a sequence has still to compute."""
+        """Correct the number of tokens that a sequence has still to compute.
+
+        A preemption, a cache hit or an output may have changed it.
+        """
         job = self.open[id]
         if num_tokens == job.num_tokens:
             return
@@ -192,7 +221,10 @@ class Fluid:
             self._levels[job.order[0]].resize(job, size)
 
     def plan(self, counts: dict[SequenceId, int]) -> None:
-        """Note the tokens of open jobs in a plan, and advance the fluid by the same number."""
+        """Note the tokens of open jobs in a plan, and advance the fluid by the same number.
+
+        Both then have done the same amount of work, which keeps their order comparable.
+        """
         for id, count in counts.items():
             job = self.open[id]
             job.num_planned += count
@@ -211,7 +243,10 @@ class Fluid:
             self._levels.clear()
 
     def ahead_of(self, key: str, order: Order, size: float) -> Iterator[Job]:
-        """Yield the open jobs that would precede a job that entered now, in any order."""
+        """Yield the open jobs that would precede a job that entered now, in any order.
+
+        Their total size gives the expected time to the first token of the new one.
+        """
         for rank in sorted(self._levels):
             level = self._levels[rank]
             if rank > order[0]:
@@ -224,7 +259,11 @@ class Fluid:
                 yield from level.ahead_of(key, size)
 
     def order(self) -> Iterator[Job]:
-        """Yield the open jobs in order.  The fluid must not change during the iteration."""
+        """Yield the open jobs in order.  The fluid must not change during the iteration.
+
+        Higher priorities come first, then jobs that the fluid has already finished, then the others by their end in
+        the fluid.
+        """
         for rank in sorted(self._levels):
             level = self._levels[rank]
             yield from level.overdue.values()

@@ -44,12 +44,18 @@ class _Source(msgspec.Struct, eq=False):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the key by which wanted sources are sorted."""
+        """Return the key by which wanted sources are sorted.
+
+        Small sources compile faster and should not wait for a large one.
+        """
         return self.num_bytes, self.number
 
 
 class GrammarLedger:
-    """Keep the account of one device's grammars."""
+    """The account of one device's grammars: which are compiled, which are in use, and which are wanted.
+
+    Memory for them is limited, so unused grammars are dropped, the least recently used first.
+    """
 
     def __init__(self, max_bytes: int = MAX_GRAMMAR_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -69,11 +75,17 @@ class GrammarLedger:
 
     @property
     def num_bytes(self) -> int:
-        """Count the bytes of the grammars that the device has or prepares."""
+        """Count the bytes of the grammars that the device has or prepares.
+
+        A grammar counts with the size of its rules and a fixed amount for its growth during use.
+        """
         return sum(source.num_bytes for key, source in self._sources.items() if self._is_on(key))
 
     def use(self, admit: Admit) -> None:
-        """Note that a request needs its grammar from now on."""
+        """Note that a request needs its grammar from now on.
+
+        Requests with equal sources share one grammar.
+        """
         if admit.grammar is None or not (key := admit.grammar.key):
             return
         source = self._sources.pop(key, None)
@@ -89,7 +101,10 @@ class GrammarLedger:
             self._may_fit = True
 
     def leave(self, admit: Admit) -> None:
-        """Note that a request has ended.  Its compiled grammar stays cached while there is room."""
+        """Note that a request has ended.  Its compiled grammar stays cached while there is room.
+
+        A later request with the same source can then start immediately.
+        """
         if admit.grammar is None or not (key := admit.grammar.key):
             return
         source = self._sources[key]
@@ -101,14 +116,20 @@ class GrammarLedger:
                 del self._sources[key]
 
     def is_ready(self, admit: Admit) -> bool:
-        """Whether a request has no grammar, or a compiled one."""
+        """Whether a request has no grammar, or a compiled one.
+
+        Only then may the request start, because every step needs the masks.
+        """
         if admit.grammar is None or not (key := admit.grammar.key):
             return True
         return self._sources[key].is_ready
 
     @property
     def needs_silence(self) -> bool:
-        """Whether a suspect is being prepared, or could be prepared if nothing else ran."""
+        """Whether a suspect is being prepared, or could be prepared if nothing else ran.
+
+        A suspect is compiled alone, so that a crash can only be its fault.
+        """
         if not self._has_suspects:
             return False
         if self._preparing is not None:
@@ -144,7 +165,10 @@ class GrammarLedger:
         return None
 
     def note(self, ready: GrammarReady) -> bool:
-        """Take the answer of the device.  Returns False if the grammar does not compile."""
+        """Take the answer of the device.  Returns False if the grammar does not compile.
+
+        Requests that wait for it can then start, or must end with the error.
+        """
         self._may_fit = True
         if self._preparing == ready.key:
             self._preparing = None

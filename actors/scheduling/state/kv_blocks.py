@@ -34,7 +34,10 @@ def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> b
 
 
 class KVBlocks:
-    """The block pool and its prefix cache.  Every operation is O(number of blocks named)."""
+    """The block pool and its prefix cache.  Every operation is O(number of blocks named).
+
+    A block has an id, a number of holders, and possibly the hash of its content.  The memory itself is on the device.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         """Make a pool of `num_blocks` free blocks, including the null block."""
@@ -56,26 +59,38 @@ class KVBlocks:
 
     @property
     def num_usable(self) -> int:
-        """Count the blocks without the null block."""
+        """Count the blocks without the null block, which is never allocated."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Count the blocks that no sequence holds."""
+        """Count the blocks that no sequence holds.
+
+        They include blocks with a cached prefix, which are reused last.
+        """
         return len(self._free)
 
     @property
     def usage(self) -> float:
-        """Return the held share of the usable blocks: 0 … 1."""
+        """Return the held share of the usable blocks: 0 … 1.
+
+        Cached prefixes without a holder do not count as held.
+        """
         return 1 - self.num_free / self.num_usable if self.num_usable else 0.0
 
     @property
     def free_list(self) -> tuple[int, ...]:
-        """List the free blocks in the order of reuse, for tests and debugging."""
+        """List the free blocks in the order of reuse, for tests and debugging.
+
+        Blocks without a cached prefix come first.
+        """
         return tuple(self._free)
 
     def num_references(self, block: int) -> int:
-        """Count the holders of a block."""
+        """Count the holders of a block.
+
+        It is more than 1 if sequences share a prefix.
+        """
         return self._references[block]
 
     def hash_of(self, block: int) -> bytes | None:
@@ -83,15 +98,24 @@ class KVBlocks:
         return self._hashes[block]
 
     def prefixes(self) -> dict[bytes, tuple[int, ...]]:
-        """Copy the table of offered prefixes, for tests and debugging."""
+        """Copy the table of offered prefixes, for tests and debugging.
+
+        Several blocks can have the same content, if sequences computed it at the same time.
+        """
         return {name: tuple(equal) for name, equal in self._cached.items()}
 
     def num_for(self, num_tokens: int) -> int:
-        """Count the blocks that hold `num_tokens` positions."""
+        """Count the blocks that hold `num_tokens` positions.
+
+        The last block may be filled only in part.
+        """
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocate `count` blocks to write to.  Returns None, and changes nothing, if fewer are free."""
+        """Allocate `count` blocks to write to.  Returns None, and changes nothing, if fewer are free.
+
+        A block with a cached prefix loses it, the least recently used one first.
+        """
         if count > len(self._free):
             return None
         taken: list[int] = []
@@ -104,14 +128,20 @@ class KVBlocks:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a holder to each block: a prefix hit or a fork."""
+        """Add a holder to each block: a prefix hit or a fork.
+
+        A block without a holder is removed from the free list, and its content remains valid.
+        """
         for block in blocks:
             if self._references[block] == 0:
                 del self._free[block]
             self._references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Remove a holder from each of these blocks, which are in the order of the sequence's positions."""
+        """Remove a holder from each of these blocks, which are in the order of the sequence's positions.
+
+        Later blocks of a prefix become reusable before earlier ones, because fewer sequences share them.
+        """
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block]:
@@ -131,23 +161,35 @@ class KVBlocks:
         return found
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """Count the blocks without a holder, which sharing would remove from the free list."""
+        """Count the blocks without a holder, which sharing would remove from the free list.
+
+        A caller adds them to the blocks that it needs, to check whether all of them are available.
+        """
         return sum(self._references[block] == 0 for block in blocks)
 
     def register(self, block: int, name: bytes) -> None:
-        """Offer a held block as a prefix.  It must be full and computed."""
+        """Offer a held block as a prefix.  It must be full and computed.
+
+        If prefix caching is off, or the block has been offered already, nothing happens.
+        """
         if self.enable_prefix_caching and self._hashes[block] is None:
             self._hashes[block] = name
             self._cached.setdefault(name, []).append(block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Withdraw blocks from the prefix cache, because their KV may be wrong."""
+        """Withdraw blocks from the prefix cache, because their KV may be wrong.
+
+        Sequences that hold them keep them; only new sequences no longer find them.
+        """
         for block in blocks:
             if self._hashes[block] is not None:
                 self._forget(block)
 
     def reset_cache(self) -> bool:
-        """Forget every prefix.  Returns False, and changes nothing, while any block is held."""
+        """Forget every prefix.  Returns False, and changes nothing, while any block is held.
+
+        Used after new weights are loaded, since cached KV would then be wrong.
+        """
         if self.num_free != self.num_usable:
             return False
         self._cached.clear()

@@ -15,14 +15,20 @@ from trouper.outputs import FinishReason
 
 
 class SchedulerOutputs:
-    """Collect outputs until they are taken.  A later entry of a sequence is appended to its earlier one."""
+    """Collect outputs until they are taken.  A later entry of a sequence is appended to its earlier one.
+
+    Its size is bounded by the number of sequences, however long the detokenizer takes.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[SequenceId, SequenceTokens] = {}
         self._started: list[SequenceId] = []
 
     def add_start(self, id: SequenceId) -> None:
-        """Note that a sequence has started: for the first time or after a preemption."""
+        """Note that a sequence has started: for the first time or after a preemption.
+
+        The detokenizer uses it for the times of the request only.
+        """
         self._started.append(id)
 
     def add_tokens(
@@ -32,7 +38,10 @@ class SchedulerOutputs:
         end: tuple[FinishReason, int | str | None] | None,
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
-        """Add sampled tokens.  With the first ones go the prompt's logprobs and its number of cached tokens."""
+        """Add sampled tokens.  With the first ones go the prompt's logprobs and its number of cached tokens.
+
+        `end` is the finish reason with the stop token or string, or None while the sequence continues.
+        """
         finish_reason, stop_reason = end if end is not None else (None, None)
         is_first = len(sequence.output) == len(token_ids)
         entry = SequenceTokens(
@@ -51,7 +60,10 @@ class SchedulerOutputs:
         self.add(entry)
 
     def add(self, entry: SequenceTokens) -> None:
-        """Add an entry, appended to the earlier entry of its sequence if there is one."""
+        """Add an entry, appended to the earlier entry of its sequence if there is one.
+
+        A reason to finish of the later entry is kept.
+        """
         earlier = self._entries.get(entry.id)
         if earlier is not None:
             entry = msgspec.structs.replace(
@@ -66,7 +78,10 @@ class SchedulerOutputs:
         self._entries[entry.id] = entry
 
     def withdraw(self, id: SequenceId) -> None:
-        """Drop the entry of a sequence, if it has one."""
+        """Drop the entry of a sequence, if it has one.
+
+        A sequence ended by a stop string must have no further output.
+        """
         self._entries.pop(id, None)
 
     def take(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:

@@ -22,7 +22,10 @@ MAX_EVICTIONS = 8
 
 
 class Running:
-    """The running sequences in the order in which they started."""
+    """The running sequences in the order in which they started.
+
+    They hold all request slots and KV blocks in use, so resources are accounted for in this class only.
+    """
 
     def __init__(self, config: SchedulerConfig, blocks: KVBlocks, returning: Queue) -> None:
         self._config = config
@@ -48,12 +51,18 @@ class Running:
 
     @property
     def free_slots(self) -> tuple[int, ...]:
-        """List the free request slots."""
+        """List the free request slots.
+
+        A slot is the row of a sequence in the device's tables.
+        """
         return tuple(self._free_slots)
 
     @property
     def ids(self) -> tuple[SequenceId, ...]:
-        """List the ids in the order in which the sequences started."""
+        """List the ids in the order in which the sequences started.
+
+        With the policy fcfs, the last one is preempted first.
+        """
         return tuple(self._sequences)
 
     def snapshot(self) -> list[Sequence]:
@@ -61,7 +70,10 @@ class Running:
         return list(self._sequences.values())
 
     def has_adapter_room(self, sequence: Sequence) -> bool:
-        """Whether this sequence can run without more different adapters than `max_loras`."""
+        """Whether this sequence can run without more different adapters than `max_loras`.
+
+        The device computes a limited number of different adapters in one step.
+        """
         most, adapter = self._config.max_loras, sequence.request.admit.adapter
         if most is None or adapter is None:
             return True
@@ -69,7 +81,10 @@ class Running:
         return adapter in used or len(used) < most
 
     def start(self, sequence: Sequence, builder: StepBuilder) -> bool:
-        """Give it a slot, blocks and its first tokens; False, and nothing changes, if it must wait."""
+        """Give a sequence a slot, blocks and its first tokens of a step.
+
+        A cached prefix is shared instead of computed.  Returns False, and changes nothing, if the sequence must wait.
+        """
         config, blocks = self._config, self._blocks
         shared, start, source = self._prefix(sequence)
         count = min(sequence.num_tokens - start, builder.max_count)
@@ -99,7 +114,10 @@ class Running:
         return True
 
     def schedule(self, builder: StepBuilder, sequences: list[Sequence]) -> None:
-        """Put the next tokens of running sequences into a step, as far as its budget goes."""
+        """Add the next tokens of running sequences to a step, within its budget.
+
+        Sequences without enough blocks preempt others, from the end of the order.
+        """
         block_size, max_count = self._blocks.block_size, builder.max_count
         for sequence in sequences:
             if builder.budget <= 0:
@@ -174,17 +192,26 @@ class Running:
             self._returning.push(sequence)
 
     def preempt_all(self) -> None:
-        """Preempt every sequence."""
+        """Preempt every sequence.
+
+        They keep their outputs, and are computed again when they return.
+        """
         for sequence in self.snapshot():
             self.preempt(sequence)
 
     def lose_all(self) -> None:
-        """Preempt every sequence, because the memory of the device is lost."""
+        """Preempt every sequence, because the memory of the device is lost.
+
+        The lost tokens are counted, because they are computed a second time.
+        """
         self.num_lost_tokens += sum(s.num_computed_on_device for s in self._sequences.values())
         self.preempt_all()
 
     def leave(self, sequence: Sequence) -> None:
-        """Give the slot and the blocks of a sequence back at once."""
+        """Give the slot and the blocks of a sequence back at once.
+
+        The blocks may be reused by the next plan, because the device executes plans in order.
+        """
         del self._sequences[sequence.id]
         self._free_slots.append(sequence.request_slot)
         sequence.request_slot = -1
@@ -192,7 +219,10 @@ class Running:
         sequence.blocks = []
 
     def register(self, sequence: Sequence) -> None:
-        """Offer the full and computed blocks of a sequence as a prefix."""
+        """Offer the full and computed blocks of a sequence as a prefix.
+
+        Only blocks whose results have arrived count, because a failed step leaves wrong contents.
+        """
         blocks = self._blocks
         count = sequence.num_computed_on_device // blocks.block_size
         if count <= sequence.num_registered or not blocks.enable_prefix_caching:
@@ -203,7 +233,10 @@ class Running:
         sequence.num_registered = count
 
     def expected_start(self, sequence: Sequence) -> int:
-        """Return the first position that a queued sequence would compute if it started now."""
+        """Return the first position that a queued sequence would compute if it started now.
+
+        It is the length of its cached prefix, at this moment.
+        """
         _, start, _ = self._prefix(sequence)
         return start
 

@@ -31,7 +31,10 @@ DEVICE_IDS = [name for name in named("token ids") if name in DEVICE_FIELDS]
 
 
 class State(Enum):
-    """The stage of a sequence."""
+    """The stage of a sequence.
+
+    The transitions are those of `SequenceTable`; a finished sequence never changes again.
+    """
 
     # Has never run.
     WAITING = "waiting"
@@ -43,7 +46,10 @@ class State(Enum):
 
 
 class Request(msgspec.Struct, eq=False):
-    """A client's request and its sequences."""
+    """A client's request and its sequences.
+
+    Its sequences share the prompt and its blocks, and each has its own output.
+    """
 
     admit: Admit
     # Of the first sequence.
@@ -81,13 +87,19 @@ class Request(msgspec.Struct, eq=False):
         )
 
     def is_end_of_grammar(self, token: int) -> bool:
-        """Whether the token ends an output under a grammar."""
+        """Whether the token ends an output under a grammar.
+
+        It is then a regular end, also if the request ignores the model's own EOS token.
+        """
         grammar = self.admit.grammar
         return grammar is not None and token in grammar.eos_token_ids
 
 
 class Sequence(msgspec.Struct, eq=False, kw_only=True):
-    """One growing list of tokens."""
+    """One growing list of tokens: the prompt and one output.
+
+    It knows which of its tokens are computed, which blocks it holds, and when it ends.
+    """
 
     id: SequenceId
     # Its number in the request.  0 is the leader.
@@ -135,18 +147,27 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def num_output(self) -> int:
-        """Count the tokens generated so far."""
+        """Count the tokens generated so far.
+
+        Tokens in flight are not included, because nothing is known of them yet.
+        """
         return len(self.output)
 
     def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return the tokens at positions start … stop - 1, of prompt and output."""
+        """Return the tokens at positions start … stop - 1, of prompt and output.
+
+        Only this range is copied, because prompts can be long.
+        """
         prompt, num_prompt = self.request.admit.prompt_token_ids, self.num_prompt
         if stop <= num_prompt:
             return prompt[start:stop]
         return prompt[start:] + tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
-        """Return the hash chain of the first `count` blocks.  All their tokens must be known."""
+        """Return the hash chain of the first `count` blocks.  All their tokens must be known.
+
+        A hash depends on all tokens before it, and on the adapter, the salt and the embeddings.
+        """
         hashes, shared = self.hashes, self.request.prompt_hashes
         if len(hashes) < min(count, len(shared)):
             hashes.extend(shared[len(hashes) :])
@@ -249,7 +270,10 @@ def open_request(admit: Admit, number: int, config: SchedulerConfig, capacity: i
 
 
 def as_int64(value: int) -> int:
-    """Wrap a number into 64 bits, as two's complement does."""
+    """Wrap a number into 64 bits, as two's complement does.
+
+    Client seeds may be any integer, but the device has 64 bits for them.
+    """
     return (value + 2**63) % 2**64 - 2**63
 
 

@@ -28,7 +28,10 @@ from trouper.outputs import FinishReason, RequestError
 
 
 class Shared:
-    """The part of the tables that all replicas of a model share: the outputs and the numbering of requests."""
+    """The part of the tables that all replicas of a model share: the outputs and the numbering of requests.
+
+    A request that moves to another replica keeps its number and its outputs thereby.
+    """
 
     def __init__(self) -> None:
         self.outputs = SchedulerOutputs()
@@ -36,7 +39,10 @@ class Shared:
 
 
 class SequenceTable:
-    """Own the queues and the running sequences of one replica, and put out their tokens and ends."""
+    """Own the queues and the running sequences of one replica, and put out their tokens and ends.
+
+    Every change of a sequence's state happens here, which makes its transitions easy to check.
+    """
 
     def __init__(
         self, config: SchedulerConfig, blocks: KVBlocks, shared: Shared | None = None
@@ -64,7 +70,10 @@ class SequenceTable:
 
     @property
     def num_started(self) -> int:
-        """Count the unfinished sequences that have run.  Deferred siblings are not counted: their leader is."""
+        """Count the unfinished sequences that have run.  Deferred siblings are not counted: their leader is.
+
+        The device may hold results of them; fresh ones have none.
+        """
         return len(self.sequences) - self.waiting.num_fresh - self.num_deferred
 
     def ids_by_state(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -73,7 +82,10 @@ class SequenceTable:
         return running, waiting, tuple(self.sequences.keys() - {*running, *waiting})
 
     def statistics(self) -> dict[str, Any]:
-        """Describe the sequences and the KV blocks in the fields of `SchedulerStats`."""
+        """Describe the sequences and the KV blocks in the fields of `SchedulerStats`.
+
+        The policy adds the numbers of its other parts.
+        """
         running, blocks = self.running, self._blocks
         return {
             "num_running": len(running),
@@ -103,12 +115,18 @@ class SequenceTable:
         return AdapterStats(running, waiting, self._config.max_loras or 0)
 
     def grammar_keys(self, requests: Set[RequestId]) -> Set[bytes]:
-        """Return the keys of the grammars that these requests use."""
+        """Return the keys of the grammars that these requests use.
+
+        During a search for a culprit, only the grammars of suspects may be compiled.
+        """
         admits = (self.requests[id].admit for id in requests if id in self.requests)
         return {admit.grammar.key for admit in admits if admit.grammar is not None}
 
     def fail_grammar(self, key: bytes, error: RequestError) -> None:
-        """End all requests that use this grammar with an error."""
+        """End all requests that use this grammar with an error.
+
+        The device could not compile it, so none of them could ever start.
+        """
         for request in list(self.requests.values()):
             grammar = request.admit.grammar
             if grammar is not None and grammar.key == key:
@@ -119,7 +137,10 @@ class SequenceTable:
         return self._blocks.num_usable * self._blocks.block_size
 
     def open_request(self, admit: Admit) -> Request:
-        """Make a request with the next number.  `enter` adds it to the table."""
+        """Make a request with the next number.  `enter` adds it to the table.
+
+        Numbers are common to all replicas, so the order of arrival is global.
+        """
         return open_request(admit, next(self._shared.numbers), self._config, self._capacity)
 
     def enter(self, request: Request) -> None:
@@ -192,7 +213,10 @@ class SequenceTable:
         return requests
 
     def work(self) -> tuple[int, int]:
-        """Count the known tokens without KV, and the unfinished sequences."""
+        """Count the known tokens without KV, and the unfinished sequences.
+
+        Prompts shared by several sequences count once, and cached prefixes are subtracted as expected.
+        """
         num_tokens = 0
         for sequence in self.sequences.values():
             if sequence.index and not sequence.output:
@@ -204,7 +228,10 @@ class SequenceTable:
         return num_tokens, len(self.sequences)
 
     def abort(self, id: RequestId, suspects: Set[SequenceId] = frozenset()) -> None:
-        """End a request in any state.  Its suspects become ghosts.  Unknown and finished requests are ignored."""
+        """End a request in any state.  Its suspects become ghosts.  Unknown and finished requests are ignored.
+
+        A ghost has no output any more, but still takes part in the search for a culprit.
+        """
         request = self.requests.get(id)
         if request is not None:
             self._end_request(request, "abort", suspects=suspects)
@@ -244,7 +271,10 @@ class SequenceTable:
         self.waiting.returning.push(sequence)
 
     def end_ghosts(self, suspects: Collection[SequenceId]) -> None:
-        """End the ghosts that are no suspects any more."""
+        """End the ghosts that are no suspects any more.
+
+        They have been tested, or the search is over.
+        """
         for ghost in [ghost for id, ghost in self.ghosts.items() if id not in suspects]:
             self._finish(ghost)
 
@@ -258,13 +288,19 @@ class SequenceTable:
         self._end(sequence, "error", error)
 
     def fail_request(self, request: Request, error: RequestError) -> None:
-        """End all sequences of a request."""
+        """End all sequences of a request.
+
+        Sequences that have already ended keep their results.
+        """
         self._end_request(request, "error", error)
 
     def append(
         self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
-        """Append sampled tokens.  Tokens behind the end of the sequence are dropped."""
+        """Append sampled tokens.  Tokens behind the end of the sequence are dropped.
+
+        The sequence ends if one of the tokens is a stop token, or if its limit is reached.
+        """
         end, num_before = None, len(sequence.output)
         for token in token_ids:
             end = sequence.append(token)
@@ -281,12 +317,18 @@ class SequenceTable:
             self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Queue a preempted sequence again, unless one of its results is still in flight."""
+        """Queue a preempted sequence again, unless one of its results is still in flight.
+
+        It goes to the queue of returning sequences, which are served before new ones.
+        """
         if sequence.num_in_flight == 0:
             self.waiting.returning.push(sequence)
 
     def release_siblings(self, request: Request) -> None:
-        """Queue the siblings when the leader's prompt is computed, or when the leader has ended."""
+        """Queue the siblings when the leader's prompt is computed, or when the leader has ended.
+
+        They find the prompt in the prefix cache, or fork the leader's blocks.
+        """
         self.num_deferred -= len(request.deferred)
         for sibling in request.deferred:
             self.waiting.returning.push(sibling)

@@ -31,7 +31,10 @@ If drafts are in flight, the positions assume that none of them is accepted.
 
 
 class InFlightPlan(msgspec.Struct, eq=False, kw_only=True):
-    """A plan that the device has not answered."""
+    """A plan that the device has not answered.
+
+    The device answers plans in their order, so the records are a queue.
+    """
 
     step: int
     # Seconds that the device should take for it.  0 before the first fit of the step times.
@@ -51,7 +54,10 @@ PlanT = TypeVar("PlanT", bound=InFlightPlan)
 
 
 class InFlight(deque[PlanT]):
-    """The plans in flight of any policy, the eldest first."""
+    """The plans in flight of any policy, the eldest first.
+
+    Answers must come in the same order, which this class enforces.
+    """
 
     def complete(self, step: int) -> PlanT:
         """Remove the eldest plan, which must have this number.
@@ -67,7 +73,10 @@ class InFlight(deque[PlanT]):
 
 
 class InFlightStep(InFlightPlan, eq=False, kw_only=True):
-    """A plan of an engine that generates."""
+    """A plan of an engine that generates.
+
+    It keeps what the policy needs to apply the answer, such as the epoch of each sequence.
+    """
 
     entries: list[StepEntry]
     # Drafts of each entry, as planned; the answer contains how many were accepted.  Empty if the step verifies no drafts.
@@ -82,10 +91,16 @@ class InFlightStep(InFlightPlan, eq=False, kw_only=True):
 
 
 class InFlightSteps(InFlight[InFlightStep]):
-    """The plans in flight of an engine that generates."""
+    """The plans in flight of an engine that generates.
+
+    The next step is planned behind them, so their unknown results are taken into account.
+    """
 
     def sequence_ids(self) -> set[SequenceId]:
-        """Return the sequences in all steps in flight."""
+        """Return the sequences in all steps in flight.
+
+        The search for a culprit uses it to find suspects with results still to come.
+        """
         return {entry[0].id for each in self for entry in each.entries}
 
     def unknown_tokens(self) -> dict[SequenceId, int]:
@@ -118,7 +133,10 @@ def find_in_question(
 
 
 class StepBuilder:
-    """The sequences of the next step, and the number of tokens scheduled for each."""
+    """The sequences of the next step, and the number of tokens scheduled for each.
+
+    Nothing is visible to the policy's tables until `commit`, so a step can be abandoned.
+    """
 
     __slots__ = (
         "budget",
@@ -158,14 +176,20 @@ class StepBuilder:
         self.unknown: dict[SequenceId, int] = {}
 
     def add(self, sequence: Sequence, count: int, lookahead: int = 0) -> None:
-        """Schedule `count` tokens of a sequence, and at most `lookahead` drafts behind them."""
+        """Schedule `count` tokens of a sequence, and at most `lookahead` drafts behind them.
+
+        The budget of the step is reduced by both numbers.
+        """
         self.sequences.append(sequence)
         self.counts.append(count)
         self.lookaheads.append(lookahead)
         self.budget -= count + lookahead
 
     def drop(self, victim: Sequence) -> None:
-        """Remove a sequence before its preemption, while it still has its request slot."""
+        """Remove a sequence before its preemption, while it still has its request slot.
+
+        The budget gets its tokens back, and no other sequence is affected.
+        """
         self.has_preempted = True
         self.new_blocks = [entry for entry in self.new_blocks if entry[0] != victim.request_slot]
         if victim in self.sequences:
@@ -174,7 +198,10 @@ class StepBuilder:
             self.budget += self.counts.pop(i) + self.lookaheads.pop(i)
 
     def commit(self, step: int, epoch: int) -> tuple[StepPlan, InFlightStep]:
-        """Advance the sequences.  Returns the plan for the device, and the record of it for its answer."""
+        """Advance the scheduled sequences, and end the planning of the step.
+
+        Returns the plan for the device, and the record of it with which the policy applies the answer.
+        """
         slots: list[int] = []
         num_computed: list[int] = []
         num_sampled: list[int] = []
@@ -268,7 +295,10 @@ class Lookahead:
         return f"<Lookahead of {self._most}, {self.num_accepted_tokens} of {self.num_draft_tokens} right>"
 
     def statistics(self) -> dict[str, Any]:
-        """Describe the drafts in the fields of `SchedulerStats`."""
+        """Describe the drafts in the fields of `SchedulerStats`.
+
+        The share of accepted drafts shows whether speculation pays.
+        """
         return {
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
@@ -282,7 +312,10 @@ class Lookahead:
         return max(0, min(self._most, min(MAX_VERIFIED, num_tokens) // num_running - 1))
 
     def note(self, done: StepDone) -> None:
-        """Count the drafts of a step."""
+        """Count the drafts of a step.
+
+        Accepted drafts are the sampled tokens beyond the first one of each sequence.
+        """
         if not done.num_draft_tokens:
             return
         for num_tokens, token_ids in zip(done.num_draft_tokens, done.token_ids, strict=True):

@@ -13,7 +13,10 @@ from trouper.actors.scheduling.state.sequence import Order, Sequence
 
 
 class Queue:
-    """A priority queue of sequences by their unique `order`."""
+    """A priority queue of sequences by their unique `order`.
+
+    Removed sequences stay in the heap until they reach its head, so removing one takes O(1).
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Order, Sequence]] = []
@@ -28,14 +31,20 @@ class Queue:
         return id in self._live
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence.  It must not be in the queue."""
+        """Add a sequence.  It must not be in the queue.
+
+        Its `order` must not change while it is in the queue.
+        """
         self._live.add(sequence.id)
         heappush(self._heap, (sequence.order, sequence))
         if self.arrivals is not None:
             self.arrivals.append(sequence)
 
     def head(self) -> Sequence | None:
-        """Return the best sequence without removing it.  Returns None if the queue is empty."""
+        """Return the best sequence without removing it.  Returns None if the queue is empty.
+
+        Entries of removed sequences are dropped on the way.
+        """
         heap = self._heap
         while heap and heap[0][1].id not in self._live:
             heappop(heap)
@@ -61,7 +70,10 @@ class Queue:
             heapify(self._heap)
 
     def take_all(self, ids: Set[SequenceId]) -> None:
-        """Remove many sequences that may be pushed again, in one pass."""
+        """Remove many sequences that may be pushed again, in one pass.
+
+        One pass is faster than single removals, for example when a replica is lost.
+        """
         self._live -= ids
         self._heap = [entry for entry in self._heap if entry[1].id in self._live]
         heapify(self._heap)
@@ -88,7 +100,10 @@ class Waiting:
 
     @property
     def num_fresh(self) -> int:
-        """Count the sequences that have never run."""
+        """Count the sequences that have never run.
+
+        Parked ones are included: a pause does not wait for them.
+        """
         return len(self.fresh) + sum(queue is self.fresh for queue, _ in self._parked.values())
 
     def park(self, sequence: Sequence) -> None:
@@ -100,7 +115,10 @@ class Waiting:
         self._parked[sequence.id] = queue, sequence
 
     def unpark(self, key: bytes) -> None:
-        """Queue the sequences again that wait for a grammar."""
+        """Queue the sequences again that wait for a grammar.
+
+        Each returns to the queue from which it was parked, at its old place.
+        """
         for queue, sequence in list(self._parked.values()):
             grammar = sequence.request.admit.grammar
             if grammar is not None and grammar.key == key:
@@ -109,11 +127,17 @@ class Waiting:
 
     @property
     def ids(self) -> tuple[SequenceId, ...]:
-        """The ids in the order of service, for tests and debugging."""
+        """List the queued sequences in the order of service, for tests and debugging.
+
+        Parked sequences are not included, because they cannot be served until their grammar is ready.
+        """
         return tuple(sequence.id for sequence in self._in_order())
 
     def head(self, *, only_returning: bool) -> Sequence | None:
-        """Return the sequence to start next without removing it.  Returns None if the queues are empty."""
+        """Return the sequence to start next without removing it.  Returns None if the queues are empty.
+
+        Returning sequences go first with `fcfs`; otherwise the better order decides.
+        """
         returning = self.returning.head()
         if only_returning or (returning is not None and self._is_fcfs):
             return returning
@@ -123,12 +147,18 @@ class Waiting:
         return min(returning, fresh, key=lambda sequence: sequence.order)
 
     def keep_arrivals(self) -> list[Sequence]:
-        """Return a list to which every newly queued sequence is appended.  The caller empties it."""
+        """Return a list to which every newly queued sequence is appended.  The caller empties it.
+
+        The owner of the fluid reads it, so arrivals need not be searched for in the queues.
+        """
         self.fresh.arrivals = self.returning.arrivals = arrivals = list[Sequence]()
         return arrivals
 
     def best(self, count: int) -> list[Sequence]:
-        """Return the first `count` sequences in the order of service.  Takes O(n log n)."""
+        """Return the first `count` sequences in the order of service.  Takes O(n log n).
+
+        The policy predicts the start of a new sequence from them.
+        """
         return self._in_order()[:count]
 
     def _in_order(self) -> list[Sequence]:
@@ -138,13 +168,19 @@ class Waiting:
         return waiting
 
     def take(self, sequence: Sequence) -> None:
-        """Remove a sequence anywhere in the queues, so that it may be queued again."""
+        """Remove a sequence anywhere in the queues, so that it may be queued again.
+
+        It is also unparked if it was parked.  Takes O(n), for rare cases.
+        """
         self._parked.pop(sequence.id, None)
         self.fresh.take(sequence)
         self.returning.take(sequence)
 
     def take_all(self, ids: Set[SequenceId]) -> None:
-        """Remove many sequences that may come back."""
+        """Remove many sequences that may come back.
+
+        Takes one pass over the queues, for all of them together.
+        """
         self._parked = {id: parked for id, parked in self._parked.items() if id not in ids}
         self.fresh.take_all(ids)
         self.returning.take_all(ids)
@@ -156,7 +192,10 @@ class Waiting:
         return queue, head
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a sequence from its queue, if it is queued."""
+        """Remove a sequence from its queue, if it is queued.
+
+        Used for sequences that have ended, which never come back.
+        """
         self._parked.pop(sequence.id, None)
         self.fresh.discard(sequence)
         self.returning.discard(sequence)
