@@ -1,0 +1,240 @@
+"""The process in which image files are decoded and processed: limits first, then one order after another from a socket.
+
+python -P -m trouper.actors.rendering.media.worker    (standard input is the socket)
+
+The first order is the configuration of the processor.  Every other is a frame: the length of a JSON object in four
+bytes, the object, then the file or the pixels.  The answer is a frame of JSON; the arrays come as a file in memory whose
+descriptor travels with it.  The file is sealed: nobody can shrink or change it while the engine reads it.  The end of the
+socket ends the process.
+
+torch is hidden from this process, because it would take 300 MiB and seconds to import, and because code that a
+hostile file might reach shall find as little as possible.
+"""
+
+import fcntl
+import importlib.machinery
+import importlib.util
+import logging
+import math
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+
+from trouper.actors.messages.media import MediaArray
+from trouper.actors.rendering.confined_process import LENGTH_BYTES, OVER_BUDGET, framed
+from trouper.actors.rendering.media.files import (
+    MAX_PIXELS,
+    WHITE,
+    RefusedFileError,
+    check_size,
+    decode,
+    open_image,
+)
+from trouper.config.media import MediaConfig
+from trouper.errors import TrouperValidationError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from trouper.actors.rendering.media.processor import ImageProcessor
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+# The interpreter, the processors and the largest image (413 MiB to decode, then its copies).
+MEMORY = 2 * 2**30
+# Seconds of computing for an image of at most `STEP_PIXELS`, and one more for each further `STEP_PIXELS`.
+CPU_S = 2
+STEP_PIXELS = 10_000_000
+# Arrays begin at multiples of it, so that numpy and torch read them without a copy.
+ALIGNMENT = 64
+
+
+class ImageFields(msgspec.Struct, frozen=True):
+    """The part of an order in front of the file.
+
+    Attributes:
+        kwargs: options of the model's processor.
+        max_pixels: the most pixels of the image.
+        background: the colour behind transparent pixels.
+        size: the width and height of RGB pixels that the caller has decoded itself, or None for a file.
+    """
+
+    kwargs: dict[str, Any]
+    max_pixels: int = MAX_PIXELS
+    background: tuple[int, int, int] = WHITE
+    size: tuple[int, int] | None = None
+
+
+class ProcessorFields(msgspec.Struct, frozen=True):
+    """The first order: the arguments of an `ImageProcessor`."""
+
+    config: MediaConfig
+    image_token: str
+
+
+class ArrayPlace(msgspec.Struct, frozen=True):
+    """An array in the file of an answer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class ImageAnswer(msgspec.Struct, frozen=True):
+    """The answer to an order: the processed image, or the code and the rule of a refusal."""
+
+    code: str | None = None
+    rule: str = ""
+    # The name of a wrong option of the processor.
+    parameter: str | None = None
+    arrays: tuple[ArrayPlace, ...] = ()
+    text: str = ""
+    num_pixels: int = 0
+
+
+def main() -> None:
+    os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
+    _limit_memory()
+    _hide_torch()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    orders = socket.socket(fileno=sys.stdin.fileno())
+    try:
+        with orders, orders.makefile("rb") as stream:
+            _serve(orders, stream)
+    except MemoryError:
+        os._exit(OVER_BUDGET)
+
+
+def _serve(orders: socket.socket, stream: BinaryIO) -> None:
+    """Make the processor from the first order, and answer the others until the socket ends."""
+    from trouper.actors.rendering.media.processor import ImageProcessor
+
+    first = msgspec.json.decode(_read(stream), type=ProcessorFields)
+    try:
+        processor = ImageProcessor(first.config, first.image_token)
+    except TrouperValidationError as error:
+        orders.sendall(framed(_encoded(_refusal(error))))
+        return
+    # From here on nothing that a library prints can fill the pipe, which is read at the end only.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    orders.sendall(framed(_encoded(ImageAnswer())))
+    while order := _read(stream):
+        _limit_time(0)
+        size = LENGTH_BYTES + int.from_bytes(order[:LENGTH_BYTES])
+        fields = msgspec.json.decode(order[LENGTH_BYTES:size], type=ImageFields)
+        _answer(orders, fields, memoryview(order)[size:], processor)
+
+
+def _read(stream: BinaryIO) -> bytes:
+    return stream.read(int.from_bytes(stream.read(LENGTH_BYTES)))
+
+
+def _answer(
+    orders: socket.socket, fields: ImageFields, data: memoryview, processor: "ImageProcessor"
+) -> None:
+    try:
+        image = _image(fields, data)
+        found = processor.process(image, fields.kwargs)
+    except RefusedFileError as error:
+        orders.sendall(framed(_encoded(ImageAnswer(*error.refusal))))
+        return
+    except TrouperValidationError as error:
+        orders.sendall(framed(_encoded(_refusal(error))))
+        return
+    with _sealed(found.arrays) as (file, places):
+        answer = ImageAnswer(arrays=places, text=found.text, num_pixels=image.width * image.height)
+        # The descriptor travels with the first bytes.
+        whole = framed(_encoded(answer))
+        sent = socket.send_fds(orders, [whole], [file.fileno()])
+        orders.sendall(whole[sent:])
+
+
+def _refusal(error: TrouperValidationError) -> ImageAnswer:
+    """Return the processor's refusal: of an option, which it names, or of the image."""
+    parameter = error.parameter or ""
+    rule = error.message.removeprefix(f"{parameter}: ")
+    if parameter == "image":
+        return ImageAnswer("invalid_image", rule)
+    return ImageAnswer(error.code, rule, parameter)
+
+
+def _image(fields: ImageFields, data: memoryview) -> "Image.Image":
+    """Return upright RGB pixels of a file, or of pixels that the caller has decoded itself."""
+    from PIL import Image
+
+    if fields.size is not None:
+        check_size(*fields.size, fields.max_pixels)
+        _limit_time(fields.size[0] * fields.size[1])
+        return Image.frombytes("RGB", fields.size, data)
+    image = open_image(data, fields.max_pixels)
+    _limit_time(image.width * image.height)
+    return decode(image, fields.background)
+
+
+@contextmanager
+def _sealed(arrays: Sequence[MediaArray]) -> Generator[tuple[BinaryIO, tuple[ArrayPlace, ...]]]:
+    """Write arrays to a file in memory that can no longer change."""
+    places: list[ArrayPlace] = []
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    with os.fdopen(os.memfd_create("media", flags), "wb") as file:
+        for array in arrays:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            place = file.tell(), array.data.nbytes
+            places.append(ArrayPlace(array.name, array.dtype, array.shape, *place))
+            file.write(array.data)
+        file.flush()
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+        yield file, tuple(places)
+
+
+def _encoded(answer: ImageAnswer) -> bytes:
+    return msgspec.json.encode(answer)
+
+
+def _limit_memory() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform != "darwin":  # which maps more than any useful limit before a program begins
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
+def _limit_time(num_pixels: int) -> None:
+    """Let the order take the computing time of an image of this size; the system ends the process when it is over."""
+    import resource
+
+    seconds = CPU_S + max(0, math.ceil(num_pixels / STEP_PIXELS) - 1)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, hard))
+
+
+def _hide_torch() -> None:
+    """Let every import of torch fail, as where it is not installed."""
+    find = importlib.util.find_spec
+
+    def find_without(
+        name: str, package: str | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return None if name.partition(".")[0] in ("torch", "torchvision") else find(name, package)
+
+    class Hidden:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> None:
+            if name.partition(".")[0] in ("torch", "torchvision"):
+                raise ModuleNotFoundError(name=name)
+
+    importlib.util.find_spec = find_without
+    sys.meta_path.insert(0, Hidden)  # type: ignore[arg-type]  # it only raises
+
+
+if __name__ == "__main__":
+    main()
