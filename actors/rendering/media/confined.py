@@ -123,7 +123,7 @@ class ConfinedImages:
         return ProcessedImage(arrays, found.text), found.num_pixels
 
     def _ask(self, message: bytes) -> tuple[bytes, int | None]:
-        """Give an order to a process; if somebody kills the process from outside, to another one once more."""
+        """Give an order to a process; if a signal from outside kills the process, to another one once more."""
         try:
             return self._ask_once(message)
         except HelperKilledError:

@@ -4,7 +4,7 @@ python -P -m trouper.actors.rendering.media.worker    (standard input is the soc
 
 The first order is the configuration of the processor.  Every other is a frame: the length of a JSON object in four
 bytes, the object, then the file or the pixels.  The answer is a frame of JSON; the arrays come as a file in memory whose
-descriptor travels with it.  The file is sealed: nobody can shrink or change it while the engine reads it.  The end of the
+descriptor travels with it.  The file is sealed, so it cannot shrink or change while the engine reads it.  The end of the
 socket ends the process.
 
 torch is hidden from this process, because it would take 300 MiB and seconds to import, and because code that a
