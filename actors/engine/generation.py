@@ -131,7 +131,7 @@ class Generation(Generic[Output]):
         except BaseException:
             self.close()
             raise
-        return self._checked(output)
+        return self._checked(output) if output.finished or output.error else output
 
     def next_nowait(self) -> Output | None:
         """Return the result of `__anext__`, or None if it would wait or has ended.

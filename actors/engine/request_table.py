@@ -24,8 +24,8 @@ from trouper.actors.observability.observer import ObserverSnapshot
 from trouper.actors.output.detokenizer import DetokenizerSnapshot
 from trouper.actors.output.pooler import PoolerSnapshot
 from trouper.actors.rendering.renderer import RendererSnapshot
-from trouper.actors.replies.reply_slots import PoolingSlot, ReplySlot
-from trouper.actors.replies.slot import Slot
+from trouper.actors.replies.pooling_slot import PoolingSlot
+from trouper.actors.replies.slot import ReplySlot, Slot
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.scheduling.scheduling_policy import SchedulerSnapshot
 from trouper.config.resolve import EngineConfig
@@ -176,8 +176,8 @@ class RequestTable:
             adapter=adapter,
         )
         num_tokens = estimate_tokens(message.prompt)
-        slot.count_prefill(num_tokens)
         is_large = num_tokens > LARGE_PROMPT or embeds_bytes(message.prompt) > LARGE_EMBEDS
+        slot.count_prefill(num_tokens)
         renderer = self._large_renderer if is_large else self._renderer
         renderer.send_nowait(message)
         return id, slot

@@ -1,14 +1,13 @@
 """Access to the event loop from other threads, and ways not to block it.
 
 Waking a task from another thread needs the loop's own thread-safe call, which asyncio and trio name
-differently. Blocking work runs in threads, for which tests and simulations substitute their own. A loop over
-2,000 texts would occupy the event loop for tens of milliseconds, so it yields in between.
+differently. Blocking work runs in threads, for which tests and simulations substitute their own.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, Protocol, Self, TypeVar, TypeVarTuple
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import anyio.lowlevel
 import anyio.to_thread
@@ -52,35 +51,12 @@ class EventLoop:
             )
 
 
-# Creating a request, opening it or reading its result takes 5 to 10 µs, so the loop is held for less than 1 ms.
+# The number of items after which a loop over many requests lets other tasks run.  Creating a request, opening it or
+# reading its result takes 5 to 10 µs, so the event loop is held for less than 1 ms.
 ITEMS_PER_TURN = 64
+
+
 T = TypeVar("T")
-
-
-class YieldingIterator(Generic[T]):
-    """Iterate with `async for`, and let other tasks run after every `ITEMS_PER_TURN` items.
-
-    This is a class because an async generator must be closed explicitly if its loop ends early.
-    """
-
-    def __init__(self, items: Iterable[T]) -> None:
-        self._items = iter(items)
-        self._num = 0
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> T:
-        if self._num == ITEMS_PER_TURN:
-            self._num = 0
-            await anyio.lowlevel.checkpoint()
-        self._num += 1
-        try:
-            return next(self._items)
-        except StopIteration:
-            raise StopAsyncIteration from None
-
-
 Args = TypeVarTuple("Args")
 
 

@@ -108,7 +108,7 @@ class Scheduler(Generic[OutputsT]):
 
         Admission reads it for every request to measure the throughput.
         """
-        return sum(policy.num_tokens for policy in self._policies)
+        return sum([policy.num_tokens for policy in self._policies])
 
     def statistics(self) -> SchedulerStats:
         """Describe the state in numbers, of all replicas together.

@@ -17,7 +17,7 @@ import numpy as np
 from trouper.actors.engine.generation import Generation
 from trouper.actors.output.pooler import MAX_QUERIES
 from trouper.actors.output.postprocessing import cosines
-from trouper.actors.runtime.event_loop import YieldingIterator
+from trouper.actors.runtime.event_loop import ITEMS_PER_TURN
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid, prompt_named
 from trouper.inputs import PairPrompt, PoolingPrompt
@@ -50,9 +50,11 @@ async def collect(
     outputs: list[Pooled] = []
     try:
         await anyio.lowlevel.checkpoint()
-        async for encoding in YieldingIterator(encodings):
+        for encoding in encodings:
             opened.append(encoding)
             encoding.open()
+            if len(opened) % ITEMS_PER_TURN == 0:
+                await anyio.lowlevel.checkpoint()
         for i, encoding in enumerate(opened):
             with nullcontext() if places is None else prompt_named(places[i]):
                 outputs.extend([output async for output in encoding])
@@ -177,8 +179,7 @@ class Scorer:
         found = dict(zip(distinct, outputs, strict=True))
         pairs = [(found[q], found[d]) for q, d in zip(asked[:num], asked[num:], strict=True)]
         arrays = await anyio.to_thread.run_sync(_cosines, pairs, limiter=anyio.CapacityLimiter(1))
-        joined = YieldingIterator(zip(pairs, arrays, strict=True))
-        return [_joined(*pair, array) async for pair, array in joined]
+        return await _joined((*pair, array) for pair, array in zip(pairs, arrays, strict=True))
 
     async def _interact(
         self, queries: Sequence[str], documents: Sequence[str], bar: Any
@@ -223,10 +224,11 @@ class Scorer:
             meet,
             bar,
         )
-        joined = YieldingIterator(zip(met, second, strict=True))
-        return {
-            i: _joined(query, output, output.outputs.array) async for (query, i), output in joined
-        }
+        joined = await _joined(
+            (query, output, output.outputs.array)
+            for (query, _), output in zip(met, second, strict=True)
+        )
+        return {i: output for (_, i), output in zip(met, joined, strict=True)}
 
     def _names_of(self, side: int, num: int) -> Sequence[str]:
         """Return the caller's names of the queries (`side` 0) or of the documents (`side` 1)."""
@@ -301,12 +303,18 @@ def _cosines(pairs: Sequence[tuple[Pooled, Pooled]]) -> list[Array]:
     return [np.array(value) for value in cosines(*sides)]
 
 
-def _joined(query: Pooled, document: Pooled, array: Array) -> Pooled:
-    """Return the score of a pair as one output, with the tokens and the error of both texts."""
-    return PoolingRequestOutput(
-        request_id=document.request_id,
-        outputs=PoolingOutput(array),
-        prompt_token_ids=query.prompt_token_ids + document.prompt_token_ids,
-        error=query.error or document.error,
-        metrics=document.metrics,
-    )
+async def _joined(scores: Iterable[tuple[Pooled, Pooled, Array]]) -> list[Pooled]:
+    """Return the score of each pair as one output, with the tokens and the error of both texts."""
+    outputs: list[Pooled] = []
+    for query, document, array in scores:
+        output = PoolingRequestOutput(
+            request_id=document.request_id,
+            outputs=PoolingOutput(array),
+            prompt_token_ids=query.prompt_token_ids + document.prompt_token_ids,
+            error=query.error or document.error,
+            metrics=document.metrics,
+        )
+        outputs.append(output)
+        if len(outputs) % ITEMS_PER_TURN == 0:
+            await anyio.lowlevel.checkpoint()
+    return outputs

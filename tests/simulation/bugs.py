@@ -20,7 +20,7 @@ from trouper.actors.engine.request_table import RequestTable
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.output_stats import OutputStatsCollector
 from trouper.actors.rendering.renderer import Renderer
-from trouper.actors.replies.reply_slots import ReplySlot
+from trouper.actors.replies.slot import ReplySlot
 from trouper.actors.scheduling.culprit_search import FaultBisection
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.prompt_turns import PromptTurns, _Starting

@@ -9,7 +9,7 @@ import trouper.actors.output.pooler as pooler_module
 from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
-from trouper.actors.replies.reply_slots import PoolingSlot
+from trouper.actors.replies.pooling_slot import PoolingSlot
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.step_budget import PoolingTime
 from trouper.outputs import RequestError

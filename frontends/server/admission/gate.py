@@ -217,9 +217,11 @@ class AdmissionGate:
                 "overloaded", "the server is overloaded and refuses requests of negative priority"
             )
         try:
-            self._evict(self.admission.resize(entry, num_sequences, num_tokens, priority))
+            gone = self.admission.resize(entry, num_sequences, num_tokens, priority)
         except Full as full:
             raise self._refuse_full(full) from None
+        if gone:
+            self._evict(gone)
 
     def wait(self, entry: Entry) -> None:
         self.admission.wait(entry)
@@ -313,7 +315,8 @@ class AdmissionTicket:
         The tenant is charged for these numbers at the end.  They include everything computed for an aborted request.
         """
         counts = [stream.num_tokens for stream in self.generations]
-        return sum(prompt for prompt, _ in counts), sum(output for _, output in counts)
+        prompts, outputs = zip((0, 0), *counts, strict=True)
+        return sum(prompts), sum(outputs)
 
     def leave(self) -> None:
         """Return the places.  Idempotent."""

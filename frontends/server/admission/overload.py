@@ -132,9 +132,10 @@ class Throughput:
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
-        self._seen: tuple[int, float] | None = (
-            None  # the counter and its time, unless it was idle then
-        )
+        # The counter and its time, unless it was idle then.
+        self._seen: tuple[int, float] | None = None
+        # Tokens per second, or None while too little has been measured.
+        self.per_s: float | None = None
 
     def note(self, num_tokens: int, now: float, *, is_busy: bool) -> None:
         """Record the token counter.  `is_busy` holds until the next call.
@@ -146,12 +147,9 @@ class Throughput:
             kept = math.exp(-seconds / MEMORY_S)
             self._tokens = self._tokens * kept + num_tokens - self._seen[0]
             self._seconds = self._seconds * kept + seconds
+            if self._seconds >= MIN_S:
+                self.per_s = self._tokens / self._seconds
         self._seen = (num_tokens, now) if is_busy else None
-
-    @property
-    def per_s(self) -> float | None:
-        """Tokens per second, or None while too little has been measured."""
-        return self._tokens / self._seconds if self._seconds >= MIN_S else None
 
     def time_s(self, num_tokens: int) -> float:
         """Return the seconds that this many tokens take, or 0 while the throughput is unknown.

@@ -3,6 +3,7 @@
 A request becomes a `ChatRequest`, so the rules of chats hold here, too.
 """
 
+from collections.abc import Awaitable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -91,14 +92,14 @@ class MessagesTurn:
         return self._transcript.client_name(parameter)
 
 
-async def create_message(
+def create_message(
     service: Service, context: RequestContext, request: MessagesRequest
-) -> None:
+) -> Awaitable[None]:
     """Continue a conversation, as one reply or as named events.
 
     Events have names and a fixed order, which Anthropic's clients check.
     """
-    await drive(service, context, MessagesTurn(request), MessagesAdapter)
+    return drive(service, context, MessagesTurn(request), MessagesAdapter)
 
 
 async def count_tokens(

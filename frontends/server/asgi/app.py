@@ -16,7 +16,7 @@ import anyio
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.asgi.auth import Authenticator
-from trouper.frontends.server.asgi.routes import errors_at, find
+from trouper.frontends.server.asgi.routes import errors_at, path_of
 from trouper.frontends.server.http.body import ClientGone
 from trouper.frontends.server.http.context import (
     Receive,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 access_log = logging.getLogger("trouper.access")
-MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
 POLICY_VIOLATION = 1008
 # Seconds between comments on a silent stream while the device restarts.
 LOST_INTERVAL_S = 5.0
@@ -115,7 +114,7 @@ class App:
 
     def _note(self, context: RequestContext) -> None:
         """Count the sent response, and log it."""
-        route = next((each.path for each in find(context.path).values()), None)
+        route = path_of(context.path)
         self.service.metrics.note_answer(route or "none", context.status)
         if self._settings.logs_access and route not in self._settings.unlogged_paths:
             access_log.info("%s", access_line(context, route))
@@ -132,7 +131,7 @@ class App:
         context.check_head(self._settings)
         route = self._authenticator.route(context)
         if route is not None:
-            context.timeout_s = _timeout_s(context, self._settings)
+            context.read_timeout(self._settings)
         return route
 
     async def _perform(self, context: RequestContext) -> None:
@@ -144,7 +143,7 @@ class App:
             if route.generates:
                 self.service.check_open()
                 self.service.check_kind(route)
-            if route.is_admitted:
+            if route.generates or route.tokenizes:
                 self.service.check_room(context)  # refused before the body is read
             route, request = await self._read(context, route, stack)
             act = partial(route.handler, self.service, context, request)
@@ -162,9 +161,9 @@ class App:
         kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         memory = stack.enter_context(self.service.bodies.open())
         await context.read_body(self._settings, memory)
-        if route.is_admitted:
-            context.ticket = stack.enter_context(self.service.enter(context))
         body = memory.whole()
+        if route.generates or route.tokenizes:
+            context.ticket = stack.enter_context(self.service.enter(context))
         is_json = kind == b"application/json" or (
             route.takes_any_type and context.header(b"origin") is None
         )
@@ -232,18 +231,3 @@ class App:
             if is_due and (interval_s or self.service.is_device_lost):
                 await context.send_comment()
         handler.cancel()
-
-
-def _timeout_s(context: RequestContext, settings: ServerSettings) -> float:
-    """Return the deadline in seconds: the client's own if it is earlier than the server's.  Raises HTTPError for a bad one."""
-    given = context.header(b"x-request-timeout-ms")
-    if given is None:
-        return settings.request_timeout_s
-    if not given.isdigit() or not 1 <= int(given[:20]) <= MAX_TIMEOUT_MS:
-        raise HTTPError(
-            400,
-            "invalid_value",
-            f"must be an integer in [1, {MAX_TIMEOUT_MS}]",
-            param="X-Request-Timeout-Ms",
-        )
-    return min(int(given) / 1000, settings.request_timeout_s)

@@ -284,6 +284,12 @@ def find(path: str) -> Mapping[str, Route]:
     return TABLE.get(path) or TABLE.get(_template(path), {})
 
 
+def path_of(path: str) -> str | None:
+    """Return the path of the table to which a path belongs, or None for an unknown one."""
+    methods = find(path)
+    return next(iter(methods.values())).path if methods else None
+
+
 def _template(path: str) -> str:
     """Return the path of the table for a path with a variable part."""
     if path.startswith(operations.MODELS) and path != operations.MODELS:

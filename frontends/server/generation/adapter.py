@@ -11,9 +11,8 @@ import msgspec
 
 from trouper.actors.messages.requests import NO_OPTIONS, RequestOptions
 from trouper.frontends.dialects.answer_format import AnswerFormat
-from trouper.frontends.dialects.events import Content, Reasoning
-from trouper.frontends.server.generation.parsers import ParserChain, Part
-from trouper.frontends.server.generation.tools import CallIds
+from trouper.frontends.server.generation.parsers import ParserChain, Part, no_parsers
+from trouper.frontends.server.generation.tools import NO_TOOL_USE, CallDeltas, CallIds, ToolUse
 from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.frontends.server.shared.usage import RequestMetrics, Usage
 from trouper.outputs import CompletionOutput, RequestOutput, RequestStateStats
@@ -50,6 +49,8 @@ class ServedModel(NamedTuple):
     answers: AnswerFormat
     # Whether a grammar applies from the first token on, reasoning included.
     grammar_is_first: bool = False
+    # Tokens of a block of the prefix cache, or 0 without a cache.
+    cache_block_size: int = 0
 
 
 class ReplyHead(NamedTuple):
@@ -95,9 +96,15 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     shows_metrics: bool = False
     shows_prompt: bool = False  # its text begins each choice
     is_prompt_only: bool = False  # what is generated is dropped
+    # The tool calls that the answer may contain.
+    tools: ToolUse = NO_TOOL_USE
     num_calls_before: int = 0  # in the conversation
     # for each choice, from the output that it begins with
-    make_parsers: Callable[[RequestOutput], ParserChain] = lambda _: ParserChain()
+    make_parsers: Callable[[RequestOutput], ParserChain] = no_parsers
+
+    @property
+    def num_choices(self) -> int:
+        return self.params.n * len(self.prompts)
 
     def set_options(self, **changes: Any) -> None:
         """Change some of the options with which the engine serves the request.
@@ -117,6 +124,12 @@ def call_ids(parsed: ParsedRequest, model: ServedModel, head: ReplyHead) -> Call
     return CallIds(form, head.unique_id, parsed.num_calls_before)
 
 
+def call_deltas(parsed: ParsedRequest, model: ServedModel, head: ReplyHead) -> list[CallDeltas]:
+    """Return a converter of tool calls for each choice of a reply."""
+    ids = call_ids(parsed, model, head)
+    return [CallDeltas(ids, i) for i in range(parsed.num_choices)]
+
+
 class LastMetrics:
     """Keep the times of a request for the end of its reply.
 
@@ -124,15 +137,13 @@ class LastMetrics:
     """
 
     def __init__(self, parsed: ParsedRequest) -> None:
-        self._is_shown = parsed.shows_metrics and parsed.params.n * len(parsed.prompts) == 1
-        self._stats: RequestStateStats | None = None
-
-    def note(self, output: RequestOutput) -> None:
-        self._stats = output.metrics
+        self._is_shown = parsed.shows_metrics and parsed.num_choices == 1
+        # Written by the adapter, from each output.
+        self.stats: RequestStateStats | None = None
 
     @property
     def shown(self) -> RequestMetrics | None:
-        return RequestMetrics.of(self._stats) if self._is_shown else None
+        return RequestMetrics.of(self.stats) if self._is_shown else None
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True):
@@ -145,17 +156,12 @@ class ChoiceUpdate(msgspec.Struct, frozen=True):
     index: int  # among all choices of the reply
     is_first: bool
     parts: Sequence[Part]
+    # The content and the reasoning among the parts.
+    text: str
+    reasoning: str
     completion: CompletionOutput
     output: RequestOutput
     prompt_text: str  # with the first update, where the request wants it shown
-
-    @property
-    def text(self) -> str:
-        return "".join([part.text for part in self.parts if isinstance(part, Content)])
-
-    @property
-    def reasoning(self) -> str:
-        return "".join([part.text for part in self.parts if isinstance(part, Reasoning)])
 
 
 class StreamEvent(NamedTuple):

@@ -6,7 +6,7 @@ application renders it as the reply, or as the last event of a started stream.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import anyio.lowlevel
 import msgspec
 
-from trouper.actors.engine.admission import check_place
-from trouper.actors.runtime.event_loop import YieldingIterator
+from trouper.actors.runtime.event_loop import ITEMS_PER_TURN
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, rename_parameter
 from trouper.frontends.server.generation.adapter import (
     Adapter,
@@ -27,16 +26,20 @@ from trouper.frontends.server.generation.adapter import (
     StreamEvent,
 )
 from trouper.frontends.server.generation.beams import Make, beam_outputs
-from trouper.frontends.server.generation.streams import each_output, final_outputs
+from trouper.frontends.server.generation.parsers import End, ParserChain, Part, texts_of
+from trouper.frontends.server.generation.streams import (
+    final_outputs,
+    open_generations,
+    read_each,
+)
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.headers import REQUEST_HEADER, load_report, read_placement
 from trouper.frontends.server.service.service import Service
-from trouper.frontends.server.shared.usage import UsageCounter
+from trouper.frontends.server.shared.usage import CachedTokens, ReasoningUsage, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
-    from trouper.frontends.server.generation.parsers import End, ParserChain, Part
 
 # Characters to parse before other tasks get a turn: at most 5 ms, even for a hostile text.
 AT_ONCE = 1024
@@ -71,11 +74,14 @@ def prepare(
     The adapter of the driver is new for each request.  The ids of the reply are chosen here.
     """
     model = _served_model(service, request.model)
+    lora_request = service.adapter(request.model)
     parsed = api.parse(request, model)
-    parsed.set_options(lora_request=service.adapter(request.model))
+    if lora_request is not None:
+        parsed.set_options(lora_request=lora_request)
     context.name_by(request.request_id)
     head = ReplyHead(context.request_id, context.id, int(time.time()))
-    return Driver(service, context, parsed, api(request, parsed, model, head))
+    adapter = api(request, parsed, model, head)
+    return Driver(service, context, parsed, adapter, model.cache_block_size)
 
 
 @contextmanager
@@ -92,6 +98,49 @@ def client_names(name_of: Callable[[str], str]) -> Generator[None]:
         raise
 
 
+class UsageCounter:
+    """Count the tokens of one reply while it is generated.
+
+    Args:
+        cache_block_size: tokens of a block of the prefix cache, which keeps only whole blocks; 0 if there is no cache.
+    """
+
+    def __init__(self, num_prompts: int, *, shows_cached: bool, cache_block_size: int = 0) -> None:
+        self._block_size = cache_block_size
+        self._num_prompt = [0] * num_prompts
+        self._num_cached = [0] * num_prompts
+        self._shows_cached = shows_cached
+        self._num_completion = 0
+        # Written by the driver; None unless reasoning is counted.
+        self.num_reasoning: int | None = None
+
+    def add(self, i: int, output: RequestOutput) -> None:
+        """Count an output of prompt `i`.  Its tokens must be new since the last output.
+
+        Prompts count once even with several choices, as in OpenAI's usage.
+        """
+        self._num_prompt[i] = len(output.prompt_token_ids)
+        self._num_cached[i] = output.num_cached_tokens or self._num_cached[i]
+        self._num_completion += sum(len(choice.token_ids) for choice in output.outputs)
+
+    @property
+    def _num_created(self) -> int:
+        if not self._block_size:
+            return 0
+        pairs = zip(self._num_prompt, self._num_cached, strict=True)
+        return sum(max(0, num - num % self._block_size - cached) for num, cached in pairs)
+
+    @property
+    def usage(self) -> Usage:
+        num_prompt = sum(self._num_prompt)
+        usage = Usage(num_prompt, self._num_completion, num_prompt + self._num_completion)
+        if self._shows_cached:
+            usage.prompt_tokens_details = CachedTokens(sum(self._num_cached), self._num_created)
+        if self.num_reasoning is not None:
+            usage.completion_tokens_details = ReasoningUsage(self.num_reasoning)
+        return usage
+
+
 class Driver(Generic[A]):
     """One parsed request on its way through the engine to the client.
 
@@ -101,17 +150,21 @@ class Driver(Generic[A]):
     """
 
     def __init__(
-        self, service: Service, context: RequestContext, parsed: ParsedRequest, adapter: A
+        self,
+        service: Service,
+        context: RequestContext,
+        parsed: ParsedRequest,
+        adapter: A,
+        cache_block_size: int,
     ) -> None:
         self.adapter = adapter
         self._service = service
         self._context = context
         self._parsed = parsed
-        config = service.config
         self._counter = UsageCounter(
             len(parsed.prompts),
             shows_cached=parsed.shows_cached,
-            cache_block_size=config.block_size if config.scheduler.enable_prefix_caching else 0,
+            cache_block_size=cache_block_size,
         )
         # Parsers by choice, from the first output of the choice on.
         self._chains: dict[int, ParserChain] = {}
@@ -140,9 +193,11 @@ class Driver(Generic[A]):
         Parsing yields to other tasks between outputs, so a reply with many choices does not block the event loop.
         """
         outputs = await self._final_outputs()
-        async for i, output in YieldingIterator(enumerate(outputs)):
-            for update in await self._updates(i, output, await self._prompt_text(i, output)):
+        for i, output in enumerate(outputs):
+            for update in await self._updates(i, output):
                 self.adapter.add(update)
+            if i % ITEMS_PER_TURN == ITEMS_PER_TURN - 1:
+                await anyio.lowlevel.checkpoint()
         return self.adapter.reply(self._counter.usage)
 
     async def _final_outputs(self) -> list[RequestOutput]:
@@ -153,34 +208,33 @@ class Driver(Generic[A]):
 
     async def _send_stream(self, on_complete: Callable[[], None] | None) -> None:
         context, parsed = self._context, self._parsed
-        await each_output(
-            self._service,
-            context,
-            self._generations(),
-            parsed.places,
-            self._send_output,
-            context.start_events,
-        )
+        generations = self._generations()
+        async with open_generations(
+            self._service, context, generations, parsed.places, context.start_events
+        ) as opened:
+            if len(opened) == 1:
+                async for output in opened[0]:
+                    await self._send_output(0, output)
+            else:
+                await read_each(opened, self._send_output)
         events = self.adapter.end(self._counter.usage)
         if on_complete is not None:
             on_complete()
-        await self._send_events(events)
+        for event in events:
+            await context.send_event(event.content, event.name)
         await context.end_events(self.adapter.STREAM_END)
 
     async def _send_output(self, i: int, output: RequestOutput) -> None:
-        prompt_text = await self._prompt_text(i, output) if self._parsed.shows_prompt else ""
-        updates = await self._updates(i, output, prompt_text)
+        updates = await self._updates(i, output)
         usage = self._counter.usage if self._parsed.shows_usage else None
+        events: list[StreamEvent] = []
         if not self._has_begun:
             self._has_begun = True
-            if not self._context.has_started:
-                await self._context.start_events()
-            await self._send_events(self.adapter.begin(output, usage))
+            events += self.adapter.begin(output, usage)
         for update in updates:
-            for event in self.adapter.render(update, usage):
-                await self._context.send_event(event.content, event.name)
-
-    async def _send_events(self, events: Iterable[StreamEvent]) -> None:
+            events += self.adapter.render(update, usage)
+        if not self._context.has_started:
+            await self._context.start_events()
         for event in events:
             await self._context.send_event(event.content, event.name)
 
@@ -188,11 +242,11 @@ class Driver(Generic[A]):
         """Return the text of prompt `i` if a choice starts with it in this output, else an empty string."""
         first = i * self._parsed.params.n
         is_new = any(first + each.index not in self._chains for each in output.outputs)
-        is_shown = is_new and self._parsed.shows_prompt
-        return await self._service.prompt_text(output) if is_shown else ""
+        return await self._service.prompt_text(output) if is_new else ""
 
-    async def _updates(self, i: int, output: RequestOutput, prompt_text: str) -> list[ChoiceUpdate]:
+    async def _updates(self, i: int, output: RequestOutput) -> list[ChoiceUpdate]:
         """Return one update for each choice in an output of prompt `i`."""
+        prompt_text = await self._prompt_text(i, output) if self._parsed.shows_prompt else ""
         if self._parsed.is_prompt_only:
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], []
@@ -214,11 +268,16 @@ class Driver(Generic[A]):
         parts = await _parsed_in_turns(chain, completion.text, _end_of(completion), stop_reason)
         if completion.finish_reason is not None and chain.stop is not None:
             completion.finish_reason, completion.stop_reason = "stop", chain.stop
-        if completion.finish_reason is not None:
-            self._service.note_tool_calls(chain.num_calls)
-        self._counter.add_reasoning(chain.count_reasoning(completion.token_ids))
+        num_reasoning = chain.count_reasoning(completion.token_ids)
+        if num_reasoning is not None:
+            self._counter.num_reasoning = (self._counter.num_reasoning or 0) + num_reasoning
+        if completion.finish_reason is not None and (num_calls := chain.num_calls):
+            self._service.note_tool_calls(num_calls)
         prompt_text = prompt_text if is_first else ""
-        return ChoiceUpdate(index, is_first, parts, completion, output, prompt_text)
+        text, reasoning = texts_of(parts)
+        return ChoiceUpdate(
+            index, is_first, parts, text, reasoning, completion, output, prompt_text
+        )
 
     def _generations(self) -> "Iterator[Generation[RequestOutput]]":
         """Make one engine request for each prompt.
@@ -236,37 +295,38 @@ class Driver(Generic[A]):
 
         Raises:
             HTTPError: the limits leave too little room for this request.
-            TrouperValidationError: the request names a replica that does not exist.
         """
         service, context, parsed = self._service, self._context, self._parsed
         params, num_prompts = parsed.params, len(parsed.prompts)
-        given = parsed.options
+        given, engine = parsed.options, service.engine
+        trace_headers = service.trace_parent(context)
         priority = service.size(context, num_prompts, params.n, params.max_tokens, given.priority)
         placement = read_placement(context, given.data_parallel_rank, given.session_id)
-        check_place(*placement, service.config.data_parallel_size)
         options = msgspec.structs.replace(
             given,
             priority=priority,
-            trace_headers=service.trace_parent(context),
+            trace_headers=trace_headers,
             key=context.tenant,
             cache_scope=context.cache_scope,
-            loads_adapter=False,  # an adapter unloaded in the meantime stays unloaded
+            # An adapter unloaded in the meantime stays unloaded.
+            loads_adapter=False,
             **placement._asdict(),
         )
-        rendered = options.without_tokenization()
-        return lambda prompt, params, name, is_raw: service.engine.generate(
+        # Only a beam search continues prompts that are already rendered.
+        rendered = options if parsed.beams is None else options.without_tokenization()
+        return lambda prompt, params, name, is_raw: engine.generate(
             prompt, params, f"{context.id}-{name}", options if is_raw else rendered
         )
 
 
-def _end_of(completion: CompletionOutput) -> "End":
+def _end_of(completion: CompletionOutput) -> End:
     reason = completion.finish_reason
     return None if reason is None else "whole" if reason == "stop" else "cut"
 
 
 async def _parsed_in_turns(
-    chain: "ParserChain", text: str, end: "End", stop_reason: int | str | None
-) -> "Sequence[Part]":
+    chain: ParserChain, text: str, end: End, stop_reason: int | str | None
+) -> Sequence[Part]:
     """Parse a text.  Long texts are parsed in slices, between which other tasks run."""
     if len(text) <= AT_ONCE or chain.is_empty:
         return chain.feed(text, end, stop_reason)
@@ -291,4 +351,5 @@ def _served_model(service: Service, name: str | None) -> ServedModel:
         service.token_bytes,
         service.answers,
         config.structured_outputs.enable_in_reasoning,
+        config.block_size if config.scheduler.enable_prefix_caching else 0,
     )

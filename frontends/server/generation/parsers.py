@@ -25,6 +25,13 @@ Part = ParserEvent
 End = Literal["whole", "cut"] | None
 
 
+def texts_of(parts: Sequence[Part]) -> tuple[str, str]:
+    """Return the content and the reasoning among the parts."""
+    content = [part.text for part in parts if isinstance(part, Content)]
+    reasoning = [part.text for part in parts if isinstance(part, Reasoning)]
+    return "".join(content), "".join(reasoning)
+
+
 class Parser(Protocol):
     """One link of the chain, with the state of one choice.
 
@@ -231,3 +238,8 @@ class ParserChain:
         The usage of a reply shows their sum as `reasoning_tokens`.
         """
         return None if self._reasoning_tokens is None else self._reasoning_tokens.add(token_ids)
+
+
+def no_parsers(output: object) -> ParserChain:
+    """Return a chain that passes the text of a choice unchanged."""
+    return ParserChain()

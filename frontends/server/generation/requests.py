@@ -105,7 +105,3 @@ class Generating(SamplingFields, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-
-    @property
-    def is_stream(self) -> bool:
-        return bool(self.stream)

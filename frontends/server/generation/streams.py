@@ -1,17 +1,19 @@
-"""Hand the outputs of the generations of one request to one consumer.
+"""Open the generations of one request, and hand their outputs to one consumer.
 
 A request with several prompts has several generations.  They run at the same time, but the consumer sees one output after the
 other, so adapters need no locks.
 """
 
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+import anyio.lowlevel
 
-from trouper.actors.runtime.event_loop import YieldingIterator
+from trouper.actors.runtime.event_loop import ITEMS_PER_TURN
 from trouper.errors import prompt_named
+from trouper.frontends.server.shared.errors import aborted
 from trouper.outputs import PoolingRequestOutput, RequestOutput
 
 if TYPE_CHECKING:
@@ -29,33 +31,34 @@ T = TypeVar("T", bound=RequestOutput | PoolingRequestOutput[Any])
 Consume = Callable[[int, RequestOutput], Awaitable[None]]
 
 
-async def each_output(
+@asynccontextmanager
+async def open_generations(
     service: "Service",
     context: "RequestContext",
     generations: "Iterable[Generation[RequestOutput]]",
     places: Sequence[str],
-    consume: Consume,
-    begin: Callable[[], Awaitable[None]] | None = None,
-) -> None:
-    """Call `consume(i, output)` for each output of generation i, one call at a time.
+    begin: Callable[[], Awaitable[None]],
+) -> "AsyncGenerator[list[Generation[RequestOutput]]]":
+    """Yield the generations once they are admitted, and several ones once all their prompts are rendered.
 
-    Every exit aborts the unfinished generations.  `places` are the client's names of the prompts, for errors.  `begin` is
-    called before the first output if the engine predicts a long wait for it.
+    Every exit aborts the unfinished ones.  `places` are the client's names of the prompts, for errors.  `begin` is called
+    first if the engine predicts a long wait for the only first output.
 
     Raises:
         HTTPError: the first token cannot arrive before the client's deadline.
-        Exception: the first failure of a generation, possibly inside exception groups; the others are aborted.
+        Exception: one of several prompts is invalid.
     """
-    with _listed(service) as opened:
+    # The error of a single prompt comes with the first read.
+    naming = prompt_named(places[0]) if len(places) == 1 else nullcontext()
+    with naming, _listed(service) as opened:
         await _open(service, context, generations, opened)
-        await _wait_rendered(opened, places)
-        if len(opened) == 1:
-            expected = await service.foretell(context, opened[0])
-            if begin is not None and expected is not None and expected.seconds >= LONG_WAIT_S:
-                await begin()
-            await _read(opened[0], 0, consume)
+        if len(opened) > 1:
+            await _wait_rendered(opened, places)
         else:
-            await _interleaved(opened, consume)
+            expected = await service.foretell(context, opened[0])
+            if expected is not None and expected.seconds >= LONG_WAIT_S:
+                await begin()
+        yield opened
 
 
 async def final_outputs(
@@ -78,14 +81,15 @@ async def final_outputs(
             await _wait_rendered(opened, places)
         elif opened:
             await service.foretell(context, opened[0])
-        async for i, generation in YieldingIterator(enumerate(opened)):
+        for i, generation in enumerate(opened):
             with prompt_named(places[i]):
-                while (
-                    output := generation.next_nowait()
-                ) is not None:  # a ready output needs no turn of the event loop
+                # A ready output needs no turn of the event loop.
+                while (output := generation.next_nowait()) is not None:
                     found[i] = output
                 async for output in generation:
                     found[i] = output
+            if len(found) % ITEMS_PER_TURN == 0:
+                await anyio.lowlevel.checkpoint()
     return [found[i] for i in range(len(found))]
 
 
@@ -101,16 +105,21 @@ async def _open(
     Raises:
         HTTPError: the request was aborted or evicted in the meantime.
     """
-    async for generation in YieldingIterator(generations):
+    for generation in generations:
         opened.append(generation)
         service.note(generation, context)
+        if len(opened) % ITEMS_PER_TURN == 0:
+            await anyio.lowlevel.checkpoint()
     ticket = context.ticket
     if ticket is not None:
         await ticket.wait_turn()
-    async for generation in YieldingIterator(opened):
+    for i, generation in enumerate(opened, 1):
         await generation.prepare()
-        context.check_wanted()
+        if context.is_aborted:
+            raise aborted()
         generation.open()
+        if i % ITEMS_PER_TURN == 0:
+            await anyio.lowlevel.checkpoint()
     # Only now, because an unopened generation counts as finished.
     if ticket is not None:
         ticket.generations = opened if whole is None else [whole]
@@ -120,14 +129,19 @@ async def _wait_rendered(
     generations: "Sequence[Generation[RequestOutput]]", places: Sequence[str]
 ) -> None:
     """Wait until every prompt is rendered, which finds bad ones."""
-    async for generation, place in YieldingIterator(zip(generations, places, strict=True)):
-        with prompt_named(place):
+    for i, generation in enumerate(generations):
+        with prompt_named(places[i]):
             await generation.submit()
+        if i % ITEMS_PER_TURN == ITEMS_PER_TURN - 1:
+            await anyio.lowlevel.checkpoint()
 
 
-async def _interleaved(
-    generations: "Sequence[Generation[RequestOutput]]", consume: Consume
-) -> None:
+async def read_each(generations: "Sequence[Generation[RequestOutput]]", consume: Consume) -> None:
+    """Call `consume(i, output)` for each output of generation i, one call at a time.
+
+    Raises:
+        Exception: the first failure of a generation, possibly inside exception groups; the others are not read on.
+    """
     error: Exception | None = None
     # Capacity 0: while the consumer is busy, the reply slots merge new outputs.
     send, receive = anyio.create_memory_object_stream[tuple[int, RequestOutput]](0)
@@ -137,8 +151,10 @@ async def _interleaved(
 
     with send, receive:
         async with anyio.create_task_group() as readers:
-            async for i, generation in YieldingIterator(enumerate(generations)):
-                readers.start_soon(_read, generation, i, put)
+            for i, generation in enumerate(generations, 1):
+                readers.start_soon(_read, generation, i - 1, put)
+                if i % ITEMS_PER_TURN == 0:
+                    await anyio.lowlevel.checkpoint()
             num_open = len(generations)
             try:
                 while num_open:

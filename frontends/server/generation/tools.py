@@ -141,6 +141,9 @@ class ToolUse(msgspec.Struct, frozen=True):
         return strict_calls(dialect, schemas, **options)
 
 
+NO_TOOL_USE = ToolUse()
+
+
 def tool_use(
     tools: list[JSONObject] | None, choice: object, *, is_parallel: bool | None = None
 ) -> ToolUse:
@@ -154,7 +157,7 @@ def tool_use(
     if tools is None:
         if choice not in (None, "none"):
             raise invalid("tool_choice", "needs tools")
-        return ToolUse()
+        return NO_TOOL_USE
     if not tools:
         raise invalid("tools", "must not be empty")
     if len(tools) > MAX_TOOLS:
@@ -162,7 +165,7 @@ def tool_use(
     known = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     schemas = {name: schema for name, schema, _ in known}
     if choice == "none":
-        return ToolUse()
+        return NO_TOOL_USE
     is_forced, names = choice == "required", list(schemas)
     is_named = False
     if isinstance(choice, dict):

@@ -31,8 +31,6 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
     _check_messages(request.messages)
     if request.chat_template is not None and not settings.trust_request_chat_template:
         raise invalid("chat_template", "needs a server started with --trust-request-chat-template")
-    choice = getattr(request, "tool_choice", "none")
-    tool_use(request.tools, choice)
     defaults = dict(settings.default_chat_template_kwargs)
     if (effort := getattr(request, "reasoning_effort", None)) is not None:
         defaults["reasoning_effort"] = effort
@@ -46,6 +44,8 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
     if defaults:
         prompt["template_defaults"] = defaults
     prompt |= _media_options(request, settings)
+    choice = getattr(request, "tool_choice", "none")
+    tool_use(request.tools, choice)
     if request.chat_template is not None:
         prompt["foreign_chat_template"] = request.chat_template
     for name in (

@@ -18,7 +18,7 @@ import msgspec
 from trouper.frontends.server.admission.gate import AdmissionTicket
 from trouper.frontends.server.http.body import Body, too_large
 from trouper.frontends.server.http.route import Route
-from trouper.frontends.server.shared.errors import ErrorBody, ErrorForm, Headers, HTTPError, aborted
+from trouper.frontends.server.shared.errors import ErrorBody, ErrorForm, Headers, HTTPError
 from trouper.frontends.server.shared.settings import ServerSettings
 
 Scope = MutableMapping[str, Any]
@@ -32,6 +32,7 @@ LINES = b"application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
 MAX_ID = 128
 MAX_QUERY_FIELDS = 64
+MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
 MAX_FRAME = 2**20  # bytes of a body sent at once; a server copies them in 0.1 ms
 UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=/-]")
 encode = msgspec.json.Encoder().encode
@@ -65,6 +66,9 @@ class RequestContext:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.headers = [(bytes(name).lower(), bytes(value)) for name, value in headers]
         self._firsts = dict(reversed(self.headers))
+        length = self._firsts.get(b"content-length", b"")
+        # The value of Content-Length, or 0 without a valid one.
+        self.content_length = int(length[:20]) if length.isdigit() else 0
         self.client = _address(scope.get("client"))
         self._began = perf_counter()
         self.id = token_hex(16)  # names the request in the engine and in the log
@@ -79,7 +83,9 @@ class RequestContext:
         self.num_events = 0  # of the stream so far
         self.tenant = ""  # which of the keys
         self.cache_scope = b""  # requests of one scope share prefixes of the cache
-        self.timeout_s = 0.0  # once its head has been read
+        # The deadline, and whether the client itself has set one; see `read_timeout`.
+        self.timeout_s = 0.0
+        self.has_deadline = False
         self.served: Sequence[Route] = ()  # by the listener it came to
         self.ticket: AdmissionTicket | None = (
             None  # of a request that generates, once it is admitted
@@ -138,15 +144,6 @@ class RequestContext:
         """Return the value of the first header of this lower-case name, or None."""
         return self._firsts.get(name)
 
-    @property
-    def content_length(self) -> int:
-        """The value of Content-Length, or 0 without a valid one.
-
-        The value is the client's claim, good for an early refusal; received bytes are counted separately.
-        """
-        length = self.header(b"content-length") or b""
-        return int(length[:20]) if length.isdigit() else 0
-
     def query(self) -> dict[str, list[str]]:
         try:
             text = self._query.decode("ascii")
@@ -171,6 +168,17 @@ class RequestContext:
                 f"the request must have at most {settings.max_headers} headers and {settings.max_header_bytes} bytes of them",
             )
 
+    def read_timeout(self, settings: ServerSettings) -> None:
+        """Read the deadline: the client's own if it is earlier than the server's.  Raises HTTPError for an invalid one."""
+        given = self.header(b"x-request-timeout-ms")
+        self.has_deadline = given is not None
+        self.timeout_s = settings.request_timeout_s
+        if given is not None:
+            if not given.isdigit() or not 1 <= int(given[:20]) <= MAX_TIMEOUT_MS:
+                rule = f"must be an integer in [1, {MAX_TIMEOUT_MS}]"
+                raise HTTPError(400, "invalid_value", rule, param="X-Request-Timeout-Ms")
+            self.timeout_s = min(int(given) / 1000, self.timeout_s)
+
     async def read_body(self, settings: ServerSettings, body: Body) -> None:
         """Read the whole body.
 
@@ -189,14 +197,6 @@ class RequestContext:
             min_rate=settings.min_body_rate,
         )
         self.num_body_bytes = body.size
-
-    def check_wanted(self) -> None:
-        """Raise HTTPError if an administrator aborted the request.
-
-        Handlers call it after each wait for admission, before they start work in the engine.
-        """
-        if self.is_aborted:
-            raise aborted()
 
     async def wait_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -43,11 +43,3 @@ class Route(msgspec.Struct, frozen=True):
     errors: ErrorForm = OPENAI_ERRORS
     # Whether a body of any content type is read as JSON.  A browser's page cannot post one: requests with an Origin are refused.
     takes_any_type: bool = False
-
-    @property
-    def is_admitted(self) -> bool:
-        """Whether a request counts against the limits of the admission gate.
-
-        Health checks, metrics and control routes are not limited, because they are needed most under overload.
-        """
-        return self.generates or self.tokenizes

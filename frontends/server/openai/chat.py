@@ -1,6 +1,6 @@
 """Serve `POST /v1/chat/completions`: the adapter of chats."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from trouper.frontends.server.generation.adapter import (
     ReplyHead,
     ServedModel,
     StreamEvent,
-    call_ids,
+    call_deltas,
 )
 from trouper.frontends.server.generation.driver import drive
 from trouper.frontends.server.generation.logprobs import (
@@ -69,12 +69,12 @@ TAIL = 16  # tokens of a prompt without a text that may open the reasoning
 NEW_NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 
 
-async def create_chat(service: Service, context: RequestContext, request: ChatRequest) -> None:
+def create_chat(service: Service, context: RequestContext, request: ChatRequest) -> Awaitable[None]:
     """Answer a conversation, as one reply or as a stream.
 
     With `n` > 1 each choice is generated from the same prompt, which is computed once.
     """
-    await drive(service, context, request, ChatAdapter)
+    return drive(service, context, request, ChatAdapter)
 
 
 class ChatAdapter:
@@ -88,28 +88,31 @@ class ChatAdapter:
     @staticmethod
     def parse(request: ChatRequest, model: ServedModel) -> ParsedRequest:
         prompt = chat_prompt(request, model.settings)
+        parallel = request.parallel_tool_calls
+        tools = tool_use(request.tools, request.tool_choice, is_parallel=parallel)
+        grammar = tools.grammar(model.answers, model.settings.tool_strict_level)
+        num_calls_before = num_calls(request.messages)
         limits = model.default_sampling, model.max_model_len
         beams = chat_beams(request, *limits) if request.use_beam_search else None
         params = chat_params(request, *limits) if beams is None else choices_of(beams)
-        parsed = parsed_request(request, model.settings, [prompt], ["messages"], params)
+        reasoning = model.answers.reasoning
+        parsed = parsed_request(request, model.settings, [prompt], ["messages"], params, reasoning)
         ids = (request.kv_transfer_params or {}).get("prompt_token_ids")
         if ids is not None and not request.echo:
             salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
             parsed.prompts = [{"prompt_token_ids": ids, **salt}]
             parsed.places = [FORWARDED_IDS]
         parsed.beams = beams
-        parsed.set_options(reasoning=model.answers.reasoning)
-        parsed.num_calls_before = num_calls(request.messages)
-        tools = _tool_use(request)
-        grammar = tools.grammar(model.answers, model.settings.tool_strict_level)
+        parsed.num_calls_before = num_calls_before
+        parsed.tools = tools
         if grammar is not None and beams is not None:
             name = "tool_choice" if tools.is_forced else "tools"
             raise UnsupportedFeatureError(f"{name}: {NO_GRAMMAR}", parameter=name)
         if grammar is not None and (tools.is_forced or params.structured_outputs is None):
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
-        model = _without_reasoning(
-            model, params, is_free=grammar is not None and not tools.is_forced
-        )
+        if model.grammar_is_first:
+            is_free = grammar is not None and not tools.is_forced
+            model = _without_reasoning(model, params, is_free=is_free)
         finds_calls = tools.is_forced or (tools.schemas and model.answers.tools is not None)
         if finds_calls or model.answers.reasoning is not None:
             if model.answers.has_special_marks:
@@ -125,7 +128,7 @@ class ChatAdapter:
     def client_name(request: ChatRequest, parameter: str) -> str:
         if parameter == "structured_outputs":
             has_format = request.response_format or request.structured_outputs
-            is_of_tools = not has_format and _tool_use(request).schemas
+            is_of_tools = not has_format and tool_use(request.tools, request.tool_choice).schemas
             return "tools" if is_of_tools else way_of(request)
         if parameter == "beam_width":
             return "n"
@@ -137,7 +140,6 @@ class ChatAdapter:
         self, request: ChatRequest, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
     ) -> None:
         self._request = request
-        self._num_choices = parsed.params.n * len(parsed.prompts)
         self._ends_with_usage = parsed.ends_with_usage
         self._id = f"chatcmpl-{head.request_id}"
         self._created = head.created
@@ -151,14 +153,13 @@ class ChatAdapter:
         self._echo = _echoed(request, self._role)
         self._reasoning_field = model.settings.reasoning_field
         # OpenAI's word for a call that the request itself has named
-        tools = _tool_use(request)
-        self._called = "stop" if tools.is_named else "tool_calls"
+        self._called = "stop" if parsed.tools.is_named else "tool_calls"
         # The content of a message with calls: like in vLLM, an empty text if the request named the tool, and otherwise null.
-        self._no_content = "" if tools.is_named else None
-        ids = call_ids(parsed, model, head)
-        self._calls = [CallDeltas(ids, i) for i in range(self._num_choices)]
-        self._choices: list[ChatChoice] = []
+        self._no_content = "" if parsed.tools.is_named else None
         self._metrics = LastMetrics(parsed)
+        self._num_choices = parsed.num_choices
+        self._calls = call_deltas(parsed, model, head)
+        self._choices: list[ChatChoice] = []
         self._output: RequestOutput | None = None
 
     # Streamed
@@ -181,16 +182,16 @@ class ChatAdapter:
         return [StreamEvent(chunk) for chunk in chunks]
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
-        self._metrics.note(update.output)
-        completion, text = update.completion, update.text
+        self._metrics.stats = update.output.metrics
+        completion, text, reasoning = update.completion, update.text, update.reasoning
         calls = self._calls[update.index]
         tool_calls = calls.render(update.parts)
         shows_ids = self._request.return_token_ids and completion.token_ids
-        is_news = text or update.reasoning or tool_calls or completion.logprobs or shows_ids
+        is_news = text or reasoning or tool_calls or completion.logprobs or shows_ids
         if not (is_news or completion.finish_reason):
             return []
         message = Message(content=text or UNSET, tool_calls=tool_calls or UNSET)
-        self._put_reasoning(update.reasoning, message)
+        self._put_reasoning(reasoning, message)
         delta = ChatDelta(
             index=update.index,
             delta=message,
@@ -217,7 +218,7 @@ class ChatAdapter:
     def add(self, update: ChoiceUpdate) -> None:
         completion = update.completion
         self._output = update.output
-        self._metrics.note(update.output)
+        self._metrics.stats = update.output.metrics
         calls = self._calls[update.index]
         tool_calls = calls.render(update.parts)
         for call in tool_calls:
@@ -295,14 +296,10 @@ class ChatAdapter:
         )
 
 
-def _tool_use(request: ChatRequest) -> ToolUse:
-    return tool_use(request.tools, request.tool_choice, is_parallel=request.parallel_tool_calls)
-
-
 def _without_reasoning(model: ServedModel, params: SamplingParams, *, is_free: bool) -> ServedModel:
-    """Turn reasoning detection off if the grammar applies from the first token on (`enable_in_reasoning`) and constrains it."""
+    """Turn reasoning detection off if the grammar, which applies from the first token on, constrains the reasoning."""
     is_whole = params.structured_outputs is not None and not is_free
-    if not (model.grammar_is_first and is_whole and params.thinking_token_budget is None):
+    if not is_whole or params.thinking_token_budget is not None:
         return model
     return model._replace(answers=msgspec.structs.replace(model.answers, reasoning=None))
 

@@ -1,5 +1,6 @@
 """Serve `POST /v1/chat/completions/batch`: several conversations in one request, one choice for each."""
 
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -15,14 +16,14 @@ from trouper.frontends.server.service.service import Service
 MAX_CONVERSATIONS = 1024
 
 
-async def create_chat_batch(
+def create_chat_batch(
     service: Service, context: RequestContext, request: ChatBatchRequest
-) -> None:
+) -> Awaitable[None]:
     """Answer several conversations in one reply.
 
     The conversations share one admission ticket and their sampling fields.  Streams are not supported.
     """
-    await drive(service, context, request, ChatBatchAdapter)
+    return drive(service, context, request, ChatBatchAdapter)
 
 
 class ChatBatchAdapter(ChatAdapter):

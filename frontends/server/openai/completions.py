@@ -1,6 +1,7 @@
 """Serve `POST /v1/completions`: the adapter of completions, with n choices for each of m prompts."""
 
 from collections import defaultdict
+from collections.abc import Awaitable
 from typing import Any, ClassVar, cast
 
 import msgspec
@@ -45,14 +46,14 @@ from trouper.outputs import LogprobsOnePosition, RequestOutput
 MAX_PROMPTS = 1024
 
 
-async def create_completion(
+def create_completion(
     service: Service, context: RequestContext, request: CompletionRequest
-) -> None:
+) -> Awaitable[None]:
     """Complete prompts, as one reply or as a stream.
 
     A prompt can be a text or token ids, and a list of prompts is answered in one reply.
     """
-    await drive(service, context, request, CompletionAdapter)
+    return drive(service, context, request, CompletionAdapter)
 
 
 class CompletionAdapter:
@@ -70,12 +71,11 @@ class CompletionAdapter:
         beams = completion_beams(request, *limits) if request.use_beam_search else None
         params = completion_params(request, *limits) if beams is None else choices_of(beams)
         check_sequences(len(prompts), params.n)
-        parsed = parsed_request(request, model.settings, prompts, places, params)
+        reasoning = None if params.thinking_token_budget is None else model.answers.reasoning
+        parsed = parsed_request(request, model.settings, prompts, places, params, reasoning)
         parsed.beams = beams
         parsed.is_prompt_only = request.max_tokens == 0
         parsed.shows_prompt = bool(request.echo)
-        if params.thinking_token_budget is not None:
-            parsed.set_options(reasoning=model.answers.reasoning)
         return parsed
 
     @staticmethod
@@ -147,7 +147,7 @@ class CompletionAdapter:
 
     def _delta(self, update: ChoiceUpdate) -> CompletionDelta:
         completion, output = update.completion, update.output
-        self._metrics.note(output)
+        self._metrics.stats = output.metrics
         delta = CompletionDelta(
             index=update.index,
             text=update.prompt_text + update.text,

@@ -3,6 +3,7 @@
 Both are completions under llama.cpp's names, and answer in its form.
 """
 
+from collections.abc import Awaitable
 from typing import Any, ClassVar, cast
 
 import msgspec
@@ -138,22 +139,24 @@ class LlamaCompletionReply(InfillReply, kw_only=True):
     prompt: str | UnsetType = UNSET
 
 
-async def create_infill(service: Service, context: RequestContext, request: InfillRequest) -> None:
+def create_infill(
+    service: Service, context: RequestContext, request: InfillRequest
+) -> Awaitable[None]:
     """Fill a gap between two texts, whole or as a stream.
 
     The model must have tokens for filling gaps; others are refused with an explanation.
     """
-    await drive(service, context, request, InfillAdapter)
+    return drive(service, context, request, InfillAdapter)
 
 
-async def create_llama_completion(
+def create_llama_completion(
     service: Service, context: RequestContext, request: LlamaCompletionRequest
-) -> None:
+) -> Awaitable[None]:
     """Continue prompts in llama.cpp's form, whole or as a stream.
 
     Editors and benchmarks written for llama.cpp can use this server without changes.
     """
-    await drive(service, context, request, LlamaCompletionAdapter)
+    return drive(service, context, request, LlamaCompletionAdapter)
 
 
 class InfillAdapter:

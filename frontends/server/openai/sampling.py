@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trouper.actors.messages.requests import RequestOptions, client_options
+from trouper.config.generation import Marks
 from trouper.errors import (
     ContextLengthError,
     TrouperValidationError,
@@ -88,6 +89,7 @@ def parsed_request(
     prompts: list[Any],
     places: list[str],
     params: SamplingParams,
+    reasoning: Marks | None = None,
 ) -> ParsedRequest:
     """Make the part of a `ParsedRequest` that completions and chats have in common.
 
@@ -103,9 +105,10 @@ def parsed_request(
         options=RequestOptions(
             priority=request.priority or 0,
             session_id=request.session_id,
+            reasoning=reasoning,
             **client_options(request),
         ),
-        is_stream=request.is_stream,
+        is_stream=bool(request.stream),
         shows_usage=shows_usage and (is_forced or bool(options and options.continuous_usage_stats)),
         ends_with_usage=shows_usage,
         shows_cached=settings.enable_prompt_tokens_details,
@@ -170,7 +173,7 @@ def _given(request: Generating) -> dict[str, Any]:
 
 
 def _make(request: Generating, values: dict[str, Any], max_model_len: int) -> SamplingParams:
-    kind = RequestOutputKind.DELTA if request.is_stream else RequestOutputKind.FINAL_ONLY
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     temperature = values.get("temperature")
     if temperature is not None and GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
         values["temperature"] = LOWEST_TEMPERATURE  # what SamplingParams does with a warning

@@ -54,6 +54,7 @@ from trouper.frontends.server.pooling.requests import (
     ScoringFields,
 )
 from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import aborted
 from trouper.inputs import PoolingPrompt
 from trouper.pooling import PoolingParams, unsupported_task
 
@@ -343,7 +344,8 @@ async def _run_listed(
 
     def note() -> Iterator[PoolingGeneration]:
         for encoding in encodings:
-            context.check_wanted()
+            if context.is_aborted:
+                raise aborted()
             service.note(encoding, context)
             noted.append(encoding)
             yield encoding

@@ -220,9 +220,8 @@ class Service:
     def enter(self, context: RequestContext) -> AdmissionTicket:
         """Reserve a place for a request after its body was read.  Raises HTTPError (429 or 503) if the server is full."""
         num_bytes = self.counted_bytes(context.num_body_bytes, 1)
-        ticket = self.gate.enter(context.tenant, num_bytes)
         self._note_throughput()
-        return ticket
+        return self.gate.enter(context.tenant, num_bytes)
 
     def counted_bytes(self, num_bytes: int, num_prompts: int) -> int:
         """Bound the bytes that count against the limits: a prompt never counts for more than the model's context."""
@@ -328,8 +327,9 @@ class Service:
 
         Names with Ollama's tag `:latest` are accepted.
         """
-        found = self.engine.adapters.requests
-        names = () if name is None else (name, untagged(name))
+        if name is None:
+            return None
+        found, names = self.engine.adapters.requests, (name, untagged(name))
         return next((adapter for adapter in found if adapter.lora_name in names), None)
 
     def next_adapter_number(self) -> int:
@@ -436,15 +436,14 @@ class Service:
         Raises:
             HTTPError: the first token cannot arrive before the client's deadline.
         """
-        has_deadline = context.header(b"x-request-timeout-ms") is not None
-        is_wanted = has_deadline or not self.settings.disable_server_timing
+        is_wanted = context.has_deadline or not self.settings.disable_server_timing
         if self.config.pooler is not None or not is_wanted:
             return None
         expected = await generation.expected()
         if expected is None:
             return None
         left_s = context.timeout_s - context.age_s
-        if has_deadline and expected.error is not None:
+        if context.has_deadline and expected.error is not None:
             earliest_s = expected.seconds / (1 + expected.error)
             if earliest_s > left_s:
                 self._note_rejection(UNMEETABLE)
@@ -463,9 +462,10 @@ class Service:
             engine.metrics.note_rejection(reason)
 
     def _note_throughput(self) -> None:
-        is_asleep = self.engine.lifecycle.is_sleeping  # a pause is not slowness
-        is_busy = self.gate.admission.num_started > 0 and not is_asleep
-        self.gate.throughput.note(self.engine.num_tokens, anyio.current_time(), is_busy=is_busy)
+        engine = self.engine
+        # A pause is not slowness.
+        is_busy = self.gate.admission.num_started > 0 and not engine.lifecycle.is_sleeping
+        self.gate.throughput.note(engine.num_tokens, anyio.current_time(), is_busy=is_busy)
 
 
 def _unmeetable(expected: ExpectedToken, left_s: float) -> HTTPError:

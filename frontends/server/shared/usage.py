@@ -1,9 +1,9 @@
-"""Count tokens and times for replies and errors, in the formats of OpenAI and vLLM."""
+"""Declare tokens and times of replies and errors, in the formats of OpenAI and vLLM."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trouper.outputs import RequestOutput, RequestStateStats
+from trouper.outputs import RequestStateStats
 
 
 class CachedTokens(msgspec.Struct):
@@ -70,54 +70,3 @@ class RequestMetrics(msgspec.Struct):
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1000 * seconds
-
-
-class UsageCounter:
-    """Count the tokens of one reply while it is generated.
-
-    Args:
-        cache_block_size: tokens of a block of the prefix cache, which keeps only whole blocks; 0 if there is no cache.
-    """
-
-    def __init__(self, num_prompts: int, *, shows_cached: bool, cache_block_size: int = 0) -> None:
-        self._block_size = cache_block_size
-        self._num_prompt = [0] * num_prompts
-        self._num_cached = [0] * num_prompts
-        self._shows_cached = shows_cached
-        self._num_completion = 0
-        # None unless reasoning is counted.
-        self._num_reasoning: int | None = None
-
-    def add(self, i: int, output: RequestOutput) -> None:
-        """Count an output of prompt `i`.  Its tokens must be new since the last output.
-
-        Prompts count once even with several choices, as in OpenAI's usage.
-        """
-        self._num_prompt[i] = len(output.prompt_token_ids)
-        self._num_cached[i] = output.num_cached_tokens or self._num_cached[i]
-        self._num_completion += sum(len(choice.token_ids) for choice in output.outputs)
-
-    def add_reasoning(self, num_tokens: int | None) -> None:
-        """Count the reasoning tokens among those of the completion.  None means that reasoning is not detected.
-
-        The sum appears in the details of the completion's tokens.
-        """
-        if num_tokens is not None:
-            self._num_reasoning = (self._num_reasoning or 0) + num_tokens
-
-    @property
-    def _num_created(self) -> int:
-        if not self._block_size:
-            return 0
-        pairs = zip(self._num_prompt, self._num_cached, strict=True)
-        return sum(max(0, num - num % self._block_size - cached) for num, cached in pairs)
-
-    @property
-    def usage(self) -> Usage:
-        num_prompt = sum(self._num_prompt)
-        usage = Usage(num_prompt, self._num_completion, num_prompt + self._num_completion)
-        if self._shows_cached:
-            usage.prompt_tokens_details = CachedTokens(sum(self._num_cached), self._num_created)
-        if self._num_reasoning is not None:
-            usage.completion_tokens_details = ReasoningUsage(self._num_reasoning)
-        return usage
