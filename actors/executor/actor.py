@@ -54,7 +54,10 @@ class Executor:
         self._call_under_way: str | None = None
 
     def snapshot(self) -> ExecutorSnapshot:
-        """Return the last submitted step and the action in progress."""
+        """Return the last submitted step and the action in progress.
+
+        Diagnostics use it to see whether a device is stuck, and in which step.
+        """
         return ExecutorSnapshot(self._last_step, self._call_under_way)
 
     async def run(self, *, task_status: TaskStatus[DeviceInfo] = anyio.TASK_STATUS_IGNORED) -> None:

@@ -66,10 +66,16 @@ def timed(result: StepResult, seconds: float) -> StepResult:
 
 
 class Device(Protocol):
-    """Runs plans one at a time, in the order of their submission. One task calls `receive`."""
+    """Runs plans one at a time, in the order of their submission. One task calls `receive`.
+
+    An implementation may be a thread, worker processes or a simulation; the executor cannot distinguish them.
+    """
 
     async def load(self) -> DeviceInfo:
-        """Load the weights, allocate KV memory and record steps: everything that can fail at start."""
+        """Load the weights, allocate KV memory and record steps.
+
+        Everything that can fail at start happens here.  Returns the sizes that the scheduler needs.
+        """
         ...
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
@@ -108,7 +114,10 @@ class Device(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Release memory and threads after the step in progress. Idempotent."""
+        """Release memory and threads after the step in progress.
+
+        Idempotent.  Must not fail, because it is part of every shutdown.
+        """
         ...
 
 

@@ -20,7 +20,10 @@ OVERRUN = tuple(-getattr(signal, name, 0) for name in ("SIGXCPU", "SIGSEGV", "SI
 
 
 class HelperKilledError(ChildProcessError):
-    """The process was killed from outside: by an operator, or by the kernel where memory is short."""
+    """The process was killed from outside: by an operator, or by the kernel for lack of memory.
+
+    The order itself is not at fault, so it may be tried again in a new process.
+    """
 
 
 def framed(payload: bytes) -> bytes:
@@ -111,7 +114,10 @@ class ConfinedProcess:
         return (descriptors[0] if descriptors else None), begin
 
     def close(self) -> None:
-        """End the process, whatever it does; nothing for the copy of this object in a forked child."""
+        """End the process, whatever it is doing, together with its own children.
+
+        In a forked child, the copy of this object only closes its descriptors.
+        """
         self._socket.close()
         if self._pid != os.getpid():
             self._process.returncode = 0  # it is another's child: there is nothing to wait for

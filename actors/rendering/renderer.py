@@ -34,13 +34,19 @@ QUICK_KEYS = frozenset({"prompt", "prompt_token_ids", "text_pair", "cache_salt"}
 
 
 class RendererSnapshot(msgspec.Struct, frozen=True):
-    """The state of a renderer."""
+    """The state of a renderer: the requests in its thread at this moment.
+
+    Tests compare it, and it shows which request keeps a renderer busy.
+    """
 
     rendering: tuple[RequestId, ...]  # requests that are in the thread now
 
 
 class Renderer:
-    """Owns the channel ends it is given; borrows the slot of each request."""
+    """The actor that renders prompts in a worker thread.
+
+    It owns its channel ends, and borrows the reply slot of each request to report errors.
+    """
 
     def __init__(
         self,

@@ -35,7 +35,10 @@ from trouper.config.resolve import EngineConfig
 
 
 class SubmittedPlan(msgspec.Struct, frozen=True):
-    """An unanswered plan with its size, from which the deadline of the step follows."""
+    """An unanswered plan with its size.
+
+    The deadline of the step depends on the size and on the time of submission.
+    """
 
     step: int
     num_tokens: int
@@ -61,7 +64,10 @@ DECISIVE = (Sleep, Wake, LoadAdapter)
 
 
 class OpenCall(msgspec.Struct):
-    """A call and the workers' answers to it so far."""
+    """A call to the workers, and their answers so far.
+
+    It is complete when each worker has answered; different answers are an error.
+    """
 
     call: Call
     future: Future[object]
@@ -93,7 +99,10 @@ class OpenCalls:
         return min(bounded, default=math.inf)
 
     def open(self, action: WorkerAction, now: float) -> OpenCall:
-        """Number an action and expect an answer from each worker."""
+        """Give an action a number, and expect an answer from each worker.
+
+        `now` is the time from which its deadline counts.
+        """
         open_call = OpenCall(Call(self._next, action), Future(), now)
         self._open[self._next] = open_call
         self._next += 1
@@ -131,7 +140,10 @@ class OpenCalls:
         return open_call.call
 
     def fail_all(self, error: Exception) -> None:
-        """Fail all open calls, since no worker is left to answer."""
+        """Fail all open calls, because no worker is left to answer.
+
+        Their callers get the error, and may call again after the restart.
+        """
         for open_call in self._open.values():
             open_call.future.fail(error)
         self._open.clear()
@@ -161,16 +173,25 @@ class RestoredState:
 
     @property
     def adapters(self) -> Mapping[int, AdapterFiles]:
-        """The adapters by slot. They are sent to restarted workers one by one after the load."""
+        """The adapters by slot.
+
+        Restarted workers receive them one by one after the load, so the state is the same as before the loss.
+        """
         return self._adapters
 
     def load(self, config: EngineConfig, rank: int) -> Load:
-        """Make the first frame for the worker of this rank."""
+        """Make the first frame for the worker of this rank.
+
+        It includes the sleep level and the profile, so a restarted worker continues in the state of its predecessor.
+        """
         woken = () if self._sleep_level == 0 else tuple(sorted(self._woken))
         return Load(config, rank, self._sleep_level, woken, self._profile, self._files)
 
     def follow(self, call: Call) -> None:
-        """Record a call that all workers have performed."""
+        """Record the effect of a call that all workers have performed.
+
+        Calls without a lasting effect, such as a probe, change nothing.
+        """
         match call.action:
             case Sleep(level):
                 self._sleep_level, self._woken = level, frozenset()

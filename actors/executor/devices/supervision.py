@@ -32,7 +32,10 @@ NUM_STEPS_KEPT = 100
 
 
 class WorkerState(Enum):
-    """State of all workers of a device; they live and die together."""
+    """The state of all workers of a device.
+
+    They share it, because a rank cannot continue without the others: they live and die together.
+    """
 
     STARTING = "starting"
     UP = "up"
@@ -62,9 +65,10 @@ _TRANSITIONS = {
 
 
 def next_state(state: WorkerState, event: WorkerEvent) -> WorkerState:
-    """Return the state that follows an event.
+    """Return the state that follows an event, by the table of transitions.
 
     Raises:
+
         RuntimeError: the event cannot happen in this state, which is a bug of the caller.
     """
     following = _TRANSITIONS.get((state, event))
@@ -119,7 +123,10 @@ class RestartBudget:
         return wait_s
 
     def note_progress(self) -> None:
-        """A step has been answered: the next loss is the first in a row."""
+        """Note that a step was answered, so the next loss counts as the first of a series.
+
+        Repeated losses without progress increase the delay before a restart.
+        """
         self._num_in_a_row = 0
 
     def explain(self, num_losses: int) -> None:
@@ -156,13 +163,19 @@ class StepDeadlines:
         return max(MIN_STEP_S, DEADLINE_FACTOR * slow_end)
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step."""
+        """Record the duration of a step, from which later deadlines of similar steps are estimated.
+
+        Only the recent durations of each size are kept.
+        """
         kept = self._taken.setdefault(num_tokens.bit_length(), deque(maxlen=NUM_STEPS_KEPT))
         kept.append(seconds)
 
 
 def call_deadline_s(load_s: float) -> float:
-    """Return the seconds that an idle worker may take to answer a call, given how long loading took."""
+    """Return the seconds that an idle worker may take to answer a call.
+
+    The limit grows with the time of loading, because waking reads the same weights.
+    """
     return max(FIRST_STEP_S, CALL_FACTOR * load_s)
 
 
@@ -191,7 +204,10 @@ class Death(msgspec.Struct, frozen=True):
 
     @property
     def cause(self) -> LossCause:
-        """Return the cause as the label of the `trouper:worker_restarts_total` metric."""
+        """The cause of the death, as the label of the metric `trouper:worker_restarts_total`.
+
+        It is one of a fixed set, so that the number of labels is bounded.
+        """
         if self.hung_s is not None:
             return "hang"
         if self.was_out_of_memory:

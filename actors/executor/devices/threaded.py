@@ -69,7 +69,7 @@ class DeviceTask(Generic[Result]):
 
     @property
     def calls_back(self) -> bool:
-        """Whether a launched task announces that it is ready, so that polling is unnecessary."""
+        """Whether a launched task announces that it is ready. If not, the device must poll it with `is_ready`."""
         return self._pending is not None and self._pending.when_ready is not None
 
     def when_ready(self, act: Callable[[], None]) -> None:
@@ -78,7 +78,10 @@ class DeviceTask(Generic[Result]):
             self._pending.when_ready(act)
 
     def is_ready(self) -> bool:
-        """Whether `finish` of a launched task would return immediately."""
+        """Whether `finish` of a launched task would return immediately.
+
+        True after an error too, because `finish` then raises it at once.
+        """
         assert self._pending is not None
         try:
             return self._pending.is_ready()
@@ -87,11 +90,14 @@ class DeviceTask(Generic[Result]):
             return True
 
     def run(self) -> None:
-        """Do the work, or launch it."""
+        """Do the work, or launch it. Launched work, such as a step on a GPU, is completed later by `finish`."""
         self._settle(self._work)
 
     def finish(self) -> None:
-        """Wait for the result of a launched task."""
+        """Wait for the result of a launched task, and deliver it to the waiting task of the event loop.
+
+        Called in the device's thread only.
+        """
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._settle(pending.finish)
@@ -121,10 +127,13 @@ class DeviceTask(Generic[Result]):
         return self._done.is_set()
 
     async def wait(self) -> Result:
-        """Wait until the work is done; a cancelled wait can be repeated.
+        """Wait until the work is done, and return its result.
+
+        A cancelled wait can be repeated.
 
         Raises:
-            BaseException: what the work raised.
+
+            BaseException: the error that the work raised.
         """
         await self._done.wait()
         if self._error is not None:
@@ -224,7 +233,10 @@ class ThreadedDevice:
         return await self._post(lambda: self._call(action)).wait()
 
     async def aclose(self) -> None:
-        """Finish the work in progress, release memory and end the thread. Idempotent."""
+        """Finish the work in progress, release memory and end the thread.
+
+        Idempotent.  It completes even if its caller is cancelled, because a thread cannot be abandoned.
+        """
         if self._thread is None:
             return
         if self._closing is None:

@@ -23,7 +23,10 @@ from trouper.actors.messages.controls import LoadAdapter
 
 
 class WorkerLink:
-    """Connection to one worker, identified by its rank. `has_hung_up` is set at the end of the connection."""
+    """The engine's connection to one worker, identified by its rank.
+
+    `has_hung_up` is set at the end of the connection, which means the end of the worker.
+    """
 
     def __init__(self, rank: int, peer: Peer) -> None:
         self.rank, self.where = rank, peer.where
@@ -52,7 +55,10 @@ class WorkerLink:
         return self._frames.take()
 
     async def receive(self) -> None:
-        """Wait for bytes or for the end of the connection. A cancelled wait loses nothing."""
+        """Wait for bytes or for the end of the connection.
+
+        Bytes are collected until `take` finds a complete frame, so a cancelled wait loses nothing.
+        """
         data, files = await self._peer.receive()
         if data:
             self._frames.feed(data, files)
@@ -97,7 +103,7 @@ def send_to_all(links: Sequence[WorkerLink], frame: Frame) -> None:
 
 
 async def receive_from_any(links: Sequence[WorkerLink]) -> None:
-    """Wait until any worker has sent bytes or hung up."""
+    """Wait until any worker has sent bytes or hung up. The others' waits are cancelled, which loses nothing."""
     if len(links) == 1:
         await links[0].receive()
         return
@@ -112,7 +118,10 @@ async def receive_from_any(links: Sequence[WorkerLink]) -> None:
 
 
 async def take_what_has_come(links: Sequence[WorkerLink]) -> None:
-    """Read bytes that have already arrived from the workers, without waiting for more."""
+    """Read the bytes that have already arrived from the workers, without waiting for more.
+
+    Used after a loss, to find the last frames of the workers.
+    """
     for link in links:
         if not link.has_hung_up:
             with anyio.CancelScope() as scope:

@@ -26,7 +26,10 @@ AWAKE_S = (
 
 
 class RingFiles(NamedTuple):
-    """Descriptors of a ring's memory and of its two counters."""
+    """The descriptors of a ring: its memory, and counters of filled and of empty entries.
+
+    Worker processes inherit them from the process that created the ring.
+    """
 
     memory: int
     filled: int
@@ -55,7 +58,10 @@ def create_ring(num_entries: int, entry_bytes: int) -> RingFiles:
 
 
 class Ring:
-    """One side of a ring. It owns the descriptors and closes them."""
+    """One side of a ring: the sender's or the receiver's.
+
+    It owns its copies of the descriptors and closes them.  Waiting uses the counters, so no side spins.
+    """
 
     def __init__(self, files: RingFiles, num_entries: int, entry_bytes: int) -> None:
         self._files = files
@@ -101,7 +107,10 @@ class Ring:
         return step, num_bytes
 
     def close(self) -> None:
-        """Release the memory and the descriptors. Idempotent."""
+        """Release the memory and the descriptors of this side.
+
+        Idempotent.  The ring itself ends when both sides have closed it.
+        """
         self._bytes = np.zeros((0, 0), dtype=np.uint8)
         self._memory.close()
         for file in self._files:

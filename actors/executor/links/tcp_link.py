@@ -23,7 +23,10 @@ PATIENCE_S = 2.0
 
 
 class LinkLostError(ConnectionError):
-    """The connection to another stage has ended."""
+    """The connection to another stage has ended.
+
+    The worker ends too, since it cannot continue without the other stage; the engine then restarts the device.
+    """
 
 
 class TcpLink:

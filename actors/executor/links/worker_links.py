@@ -32,7 +32,10 @@ class Link(Protocol):
     """
 
     def send(self, step: int, payload: np.ndarray) -> None:
-        """Send a message. Waits for room."""
+        """Send a message with the step to which it belongs.
+
+        Waits until the receiver has room, so a fast stage cannot run ahead without limit.
+        """
         ...
 
     def receive(self, out: np.ndarray, *, wait: bool) -> tuple[int, int] | None:
@@ -53,8 +56,9 @@ def close_files(files: Iterable[Sequence[int]]) -> None:
 
 
 def open_next(files: list[int], num_entries: int, entry_bytes: int) -> Link:
-    """Open the link whose descriptors are first in the list and remove them: three for a ring, one for a
-    connection.
+    """Open the link whose descriptors are first in the list, and remove them from it.
+
+    A ring has three descriptors, and a connection has one.
     """
     if stat.S_ISSOCK(os.fstat(files[0]).st_mode):
         return TcpLink(files.pop(0), entry_bytes)
@@ -74,7 +78,7 @@ MIN_SHEET_NUMBERS = 2**23
 
 
 class WorkerPosition(NamedTuple):
-    """Stage and rank of a worker."""
+    """The stage and the rank of a worker. Workers are numbered stage by stage, so both follow from the number."""
 
     stage: int
     rank: int
@@ -101,14 +105,17 @@ class WorkerLinks(NamedTuple):
     tokens_out: tuple[Link, ...]
 
     def close(self) -> None:
-        """Close all links. Idempotent."""
+        """Close all links of this worker.  Idempotent. The workers at the other ends then find their links lost."""
         for link in (self.hidden_in, self.hidden_out, self.tokens_in, *self.tokens_out):
             if link is not None:
                 link.close()
 
 
 class ModelSizes(NamedTuple):
-    """The widths of a model that determine the sizes of shared memory."""
+    """The widths of a model that determine the sizes of shared memory.
+
+    They are known before the weights are loaded, when the memory must be created.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -143,7 +150,10 @@ class SharedSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelSizes) -> "SharedSizes":
-        """Compute the sizes from the config and the widths of the model."""
+        """Compute the sizes of all shared memory from the config and the widths of the model.
+
+        Workers on GPUs communicate through their own library, so they need none.
+        """
         scheduler, num_ranks = config.scheduler, config.tensor_parallel_size
         if config.device == "cuda":
             return cls(1, num_ranks, 0, 0, (0,))
@@ -161,7 +171,10 @@ class SharedSizes(NamedTuple):
 
 
 class LinkEnds(NamedTuple):
-    """A link between two workers, by their numbers, with its capacity."""
+    """A link between two workers, given by their numbers, with its capacity.
+
+    Both sides compute the same list of links, so no names need to be exchanged.
+    """
 
     name: str
     sender: int
@@ -227,7 +240,10 @@ def create_shared_files(
 
 
 def open_worker_links(worker: int, files: Sequence[int], sizes: SharedSizes) -> WorkerLinks:
-    """Open the links of a worker from the descriptors that it inherited."""
+    """Open the links of a worker from the descriptors that it inherited.
+
+    The descriptors have the order of `link_ends`.
+    """
     rest = list(files)
     group = rest.pop(0) if sizes.num_ranks > 1 else None
     opened = [

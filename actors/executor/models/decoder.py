@@ -29,7 +29,10 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_size(self) -> int:
-        """Return how many numbers all layers of the group keep of one token."""
+        """Return how many numbers all layers of the group keep for one token.
+
+        Multiplied by the size of a number and of a block, this gives the bytes of a KV block.
+        """
         return self.num_layers * 2 * self.num_heads * self.head_dim
 
     def shape(self, num_slots: int) -> tuple[int, ...]:
@@ -62,7 +65,10 @@ class Decoder(Protocol):
 
     @property
     def cache_specs(self) -> tuple[KVCacheSpec, ...]:
-        """Return what the layers keep of each token, in the order of the layers."""
+        """Describe what the layers keep of each token, in the order of the layers.
+
+        The runner allocates the KV cache from it before the first step.
+        """
         ...
 
     @property
@@ -72,21 +78,33 @@ class Decoder(Protocol):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a step consists of launches of compiled kernels, which can be recorded and replayed."""
+        """Whether a step consists only of compiled kernels, which can be recorded and replayed.
+
+        Steps with other code are called from Python each time.
+        """
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of weights that a step of many tokens reads: all but the embedding."""
+        """Return the bytes of weights that a step of many tokens reads.
+
+        The embedding is not included, because a step reads only a few of its rows.
+        """
         ...
 
     @property
     def num_weight_bytes(self) -> int:
-        """Return the bytes that the weights take in memory."""
+        """Return the bytes that all weights take in memory, the embedding included.
+
+        The memory for the KV cache is computed from it.
+        """
         ...
 
     def plan(self, *args: Any, **named: Any) -> Any:
-        """Plan the attention of a step for one window, from the arguments that the device's operations define."""
+        """Plan the attention of a step for one window.
+
+        The arguments are those of the device's operations.  All layers with this window share the plan.
+        """
         ...
 
     def forward(

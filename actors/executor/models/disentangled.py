@@ -35,7 +35,10 @@ class DistanceTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def buckets(traits: DistanceTraits, length: int) -> Tensor:
-    """Return the row of the distance table for each query and key, [L, L] int64."""
+    """Return the row of the distance table for each query and key, [L, L] int64.
+
+    Near distances have rows of their own, and farther ones share rows on a logarithmic scale.
+    """
     at = torch.arange(length)
     distance = at[:, None] - at
     if traits.num_buckets > 0:

@@ -33,7 +33,10 @@ ACT_AND_MUL = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_tanh": gelu_tan
 
 
 class RmsNorm:
-    """A norm by the root of the mean square, called as `LayerNorm` is."""
+    """A norm by the root of the mean square, called like `LayerNorm`.
+
+    It has a weight and no bias, and does not subtract the mean.
+    """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._weight, self._eps = weight, eps
@@ -109,7 +112,10 @@ class EncoderLayer:
 
 
 class Encoder:
-    """The weights of a model, and its forward pass."""
+    """The weights of an encoder, and its forward pass.
+
+    It computes whole sequences at once and keeps nothing between calls, so threads may share it.
+    """
 
     def __init__(
         self,
@@ -143,7 +149,10 @@ class Encoder:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that a batch reads: the weights without the embeddings."""
+        """The bytes of weights that a batch reads, without the embeddings.
+
+        It decides whether one thread computes the model faster than several.
+        """
         linears = [x for la in self._layers for x in (la.qkv, la.o, la.up, la.down)]
         return sum(x.shape[0] * x.shape[1] for x in linears if x) * self.dtype.itemsize
 
@@ -172,7 +181,10 @@ class Encoder:
         type_ids_T: Tensor,
         groups: Sequence[Group],
     ) -> Tensor:
-        """Compute the hidden states [T, E] after the last norm."""
+        """Compute the hidden states [T, E] after the last norm.
+
+        Sequences of one length form a group; they follow each other without padding.
+        """
         num_tokens = len(token_ids_T)
         if self._layers[0].qkv.is_compiled_per_size:  # padding rows belong to no sequence
             more = (0, rounded(num_tokens) - num_tokens)

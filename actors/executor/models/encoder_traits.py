@@ -45,7 +45,10 @@ class EncoderNames(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """The modules of a classifier: logits = out(norm(act(dense(x)))); "" = there is no such module."""
+    """The modules of a classifier: logits = out(norm(act(dense(x)))).
+
+    An empty name means that the model has no such module.
+    """
 
     dense: str = ""
     act: str = "identity"
@@ -86,7 +89,10 @@ class TaskTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """One architecture with the sizes of one model."""
+    """One architecture, with the sizes of one model.
+
+    It is plain data, made from config.json, from which `Encoder` computes any supported family.
+    """
 
     names: EncoderNames
     head: Head

@@ -37,7 +37,10 @@ IDLE = {
 
 
 class LayerAttention(msgspec.Struct, frozen=True):
-    """The attention that one layer asked for in the trial."""
+    """The attention for which one layer of a model asked in the trial.
+
+    The library's layers are not examined; they are observed when the model runs once with small inputs.
+    """
 
     num_q_heads: int
     num_kv_heads: int
@@ -69,7 +72,10 @@ class StepPlans:
         self._plans: dict[int, Any] = {}
 
     def of(self, ops: CpuOps) -> Any:
-        """Return the plan for these operations, which is made only once."""
+        """Return the plan for these operations, and make it on first use.
+
+        Layers with the same shape of heads share one plan.
+        """
         plan = self._plans.get(id(ops))
         if plan is None:
             plan = self._plans[id(ops)] = ops.plan(*self._arguments)
@@ -77,7 +83,10 @@ class StepPlans:
 
 
 class HfStep(NamedTuple):
-    """The part of a step's inputs that a model's own code never sees."""
+    """The part of a step's inputs that the model's own code never receives.
+
+    The attention functions get it from `HfAttention` instead.
+    """
 
     tokens: HostTokens
     plans: Mapping[int | None, StepPlans]  # by window
@@ -132,7 +141,10 @@ class HfAttention:
         self.layers = tuple(trial.layers)
 
     def run(self, step: HfStep, run: Callable[[], Tensor]) -> Tensor:
-        """Call `run`, a pass of the model over a step."""
+        """Call `run`, a pass of the model over a step.
+
+        Meanwhile the model's attention functions find the step's plans and caches here.
+        """
         self._step, self._num_calls = step, 0
         try:
             return run()

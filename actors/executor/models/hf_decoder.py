@@ -46,7 +46,10 @@ class HfDecoder:
 
     @property
     def cache_specs(self) -> tuple[KVCacheSpec, ...]:
-        """Return one group for each run of consecutive layers with keys and values of one shape."""
+        """Return one group for each run of consecutive layers with keys and values of one shape.
+
+        The shapes were observed when the model was loaded.
+        """
         shapes = groupby(self._attention.layers, lambda layer: (layer.num_kv_heads, layer.head_dim))
         groups = ((shape, tuple(layers)) for shape, layers in shapes)
         return tuple(
@@ -80,7 +83,10 @@ class HfDecoder:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Return the bytes that all weights take in memory."""
+        """Return the bytes that all weights take in memory, the embedding included.
+
+        Packed weights count with their packed size.
+        """
         return self.num_bytes + sum(p.nbytes for p in self._embed.parameters())
 
     def plan(
@@ -92,7 +98,10 @@ class HfDecoder:
         window: int | None,
         are_prompts: np.ndarray | None = None,
     ) -> StepPlans:
-        """Prepare the attention of a step; see `CpuOps.plan`."""
+        """Prepare the attention of a step for one window; see `CpuOps.plan`.
+
+        The arguments are only stored, because the shapes of heads are known when a layer asks.
+        """
         return StepPlans(block_ids, rows, starts, counts, window, are_prompts)
 
     def forward(
@@ -115,7 +124,10 @@ class HfDecoder:
         return hidden_TE if read is None else hidden_TE.index_select(0, read.tokens_R)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Return [R, vocabulary] in float32."""
+        """Return the logits [R, vocabulary] of hidden states, in float32.
+
+        The library's model is called with a body that only returns these states, so that its own head is used.
+        """
         self._states.hidden_RE = hidden_RE
         try:
             output = self._model(input_ids=self._first_token, use_cache=False, return_dict=True)
@@ -205,7 +217,10 @@ class AbsentWeight(Tensor):
 
 
 class HfLinear(nn.Module):
-    """A linear layer of a model, computed by a `LinearMethod`."""
+    """A linear layer of a model, computed by one of this engine's products.
+
+    It replaces the library's layer, and has the same result up to rounding.
+    """
 
     def __init__(self, method: LinearMethod, dtype: torch.dtype) -> None:
         super().__init__()

@@ -16,11 +16,17 @@ from trouper.kernels.ops import Ops
 
 
 class Mlp(Protocol):
-    """One kind of MLP, with its weights."""
+    """One kind of MLP, with its weights.
+
+    A layer calls it without distinguishing dense MLPs from mixtures of experts.
+    """
 
     @property
     def linears(self) -> Sequence[LinearMethod]:
-        """Return all matrix products, in a fixed order."""
+        """Return all matrix products, in a fixed order.
+
+        Adapters and the moving of weights between memories iterate over them.
+        """
         ...
 
     def forward(self, x_TE: Tensor, ops: Ops) -> Tensor:
@@ -29,7 +35,10 @@ class Mlp(Protocol):
 
 
 class GatedMlp:
-    """down(act(gate(x)) · up(x)), with gate and up in one product."""
+    """The MLP down(act(gate(x)) · up(x)), with gate and up in one product.
+
+    One product of twice the width reads the input only once.
+    """
 
     def __init__(self, gate_up: LinearMethod, down: LinearMethod) -> None:
         self._gate_up = gate_up  # E -> 2 M
@@ -44,7 +53,7 @@ class GatedMlp:
 
 
 class PlainMlp:
-    """down(act(up(x)))."""
+    """The MLP down(act(up(x))), without a gate. GPT-2 and other older families have it, usually with biases."""
 
     def __init__(self, up: LinearMethod, down: LinearMethod) -> None:
         self._up = up  # E -> M

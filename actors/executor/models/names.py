@@ -15,7 +15,10 @@ Family = Literal[
 
 
 class Names(NamedTuple):
-    """Names of modules. Names within a layer follow the layer's number."""
+    """The names of a decoder's modules in its checkpoint.
+
+    Names within a layer follow the layer's number.  The defaults are Llama's.
+    """
 
     # The prefix of all modules but the head. Some checkpoints omit it.
     base: str = "model."
@@ -172,7 +175,10 @@ def text_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def key_mapping() -> dict[str, str]:
-    """Return the same renaming in transformers' format: patterns and their replacements."""
+    """Return the same renaming in transformers' format: patterns and their replacements.
+
+    The library's models are loaded with it, while trouper's own code uses `text_names`.
+    """
     return {
         f"^{re.escape(begin)}": plain
         for style in STYLES[:-1]

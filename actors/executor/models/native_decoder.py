@@ -70,7 +70,10 @@ class DecoderLayer:
 
     @property
     def linears(self) -> Sequence[LinearMethod]:
-        """Return all matrix products of the layer."""
+        """Return all matrix products of the layer: attention first, then the MLP.
+
+        The order is fixed, so that ranks and adapters agree on it.
+        """
         return self.qkv, self.o, *self.mlp.linears
 
 
@@ -185,7 +188,10 @@ class NativeDecoder(Generic[OpsT]):
 
     @property
     def longest(self) -> int | None:
-        """Return None: the rotary tables are made for `max_model_len`, whatever it is."""
+        """Return None, because there is no limit of its own.
+
+        The rotary tables are made for `max_model_len`, whatever it is.
+        """
         return None
 
     @property
@@ -195,21 +201,27 @@ class NativeDecoder(Generic[OpsT]):
 
     @property
     def cache_specs(self) -> tuple[KVCacheSpec, ...]:
-        """Return what the layers of this part keep of each token."""
+        """Return what the layers of this part keep of each token. In a pipeline these are the layers of one stage."""
         return kv_cache_specs(self.traits)
 
     def plan(self, *args: Any) -> Any:
-        """Plan the attention of a step for one window; see `CpuOps.plan` and `TritonOps.plan`."""
+        """Plan the attention of a step for one window. See `CpuOps.plan` and `TritonOps.plan` for the arguments."""
         return cast("Any", self.ops).plan(*args)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that a step of many tokens reads: all weights but the embedding."""
+        """Return the bytes that a step of many tokens reads.
+
+        These are all weights but the embedding, of which only a few rows are read.
+        """
         return sum(linear.num_bytes for linear in self._linears)
 
     @property
     def num_weight_bytes(self) -> int:
-        """Return the bytes that the weights take in memory, without norms and biases."""
+        """Return the bytes that the weights take in memory.
+
+        Norms and biases are not included, because they are small compared with the matrices.
+        """
         return self.num_bytes + (0 if self._embedding is None else self._embedding.nbytes)
 
     @property
@@ -313,7 +325,10 @@ def _same_part(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> OpsConfig:
-    """Return the sizes and constants of a model on which the operations between products depend."""
+    """Return the sizes and constants of a model on which the operations between products depend.
+
+    Kernels are compiled for these values, so a model with other values needs others.
+    """
     return OpsConfig(
         dtype=dtype,
         num_q_heads=traits.num_q_heads,

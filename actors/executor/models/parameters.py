@@ -36,7 +36,10 @@ class Cut(msgspec.Struct, frozen=True):
     heads: HeadOrder | None = None
 
     def shape_of(self, whole: Shape) -> Shape:
-        """Return the shape of this part of a tensor with the shape `whole`."""
+        """Return the shape of this part of a tensor with the shape `whole`.
+
+        Ranges of rows and of columns apply independently.
+        """
         num_rows, *columns = whole
         if self.rows is not None:
             num_rows = sum(last - first for first, last in self.rows)
@@ -65,7 +68,10 @@ class Parameter(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> tuple[tuple[str, Shape, Cut], ...]:
-        """Return the name and shape of each source with the part of it that is kept."""
+        """Return the name and shape of each source, with the part of it to keep.
+
+        A parameter may consist of several stored tensors, such as the three of q, k and v.
+        """
         cuts = self.cuts or (WHOLE,) * len(self.sources)
         return tuple((*source, cut) for source, cut in zip(self.sources, cuts, strict=True))
 
@@ -87,7 +93,10 @@ def head_name(traits: DecoderTraits) -> str:
 
 
 def outer_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
-    """Yield the tensors outside of the layers."""
+    """Yield the tensors outside of the layers: embeddings, the last norm and the head.
+
+    A head tied to the embedding is not a tensor of its own.
+    """
     names, hidden = NAMES[traits.names], traits.hidden_size
     table = (traits.vocab_size, hidden)
     yield Parameter("embedding", ((embedding_name(traits), table),))
@@ -102,7 +111,10 @@ def outer_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
 
 
 def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
-    """Yield the tensors of one layer under the names of `DecoderLayer`."""
+    """Yield the tensors of one layer under the names of `DecoderLayer`.
+
+    Each comes with the names and shapes of its sources in the checkpoint.
+    """
     names = NAMES[traits.names]
     prefix = f"{names.base}{names.layers}{layer}."
     for name, norm in _norms(traits, names):
@@ -134,7 +146,10 @@ def _order_of_heads(traits: DecoderTraits) -> tuple[Cut, ...]:
 
 
 def pairs_of(traits: DecoderTraits) -> HeadOrder:
-    """Return the row order of a head in a model with interleaved rotation."""
+    """Return the row order of a head in a model with interleaved rotation.
+
+    Attention expects the two numbers of a pair in two halves, so rows are reordered when they are loaded.
+    """
     return HeadOrder(traits.head_dim, traits.ropes[0].width)
 
 

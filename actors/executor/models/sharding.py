@@ -44,18 +44,27 @@ OPTION = "tensor_parallel_size"
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One of the ranks among which each layer is divided, the only one by default."""
+    """One of the ranks among which each layer is divided, the only one by default.
+
+    Attention heads and the widths of MLPs are divided evenly.
+    """
 
     rank: int = 0
     size: int = 1
 
     def share(self, count: int) -> Span:
-        """Return this rank's range of `count` items, which are divided evenly."""
+        """Return this rank's range of `count` items, which are divided evenly.
+
+        The config was checked before, so `count` is a multiple of the number of ranks.
+        """
         each = count // self.size
         return self.rank * each, (self.rank + 1) * each
 
     def kv_heads(self, count: int) -> Span:
-        """Return the range of KV heads that this rank's query heads attend to."""
+        """Return the range of KV heads to which this rank's query heads attend.
+
+        If there are fewer KV heads than ranks, several ranks keep a copy of one head.
+        """
         if count % self.size == 0:
             return self.share(count)
         head = self.rank * count // self.size
@@ -292,7 +301,10 @@ def model_stages(config: EngineConfig, traits: DecoderTraits) -> tuple[Stage, ..
 
 
 def traits_of(stage: Stage, traits: DecoderTraits) -> DecoderTraits:
-    """Return the traits of the model without the layers of other stages."""
+    """Return the traits of the model without the layers of other stages.
+
+    Layers keep their windows and other differences.
+    """
     return msgspec.structs.replace(traits, layers=traits.layers[stage.first : stage.last])
 
 

@@ -31,7 +31,10 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """A rotary position embedding; `models/rotary.py` has the formulas."""
+    """The parameters of a rotary position embedding.
+
+    `models/rotary.py` computes its tables; `kind` names the method of scaling to longer contexts.
+    """
 
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     theta: float = 10_000.0
@@ -59,7 +62,10 @@ class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerTraits(msgspec.Struct, frozen=True):
-    """The traits in which the layers of one model differ."""
+    """The traits in which the layers of one model differ.
+
+    Everything else is common to all layers and belongs to `DecoderTraits`.
+    """
 
     # A query sees this many keys including its own, or with bidirectional attention the keys at most this far away.
     # Without a window it sees all keys.
@@ -73,7 +79,10 @@ class LayerTraits(msgspec.Struct, frozen=True):
 
 
 class MlpTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate; `models/mlp.py` computes it."""
+    """The traits of an MLP: down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate.
+
+    `models/mlp.py` computes it.
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -102,7 +111,10 @@ class ExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """One architecture with the sizes of one model."""
+    """One architecture, with the sizes of one model.
+
+    It is plain data, made from config.json, from which `NativeDecoder` computes any supported family.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -154,7 +166,10 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether attention and MLP of a layer both read the layer's input."""
+        """Whether attention and MLP of a layer both read the layer's input.
+
+        Their outputs are then added together, as in GPT-NeoX, and neither depends on the other.
+        """
         return self.norm_placement in ("parallel", "parallel_apart")
 
     @property
@@ -167,7 +182,10 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """Return the widths of all kinds of MLPs of the model."""
+        """Return the widths of all kinds of MLPs of the model: dense ones, experts, and shared experts.
+
+        Kernels must support each of them.
+        """
         if self.experts is None:
             return (self.mlp.intermediate_size,)
         own = self.experts.intermediate_size, self.experts.shared_size
@@ -175,7 +193,10 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return the distinct attention windows; a batch plans its attention once for each."""
+        """Return the distinct attention windows, in the order of the layers.
+
+        A batch plans its attention once for each of them.
+        """
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
 
@@ -328,7 +349,10 @@ def layers_of(config: HfConfig, window: int | None, *, pattern: int = 0) -> tupl
 
 
 def activation_of(config: HfConfig) -> Activation:
-    """Return the activation of the MLP from the usual fields of a config; SiLU by default."""
+    """Return the activation of the MLP from the usual fields of a config; SiLU by default.
+
+    Raises the errors of `known_activation`.
+    """
     return known_activation(config.get("hidden_activation") or config.get("hidden_act") or "silu")
 
 

@@ -25,7 +25,10 @@ class ModelRunner(Protocol):
 
     @property
     def is_tiny(self) -> bool:
-        """Whether one thread computes the model sooner than several, which wait for each other."""
+        """Whether one thread computes the model faster than several threads, which wait for each other.
+
+        The device then uses one, also for the sake of other processes.
+        """
         ...
 
     def load(self) -> DeviceInfo:
@@ -50,7 +53,10 @@ class ModelRunner(Protocol):
         ...
 
     def wake(self, tags: frozenset[str]) -> None:
-        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
+        """Load `weights` and `kv_cache`, whichever `tags` names, unless they are loaded.
+
+        Raises the errors of loading if the files have changed.
+        """
         ...
 
     def load_adapter(self, slot: int, files: AdapterFiles) -> None:
@@ -62,23 +68,27 @@ class ModelRunner(Protocol):
         ...
 
     def start_profile(self, folder: str, prefix: str) -> None:
-        """Trace what follows.
+        """Begin a trace of all further work.
 
         Raises:
-            ProfilerAlreadyActiveError: a trace has begun already.
+
+            ProfilerAlreadyActiveError: a trace is already being recorded; stop it first.
         """
         ...
 
     def stop_profile(self) -> None:
-        """Write the trace; without one, warn and do nothing else."""
+        """End the trace and write it to its file.
+
+        Without a trace it only warns, because a client may repeat its request.
+        """
         ...
 
     def release(self) -> None:
-        """Give back memory that nothing refers to any more."""
+        """Return unused memory to the system or the device. Called after the memory of a model has been freed."""
         ...
 
     def close(self) -> None:
-        """Give back all memory and threads.  Idempotent."""
+        """Release all memory and threads.  Idempotent. The runner cannot be used afterwards."""
         ...
 
 
@@ -86,7 +96,10 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Records at most one trace at a time with torch's profiler."""
+    """Records at most one trace at a time with torch's profiler.
+
+    Traces contain the operations of the CPU and, on a GPU, the kernels.
+    """
 
     def __init__(self) -> None:
         self._profile: tuple[torch.profiler.profile, Path] | None = None
@@ -106,7 +119,10 @@ class Profiler:
         self._profile = profile, Path(folder) / f"{prefix}-{time.time_ns()}.json"
 
     def stop(self) -> None:
-        """Write the trace. Warns if none is being recorded."""
+        """End the trace and write it.
+
+        Logs a warning if none is being recorded.  The folder is created if necessary.
+        """
         if self._profile is None:
             logger.warning("no profile is being recorded: call start_profile first")
             return

@@ -45,11 +45,11 @@ class WeightMover(Protocol[DecoderT_contra]):
     """Moves weights, for a device with memory of its own: weights that sleep at level 1 wait in host memory."""
 
     def to_host(self, decoder: DecoderT_contra) -> None:
-        """Move all weights to host memory."""
+        """Move all weights to host memory. Called at sleep level 1; the decoder's tensors are replaced."""
         ...
 
     def to_device(self, decoder: DecoderT_contra) -> None:
-        """Move all weights to the device."""
+        """Move all weights back to the device, before the first step after a sleep."""
         ...
 
 
@@ -99,17 +99,26 @@ class ResidentModel(Generic[DecoderT, MemoryT]):
         self._is_on_host = False
 
     def allocate(self, num_blocks: int | None = None) -> None:
-        """Make the step memory unless it is resident, for `self.num_blocks` by default."""
+        """Allocate the step memory, such as the KV cache, unless it is resident.
+
+        `num_blocks` is by default the number of blocks from the load.
+        """
         if self.memory is None:
             with torch.inference_mode():
                 self.memory = self._allocate(self.cache_specs, num_blocks or self.num_blocks)
 
     def drop_memory(self) -> None:
-        """Free the step memory, but keep the weights."""
+        """Free the step memory, but keep the weights.
+
+        Running sequences are lost; the scheduler has preempted them before.
+        """
         self.memory = None
 
     def wake(self, tags: frozenset[str]) -> None:
-        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are absent."""
+        """Load `weights` and `kv_cache`, whichever `tags` names, unless they are resident.
+
+        Each is restored from where `sleep` put it.
+        """
         if "weights" in tags:
             self.load_weights()
         if "kv_cache" in tags:
@@ -127,7 +136,7 @@ class ResidentModel(Generic[DecoderT, MemoryT]):
             self._is_on_host = True
 
     def close(self) -> None:
-        """Drop everything, the adapters too. Idempotent."""
+        """Drop everything, including the adapters.  Idempotent."""
         self._adapters = None
         self.sleep(2)
 

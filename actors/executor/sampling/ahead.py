@@ -29,7 +29,10 @@ class AheadMatcher:
         self._forced = deque(islice(forced, MOST_AHEAD))
 
     def forced(self) -> list[int]:
-        """List the tokens that must come next."""
+        """List the tokens that must come next, because the grammar allows no other.
+
+        They can be drafted without a model, and are always accepted.
+        """
         if not self._forced:
             self._forced.extend(forced_tokens(self._matcher)[:MOST_AHEAD])
         return list(self._forced)
@@ -58,7 +61,10 @@ class FreeAhead:
         return []
 
     def take(self, token: int) -> bool:
-        """Consume a token. Returns False if it ends the output."""
+        """Consume a token.
+
+        Returns False if it ends the output. Every other token is allowed, because no grammar applies.
+        """
         return token not in self._ends
 
 

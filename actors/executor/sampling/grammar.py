@@ -57,7 +57,7 @@ class _Matching(msgspec.Struct):
         return self.matcher is not None and (self.reasoning is None or self.reasoning.is_over)
 
     def consume(self, outputs: list[int]) -> None:
-        """Advance the matcher by output tokens."""
+        """Advance the matcher by output tokens, and record which of them were forced."""
         self.matcher.consume_tokens(outputs)
         for token in outputs:
             self.were_forced.append(bool(self.forced))
@@ -110,7 +110,7 @@ class GrammarMasks:
         self.addresses[slot] = self._words_SW[slot].ctypes.data
 
     def clear(self) -> None:
-        """Forget all matchers."""
+        """Forget all matchers and masks. The scheduler sends the sequences again after a loss of memory."""
         self._in_use.clear()
         self.addresses[:] = 0
 
@@ -120,16 +120,22 @@ class GrammarMasks:
         return bool(self._in_use)
 
     def any_in(self, slots: Sequence[int]) -> bool:
-        """Whether one of these slots has a grammar."""
+        """Whether one of these slots has a grammar. A step without any skips all work for masks."""
         return not self._in_use.keys().isdisjoint(slots)
 
     def can_only_end(self, slot: int) -> bool:
-        """Whether the mask filled last only allows the end of the output."""
+        """Whether the mask filled last allows nothing but the end of the output.
+
+        A minimum number of tokens cannot be kept then.
+        """
         matching = self._in_use.get(slot)
         return matching is not None and matching.can_only_end
 
     def words(self, slot: int) -> np.ndarray:
-        """Return the mask filled last, with 32 tokens in each word."""
+        """Return the mask filled last, with 32 tokens in each word.
+
+        A set bit allows its token.  The array is a view, valid until the next filling.
+        """
         return self._words_SW[slot]
 
     def fill(self, slots_R: np.ndarray, ends_R: np.ndarray) -> list[int]:

@@ -48,7 +48,10 @@ class BadWords:
             node.last.append(last)
 
     def next_after(self, outputs: np.ndarray) -> list[int]:
-        """List the tokens that would complete a sequence after `outputs`."""
+        """List the tokens that would complete a forbidden sequence after `outputs`.
+
+        Forbidden words of one token are always included.
+        """
         node = self._root
         found = [*node.last]
         for token in reversed(outputs[max(0, len(outputs) - self._longest) :].tolist()):
@@ -109,7 +112,10 @@ class Penalties:
         return 0.0
 
     def leave_alone(self, slots: Sequence[int]) -> bool:
-        """Whether none of these slots has edits."""
+        """Whether none of these slots has edits.
+
+        The logits can then be sampled as they are, which is the most frequent case.
+        """
         return self._in_use.keys().isdisjoint(slots)
 
     def apply(

@@ -65,7 +65,10 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Sampler:
-    """Samples tokens with the parameters that each request slot keeps between steps."""
+    """Samples tokens with the parameters that each request slot keeps between steps.
+
+    Results depend only on the logits, the seed and the position, never on other requests of the batch.
+    """
 
     def __init__(self, slots: RequestSlots) -> None:
         self._slots = slots
@@ -76,7 +79,10 @@ class Sampler:
         self._wishes: dict[int, Sampling] = {}
 
     def place(self, slot: int, grammar: Grammar | None = None) -> None:
-        """Store the parameters of the sequence that took the slot."""
+        """Store the sampling parameters of the sequence that took the slot.
+
+        They are prepared once, so that a step only reads numbers.
+        """
         repetition = self._penalties.place(slot)
         s = self._slots.sampling[slot]
         is_free = s.temperature == 0 or (s.top_k <= 0 and s.top_p == 1 and not s.min_p)
@@ -94,7 +100,10 @@ class Sampler:
         return self.grammars.take_work()
 
     def clear(self) -> None:
-        """Forget the matchers of grammars. The scheduler must send their sequences again."""
+        """Forget the matchers of grammars.
+
+        The scheduler must send their sequences again before they can be sampled.
+        """
         self.grammars.clear()
 
     def is_plain(self, slots: Sequence[int], slots_R: np.ndarray) -> bool:
@@ -108,7 +117,10 @@ class Sampler:
         return all(self.grammars.is_plain(run.slot) for run in self._runs(slots_R))
 
     def prepare(self, slots_R: np.ndarray, ends_R: np.ndarray) -> None:
-        """Fill the grammar masks that these slots need before they sample."""
+        """Fill the grammar masks that these slots need before they sample.
+
+        It can run while the model computes, because masks depend on earlier tokens only.
+        """
         runs = self._runs(slots_R)
         for run in runs:
             self.grammars.allow_all(run.slot)

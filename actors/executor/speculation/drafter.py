@@ -245,7 +245,10 @@ class Match(NamedTuple):
     place: int | None  # in the sequence's own text; None in another answer
 
     def num_following(self, config: SpeculativeConfig) -> int:
-        """Count the tokens that may be drafted from this place."""
+        """Count the tokens that may be drafted from this place.
+
+        The limit depends on the configuration and on the length of the match.
+        """
         most, factor = config.num_speculative_tokens, config.suffix_decoding_max_spec_factor
         if factor is not None and config.method == "suffix":
             most = min(most, max(1, int(self.num_matching * factor)))
@@ -309,7 +312,10 @@ def last_match(
 
 
 def num_equal(draft: Sequence[int], drawn: Sequence[int]) -> int:
-    """Count the tokens of a draft that equal the drawn tokens, up to the first difference."""
+    """Count the tokens of a draft that equal the drawn tokens, up to the first difference.
+
+    These drafts are accepted, and the next drawn token replaces the first wrong one.
+    """
     for i, (guess, token) in enumerate(zip(draft, drawn, strict=False)):
         if guess != token:
             return i

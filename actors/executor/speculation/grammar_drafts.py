@@ -47,7 +47,10 @@ MOST_COUNTED = 4
 
 
 class Guess(NamedTuple):
-    """A shape that may come next."""
+    """A shape that may come next, with the evidence for it.
+
+    A shape abstracts from values: it is the kind of token at a place of the grammar.
+    """
 
     shape: int
     num_right: int  # number of similar places that it follows
@@ -60,12 +63,18 @@ class Guess(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of similar places that this shape follows."""
+        """The share of similar places that this shape follows.
+
+        One is added to the places, so that few observations give no certainty.
+        """
         return self.num_right / (self.num_places + 1)
 
 
 class Drafted(NamedTuple):
-    """A drafted token."""
+    """A drafted token with the chance that it is right.
+
+    Drafting stops when the chance of a whole draft is too small to pay for its cost.
+    """
 
     token: int
     # The chance that this token and all before it are right.
@@ -248,7 +257,10 @@ class GrammarDrafts:
         return slot in self._sequences
 
     def place(self, slot: int, family: str) -> None:
-        """Begin with the sequence that has taken a slot."""
+        """Begin with the sequence that has taken a slot.
+
+        `family` selects the recent answers that guesses are based on.
+        """
         self._sequences[slot] = _Drafting(family)
 
     def leave(self, slot: int, end: int) -> None:
@@ -260,7 +272,10 @@ class GrammarDrafts:
             self._recent.add(sequence.family, self._shapes(slot, first, end))
 
     def draft(self, slot: int, end: int, room: int) -> list[int]:
-        """Propose at most `room` tokens for position `end` and the following ones."""
+        """Propose at most `room` tokens for position `end` and the following ones.
+
+        Tokens that the grammar forces are free; others are guessed from similar places.
+        """
         sequence = self._sequences[slot]
         sequence.draft = []
         ahead = self._masks.ahead(slot, end)
@@ -277,7 +292,10 @@ class GrammarDrafts:
         return [each.token for each in sequence.draft]
 
     def note(self, slot: int, num_right: int) -> None:
-        """Record how many tokens of a slot's draft were right."""
+        """Record how many tokens of a slot's draft were right.
+
+        The chances of later guesses of the same kind are adjusted.
+        """
         sequence = self._sequences[slot]
         for i, each in enumerate(sequence.draft[: num_right + 1]):
             if each.guess is not None:

@@ -40,7 +40,7 @@ class RecentAnswers:
         return f"<RecentAnswers, {len(self._answers)} of {self._num_tokens} tokens>"
 
     def add(self, family: str, token_ids: np.ndarray) -> None:
-        """Store an answer, and drop the oldest ones beyond the limits."""
+        """Store an answer for later searches. The oldest answers are dropped beyond limits of number and tokens."""
         own = np.append(token_ids[-self._most_tokens + 1 :], SEPARATOR)
         self._answers.append(_Answer(family, own))
         self._joined.pop(family, None)

@@ -52,7 +52,10 @@ class Shares:
         return (self._weight * prior + right) / (self._weight + tried)
 
     def note(self, kind: Hashable, *, was_right: bool) -> None:
-        """Record whether a case came true."""
+        """Record whether a case of this kind came true.
+
+        Older observations lose weight, so the estimate follows changes of the text.
+        """
         right, tried = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = self._fading * right + was_right, self._fading * tried + 1
 
@@ -93,26 +96,38 @@ class Pace(msgspec.Struct):
     shares: Shares = msgspec.field(default_factory=lambda: Shares(WEIGHT, FADING))
 
     def rests(self) -> bool:
-        """Return whether this step has no draft, and count the pause down."""
+        """Return whether this step has no draft, and count the pause down.
+
+        A pause follows drafts that cost more than they earned.
+        """
         if not self.pause:
             return False
         self.pause -= 1
         return True
 
     def length(self, num_matching: int, room: int) -> int:
-        """Return the best length of a draft behind `num_matching` matching tokens, at most `room`."""
+        """Return the most profitable length of a draft behind `num_matching` matching tokens, at most `room`.
+
+        Each further token costs a row and has a smaller chance.
+        """
         room = min(room, self.most)
         each = (self.chance(num_matching + i) for i in range(room))
         length = best_length(accumulate(each, mul), WORTH_IN_TEXT, self.draft_cost)
         return max(length, min(room, self.least))
 
     def chance(self, num_matching: int) -> float:
-        """Return the chance of the next token behind this many matching tokens."""
+        """Return the chance of the next token behind this many matching tokens.
+
+        It is a weighted mean of a prior and of the slot's own experience.
+        """
         prior = self._prior(num_matching)
         return self.shares.chance(prior, prior)
 
     def note(self, num_matching: int, num_drafted: int, num_right: int) -> None:
-        """Record how many tokens of a draft were right."""
+        """Record how many tokens of a draft were right.
+
+        After a series of drafts at a loss, drafting pauses, each time for longer.
+        """
         for i in range(min(num_right + 1, num_drafted)):
             self.shares.note(self._prior(num_matching + i), was_right=i < num_right)
         self.num_runs += 1

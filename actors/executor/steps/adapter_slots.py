@@ -82,7 +82,10 @@ class AdapterSlots:
         return LoRALinear(linear, layer.weights, self._rows)
 
     def know(self, parameter: Parameter) -> None:
-        """Register a layer that an adapter may change, on this stage or another."""
+        """Register a layer that an adapter may change, on this stage or another.
+
+        The check of an adapter's files needs all of them, because it names modules of every stage.
+        """
         for name, (num_out, num_in) in parameter.sources:
             self._parts[name.removesuffix(".weight")] = num_out, num_in
 

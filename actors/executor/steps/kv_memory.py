@@ -46,7 +46,10 @@ class KVCache:
         return sum(group.nbytes for group in self.groups)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy each source block to its target, one pair after another."""
+        """Copy each source block to its target, one pair after another.
+
+        The scheduler asks for copies when sequences fork with a partially filled block.
+        """
         size = self._block_size
         for source, target in copies:
             for group in self.groups:

@@ -72,7 +72,10 @@ class RequestSlots:
             self._embeds[slot] = tuple((part.first, _matrix(part)) for part in new.embeds)
 
     def add_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
-        """Append blocks to the block table of a slot."""
+        """Append blocks to the block table of a slot.
+
+        The scheduler sends only the new blocks of a sequence.
+        """
         first = self.num_blocks[slot]
         self.block_ids[slot, first : first + len(block_ids)] = block_ids
         self.num_blocks[slot] = first + len(block_ids)
@@ -90,7 +93,10 @@ class RequestSlots:
         yield begin, int(self.num_prompt[slot])
 
     def outputs_of(self, slot: int, end: int) -> np.ndarray:
-        """Return the generated tokens before position `end`."""
+        """Return the generated tokens before position `end`.
+
+        The array is a view; it changes when the slot gets another sequence.
+        """
         return self.token_ids[slot, self.num_prompt[slot] : end]
 
     def take_embeds(

@@ -87,7 +87,10 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors by name."""
+        """Return the shapes of all tensors by name.
+
+        Quantised matrices appear under the names of their stored tensors.
+        """
         return {name: self._shape(name) for name in self._file_of}
 
     @property
@@ -103,7 +106,10 @@ class Checkpoint:
         return self._slice(name).get_dtype()
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Whether two plain tensors have equal numbers. Quantised tensors count as different."""
+        """Whether two plain tensors have equal numbers. Quantised tensors count as different.
+
+        A tied head may be stored twice, and then needs memory only once.
+        """
         if any(x not in self or self._layout(x) is not None for x in (name, other)):
             return False
         return torch.equal(self._tensor(name), self._tensor(other))

@@ -91,7 +91,10 @@ class Source(Protocol):
 
 
 class Placement(NamedTuple):
-    """How and where weights are kept; see `load_decoder`."""
+    """How and where weights are kept: dtype, device, format of the products, and part of the model.
+
+    See `load_decoder` for their use.
+    """
 
     dtype: torch.dtype
     device: torch.device | None
@@ -253,7 +256,10 @@ def _head(
 
 
 def adapted_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
-    """Yield the matrices of all layers to which adapters may be added."""
+    """Yield the matrices of all layers to which adapters may be added.
+
+    Embeddings, norms and the head are not among them.
+    """
     for layer in range(len(traits.layers)):
         for parameter in layer_parameters(traits, layer):
             name, _, kind = parameter.name.partition(".")

@@ -46,7 +46,10 @@ OLD_NAMES = {"weight": "gamma", "bias": "beta"}  # of layer norms, in BERT's fir
 
 
 class Tensors:
-    """Typed access to a checkpoint whose encoder may stand below a prefix."""
+    """Typed access to the tensors of an encoder's checkpoint.
+
+    Some checkpoints put a prefix in front of all names; it is found here once.
+    """
 
     def __init__(
         self,
@@ -74,15 +77,23 @@ class Tensors:
         return self._dummy is not None
 
     def stores(self, name: str) -> bool:
-        """Check for a tensor in the checkpoint; dummy weights have none."""
+        """Check whether the checkpoint contains a tensor.
+
+        Dummy weights contain none, so optional modules are left out.
+        """
         return self._find(name) is not None
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Raises TrouperValidationError: it is missing or of another shape."""
+        """Read a tensor as a copy with the model's dtype.
+
+        Raises:
+
+            TrouperValidationError: it is missing or has another shape.
+        """
         return self._stored(name, shape).to(self._dtype, copy=True)
 
     def rows(self, name: str, shape: tuple[int, ...], indices: Sequence[int]) -> Tensor:
-        """Read some rows of a large table; raises as `read` does."""
+        """Read some rows of a large table, without converting the rest. Raises the errors of `read`."""
         return self._stored(name, shape)[list(indices)].to(self._dtype)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -121,7 +132,10 @@ class Tensors:
         *,
         swaps_halves: bool = False,
     ) -> LinearMethod:
-        """The parts' rows one below the other, and their biases if they have any."""
+        """Read matrices whose rows are put one below the other, with their biases if they have any.
+
+        One product of q, k and v, for example, is faster than three.
+        """
         share = num_outputs // len(parts)
         rows = [self.read(f"{part}.weight", (share, num_inputs)) for part in parts]
         biases: list[Tensor] = []
@@ -324,7 +338,10 @@ SPLADE_TOKENS = 256
 
 
 def load_dense(modules: Sequence[Dense], load_format: str) -> Project:
-    """The Dense modules of a sentence-transformers folder, one after the other."""
+    """Load the Dense modules of a sentence-transformers folder.
+
+    Returns a function that applies them one after the other.
+    """
     layers = [(dense, *_dense_weights(dense, load_format)) for dense in modules]
 
     def project(x: Tensor) -> Tensor:
@@ -339,7 +356,10 @@ def load_dense(modules: Sequence[Dense], load_format: str) -> Project:
 def load_head(
     tensors: Tensors, head: Head, hidden_size: int, num_labels: int, eps: float
 ) -> Project:
-    """logits = out(norm(act(dense(x)))), as far as the checkpoint has them."""
+    """Load a classifier: logits = out(norm(act(dense(x)))), as far as the checkpoint has these modules.
+
+    Returns it as a function of hidden states.
+    """
     dense = _linear(tensors, head.dense, hidden_size, hidden_size) if head.dense else None
     norm: LayerNorm | None = tensors.norm(head.norm, hidden_size, eps) if head.norm else None
     out = _linear(tensors, head.out, num_labels, hidden_size)
@@ -435,7 +455,10 @@ def load_token_classifier(
 def load_projection(
     tensors: Tensors, spec: PoolerSpec, architecture: str, hidden_size: int, load_format: str
 ) -> Project:
-    """Load the layers between hidden states and an embedding; most models have none."""
+    """Load the layers between hidden states and an embedding.
+
+    Most models have none; the returned function is then the identity.
+    """
     if architecture in LATE_INTERACTION and not spec.dense:
         weight, bias = _linear(tensors, "linear", spec.embedding_size, hidden_size)
         return lambda x: F.linear(x, weight, bias)

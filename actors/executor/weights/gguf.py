@@ -224,7 +224,10 @@ def _reordered(affine: Affine, order: Tensor) -> Affine:
 
 
 def stacked(parts: list[Affine]) -> Affine:
-    """Concatenate the outputs of matrices, in the smallest of their group sizes."""
+    """Concatenate the outputs of matrices, in the smallest of their group sizes.
+
+    Groups are split if the matrices have different group sizes; the numbers stay the same.
+    """
     num_groups = max(part.scales_OG.shape[1] for part in parts)
 
     def finer(x: Tensor) -> Tensor:

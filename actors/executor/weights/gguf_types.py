@@ -32,7 +32,10 @@ class Affine(NamedTuple):
 
 
 def dequantized_affine(affine: Affine) -> Tensor:
-    """Return the numbers of a matrix in float32, [O, I]."""
+    """Return the numbers of a matrix in float32, [O, I].
+
+    Used for tensors that no kernel can multiply in their stored form.
+    """
     q_OI, scales_OG, minima_OG = affine
     groups = q_OI.unflatten(1, (scales_OG.shape[1], -1)).float() * scales_OG.unsqueeze(2)
     if minima_OG is not None:

@@ -74,7 +74,10 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
 
 
 def random_tokens(vocab_size: int) -> list[np.ndarray]:
-    """Draw the check's two sequences."""
+    """Draw the two sequences of the check, always the same ones.
+
+    Their lengths differ, so that a dependence on other sequences of the batch is detected.
+    """
     generator = np.random.default_rng(0)
     return [generator.integers(0, vocab_size, length) for length in LENGTHS]
 

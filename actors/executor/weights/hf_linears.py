@@ -73,7 +73,10 @@ def observed(
 
 
 def exchange(layers: Sequence[Layer], config: EngineConfig, dtype: torch.dtype) -> None:
-    """Replace each layer by this engine's product."""
+    """Replace each layer by this engine's product, with the same weights.
+
+    The library's own weights are freed one layer at a time, so the peak of memory stays low.
+    """
     linear = LinearConfig(is_compressed=config.compress_weights)
     for layer in layers:
         weight, bias = _matrix(layer.module)

@@ -133,7 +133,10 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
 
 def base_of(name: str) -> str:
-    """Return the prefix of the names of a matrix's stored tensors."""
+    """Return the prefix common to the names of a matrix's stored tensors.
+
+    For example, `X.weight` is stored as `X.qweight` and `X.scales`.
+    """
     return name.removesuffix("weight")
 
 

@@ -42,7 +42,10 @@ class StackedPart(NamedTuple):
 
 
 class Views(Protocol):
-    """A way in which a checkpoint stores some tensors in another shape."""
+    """A way in which a checkpoint stores some tensors in another shape.
+
+    Loaders ask it for each tensor, and read a part or the transpose instead.
+    """
 
     def find(self, name: str, shape: Shape) -> StackedPart | None:
         """Find a matrix or bias with this shape. Returns None if it is stored under its own name in this shape."""
@@ -61,7 +64,10 @@ class Turned(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """Experts that a checkpoint stores in one tensor for each projection of a layer."""
+    """Experts that a checkpoint stores in one tensor for each projection of a layer.
+
+    The part of one expert is a view, so nothing is copied.
+    """
 
     num_experts: int
     is_granite: bool

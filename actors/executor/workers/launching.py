@@ -68,7 +68,10 @@ class Peer(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts the worker of a rank; ranks continue across replicas."""
+    """Starts the worker of a rank as a process.
+
+    Ranks continue across replicas, so each worker on a machine has a number of its own.
+    """
 
     def __call__(self, rank: int, *, files: Sequence[int] = ()) -> Peer:
         """Start the worker. It inherits the descriptors in `files`, which connect it to other workers.
@@ -80,7 +83,10 @@ class Launcher(Protocol):
 
 
 class WorkersLauncher(Protocol):
-    """Starts all workers of a device, on whichever machines they run."""
+    """Starts all workers of a device, on whichever machines they run.
+
+    A restart calls it again, and may find other machines.
+    """
 
     async def __call__(self) -> Sequence[Peer]:
         """Start all workers and return them in the order of their ranks. Waits for machines that are not
@@ -113,7 +119,7 @@ class LocalPeer:
 
     @property
     def pid(self) -> int:
-        """Process id, for tests and diagnostics."""
+        """The process id of the worker, for tests and diagnostics. It stays the same after the process has ended."""
         return self._process.pid
 
     def send(self, data: bytes, file: int | None) -> None:
@@ -142,7 +148,7 @@ class LocalPeer:
                 return data, files
 
     def kill(self) -> None:
-        """Kill a process that has no work yet."""
+        """Kill a process that has no work yet. It waits for the end of the process, which is immediate."""
         self._control.close()
         self._process.reap(0.0)
 
@@ -254,7 +260,10 @@ async def launch_all(
 
 
 async def end_all(peers: Sequence[Peer]) -> None:
-    """Kill workers whose start was abandoned."""
+    """Kill workers whose start was abandoned.
+
+    It completes even if its caller is cancelled, so no process is left behind.
+    """
     # Bounded, since each process is killed without a grace period.
     with anyio.CancelScope(shield=True):
         for peer in peers:

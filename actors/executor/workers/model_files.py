@@ -36,7 +36,10 @@ class FileSample(msgspec.Struct, frozen=True):
     digest: str
 
     def describe(self) -> str:
-        """Describe the sample for an error message."""
+        """Describe the sample for an error message about different files.
+
+        The digest covers parts of the file only, which is enough to find a different model.
+        """
         return f"{self.num_bytes} bytes, digest {self.digest}"
 
 
@@ -127,7 +130,10 @@ class MachineFacts(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
-        """Take the paths from a config that this machine has resolved itself."""
+        """Take the paths from a config that this machine has resolved itself.
+
+        They are sent to its workers only, never to other machines.
+        """
         draft = config.draft_model
         return cls(
             config.num_workers,
@@ -139,7 +145,10 @@ class MachineFacts(msgspec.Struct, frozen=True):
         )
 
     def localise(self, config: EngineConfig) -> EngineConfig:
-        """Return the coordinator's config with the paths of this machine."""
+        """Return the coordinator's config with the paths of this machine.
+
+        Models may be in different folders on each machine; everything else must be equal.
+        """
         replace = msgspec.structs.replace
         found = replace(config, num_workers_here=self.num_workers)
         if self.model is None:
@@ -164,7 +173,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(pooler, dense=dense)
 
     def as_argument(self) -> bytes:
-        """Encode the facts for a worker's command line."""
+        """Encode the facts for the command line of a worker. `of_argument` is the reverse."""
         return msgspec.json.encode(self)
 
     @classmethod

@@ -184,7 +184,10 @@ class ModelHost:
         return answer._replace(finish=lambda: self._timer.stop(finish()))
 
     def call(self, action: DeviceAction) -> None:
-        """Perform an action of `Device.call`; the caller has finished every launched step before."""
+        """Perform an action other than a step, such as a sleep or the load of an adapter.
+
+        The caller has finished every launched step before.
+        """
         runner = self._loaded_runner
         match action:
             case Sleep(level):
@@ -259,7 +262,10 @@ def _bind(cpus: Sequence[int]) -> None:
 
 
 def log_phase(phase: Phase, *, where: str = "") -> None:
-    """Log the phase of a load."""
+    """Log the phase of a load, such as the import of torch or the reading of weights.
+
+    A terminal shows it while the user waits.
+    """
     loading.info("%s%s", where, PHASES[phase])
 
 
@@ -285,7 +291,10 @@ class GrammarThread:
         return f"<GrammarThread: {self._works.qsize()} to do>"
 
     def do(self, work: Callable[[], object], key: bytes = b"") -> None:
-        """Queue work. For a grammar, pass its key to receive an answer."""
+        """Queue work for the thread, which starts with the first work.
+
+        For a grammar, pass its key to receive an answer.
+        """
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._serve, name="trouper-grammars", daemon=True

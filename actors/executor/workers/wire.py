@@ -79,7 +79,10 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Engine → worker: release everything and exit."""
+    """Engine → worker: release everything and exit.
+
+    The worker finishes the plans already sent, and the engine kills it if it takes too long.
+    """
 
 
 class Prepare(msgspec.Struct, frozen=True):
@@ -87,19 +90,25 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Worker → engine: the worker is ready for plans."""
+    """Worker → engine: the worker is ready for plans.
+
+    It contains the sizes that the scheduler needs, such as the number of KV blocks.
+    """
 
     info: DeviceInfo
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Worker → engine: the current phase of its start."""
+    """Worker → engine: the current phase of its start. The engine shows it, because loading takes long."""
 
     phase: Literal["import", "weights"]
 
 
 class LogRecord(msgspec.Struct, frozen=True):
-    """Worker → engine: a line of its log."""
+    """Worker → engine: a line of its log.
+
+    The engine logs it under the same name and level, so workers need no log of their own.
+    """
 
     name: str
     level: int
@@ -107,7 +116,7 @@ class LogRecord(msgspec.Struct, frozen=True):
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """Worker → engine: a call was performed, or its error."""
+    """Worker → engine: a call was performed, or failed with this error. Answers have the numbers of their calls."""
 
     number: int
     error: "ErrorText | None" = None
@@ -126,7 +135,10 @@ class ErrorText(msgspec.Struct, frozen=True):
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """Worker → engine, the last frame: the error that ends the worker."""
+    """Worker → engine, the last frame: the error that ends the worker.
+
+    A worker killed by the system sends none; its exit status is the cause then.
+    """
 
     error: ErrorText
 
@@ -155,7 +167,10 @@ _KINDS = {kind: number for number, kind in enumerate(TYPES)}
 
 
 class WireError(Exception):
-    """The received bytes are not a frame of this protocol."""
+    """The received bytes are not a frame of this protocol.
+
+    The worker is treated as lost, because the position of the next frame is unknown.
+    """
 
 
 class _Array(msgspec.Struct, array_like=True):
@@ -316,7 +331,10 @@ class FrameReader:
         return f"<FrameReader: {len(self._bytes)} bytes, {len(self._files)} files>"
 
     def feed(self, data: bytes, files: list[int]) -> None:
-        """Add the bytes and descriptors of one read."""
+        """Add the bytes and descriptors of one read.
+
+        Descriptors arrive with the first byte of their frame, in the same order.
+        """
         self._bytes += data
         self._files.extend(files)
 
@@ -361,6 +379,9 @@ class FrameReader:
             os.close(file)
 
     def close(self) -> None:
-        """Close the memory files of frames that were not taken. Idempotent."""
+        """Close the memory files of frames that were never taken.
+
+        Idempotent. Their descriptors would otherwise stay open for the life of the process.
+        """
         while self._files:
             os.close(self._files.popleft())

@@ -60,7 +60,11 @@ EXIT_ORPHANED, EXIT_BROKEN = 70, 71
 
 
 def main() -> None:
-    """Serve one engine, then exit."""
+    """Serve one engine, then exit.
+
+    The arguments are descriptors inherited from the engine.  Signals of the terminal are ignored, because the engine
+    decides when workers end.
+    """
     arguments = sys.argv[1:]
     machine = None
     if arguments[0] == "--machine":
@@ -77,7 +81,10 @@ def main() -> None:
 
 
 def end_with_the_engine(control: socket.socket, parent: int) -> None:
-    """Set both guards that end this process with the engine."""
+    """Set both guards that end this process with the engine.
+
+    They are the end of the connection and, on Linux, a signal of the kernel, so no worker survives a killed engine.
+    """
     threading.Thread(target=_exit_at_hang_up, args=(control.fileno(),), daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

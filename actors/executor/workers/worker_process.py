@@ -90,7 +90,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, for tests and diagnostics."""
+        """The process id, for tests and diagnostics. It may belong to another process after this one was reaped."""
         return self._process.pid
 
     @property

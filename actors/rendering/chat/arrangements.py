@@ -25,7 +25,10 @@ Where no tool helps, answer in plain text."""
 
 
 class Chat(NamedTuple):
-    """A conversation, and the tools that it may use."""
+    """A conversation, and the tools that it may use.
+
+    Arrangements change copies of it, so the caller's own messages stay as they were.
+    """
 
     messages: Messages
     tools: list[Any] | None = None
@@ -35,7 +38,10 @@ Step = Callable[[Chat], Chat]
 
 
 class Arrangement(NamedTuple):
-    """Changes of a conversation, one after the other."""
+    """Changes of a conversation, one after the other.
+
+    It is a tuple of functions, so that a template's arrangement can be stored and sent to another process.
+    """
 
     steps: tuple[Step, ...] = ()
 
@@ -58,7 +64,10 @@ def arrangements(takes_tools: bool) -> Iterator[Arrangement]:
 
 
 def shape_of(messages: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what decides over the places of messages: their roles, and what each holds."""
+    """Describe what decides over the places of messages: their roles, and the kinds of their contents.
+
+    Two conversations of one shape need the same arrangement, so the search runs once for each shape.
+    """
     return tuple(
         (str(m.get("role")), _kind(m.get("content")), len(_calls(m)))
         if is_object(m)
@@ -80,7 +89,10 @@ class Skeleton(NamedTuple):
     tool_words: list[str]
 
     def first_missing(self, text: str) -> int | None:
-        """Return the number of the first message that a rendered text does not show; -1 for a tool."""
+        """Return the number of the first message that a rendered text does not show.
+
+        Returns -1 if a tool is missing, and None if everything is shown.
+        """
         if not all(word in text for word in self.tool_words):
             return -1
         for i, words in enumerate(self.words):
@@ -90,7 +102,10 @@ class Skeleton(NamedTuple):
 
 
 def skeleton(messages: Sequence[Message], tools: Sequence[Any] | None) -> Skeleton:
-    """Make the skeleton of a conversation."""
+    """Make the skeleton of a conversation: the same messages with unique words in place of their texts.
+
+    If a word is missing in the rendered text, the template has dropped that message.
+    """
     made: list[Message] = []
     words: list[Any] = []
     for i, message in enumerate(messages):
@@ -143,7 +158,10 @@ def _calls(message: Any) -> list[Any]:
 
 
 def developer_as_system(chat: Chat) -> Chat:
-    """Give the messages of developers the role of the system, which most templates know."""
+    """Change messages of the role `developer` to the role `system`, which most templates support.
+
+    OpenAI renamed the role, but models were trained with the older name.
+    """
     return chat._replace(
         messages=[
             {**m, "role": "system"} if m.get("role") == "developer" else m for m in chat.messages
@@ -152,7 +170,10 @@ def developer_as_system(chat: Chat) -> Chat:
 
 
 def merge_first_systems(chat: Chat) -> Chat:
-    """Make one message of those of the system that a conversation begins with."""
+    """Merge the system messages at the beginning of a conversation into one.
+
+    Many templates accept exactly one system message, and only in front.
+    """
     num = next((i for i, m in enumerate(chat.messages) if not _is_system(m)), len(chat.messages))
     return chat._replace(messages=_one_system(chat.messages[:num]) + chat.messages[num:])
 
@@ -169,13 +190,19 @@ def later_systems_as_user(chat: Chat) -> Chat:
 
 
 def system_in_front(chat: Chat) -> Chat:
-    """Make one message of all of the system's, in front of the others."""
+    """Merge all system messages into one in front of the others.
+
+    Used if a template refuses system messages in the middle of a conversation.
+    """
     others = [m for m in chat.messages if not _is_system(m)]
     return chat._replace(messages=_one_system([m for m in chat.messages if _is_system(m)]) + others)
 
 
 def system_in_user(chat: Chat) -> Chat:
-    """Put the system's text before the first text of the user, for templates without a system role."""
+    """Put the system's text in front of the first text of the user.
+
+    Used for templates without a system role, such as Gemma's.
+    """
     systems = _one_system([m for m in chat.messages if _is_system(m)])
     others = [m for m in chat.messages if not _is_system(m)]
     if not systems:
@@ -188,7 +215,11 @@ def system_in_user(chat: Chat) -> Chat:
 
 
 def merge_neighbours(chat: Chat) -> Chat:
-    """Make one message of neighbours of one role, for templates that want user and assistant in turns."""
+    """Merge adjacent messages of one role.
+
+    Some templates require user and assistant to alternate.  Results of tools are never merged, since each has its own
+    call.
+    """
     merged: Messages = []
     for message in chat.messages:
         last = merged[-1] if merged else {}
@@ -208,7 +239,10 @@ def merge_neighbours(chat: Chat) -> Chat:
 
 
 def split_calls(chat: Chat) -> Chat:
-    """Give each call a message of its own, its result behind it, for templates that take one call at a time."""
+    """Give each tool call a message of its own, followed by its result.
+
+    Used for templates that accept only one call in a message.
+    """
     made: Messages = []
     rest = list(chat.messages)
     while rest:
@@ -230,7 +264,11 @@ def split_calls(chat: Chat) -> Chat:
 
 
 def tools_as_text(chat: Chat) -> Chat:
-    """Describe tools, calls and results in plain text, as the dialect `json` reads it back."""
+    """Describe tools, calls and results in plain text.
+
+    Calls have the form of the dialect `json`, so calls in the answer can still be parsed.  Used for templates without
+    tools.
+    """
     messages: Messages = []
     names: dict[Any, Any] = {}
     for message in chat.messages:

@@ -28,7 +28,10 @@ MAX_TEMPLATES = 16  # that one process keeps compiled; then the next one begins
 
 
 class Budget(NamedTuple):
-    """Bounds of one rendering; the memory is the process's."""
+    """Limits of one rendering: seconds of CPU time, bytes of memory and characters of text.
+
+    The memory is that of the whole child process.  The process is ended at the first limit.
+    """
 
     cpu_s: int
     memory: int  # bytes of address space: the interpreter and jinja take 26 MiB of it
@@ -41,7 +44,10 @@ OWN = Budget(cpu_s=2, memory=512 * 2**20, chars=2**23)
 
 
 class TemplateSource(NamedTuple):
-    """The arguments of a `ChatTemplate`."""
+    """The arguments from which the child process creates a `ChatTemplate`.
+
+    It is hashable, so a process compiles each template only once.
+    """
 
     source: str
     special: tuple[str, ...] = ()
@@ -98,7 +104,10 @@ def render_once(
     budget: Budget = FOREIGN,
     **options: Any,
 ) -> list[str]:
-    """Render a foreign template in a process for it alone; raises as `ConfinedTemplates.render`."""
+    """Render a client's template in a process used only for this rendering.
+
+    A template cannot leave anything behind for the next client.  Raises the errors of `ConfinedTemplates.render`.
+    """
 
     def render() -> list[str]:
         process = TemplateProcess(budget)
@@ -127,9 +136,10 @@ def _twice(render: Callable[[], list[str]]) -> list[str]:
 
 
 class TemplateProcess:
-    """Process that renders one conversation at a time.
+    """A child process that renders one conversation at a time, and keeps its compiled templates.
 
     Raises:
+
         GenerationError: it cannot be started.
     """
 
@@ -181,7 +191,10 @@ class TemplateProcess:
             raise GenerationError(f"rendering the template failed: {error}") from None
 
     def close(self) -> None:
-        """End the process, whatever it does; nothing for the copy of this object in a forked child."""
+        """End the process, whatever it is doing.
+
+        In a forked child, the copy of this object does nothing, because the process belongs to the parent.
+        """
         self._process.close()
 
 

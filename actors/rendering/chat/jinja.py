@@ -52,7 +52,11 @@ class _Dict:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Make a sandbox with transformers' settings, filters and functions."""
+    """Create a sandbox with transformers' settings, filters and functions.
+
+    Templates cannot reach attributes with underscores, change objects or read files, and they render as in
+    transformers.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

@@ -28,7 +28,11 @@ def is_array(value: Any) -> TypeGuard[list[Any]]:
 
 
 def plain_data(value: Any) -> Any:
-    """Copy `value` with nothing but json types in it, so that a template can call nothing."""
+    """Copy a value using JSON's types only.
+
+    A template could otherwise call methods of the caller's objects.  Subclasses of strings and numbers become plain
+    ones.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
     for base in (str, int, float):  # subclasses may carry methods

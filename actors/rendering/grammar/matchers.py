@@ -28,7 +28,10 @@ class _KeptValue(NamedTuple, Generic[ValueT]):
 
 
 class KeptBySize(Generic[KeyT, ValueT]):
-    """A cache of at most `max_bytes`.  One thread at a time."""
+    """A cache limited by the sizes of its values instead of their number.
+
+    The least recently used values are dropped first.  It is not safe for several threads at a time.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -49,7 +52,10 @@ class KeptBySize(Generic[KeyT, ValueT]):
         return sum(self._num_bytes.values())
 
     def get(self, key: KeyT) -> ValueT | None:
-        """Return the value of a key and mark it as used now, or None if there is no value."""
+        """Return the value of a key and mark it as used now.
+
+        Returns None if it was never stored or has been dropped.
+        """
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -57,7 +63,10 @@ class KeptBySize(Generic[KeyT, ValueT]):
         return entry.value
 
     def put(self, key: KeyT, value: ValueT, num_bytes: int, owner: str = "") -> None:
-        """Keep a value and evict the least recently used ones, beginning with its owner's."""
+        """Store a value, and drop the least recently used ones to make room.
+
+        An owner may use at most half of the cache, and its own values are dropped first.
+        """
         self._remove(key)
         self._entries[key] = _KeptValue(value, num_bytes, owner)
         self._num_bytes[owner] = self._num_bytes.get(owner, 0) + num_bytes
@@ -89,15 +98,24 @@ LIMITS = {
 
 
 class NotAGrammarError(Exception):
-    """The compiler refuses a source."""
+    """The compiler refuses a source; the message contains its reason.
+
+    `sources.py` turns it into the error of the request.
+    """
 
 
 class EmptyGrammarError(NotAGrammarError):
-    """No text matches a source."""
+    """No text matches a source, so a model could generate nothing with it.
+
+    Such grammars are refused instead of letting the request fail at its first token.
+    """
 
 
 class CompiledGrammar(NamedTuple):
-    """A matcher at the beginning of an output; users copy it."""
+    """A matcher at the beginning of an output.
+
+    Users copy it, because matching changes its state.  `seconds` is the compile time, or None if it was cached.
+    """
 
     matcher: Any
     seconds: float | None = None  # that it took; None: it was kept
@@ -131,7 +149,10 @@ class Matchers:
         return f"<Matchers: {len(self._kept)} kept, {len(self._held)} held>"
 
     def read_vocabulary(self) -> None:
-        """Prepare the vocabulary, which the first grammar would wait for."""
+        """Prepare the vocabulary for grammars, which takes long for a large one.
+
+        The first grammar would otherwise wait for it, so this runs in advance.
+        """
         self._vocabulary_tokens()
 
     def compile(self, source: str, num_bytes: int = 0, owner: str = "") -> CompiledGrammar:
@@ -162,19 +183,28 @@ class Matchers:
         return CompiledGrammar(found, perf_counter() - started)
 
     def matcher(self, source: str) -> Any:
-        """Return a matcher at the beginning of an output; raises as `compile` does."""
+        """Return a new matcher for a source, at the beginning of an output.
+
+        It belongs to the caller.  Raises the errors of `compile`.
+        """
         found = self.compile(source).matcher
         return compiled(self._tokens, source) if found is CHECKED else found.deep_copy()
 
     def hold(self, source: str) -> None:
-        """Compile a source for a device, and keep it until as many devices have released it; raises as `compile` does."""
+        """Compile a source for a device, and keep it until every device has released it.
+
+        Holders are counted, because several devices may use one grammar.  Raises the errors of `compile`.
+        """
         key, found = key_of(source), self.compile(source).matcher
         with self._lock:
             matcher, num_holders = self._held.get(key, (found, 0))
             self._held[key] = matcher, num_holders + 1
 
     def release(self, key: bytes) -> None:
-        """Give up a source that a device holds; nothing for one that it does not."""
+        """Release a source that a device holds.
+
+        Does nothing for a source without a holder.  The compiled grammar remains cached while there is room.
+        """
         with self._lock:
             matcher, num_holders = self._held.pop(key, (None, 0))
             if num_holders > 1:
@@ -206,7 +236,10 @@ def compiled(tokens: Any, source: str) -> Any:
 
 
 def matches_only(tokens: Any, pattern: str, names: Sequence[str]) -> bool:
-    """Tell whether a pattern, as schemas have it, matches no text but some of these names."""
+    """Check whether a schema's pattern matches only some of these names.
+
+    It compiles the pattern with the names excluded: if nothing matches then, the answer is yes.
+    """
     body = pattern.removeprefix("^")
     body = body.removesuffix("$") if not body.endswith("\\$") else body
     head = "" if pattern.startswith("^") else "(?s:.*)"
@@ -240,11 +273,17 @@ class ReceivedGrammars:
         self._vocabulary = vocabulary
 
     def make(self, rules: GrammarRules) -> Grammar:
-        """Make a grammar of its rules."""
+        """Create the state of a grammar for one sequence from its rules.
+
+        Compiling happens on first use, or earlier by `hold`.
+        """
         return Grammar(rules, partial(self._matcher, rules.source), self._text_of)
 
     def hold(self, source: str) -> None:
-        """Compile a source and keep it until `release`; any thread may do so."""
+        """Compile a source and keep it until `release`.
+
+        Any thread may call it, since compiling can take seconds and must not delay steps.
+        """
         self._matchers.hold(source)
 
     def release(self, key: bytes) -> None:

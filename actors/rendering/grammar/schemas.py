@@ -269,7 +269,10 @@ _NESTED = re.compile(
 
 
 def flattened(pattern: str) -> str:
-    r"""Write counts of counts as one, `(x{1,50}){1,50}` as `x{1,2500}`: nested ones have states beyond number."""
+    r"""Merge nested repetitions of a pattern, for example `(x{1,50}){1,50}` into `x{1,2500}`.
+
+    The compiler needs exponentially many states for the nested form.
+    """
     before = ""
     while before != pattern:
         before, pattern = pattern, _NESTED.sub(_one_count, pattern)

@@ -68,7 +68,10 @@ def grammar_source(params: StructuredOutputsParams, is_empty: IsEmpty | None = N
 
 
 def failure(message: str, kind: str) -> GrammarError:
-    """Make the error of a grammar that the compiler has refused with this message."""
+    """Make the error of a grammar that the compiler has refused.
+
+    The code follows from the compiler's message: too complex, or invalid as a schema or grammar.
+    """
     lines = message.strip() or "it cannot be compiled"
     if any(
         word in lines.lower()
@@ -80,7 +83,10 @@ def failure(message: str, kind: str) -> GrammarError:
 
 @contextmanager
 def typed_failures(kind: str) -> Generator[None]:
-    """Turn what compiling a grammar of this kind raises into the error of its request."""
+    """Convert the compiler's exceptions in a `with` block to the error of the request.
+
+    `kind` is the field that contained the grammar, and is named in the error.
+    """
     try:
         yield
     except UnicodeError:
@@ -96,7 +102,10 @@ def typed_failures(kind: str) -> Generator[None]:
 
 
 def refused(kind: str, reason: str, code: str) -> GrammarError:
-    """Make the error of a grammar of this kind."""
+    """Make the error of a grammar of this kind.
+
+    Its parameter is `structured_outputs`, and the message names the member, for example `structured_outputs.json`.
+    """
     text = f"structured_outputs.{kind}: {reason}"
     return GrammarError(text, parameter="structured_outputs", code=code)
 

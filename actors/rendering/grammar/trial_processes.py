@@ -60,7 +60,10 @@ BUDGET = TrialBudget()
 
 
 class TrialTokens(NamedTuple):
-    """The part of a vocabulary that a grammar can name."""
+    """The part of a vocabulary that a grammar can name.
+
+    A trial needs no more, because the ordinary tokens do not decide whether a grammar compiles.
+    """
 
     num_tokens: int
     added: Mapping[int, str]  # tokens that have names, special or not
@@ -74,7 +77,10 @@ class TriedGrammar(NamedTuple):
 
 
 class UntriedGrammarError(Exception):
-    """A grammar that must be tried first."""
+    """A grammar that must be tried first.
+
+    The renderer then hands the request to another renderer, which may wait for the trial.
+    """
 
 
 class GrammarTrials:

@@ -35,7 +35,10 @@ UNASKED = NO_ORDER, -signal.SIGKILL  # what no limit of ours ends may have had n
 
 
 class ByteVocabulary:
-    """The single bytes, the tokens that have names, and an end; the others are empty."""
+    """The single bytes, the tokens that have names, and an end; the others are empty.
+
+    It compiles in a fraction of the time of the model's vocabulary, and accepts the same grammars.
+    """
 
     bos_token_id = None
 

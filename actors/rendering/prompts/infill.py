@@ -41,7 +41,10 @@ NO_MARKS = "this model's tokenizer has no tokens for filling in the middle"
 
 
 class InfillMarks(NamedTuple):
-    """The tokens of one tokenizer that mark the parts."""
+    """The tokens of one tokenizer that mark the parts.
+
+    `repo` and `file` are None if the model was not trained on several files.
+    """
 
     prefix: int
     suffix: int

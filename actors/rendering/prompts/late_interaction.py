@@ -24,7 +24,10 @@ class Marked(NamedTuple):
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules by which a query, or a document, is turned into tokens."""
+    """Rules by which a query, or a document, is turned into tokens.
+
+    Queries and documents have different rules, both from the model's folder.
+    """
 
     prefix: int | None  # the marker, where it is a token
     text: str  # the marker, where it is none

@@ -40,7 +40,10 @@ class _Encoded(msgspec.Struct, frozen=True):
 
 
 class PoolingPrompts(Prompts):
-    """Renders the prompts of one pooling model."""
+    """Renders the prompts of one pooling model.
+
+    It adds the forms that only pooling has, such as pairs of texts for cross-encoders.
+    """
 
     def __init__(
         self,

@@ -87,7 +87,10 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 class Form(NamedTuple):
-    """A prompt in its simplest form: parts of a text, or token ids."""
+    """A prompt in its simplest form: parts of a text, or token ids.
+
+    Every kind of prompt is reduced to it first, so the later stages need no distinction.
+    """
 
     pieces: list[str] | None
     ids: Sequence[Any] | None
@@ -99,7 +102,10 @@ class Form(NamedTuple):
 
 
 class Prompts:
-    """Renders the prompts of one model.  Threads may share it: nothing in it changes."""
+    """Renders the prompts of one model: texts, token ids, conversations and embeddings.
+
+    It never changes after its creation, so threads may share it.
+    """
 
     def __init__(
         self,
@@ -122,7 +128,10 @@ class Prompts:
 
     @classmethod
     def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
-        """`config.chat_template` may be a file's path or the template itself."""
+        """Create the renderer of an engine's prompts from its configuration.
+
+        `config.chat_template` may be the path of a file or the template itself.
+        """
         limits = ModelLimits(
             name=config.shown_name,
             vocab_size=config.model.vocab_size,
@@ -140,7 +149,13 @@ class Prompts:
         return cls(tokenizer, limits, template_text(config.chat_template))
 
     def render_quickly(self, message: Render) -> Rendered:
-        """Render one request unless its grammar must be tried; raises UntriedGrammarError, or as `render` does."""
+        """Render one request, unless its grammar must be tried first, which takes long.
+
+        Raises:
+
+            UntriedGrammarError: another renderer must take the request.
+            TrouperError: the prompt is invalid.
+        """
         assert isinstance(message.params, SamplingParams)
         self._grammars.check_tried(message.params)
         return self.render(message)
@@ -430,7 +445,14 @@ def _check_embeds_request(message: Render) -> None:
 
 
 def template_text(given: str | None) -> str | None:
-    """Take the template itself, or read it from the file of that name."""
+    """Return a chat template given as text, or read it from a file.
+
+    A text with braces or line breaks is a template.
+
+    Raises:
+
+        TrouperValidationError: it is neither a template nor a readable file.
+    """
     if given is None or any(character in given for character in "{}\n"):
         return given
     try:
@@ -442,7 +464,12 @@ def template_text(given: str | None) -> str | None:
 
 
 def checked_ids(ids: Any, num: int, parameter: str = "prompt_token_ids") -> list[int]:
-    """Check that the token ids of `parameter` are integers from 0 to `num - 1`."""
+    """Check that all token ids are integers from 0 to `num - 1`, and return them as a list.
+
+    Raises:
+
+        TrouperValidationError: the message names `parameter` and the first wrong id.
+    """
     if not isinstance(ids, list | Sequence) or isinstance(ids, str | bytes):  # mostly a list
         raise invalid(parameter, "must be a list of ids", type(ids).__name__)
     known = cast("Sequence[int]", ids)

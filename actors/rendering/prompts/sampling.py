@@ -17,7 +17,10 @@ from trouper.params import SamplingParams
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and names of the model and the engine that rendering depends on."""
+    """Sizes and names of the model and the engine that rendering depends on.
+
+    They are plain values, so rendering can be tested without a model.
+    """
 
     name: str = "of this engine"
     vocab_size: int

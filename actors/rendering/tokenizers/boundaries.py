@@ -12,7 +12,10 @@ BOUNDARY = "\U000f0000"  # a private-use character; dropped from what callers wr
 
 
 def with_boundaries(text: str, tokens: Collection[str]) -> str:
-    """Put a boundary into each spelling of one of `tokens` in the text."""
+    """Insert a boundary into each spelling of one of `tokens` in the text.
+
+    The tokenizer never joins characters across a boundary, so none of these tokens results.
+    """
     # Some models have hundreds of special tokens: look for each at the speed of `in`, which nearly always
     # ends the matter.  Only first characters are consumed, so overlapping spellings are all broken.
     spelled = [token for token in tokens if token in text]

@@ -52,7 +52,10 @@ FALCON = (
 
 
 class Pre(NamedTuple):
-    """How texts are split before merging."""
+    """The rules by which texts are split before merging.
+
+    A GGUF file only names them, so each name that occurs in practice has an entry in a table here.
+    """
 
     patterns: tuple[str, ...] = ()  # one after the other; none: GPT-2's own
     splits_digits: bool = False
@@ -95,7 +98,10 @@ PRES = {
 
 
 class GgufTokenizer(NamedTuple):
-    """Parts from which a `Tokenizer` is made."""
+    """The parts of a tokenizer, as read from a GGUF file.
+
+    `Tokenizer` is created from them in the same way as from the files of a folder.
+    """
 
     backend: Backend
     special_tokens: dict[str, str]

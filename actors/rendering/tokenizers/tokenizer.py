@@ -165,7 +165,10 @@ class Tokenizer:
         return f"<Tokenizer {self.folder!r}, {self.vocab_size} tokens>"
 
     def to_json(self) -> str:
-        """Return the vocabulary and its rules as a `tokenizer.json`."""
+        """Return the vocabulary and its rules in the format of `tokenizer.json`.
+
+        A worker process creates an equal tokenizer from it, for example for grammars.
+        """
         return self._backend.to_str()
 
     def gives_below(self, num: int) -> bool:
@@ -174,10 +177,13 @@ class Tokenizer:
         return max([self.max_id, *around]) < num
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens that the text spells are parsed, as transformers does.
+        """Encode a text to token ids.
+
+        Special tokens spelled in the text become these tokens, as in transformers.
 
         Raises:
-            TrouperValidationError: the text holds lone surrogates.
+
+            TrouperValidationError: the text contains lone surrogates.
         """
         backend = self._backend
         try:
@@ -267,7 +273,11 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> TokenStream:
-        """An incremental decoder for one sequence that continues the prompt."""
+        """Create an incremental decoder for one sequence behind a prompt.
+
+        The end of the prompt decides about the white space of the first token.  Both options are those of the
+        request.
+        """
         is_glued = not (skip_special_tokens or spaces_between_special_tokens)
         return TokenStream(
             self._backend,
@@ -312,7 +322,10 @@ class Tokenizer:
         return text.rstrip(REPLACEMENT)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, which may be a part of a character."""
+        """Return the bytes of a token.
+
+        They may be a part of a character: vocabularies of bytes contain such tokens.
+        """
         spelled = self._backend.id_to_token(token_id) or ""
         if found := _BYTE_TOKEN.fullmatch(spelled):
             return bytes.fromhex(found[1])
@@ -322,11 +335,14 @@ class Tokenizer:
         return text.encode()
 
     def hf_tokenizer(self) -> Any:
-        """The transformers tokenizer of the same folder; imports transformers, an extra."""
+        """Load the transformers tokenizer of the same folder.
+
+        It is much slower to load, and needs the extra `transformers`.  Raises MissingExtraError without it.
+        """
         return _load_hf(Path(self.folder), "get_tokenizer")
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it."""
+        """Return the id of a token spelled as in the vocabulary, or None if the vocabulary lacks it."""
         return self._backend.token_to_id(token)
 
     def _special_id(self, name: str) -> int | None:

@@ -19,7 +19,10 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 
 def padding_id(config: HfConfig) -> int:
-    """Return the id of the padding token, which may be 0; 1 is the default of RoBERTa's classes."""
+    """Return the id of the padding token, which may be 0.
+
+    The default 1 is that of RoBERTa's classes in transformers, whose configs may omit it.
+    """
     found = config.get("pad_token_id")
     return 1 if found is None else int(found)
 
@@ -232,7 +235,12 @@ def mpnet(config: HfConfig) -> EncoderTraits:
 
 
 def deberta_v2(config: HfConfig) -> EncoderTraits:
-    """DeBERTa v2 and v3."""
+    """Read the config of DeBERTa v2 and v3, which differ only in its values.
+
+    Raises:
+
+        UnsupportedFeatureError: a variant that this engine cannot compute, such as convolutions.
+    """
     for field, plain in (("relative_attention", True), ("conv_kernel_size", 0)):
         if config.get(field, plain) not in (plain, None):
             raise UnsupportedFeatureError(f"{field}={config[field]!r} is not supported for DeBERTa")

@@ -87,7 +87,10 @@ def renamed(config: HfConfig, **names: str) -> HfConfig:
 
 
 def refuse(config: HfConfig, **values: bool) -> None:
-    """Raise UnsupportedFeatureError if a flag of the config has an unsupported value."""
+    """Raise UnsupportedFeatureError if a flag of the config has an unsupported value.
+
+    Ignoring such a flag would silently compute another model.  Flags that are absent have their supported value.
+    """
     for name, refused in values.items():
         value = config.get(name)
         if value is not None and bool(value) is refused:

@@ -89,7 +89,10 @@ def decoder_traits(
 
 
 def is_text_part(architecture: str) -> bool:
-    """Whether the architecture also takes images or audio; only its text model is served."""
+    """Whether the architecture is a multimodal one, which also takes images or audio.
+
+    Its text model is a part of the checkpoint, with names of its own.
+    """
     return architecture.endswith("ForConditionalGeneration")
 
 

@@ -208,7 +208,12 @@ def jina_v3(config: HfConfig) -> EncoderTraits:
 
 
 def t5(config: HfConfig) -> EncoderTraits:
-    """The encoder half of T5, mT5 and their like: sentence-t5, gtr-t5, instructor."""
+    """Read the config of the encoder half of T5, mT5 and related models: sentence-t5, gtr-t5, instructor.
+
+    Raises:
+
+        UnsupportedFeatureError: an unknown activation, or contradicting fields.
+    """
     kind, _, act = str(config.get("feed_forward_proj") or "relu").rpartition("-")
     if kind not in ("", "gated") or act not in ACTS:
         raise UnsupportedFeatureError(f"feed_forward_proj={kind}-{act} is not supported")

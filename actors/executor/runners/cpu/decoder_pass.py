@@ -94,7 +94,10 @@ class DecoderPass:
         return self.decoder.logits(hidden), np.arange(len(tokens))
 
     def record(self, batch: Batch) -> None:
-        """Record a step like this one without computing it, if steps are recorded at all."""
+        """Record a step like this one without computing it, if steps are recorded at all.
+
+        If an operation cannot be recorded, no more steps are recorded for this model.
+        """
         if self.recorded is not None:
             try:
                 self.recorded.record(batch)

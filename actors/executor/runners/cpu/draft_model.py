@@ -82,7 +82,7 @@ class DraftModel:
         return self.num_weight_bytes / self._num_target_bytes
 
     def sleep(self, level: int) -> None:
-        """Discard what the target model discards at this level."""
+        """Discard what the target model discards at this level. Both share the memory budget of the engine."""
         if level >= 1:
             self._steps = None
         self._model.sleep(level)
@@ -105,7 +105,10 @@ class DraftModel:
             )
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of this model's KV cache, as the target model copies its own."""
+        """Copy blocks of this model's KV cache, as the target model copies its own.
+
+        Both caches have the same block numbers, so the scheduler's plans apply to both.
+        """
         self._model.resident()[1].copy_blocks(copies)
 
     def place(self, slot: int, *, has_drafts: bool) -> None:
@@ -115,7 +118,10 @@ class DraftModel:
             self._known[slot] = -1
 
     def keep(self, slot: int, end: int, num_right: int) -> None:
-        """Record that the first `num_right` drafts behind position `end` were accepted."""
+        """Record that the first `num_right` drafts behind position `end` were accepted.
+
+        Keys and values of rejected drafts are overwritten by later steps.
+        """
         self._known[slot] = min(self._known[slot], end + num_right)
 
     def propose(self, plan: StepPlan, lengths: Sequence[int]) -> list[list[int]]:

@@ -68,7 +68,10 @@ LEAST_TOKENS = 128
 
 
 class UnpagedModel(Protocol):
-    """A model that computes the hidden states of whole prompts: an encoder, or a decoder without a KV cache."""
+    """A model that computes the hidden states of whole prompts: an encoder, or a decoder without a KV cache.
+
+    Hidden states of a prompt depend on no earlier step, so passes can run in any thread.
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -138,11 +141,17 @@ class PoolingRunner:
         self.release()
 
     def release(self) -> None:
-        """Give free memory back to the system."""
+        """Give free memory back to the system.
+
+        Freed weights would otherwise stay in the allocator's cache.
+        """
         give_back_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
-        """Read the weights, if `tags` names them and they are not resident."""
+        """Read the weights, if `tags` names them and they are not resident.
+
+        Their file is read again, because level 2 has discarded them.
+        """
         if "weights" in tags and self._model is None:
             with torch.inference_mode():
                 self._load()
@@ -153,11 +162,17 @@ class PoolingRunner:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether one thread computes the model sooner than several."""
+        """Whether one thread computes the model sooner than several.
+
+        Several threads would wait for each other longer than they compute.
+        """
         return self._model is not None and self._model.num_bytes < TINY_BYTES
 
     def close(self) -> None:
-        """Give back the memory and the threads. Idempotent."""
+        """Give back the memory and the threads. Idempotent.
+
+        No plan may be running.  The runner cannot be used afterwards.
+        """
         self.sleep(2)
         self._workers.shutdown()
 

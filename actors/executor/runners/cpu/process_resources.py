@@ -50,7 +50,10 @@ def start_nice(start: Callable[[], object]) -> None:
 
 
 def be_nice() -> None:
-    """Lower the priority of the calling thread. Does nothing outside Linux."""
+    """Lower the priority of the calling thread, so that threads of the event loop run first.
+
+    Does nothing outside Linux, where priorities belong to processes.
+    """
     if platform.system() == "Linux":
         _make_nicer(threading.get_native_id())
 

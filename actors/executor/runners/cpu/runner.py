@@ -131,7 +131,10 @@ class CpuRunner:
         self.release()
 
     def wake(self, tags: frozenset[str]) -> None:
-        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are absent."""
+        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are absent.
+
+        Steps are recorded again as needed once both are resident.
+        """
         self.model.wake(tags)
         if self._draft_model is not None:
             self._draft_model.wake(self.model)
@@ -150,7 +153,10 @@ class CpuRunner:
                     self._record_drafts(self.steps)
 
     def release(self) -> None:
-        """Give free memory back to the system."""
+        """Give free memory back to the system.
+
+        Freed memory would otherwise stay in the allocator's cache.
+        """
         give_back_free_memory()
 
     def close(self) -> None:
@@ -164,7 +170,10 @@ class CpuRunner:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether one thread computes the model sooner than several."""
+        """Whether one thread computes the model sooner than several.
+
+        Several threads would wait for each other longer than they compute.
+        """
         decoder = self.model.decoder
         return decoder is not None and decoder.is_recordable and decoder.num_bytes < TINY_BYTES
 
@@ -185,7 +194,10 @@ class CpuRunner:
             lengths[0] = held
 
     def execute(self, plan: StepPlan | PoolPlan) -> StepDone:
-        """Run one plan. After an exception the scheduler must send its sequences again."""
+        """Run one plan. After an exception the scheduler must send its sequences again.
+
+        The device's state is then undefined for these sequences only.
+        """
         assert isinstance(plan, StepPlan), "this model generates"
         return self.compute(plan)[0]
 

@@ -79,7 +79,10 @@ class StageRunner:
         return self.runner.is_tiny
 
     def close(self) -> None:
-        """Give back the memory and the links to the other workers. Idempotent."""
+        """Give back the memory and the links to the other workers. Idempotent.
+
+        Other workers then find their links lost, and end as well.
+        """
         self.runner.close()
         self._links.close()
 

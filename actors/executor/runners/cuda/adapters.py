@@ -49,7 +49,10 @@ class DeviceAdapters:
         return self._device if self._are_used else None
 
     def use(self, *, are_used: bool) -> None:
-        """Set whether the following launches add adapters."""
+        """Set whether the following launches add adapters.
+
+        Graphs with and without adapters are captured separately, so steps without any are not slower.
+        """
         self._are_used = are_used
 
     def begin_step(self, plan: StepPlan, slot_of_request: np.ndarray) -> bool:
@@ -83,7 +86,10 @@ class DeviceAdapters:
         self._is_on_host = True
 
     def wake_weights(self) -> None:
-        """Move the adapters back to the device. Idempotent."""
+        """Move the adapters back from host memory to the device.
+
+        Idempotent. They keep their slots, so requests need no change.
+        """
         if self._is_on_host:
             for weights in self._weights:
                 weights.move(self._machine.to_device)

@@ -23,7 +23,10 @@ class Graph(Protocol):
     outputs: tuple[Tensor, ...]
 
     def replay(self) -> None:
-        """Queue all launches of the run, which overwrite `outputs`."""
+        """Queue all launches of the run, which overwrite `outputs`.
+
+        It returns before they have run.  One call replaces hundreds of launches from Python.
+        """
         ...
 
 
@@ -39,7 +42,10 @@ class Machine(Protocol):
     backend: str
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor on the device without setting its numbers."""
+        """Allocate a tensor on the device without setting its numbers.
+
+        Raises torch's out-of-memory error if there is no room.
+        """
         ...
 
     def upload(self, host: np.ndarray, out: Tensor | None = None) -> Tensor:
@@ -51,11 +57,14 @@ class Machine(Protocol):
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to pinned memory of the host. Waits."""
+        """Copy a tensor to pinned memory of the host, and wait for the copy.
+
+        Pinned memory makes the way back faster.
+        """
         ...
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor of the host to the device."""
+        """Copy a tensor of the host to the device. Later launches on the same stream see the copy."""
         ...
 
     def capture(self, runs: Iterable[Callable[[], tuple[Tensor, ...]]]) -> list[Graph]:
@@ -74,7 +83,10 @@ class Machine(Protocol):
         ...
 
     def release(self) -> None:
-        """Give back memory to which nothing refers any more. Waits."""
+        """Give back memory to which nothing refers any more.
+
+        Waits for the device first, since launched work may still use it.
+        """
         ...
 
 

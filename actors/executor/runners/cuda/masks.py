@@ -29,11 +29,17 @@ class DeviceMasks:
         self._unread: deque[tuple[StepPlan, Callable[[], StepDone]]] = deque()
 
     def place(self, new: NewSequence) -> None:
-        """Store the grammar of the sequence that took its slot."""
+        """Store the grammar of the sequence that took its slot.
+
+        A sequence without a grammar removes that of its predecessor.
+        """
         self._masks.place(new.request_slot, new.grammar)
 
     def clear(self) -> None:
-        """Forget all matchers and all unread steps."""
+        """Forget all matchers and all unread steps.
+
+        The scheduler sends the sequences again, so their matchers are made anew.
+        """
         self._masks.clear()
         self._unread.clear()
 

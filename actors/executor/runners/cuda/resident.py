@@ -51,11 +51,17 @@ class DeviceModel:
         self.sums: CollectiveSums | None = None
 
     def to_host(self, decoder: NativeDecoder[TritonOps]) -> None:
-        """Move all weights to pinned memory of the host."""
+        """Move all weights to pinned memory of the host, for a sleep at level 1.
+
+        The device's memory becomes free for other programs.
+        """
         decoder.move(self._machine.to_host)
 
     def to_device(self, decoder: NativeDecoder[TritonOps]) -> None:
-        """Move all weights back to the GPU."""
+        """Move all weights back to the GPU.
+
+        The tensors get new addresses, so captured graphs are not valid any more.
+        """
         decoder.move(self._machine.to_device)
 
     def load(self, wrap: Wrap | None = None) -> NativeDecoder[TritonOps]:

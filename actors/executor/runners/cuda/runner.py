@@ -139,7 +139,10 @@ class CudaRunner:
         self.release()
 
     def wake(self, tags: frozenset[str]) -> None:
-        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are absent."""
+        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are absent.
+
+        Steps are captured again once both are resident, because the addresses have changed.
+        """
         if "weights" in tags:
             self._wake_weights()
         if "kv_cache" in tags:
@@ -148,7 +151,10 @@ class CudaRunner:
             self._capture()
 
     def release(self) -> None:
-        """Give back memory to which nothing refers any more."""
+        """Give back memory to which nothing refers any more.
+
+        Other programs on the GPU can then use it.
+        """
         self._machine.release()
 
     def close(self) -> None:

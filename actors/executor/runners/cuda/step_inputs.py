@@ -38,7 +38,10 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(array: Tensor, num_entries: int) -> Inputs:
-    """Return views of the first `num_entries` entries of the array [6, width]."""
+    """Return views of the first `num_entries` entries of the array [6, width].
+
+    Kernels read them at fixed addresses, which captured graphs require.
+    """
     bounds, *others = array.unbind(0)
     return Inputs(
         bounds.narrow(0, 0, num_entries + 1), *(x.narrow(0, 0, num_entries) for x in others)
@@ -107,7 +110,7 @@ def _up_to(largest: int, sizes: Iterable[int]) -> set[int]:
 
 
 def shape_of(plan: StepPlan) -> BatchShape:
-    """Return the size of a plan without padding."""
+    """Return the size of a plan without padding. `padded` then finds the captured graph in which the plan fits."""
     return BatchShape(
         sum(plan.num_scheduled_tokens), len(plan.request_slots), max(plan.num_scheduled_tokens) == 1
     )

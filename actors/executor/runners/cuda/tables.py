@@ -30,7 +30,10 @@ class Field(NamedTuple):
     slot_words: int
 
     def view(self, arena: Tensor) -> Tensor:
-        """Return the table as a view of the arena."""
+        """Return the table as a view of the arena, with its own shape and dtype.
+
+        Both must be on the same device; nothing is copied.
+        """
         words = arena.narrow(0, self.first, self.shape[0] * self.slot_words)
         return words.view(self.dtype).view(self.shape)
 
@@ -63,7 +66,10 @@ class Layout:
 
 
 class TableViews(NamedTuple):
-    """The tables in the form that kernels read."""
+    """The tables of request slots in the form that kernels read.
+
+    They are views of one arena, so a plan's changes are one upload.
+    """
 
     tokens: Tensor  # [M, L + 1] int32
     blocks: Tensor  # [M, …] int32
@@ -78,7 +84,10 @@ def views(layout: Layout, arena: Tensor, history: Tensor) -> TableViews:
 
 
 class Changes:
-    """Collects the words that one plan writes into the arena."""
+    """Collects the words that one plan writes into the arena.
+
+    They are uploaded together, because each transfer to the device takes microseconds.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -151,7 +160,10 @@ class Changes:
 
 
 class Edit(NamedTuple):
-    """One edit of a request's logits; `kernels/cuda/sampling/sampling_rows.py` says how it is applied."""
+    """One edit of a request's logits: a token, a value for it, and the condition under which it applies.
+
+    `kernels/cuda/sampling/sampling_rows.py` describes how it is applied.
+    """
 
     token: int
     value: float
@@ -162,7 +174,10 @@ class Edit(NamedTuple):
 
 
 def is_penalised(s: Sampling) -> bool:
-    """Whether a penalty needs the counts of the sequence's tokens."""
+    """Whether a penalty needs the counts of the sequence's tokens.
+
+    Counting takes time and memory, so other sequences are skipped.
+    """
     return s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
 
 

@@ -116,7 +116,10 @@ class LinkAcceptor:
 
 
 class PendingHello:
-    """A connection whose handshake and first message are not complete."""
+    """A connection whose handshake and first message are not complete.
+
+    Several are read at the same time, so a slow client delays no other.
+    """
 
     def __init__(self, connection: socket.socket, key: bytes) -> None:
         connection.setblocking(False)

@@ -44,11 +44,17 @@ VANISHED_S = 10
 
 
 class WrongKeyError(TrouperError):
-    """The other side has a different key, or none."""
+    """The other side has a different cluster key, or none.
+
+    Trying again is useless until an operator corrects the key.
+    """
 
 
 class ListenerProof:
-    """The listener's side of the proof. Pure: bytes in, bytes out."""
+    """The listener's side of the mutual proof.
+
+    Pure: it takes and returns bytes, so it can be tested without a network.
+    """
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -56,7 +62,10 @@ class ListenerProof:
 
     @property
     def greeting(self) -> bytes:
-        """First bytes of the connection: magic number and challenge."""
+        """The first bytes of the connection: a magic number and a random challenge.
+
+        The challenge makes recorded proofs useless.
+        """
         return MAGIC + self._challenge
 
     def judge(self, answer: bytes) -> tuple[bool, bytes]:
@@ -103,10 +112,11 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
 
 
 def serve_at(address: tuple[str, int], backlog: int) -> socket.socket:
-    """Listen at this address only.
+    """Listen at this address only, not on all interfaces.
 
     Raises:
-        OSError: the address cannot be bound.
+
+        OSError: the address cannot be bound, for example because it is in use.
     """
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     return socket.create_server(address, family=family, backlog=backlog)
@@ -170,7 +180,10 @@ class _Address(msgspec.Struct):
 
 
 class UnprovenConnections:
-    """Connections whose proof is not finished, at most `max_connections` at a time."""
+    """Connections whose proof is not finished, at most `max_connections` at a time.
+
+    It limits what strangers can occupy: slots, time and log lines.
+    """
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
@@ -185,7 +198,10 @@ class UnprovenConnections:
         return len(self._heard)
 
     def is_welcome(self, address: str, now: float) -> bool:
-        """Whether a connection from this address is accepted now."""
+        """Whether a connection from this address is accepted now.
+
+        Addresses with many recent failures must wait, unless they have proved themselves before.
+        """
         known = self._of(address)
         if now >= known.window_s + WINDOW_S:
             known.window_s, known.num_failures = now, 0
@@ -207,7 +223,7 @@ class UnprovenConnections:
         self._heard.pop(connection, None)
 
     def note_proof(self, address: str) -> None:
-        """Record that an address has proved itself."""
+        """Record that an address has proved itself. Failures from this address no longer lead to refusals."""
         self._of(address).has_proved = True
 
     def note_failure(self, address: str, now: float) -> int | None:

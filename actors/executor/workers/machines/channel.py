@@ -60,7 +60,10 @@ class LinkHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator → host, before any order: the machine is part of the cluster."""
+    """Coordinator → host, before any order: the machine is part of the cluster.
+
+    The host then waits for orders, for as long as the connection exists.
+    """
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -71,13 +74,19 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator → host: listen for the links of an order."""
+    """Coordinator → host: listen for the stage links of an order.
+
+    It is sent before `Start`, so that all listeners exist before any machine dials.
+    """
 
     order: int
 
 
 class Listens(msgspec.Struct, frozen=True, tag=True):
-    """Host → coordinator: the port for the links."""
+    """Host → coordinator: the port at which the host listens for the links of an order.
+
+    The coordinator passes it to the machines that dial.
+    """
 
     order: int
     port: int
@@ -98,13 +107,19 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """Host → coordinator: the workers run and are connected."""
+    """Host → coordinator: the workers of an order run and are connected.
+
+    It answers `Start`; an order that fails is answered with `Failed`.
+    """
 
     order: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Host → coordinator: the order failed; nothing of it remains."""
+    """Host → coordinator: the order failed, and nothing of it remains.
+
+    The message is shown as the reason why the device could not start.
+    """
 
     order: int
     message: str
@@ -119,7 +134,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Host → coordinator: a worker is gone, and how it ended."""
+    """Host → coordinator: a worker is gone, with its exit status and last lines of stderr. It answers `End`."""
 
     order: int
     rank: int
@@ -150,11 +165,17 @@ def protocol() -> str:
 
 
 class ChannelError(Exception):
-    """The received bytes are not a message of this protocol."""
+    """The received bytes are not a message of this protocol.
+
+    The connection is closed, because the position of the next message is unknown.
+    """
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message, preceded by its length."""
+    """Encode a message, preceded by its length.
+
+    The result can be sent as a whole; `length_of` and `decode` are the reverse.
+    """
     data = _encoder.encode(message)
     return LENGTH.pack(len(data)) + data
 
@@ -251,6 +272,7 @@ class Channel:
         """Wait for exactly `num_bytes` bytes.
 
         Raises:
+
             OSError: the connection ended first.
         """
         data = b""
@@ -274,12 +296,12 @@ class Channel:
         self._socket.send(data)
 
     def detach(self) -> socket.socket:
-        """Take the socket out of the channel; the caller then owns it."""
+        """Take the socket out of the channel. The caller then owns it, for example to pass it to a worker process."""
         self._is_closed = True
         return self._socket
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connection.  Idempotent. A task waiting in `receive` is woken."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(OSError):

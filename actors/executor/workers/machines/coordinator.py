@@ -57,11 +57,17 @@ CONNECT_S = 30.0
 
 
 class HostGoneError(DeviceStartError):
-    """The host of a machine disconnected while it was asked for something."""
+    """The host of a machine disconnected before it answered.
+
+    Its workers have ended too, so the device is lost and will be restarted.
+    """
 
 
 class HostLink:
-    """The coordinator's connection to the host of one machine."""
+    """The coordinator's connection to the host of one machine.
+
+    Questions are numbered by order and rank, and each waits for its own answer.
+    """
 
     def __init__(self, node: int, address: str, channel: Channel) -> None:
         self.node, self.address = node, address
@@ -132,7 +138,10 @@ class HostLink:
             self._channel.close()
 
     def note(self, message: Message) -> None:
-        """Handle a message of the host."""
+        """Handle a message of the host: settle the question that it answers.
+
+        Answers to questions that nothing waits for are ignored.
+        """
         match message:
             case Listens(order, port):
                 self._settle(("start", order, 0), port)
@@ -147,7 +156,10 @@ class HostLink:
                 logger.warning("node %d sent an unexpected %s", self.node, type(message).__name__)
 
     def lose(self) -> None:
-        """Fail all open questions: the host is gone."""
+        """Fail all open questions, because the host is gone.
+
+        Its workers end by themselves, so nothing needs to be cleaned up there.
+        """
         self._is_gone = True
         for future in self._asked.values():
             self._fail(future)
@@ -185,7 +197,10 @@ class Coordinator:
         return f"<Coordinator: {len(self._hosts)} hosts, {len(self._expected)} workers expected>"
 
     async def listen(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Accept connections until cancelled."""
+        """Accept connections until cancelled.
+
+        Each must prove that it has the cluster key before anything of it is read.
+        """
         with self._listener:
             self._listener.setblocking(False)
             async with anyio.create_task_group() as connections:
@@ -208,12 +223,18 @@ class Coordinator:
                     connections.start_soon(self._serve, connection, peer[0], proving)
 
     def next_order(self) -> int:
-        """Return a new order number."""
+        """Return a new order number.
+
+        Numbers are never reused, so late messages of an old order cannot be confused.
+        """
         self._num_orders += 1
         return self._num_orders
 
     async def host(self, node: int) -> HostLink:
-        """Wait until the host of a machine is connected."""
+        """Wait until the host of a machine is connected, and return its link.
+
+        It waits without a limit, because an operator may start the machines in any order.
+        """
         if node not in self._hosts:
             logger.warning("waiting for node %d of %d", node, self._num_nodes)
         while node not in self._hosts:
@@ -223,7 +244,10 @@ class Coordinator:
         return self._hosts[node]
 
     def expect(self, order: int, rank: int) -> None:
-        """Accept the connection of a worker when it arrives; `worker` returns it."""
+        """Accept the connection of a worker when it arrives; `worker` returns it.
+
+        Connections of unexpected workers are closed.
+        """
         self._expected[order, rank] = Future()
 
     async def worker(self, order: int, rank: int, name: str) -> socket.socket:

@@ -170,7 +170,10 @@ class Orders:
         return f"<Orders: {self._groups}, {len(self._starting)} start>"
 
     async def follow(self) -> None:
-        """Follow orders until the coordinator is gone, or says what is none."""
+        """Follow orders until the coordinator is gone or sends an invalid message.
+
+        Workers of unfinished orders are ended by the caller.
+        """
         async with anyio.create_task_group() as tasks:
             try:
                 while (message := await self._channel.receive()) is not None:
@@ -190,7 +193,10 @@ class Orders:
             tasks.cancel_scope.cancel()
 
     async def end_all(self) -> None:
-        """End all workers and close all listeners for links."""
+        """End all workers of all orders, and close all listeners for links.
+
+        Used when the coordinator is gone, since no one would end them later.
+        """
         for group in self._groups.values():
             await anyio.to_thread.run_sync(group.kill)
 

@@ -49,11 +49,17 @@ class GroupPort(Protocol):
     """The workers of an order on one machine, as the coordinator starts them."""
 
     async def prepare(self) -> tuple[str, int]:
-        """Listen for stage links. Returns the address."""
+        """Listen for stage links.
+
+        Returns the address at which other machines can dial. It precedes `start` on all machines.
+        """
         ...
 
     async def start(self, start: Start) -> list[Peer]:
-        """Start the workers and return them by rank."""
+        """Start the workers, and return their connections by rank.
+
+        The listeners of all machines exist by then, so links can be dialled.
+        """
         ...
 
     def close(self) -> None:
@@ -62,7 +68,10 @@ class GroupPort(Protocol):
 
 
 class LocalGroup:
-    """The workers on the coordinator's own machine."""
+    """The workers on the coordinator's own machine.
+
+    They are started without a host, with the same steps as on the other machines.
+    """
 
     def __init__(self, coordinator: tuple[str, int], key: bytes, launcher: Launcher) -> None:
         self._group = WorkerGroup(coordinator, coordinator[0], key)
@@ -83,7 +92,7 @@ class LocalGroup:
 
 
 class HostGroup:
-    """The workers on the machine of a host."""
+    """The workers on the machine of a host. Each step is an order to the host, and waits for its answer."""
 
     def __init__(self, coordinator: Coordinator, host: HostLink, order: int) -> None:
         self._coordinator, self._host, self._order = coordinator, host, order

@@ -56,7 +56,7 @@ class RayHost:
         os.environ["OMP_NUM_THREADS"] = str(num_cpus)
 
     def listen(self) -> tuple[str, int]:
-        """Listen for stage links. Returns the address."""
+        """Listen for stage links.  Returns the address of the machine in Ray's network, and the port."""
         address = import_module("ray").util.get_node_ip_address()
         # Ray divides the cores.
         facts = MachineFacts(num_workers=1)
@@ -81,7 +81,10 @@ class RayHost:
 
 
 class RayGroup:
-    """`GroupPort` of the workers that one actor starts."""
+    """The workers that one Ray actor starts, as a `GroupPort`.
+
+    The actor takes the place of a host, and Ray the place of the connection to it.
+    """
 
     def __init__(self, ray: Any, actor: Any, coordinator: Coordinator, number: int) -> None:
         self._ray, self._actor, self._coordinator, self._number = ray, actor, coordinator, number
@@ -159,7 +162,10 @@ class RayLauncher:
             raise
 
     async def release(self) -> None:
-        """Release the bundles and end everything that runs in them. Idempotent."""
+        """Release the bundles, and end everything that runs in them.
+
+        Idempotent. Errors of machines that are already lost are ignored.
+        """
         actors, bundles = self._actors, self._bundles
         self._actors, self._bundles = [], None
 

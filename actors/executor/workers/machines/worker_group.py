@@ -130,11 +130,17 @@ class WorkerGroup:
 
     @property
     def is_over(self) -> bool:
-        """Whether the workers have run and all are gone."""
+        """Whether the workers have run and all are gone.
+
+        The listeners and descriptors of the group can then be closed.
+        """
         return bool(self.processes) and all(p.is_reaped for p in self.processes.values())
 
     def kill(self) -> None:
-        """Kill all workers. Blocks until the system has ended them. Idempotent."""
+        """Kill all workers, and close everything of the group.
+
+        Blocks until the system has ended them.  Idempotent.
+        """
         for process in self.processes.values():
             process.reap(0.0)
         self.close()
