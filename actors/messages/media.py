@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 
-class MediaArray(msgspec.Struct, frozen=True):
+class MediaArray(msgspec.Struct, frozen=True, weakref=True):
     """One input of a vision tower, dense and row-major."""
 
     # The name of the tower's argument, such as `pixel_values`.

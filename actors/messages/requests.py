@@ -13,6 +13,7 @@ from typing import Any, Literal, NewType
 
 import msgspec
 
+from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.sinks import GenerationSink, MakeVisible, PoolingSink, ReplySink
 from trouper.config.generation import Marks
 from trouper.inputs import PoolingPrompt
@@ -317,8 +318,10 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     adapter: LoadedAdapter | None = None
     # Prompt embeddings in order.  The ids of the tokens in their place are zeros.
     embeds: tuple[Embeds, ...] = ()
-    # For each KV block the digest of its embeddings, or empty bytes.
-    embeds_digests: tuple[bytes, ...] = ()
+    # For each KV block the digest of its embeddings or images, or empty bytes.
+    row_digests: tuple[bytes, ...] = ()
+    # Images, in the order of their positions.
+    media: tuple[MediaItem, ...] = ()
 
 
 class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):

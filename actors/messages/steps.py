@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.requests import Embeds, Grammar, GrammarReady, GrammarWork, SequenceId
 
 # Beyond it, a larger repetition penalty makes no difference to any sample.
@@ -64,6 +65,8 @@ class NewSequence(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     sampling: Sampling
     embeds: tuple[Embeds, ...] = ()
+    # Images with rows that are still to be read.
+    media: tuple[MediaItem, ...] = ()
     grammar: Grammar | None = None
     # 0 means no adapter.
     adapter_slot: int = 0

@@ -232,7 +232,12 @@ def test_an_adapter_is_refused_where_none_can_be(llm):
 
 
 def test_what_is_not_there_yet_says_so(llm):
-    with pytest.raises(UnsupportedFeatureError, match="multi_modal_data"):
+    with pytest.raises(UnsupportedFeatureError, match="'video' is not supported"):
+        llm.generate({"prompt": "x", "multi_modal_data": {"video": 1}}, greedy(), use_tqdm=False)
+
+
+def test_a_model_of_text_refuses_images(llm):
+    with pytest.raises(TrouperValidationError, match="trouper-demo takes no images"):
         llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}, greedy(), use_tqdm=False)
 
 

@@ -30,7 +30,7 @@ def chat(part, role="user"):
 )
 def test_each_form_holds_the_image(part):
     messages, (image,) = take_images(chat(part))
-    assert messages[0]["content"] == [{"type": "text", "text": "a"}, IMAGE]
+    assert messages[0]["content"] == [{"type": "text", "text": "a"}, {**IMAGE, "index": 0}]
     assert (image.data, image.uuid, image.where) == (b"ABC", None, PLACE)
 
 

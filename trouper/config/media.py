@@ -177,8 +177,10 @@ def _mapping(name: str, given: Any) -> dict[str, Any]:
     return dict(cast("Mapping[str, Any]", given))
 
 
-def no_images(reason: str, parameter: str) -> Exception:
-    """Return the error of a request with images to an engine that takes none."""
+def no_images(reason: str, model: str, parameter: str) -> Exception:
+    """Return the error of a request with images to a model that takes none."""
     if reason == NO_IMAGES:
-        return invalid(parameter, reason)
-    return UnsupportedFeatureError(f"{parameter}: {reason}", parameter=parameter)
+        rule = f"the model {model} takes no images; send text, or start a model that sees"
+        return invalid(parameter, rule)
+    text = f"{parameter}: the model {model} takes no images here: {reason}"
+    return UnsupportedFeatureError(text, parameter=parameter)

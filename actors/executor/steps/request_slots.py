@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.media.encoder import ImageEncoder, ItemRows, WholeItem
 from trouper.actors.messages.requests import Embeds
 from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 
@@ -35,10 +36,18 @@ class RequestSlots:
     Args:
         max_num_seqs: number of slots.
         block_size: tokens of a KV block.
+        encoder: computes the rows of images, if the model takes any.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        encoder: ImageEncoder | None = None,
+    ) -> None:
         self.block_size = block_size
+        self._encoder = encoder
         # One extra position: a step in flight may sample a token beyond the maximum length, which is dropped
         # later.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
@@ -53,7 +62,9 @@ class RequestSlots:
         self.with_prompt_logprobs: set[int] = set()
         # By slot: embeddings that replace prompt tokens, as the position of the first row and the rows [rows,
         # E].
-        self._embeds: dict[int, tuple[tuple[int, Tensor], ...]] = {}
+        self._embeds: dict[int, tuple[tuple[int, Tensor | ItemRows], ...]] = {}
+        # Likewise, the rows of images. They do replace tokens, which count for penalties as those of a text.
+        self._images: dict[int, tuple[tuple[int, Tensor | ItemRows], ...]] = {}
 
     def place(self, new: NewSequence) -> None:
         """Assign a slot to a sequence and forget its previous content."""
@@ -68,6 +79,11 @@ class RequestSlots:
         if new.sampling.prompt_logprobs is not None:
             self.with_prompt_logprobs.add(slot)
         self._embeds.pop(slot, None)
+        self._images.pop(slot, None)
+        if new.media:
+            assert self._encoder is not None, "the renderer refuses images without an encoder"
+            wholes = [WholeItem(item, self._encoder) for item in new.media]
+            self._images[slot] = tuple(run for whole in wholes for run in whole.runs())
         if new.embeds:
             self._embeds[slot] = tuple((part.first, _matrix(part)) for part in new.embeds)
 
@@ -104,23 +120,26 @@ class RequestSlots:
     ) -> tuple[tuple[int, Tensor], ...]:
         """Return the embeddings that this step computes, each with its index in the flat batch, and forget them.
 
+        Images whose first row is among them are computed now.
+
         Args:
             first_tokens: index of each entry's first token in the flat batch.
         """
         found: list[tuple[int, Tensor]] = []
-        if self._embeds.keys().isdisjoint(plan.request_slots):
-            return ()
-        entries = plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens
-        for slot, start, count, place in zip(*entries, first_tokens.tolist(), strict=True):
-            parts, later = self._embeds.pop(slot, ()), list[tuple[int, Tensor]]()
-            for first, matrix in parts:
-                begin, end = max(start, first), min(start + count, first + len(matrix))
-                if begin < end:
-                    found.append((place + begin - start, matrix[begin - first : end - first]))
-                if first + len(matrix) > start + count:
-                    later.append((first, matrix))
-            if later:
-                self._embeds[slot] = tuple(later)
+        for sources in (self._embeds, self._images):
+            if sources.keys().isdisjoint(plan.request_slots):
+                continue
+            entries = plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens
+            for slot, start, count, place in zip(*entries, first_tokens.tolist(), strict=True):
+                parts, later = sources.pop(slot, ()), list[tuple[int, Tensor | ItemRows]]()
+                for first, matrix in parts:
+                    begin, end = max(start, first), min(start + count, first + len(matrix))
+                    if begin < end:
+                        found.append((place + begin - start, matrix[begin - first : end - first]))
+                    if first + len(matrix) > start + count:
+                        later.append((first, matrix))
+                if later:
+                    sources[slot] = tuple(later)
         return tuple(found)
 
     def prompt_spans(self, plan: StepPlan, first_tokens: np.ndarray) -> Iterator[PromptSpan]:

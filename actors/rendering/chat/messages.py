@@ -15,6 +15,8 @@ from trouper.errors import invalid
 
 # Stands around the number of a part that is no text; a code point of no character, dropped from other text.
 MARK = "\U0010fffe"
+# Stands for an image in the text of a template that does not know images.
+IMAGE_MARK = f"{MARK}image{MARK}"
 
 
 def is_object(value: Any) -> TypeGuard[dict[str, Any]]:

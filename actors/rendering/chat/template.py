@@ -16,6 +16,7 @@ from trouper.actors.rendering.chat.arrangements import Chat
 from trouper.actors.rendering.chat.arranger import Arranger
 from trouper.actors.rendering.chat.jinja import make_environment
 from trouper.actors.rendering.chat.messages import (
+    IMAGE_MARK,
     MARK,
     is_array,
     is_object,
@@ -109,6 +110,7 @@ class ChatTemplate:
                 if arranged.messages != given:
                     chat = [self._message(i, m) for i, m in enumerate(arranged.messages)]
                 tools = arranged.tools
+            _check_order(chat)
             final = self._mark_end(chat) if continue_final_message else None
             text = self._text(
                 messages=chat,
@@ -177,7 +179,7 @@ class ChatTemplate:
         if not is_array(content):
             raise TrouperValidationError("content must be text or a list of parts", parameter=where)
         parts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
-        return parts if self.takes_parts else "\n".join(part["text"] for part in parts)
+        return parts if self.takes_parts else "\n".join(map(_text_of_part, parts))
 
     def _no_content(self) -> Any:
         """Return the content of a message that only calls tools, in the form that the template was written for."""
@@ -239,12 +241,29 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     kind = part.get("type", "text")
     if kind == "prompt_embeds" and isinstance(part.get("index"), int):  # of `mixed.py`
         return {"type": "text", "text": f"{MARK}{part['index']}{MARK}"}
+    if kind == "image" and isinstance(part.get("index"), int):
+        return {"type": "image", "index": part["index"]}
     if kind not in ("text", "input_text", "output_text", "refusal"):
         raise UnsupportedFeatureError(f"{where}: only text parts, not {kind!r}", parameter=where)
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
         raise TrouperValidationError("a part must hold text", parameter=f"{where}.text")
     return {"type": "text", "text": text}
+
+
+def _text_of_part(part: dict[str, Any]) -> str:
+    """Return the text of a part for a template without parts: a mark in place of an image."""
+    return IMAGE_MARK if part["type"] == "image" else part["text"]
+
+
+def _check_order(chat: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no image has moved before another one, since places are assigned to images in order."""
+    contents = [m.get("content") for m in chat]
+    parts = [part for content in contents if is_array(content) for part in content]
+    order = [part["index"] for part in parts if is_object(part) and "index" in part]
+    if order != sorted(order):
+        rule = "the chat template needs these messages in another order, in which their images would be mixed up"
+        raise invalid("messages", f"{rule}; put the images into messages of the user")
 
 
 def _cut_end(text: str, final: str) -> str:

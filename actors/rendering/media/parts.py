@@ -23,7 +23,7 @@ LATER = {
 IMAGES = ("image_url", "input_image", "image", "image_pil")
 EMBEDS = ("image_embeds", "audio_embeds")
 FILES = ("file", "input_file", "document")
-# The place of an image in messages that go to a chat template.
+# The place of an image in messages that go to a chat template, with the number of the image.
 IMAGE = {"type": "image"}
 
 
@@ -110,7 +110,7 @@ def _taken(part: Any, where: str, role: Any, found: list[ImagePart]) -> Any:
         raise invalid(where, rule)
     fields = cast("Mapping[str, Any]", part)
     found.append(ImagePart(_data(kind, fields, where), _uuid(fields, where), where))
-    return IMAGE
+    return {**IMAGE, "index": len(found) - 1}
 
 
 def _data(kind: str, fields: Mapping[str, Any], where: str) -> Any:

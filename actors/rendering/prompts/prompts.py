@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
+from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.requests import (
     MAX_BAD_WORD,
     MAX_EDITS,
@@ -22,14 +23,24 @@ from trouper.actors.messages.requests import (
 )
 from trouper.actors.messages.sinks import GenerationSink
 from trouper.actors.rendering.chat.confined import ConfinedTemplates, TemplateSource, render_once
+from trouper.actors.rendering.chat.messages import IMAGE_MARK
 from trouper.actors.rendering.grammar.grammars import Grammars
-from trouper.actors.rendering.media.parts import take_images
+from trouper.actors.rendering.media.items import ImageItems, media_digests
+from trouper.actors.rendering.media.parts import ImagePart, take_images
+from trouper.actors.rendering.media.processor import NAME as OPTIONS
 from trouper.actors.rendering.prompts.chat_embeds import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.prompts.embeds import (
     decode_base64,
     decode_embeds,
     digests,
     from_tensor,
+)
+from trouper.actors.rendering.prompts.images import (
+    DATA,
+    UUIDS,
+    encode_with_images,
+    expand_ids,
+    images_of,
 )
 from trouper.actors.rendering.prompts.infill import KEYS as GAP_KEYS
 from trouper.actors.rendering.prompts.infill import Gap, gap_ids, marks_of
@@ -41,6 +52,7 @@ from trouper.actors.rendering.prompts.sampling import (
 )
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.checkpoint.files import read_text
+from trouper.config.media import no_images
 from trouper.config.resolve import EngineConfig
 from trouper.errors import (
     ChatTemplateResolutionError,
@@ -59,11 +71,11 @@ TOO_LONG = (
 )
 SHORTER = "Please reduce the length of the input prompt."
 SPARE_TOKENS = 64  # a text cut before tokenising is left this much longer than it needs to be
-# mm_processor_kwargs concerns multimodal items only; without any it has nothing to do.
-TEXT_KEYS = frozenset({"type", "prompt", "cache_salt", "mm_processor_kwargs"})
+# `mm_processor_kwargs` has no effect on a prompt without images.
+TEXT_KEYS = frozenset({"type", "prompt", "cache_salt", "mm_processor_kwargs", DATA, UUIDS})
 TOKENS_KEYS = TEXT_KEYS | {"prompt_token_ids"}
-EMBEDS_KEYS = TEXT_KEYS | {"prompt_embeds"}
-INFILL_KEYS = TEXT_KEYS | GAP_KEYS
+EMBEDS_KEYS = TEXT_KEYS - {DATA, UUIDS} | {"prompt_embeds"}
+INFILL_KEYS = TEXT_KEYS - {DATA, UUIDS} | GAP_KEYS
 CHAT_KEYS = frozenset(
     {
         "messages", "chat_template", "foreign_chat_template", "add_generation_prompt",
@@ -72,10 +84,7 @@ CHAT_KEYS = frozenset(
     }
 )  # fmt: skip
 LATER_KEYS = frozenset(
-    {
-        "multi_modal_data", "multi_modal_uuids",
-        "media_io_kwargs", "encoder_prompt", "decoder_prompt", "token_type_ids",
-    }
+    {"media_io_kwargs", "encoder_prompt", "decoder_prompt", "token_type_ids"}
 )  # fmt: skip
 
 
@@ -99,6 +108,11 @@ class Form(NamedTuple):
     adds_special_tokens: bool
     embeds: Sequence[Embeds] = ()
     gap: Gap | None = None  # to be filled in; the text is its prefix
+    images: Sequence[ImagePart] = ()
+    # The prompt's own `mm_processor_kwargs`.
+    image_options: Any = None
+    # What has written the placeholders.
+    writer: str = "the prompt"
 
 
 class Prompts:
@@ -112,14 +126,20 @@ class Prompts:
         tokenizer: Tokenizer | None,
         limits: ModelLimits,
         chat_template: str | None = None,
+        images: ImageItems | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        # None for a model that takes no images.
+        self.images = images
         self._keeps_end_by_default = self._keeps_end(None)
         # What a text is spelled with need not be looked at one by one.
         self._fits = tokenizer is not None and tokenizer.gives_below(limits.vocab_size)
         self._chat_template = chat_template
         self._control_tokens = ((), ()) if tokenizer is None else _control_tokens(tokenizer)
+        if images is not None:  # so that no text of a user spells a placeholder
+            special, added = self._control_tokens
+            self._control_tokens = (*special, images.placeholder), added
         self._templates = ConfinedTemplates()
         eos = tuple(eos_ids(limits, tokenizer))
         self._grammars = Grammars(
@@ -145,8 +165,12 @@ class Prompts:
             sends_grammars=config.device_worker == "process",
             reasoning=config.reasoning,
             structured_outputs=config.structured_outputs,
+            no_images=config.no_media,
         )
-        return cls(tokenizer, limits, template_text(config.chat_template))
+        images = None
+        if config.media is not None and tokenizer is not None:
+            images = ImageItems(config.media, tokenizer)
+        return cls(tokenizer, limits, template_text(config.chat_template), images)
 
     def render_quickly(self, message: Render) -> Rendered:
         """Render one request, unless its grammar must be tried first, which takes long.
@@ -166,11 +190,14 @@ class Prompts:
         slot = cast("GenerationSink", message.slot)  # goes with the parameters
         form = self._form(message.prompt)
         embeds = tuple(form.embeds)
+        items: tuple[MediaItem, ...] = ()
         if embeds:
             _check_embeds_request(message)
         wanted, keeps_end = self._cut(message)
         ends: tuple[int, ...] = ()
-        if form.gap is not None:
+        if form.images:
+            ids, items = self._with_images(form, message)
+        elif form.gap is not None:
             ids, ends = self._encode_gap(form.gap, message)
         elif form.ids is None:
             adds = message.options.add_special_tokens
@@ -183,8 +210,8 @@ class Prompts:
             ids = checked_ids(form.ids, self._limits.vocab_size)
         if wanted is not None and len(ids) > wanted:
             ids = ids[-wanted:] if keeps_end else ids[:wanted]
-        self._check_length(len(ids))
-        prompt_token_ids = tuple(ids)
+        self._check_length(len(ids), items)
+        prompt_token_ids, block_size = tuple(ids), self._limits.block_size
         resolved = resolve_sampling(message.params, len(ids), self._limits, self._tokenizer)
         marks = self._limits.reasoning or message.options.reasoning
         reasoning = reasoning_of(marks, resolved.params, form.text, ids, self._tokenizer)
@@ -210,7 +237,8 @@ class Prompts:
                 grammar=self._grammars.compile(resolved.params, reasoning, message.options.key),
                 adapter=message.adapter,
                 embeds=embeds,
-                embeds_digests=digests(embeds, self._limits.block_size),
+                row_digests=digests(embeds, block_size) or media_digests(items, block_size),
+                media=items,
             ),
         )
 
@@ -263,15 +291,56 @@ class Prompts:
         if text is not None and not isinstance(text, str):
             raise invalid("prompt", "must be text", type(text).__name__)
         if "messages" in given:
-            pieces, embeds = self._chat(given)
-            return Form(pieces, None, unmarked(pieces), salt, False, embeds)
+            pieces, embeds, images = self._chat(given)
+            options = given.get(OPTIONS)
+            writer = "the chat template"
+            form = Form(pieces, None, unmarked(pieces), salt, False, embeds)
+            return form._replace(images=images, image_options=options, writer=writer)
         if "suffix" in given:
             return Form(None, None, text, salt, True, gap=Gap.of(given))
         if "prompt_embeds" in given:
             return self._embeds_form(given["prompt_embeds"], text, salt)
+        images, options = self._allowed(images_of(given)), given.get(OPTIONS)
         if "prompt_token_ids" in given:
-            return Form(None, given["prompt_token_ids"], text, salt, False)
-        return Form([text or ""], None, text, salt, True)
+            form = Form(None, given["prompt_token_ids"], text, salt, False)
+        else:
+            form = Form([text or ""], None, text, salt, True)
+        return form._replace(images=images, image_options=options)
+
+    def _allowed(self, images: list[ImagePart]) -> list[ImagePart]:
+        """Refuse images if the model takes none."""
+        if images and self.images is None:
+            raise no_images(self._limits.no_images, self._limits.name, images[0].where)
+        return images
+
+    def _with_images(self, form: Form, message: Render) -> tuple[list[int], tuple[MediaItem, ...]]:
+        """Return the ids of a prompt with those of its images, and the images at their positions."""
+        images, options = self.images, message.options
+        assert images is not None
+        if form.embeds:
+            raise invalid("prompt_embeds", "not in a prompt with images")
+        if options.truncate_prompt_tokens is not None or options.truncation_side is not None:
+            raise invalid("truncate_prompt_tokens", "not with images, whose tokens must stay whole")
+        scope = options.cache_scope + b"\0" + (form.salt or "").encode()
+        given = options.mm_processor_kwargs, form.image_options
+        placed = images.place(form.images, given, scope, options.key)
+        if form.ids is not None:
+            ids = checked_ids(form.ids, self._limits.vocab_size)
+            return expand_ids(ids, images.row_token_id, placed)
+        tokenizer, pieces = self._needed_tokenizer("prompt"), form.pieces or []
+        if form.writer != "the prompt":
+            pieces = [piece.replace(IMAGE_MARK, images.placeholder) for piece in pieces]
+        self._refuse_hopeless(sum(map(len, pieces)), tokenizer)
+        adds = options.add_special_tokens
+        ids, items = encode_with_images(
+            pieces,
+            images.placeholder,
+            placed,
+            tokenizer,
+            adds_special_tokens=form.adds_special_tokens if adds is None else adds,
+            writer=form.writer,
+        )
+        return checked_ids(ids, self._limits.vocab_size), items
 
     def _embeds_form(self, given: Any, text: str | None, salt: str | None) -> Form:
         """Read a prompt of embeddings; its ids are zeros, which no part looks at."""
@@ -289,7 +358,7 @@ class Prompts:
             return decode_embeds(cast("bytes", payload), width, max_rows)
         return from_tensor(payload, width, max_rows)
 
-    def _chat(self, prompt: Mapping[str, Any]) -> tuple[list[str], list[Embeds]]:
+    def _chat(self, prompt: Mapping[str, Any]) -> tuple[list[str], list[Embeds], list[ImagePart]]:
         tokenizer = self._needed_tokenizer("messages")
         messages: Any = prompt["messages"]
         tools: Any = prompt.get("tools")
@@ -307,9 +376,7 @@ class Prompts:
         if documents := prompt.get("documents"):
             variables["documents"] = documents
         messages, images = take_images(cast("Sequence[Any]", messages))
-        if images:
-            rule = f"the model {self._limits.name} takes no images; send text, or start a model that sees"
-            raise invalid(images[0].where, rule)
+        images = self._allowed(images)
         messages, embeds = take_embeds(cast("Sequence[Any]", messages), self._decoded)
         foreign = prompt.get("foreign_chat_template")
         if foreign is None or foreign in tokenizer.chat_templates:
@@ -329,7 +396,7 @@ class Prompts:
             needed=list(variables),
             arranges=True,
         )
-        return pieces, embeds
+        return pieces, embeds, images
 
     def _template_source(self, tokenizer: Tokenizer, given: Any, has_tools: bool) -> str:
         """The request's template, or the engine's, or the tokenizer's; a name picks among its own."""
@@ -417,14 +484,16 @@ class Prompts:
             raise invalid("truncate_prompt_tokens", rule, truncate)
         return truncate
 
-    def _check_length(self, length: int) -> None:
+    def _check_length(self, length: int, items: Sequence[MediaItem] = ()) -> None:
         limit = self._limits.max_model_len
         if length == 0:
             raise invalid("prompt", "the prompt must not be empty")
         if length > limit - self._limits.room:
             also = ", and at least one new token must fit, too" if length == limit else ""
             head = TOO_LONG.format(limit=limit, length=length)
-            text = f"prompt: {head} input tokens{also} (max_model_len). {SHORTER}"
+            num = sum(item.num_tokens for item in items)
+            parts = f", {num} of them for {len(items)} images" if items else ""
+            text = f"prompt: {head} input tokens{parts}{also} (max_model_len). {SHORTER}"
             raise ContextLengthError(text, parameter="prompt", limit=limit, length=length)
 
 

@@ -172,7 +172,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         if len(hashes) < min(count, len(shared)):
             hashes.extend(shared[len(hashes) :])
         admit = self.request.admit
-        salt, digests, adapter = admit.cache_salt, admit.embeds_digests, admit.adapter
+        salt, digests, adapter = admit.cache_salt, admit.row_digests, admit.adapter
         for i in range(len(hashes), count):
             tokens = self.token_ids(i * block_size, (i + 1) * block_size)
             extra = salt.encode() if salt is not None and i == 0 else b""

@@ -267,6 +267,7 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         block_ids=tuple(sequence.blocks),
         sampling=sequence.sampling(),
         embeds=admit.embeds,
+        media=tuple(item for item in admit.media if item.end > sequence.num_computed),
         grammar=admit.grammar,
         adapter_slot=0 if admit.adapter is None else admit.adapter.slot,
         family=f"{number} {scope} {salt}" if number or scope or salt else "",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.media.encoder import ImageEncoder
 from trouper.actors.executor.models.decoder import Decoder, windows_of
 from trouper.actors.executor.runners.cpu.decoder_pass import DecoderPass
 from trouper.actors.executor.runners.cpu.draft_model import DraftModel
@@ -35,6 +36,7 @@ from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.actors.executor.steps.batch import Batch, make_batch
 from trouper.actors.executor.steps.kv_memory import KVCache, num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
+from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
@@ -64,8 +66,12 @@ class CpuRunner:
         self._config, self._share = config, share
         dtype: torch.dtype = getattr(torch, config.dtype)
         self._dtype = dtype
+        self._encoder: ImageEncoder | None = None
+        if (media := config.media) is not None:
+            load = partial(load_tower, config, media)
+            self._encoder = ImageEncoder(load, media.encoder_cache_bytes)
         self.slots = RequestSlots(
-            config.scheduler.max_num_seqs, config.max_model_len, config.block_size
+            config.scheduler.max_num_seqs, config.max_model_len, config.block_size, self._encoder
         )
         self._sampler = Sampler(self.slots)
         self._draft_model: DraftModel | None = None
@@ -114,7 +120,8 @@ class CpuRunner:
             dtype=config.dtype,
             name="cpu",
             num_weight_bytes=decoder.num_weight_bytes
-            + (0 if draft_model is None else draft_model.num_weight_bytes),
+            + (0 if draft_model is None else draft_model.num_weight_bytes)
+            + (0 if self._encoder is None else self._encoder.num_weight_bytes),
             longest=longest if longest is not None and longest < config.max_model_len else None,
         )
 
@@ -124,6 +131,8 @@ class CpuRunner:
             self.steps = None
             self._sampler.clear()
         self.model.sleep(level)
+        if self._encoder is not None:
+            self._encoder.sleep(level)
         if level >= 2 and self._share.group is not None:
             self._share.group.forget_weights()
         if self._draft_model is not None:
@@ -136,6 +145,8 @@ class CpuRunner:
         Steps are recorded again as needed once both are resident.
         """
         self.model.wake(tags)
+        if self._encoder is not None and "weights" in tags:
+            self._encoder.load()
         if self._draft_model is not None:
             self._draft_model.wake(self.model)
         if self.steps is None and self.model.is_resident:

@@ -1,0 +1,120 @@
+"""The vision tower and the projector of a model, as the transformers library computes them.
+
+The rows of an image depend on the image only, so they can be cached and shared by requests.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trouper.actors.messages.media import MediaArray, MediaItem
+from trouper.config.media import MediaConfig
+from trouper.errors import UnsupportedFeatureError
+
+ADVICE = "language_model_only=True serves only its text model"
+
+
+class VisionTower:
+    """The tower and the projector of one model.
+
+    Args:
+        model: transformers' class, without its text model.
+        hidden_size: numbers of a row, as many as the text model takes.
+    """
+
+    def __init__(
+        self, model: nn.Module, media: MediaConfig, dtype: torch.dtype, hidden_size: int
+    ) -> None:
+        self._model: Any = model
+        self._inputs, self._dtype, self._hidden_size = media.family.inputs, dtype, hidden_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the weights."""
+        return sum(p.numel() * p.element_size() for p in self._model.parameters())
+
+    def rows(self, item: MediaItem) -> Tensor:
+        """Compute the rows [R, E] of an item.
+
+        Raises:
+            RuntimeError: the tower computes another number of rows than the prompt has places for, or numbers that are not finite.
+        """
+        rows_RE = self.compute({array.name: _tensor(array) for array in item.arrays})
+        if len(rows_RE) != item.num_rows:
+            raise RuntimeError(
+                f"the vision tower computes {len(rows_RE)} rows for an image with {item.num_rows} places"
+            )
+        if not torch.isfinite(rows_RE).all():
+            raise RuntimeError("the vision tower computes numbers that are not finite")
+        return rows_RE
+
+    def compute(self, arrays: Mapping[str, Tensor]) -> Tensor:
+        """Compute rows [R, E] of the inputs that an image processor makes."""
+        inputs = {
+            name: array.to(self._dtype) if array.is_floating_point() else array
+            for name, array in arrays.items()
+        }
+        found: Any = self._model.get_image_features(**inputs)
+        found = getattr(found, "pooler_output", found)
+        if isinstance(found, list | tuple):
+            parts = cast("list[Tensor]", found)
+            found = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        rows_RE: Tensor = found.reshape(-1, found.shape[-1])
+        if rows_RE.shape[1] != self._hidden_size:
+            raise RuntimeError(
+                f"rows of {rows_RE.shape[1]} numbers for a text model of {self._hidden_size}"
+            )
+        # Rows are kept, so they must not be a view of something larger.
+        return rows_RE.to(self._dtype, copy=True).contiguous()
+
+    def check(self) -> None:
+        """Compute the rows of a small grey image, so that a model that cannot see fails at start.
+
+        Raises:
+            UnsupportedFeatureError: its code fails, or gives numbers that are not finite.
+        """
+        try:
+            rows_RE = self.compute(_grey(self._model.config, self._inputs))
+        except Exception as error:  # a model's own code may raise anything
+            line = str(error).strip().partition("\n")[0]
+            text = f"its vision tower fails in a trial ({type(error).__name__}: {line}); {ADVICE}"
+            raise UnsupportedFeatureError(text, parameter="model") from error
+        if not len(rows_RE) or not torch.isfinite(rows_RE).all():
+            text = f"its vision tower computes no finite rows in a trial; {ADVICE}"
+            raise UnsupportedFeatureError(text, parameter="model")
+
+
+def _tensor(array: MediaArray) -> Tensor:
+    return torch.tensor(np.frombuffer(array.data, array.dtype).reshape(array.shape))
+
+
+def _grey(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Make the inputs of a small image for a model with this config."""
+    vision = config.vision_config
+    side, patch = _first(vision.image_size), _first(vision.patch_size)
+    is_pixtral = vision.model_type == "pixtral"
+    if is_pixtral:
+        side = 2 * patch * int(getattr(config, "spatial_merge_size", 1))
+    tiles: tuple[int, ...] = ()
+    if pinpoints := getattr(config, "image_grid_pinpoints", None):
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        tiles = (1, image_size_to_num_patches([side, side], pinpoints, side))
+    elif "pixel_attention_mask" in names:
+        tiles = (1, 1)
+    # Not zeros, which some families take for padding.
+    made = {"pixel_values": torch.full((*(tiles or (1,)), 3, side, side), 0.5)}
+    if "image_sizes" in names and (tiles or is_pixtral):
+        made["image_sizes"] = torch.tensor([[side, side]])
+    if "batch_num_images" in names:
+        made["batch_num_images"] = torch.tensor([1])
+    if "pixel_attention_mask" in names:
+        made["pixel_attention_mask"] = torch.ones((1, 1, side, side), dtype=torch.int64)
+    return made
+
+
+def _first(size: Any) -> int:
+    return int(size[0]) if isinstance(size, list | tuple) else int(size)

@@ -1,0 +1,143 @@
+"""Load the vision tower and the projector of a model, without its text model, which trouper's own code computes.
+
+The library's class is built with a text model of no layers, so that only the tensors of the tower are read, whatever their names
+in older checkpoints are.
+"""
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from trouper.actors.executor.media.tower import ADVICE, VisionTower
+from trouper.actors.executor.weights.random import RandomWeights
+from trouper.config.media import MediaConfig
+from trouper.config.resolve import EngineConfig
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+
+# The text model is built without layers and with a vocabulary of this size, and dropped at once.
+SMALL_VOCABULARY = 8
+TEXT_MODELS = ("language_model", "text_model")
+
+
+def load_tower(config: EngineConfig, media: MediaConfig) -> VisionTower:
+    """Read the tower and the projector of the config's model, and try them.
+
+    Raises:
+        TrouperValidationError: the checkpoint lacks tensors of the tower.
+        UnsupportedFeatureError: the tower cannot be computed.
+    """
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    with _quiet():
+        cls, hf_config = _class_of(config)
+        if config.load_format == "dummy":
+            whole = _random(cls, hf_config, config.seed, dtype)
+        else:
+            whole = _read(cls, hf_config, media.folder, dtype)
+    model = whole.model
+    for name in TEXT_MODELS:
+        if hasattr(model, name):
+            setattr(model, name, None)
+    tower = VisionTower(model.eval(), media, dtype, config.model.hidden_size)
+    with torch.inference_mode():
+        tower.check()
+    return tower
+
+
+def _class_of(config: EngineConfig) -> tuple[Any, Any]:
+    """Return the library's class and its config, whose text model has no layers."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    raw, name = config.model.source_config, config.model.architecture
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        version = cast("Any", transformers).__version__
+        raise UnsupportedFeatureError(
+            f"transformers {version} has no {name}; {ADVICE}", parameter="model"
+        )
+    hf_config: Any = cast("Any", CONFIG_MAPPING[str(raw["model_type"])]).from_dict(dict(raw))
+    if hasattr(hf_config, "quantization_config"):
+        del hf_config.quantization_config
+    text = hf_config.get_text_config(decoder=True)
+    text.num_hidden_layers, text.vocab_size = 0, SMALL_VOCABULARY
+    text.pad_token_id = hf_config.pad_token_id = None
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+    return cls, hf_config
+
+
+def _read(cls: Any, hf_config: Any, folder: str, dtype: torch.dtype) -> Any:
+    try:
+        model, info = cls.from_pretrained(
+            folder,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            # The embedding and the head have fewer rows here.
+            ignore_mismatched_sizes=True,
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever the library raises for a folder that it does not like
+        line = str(error).strip().partition("\n")[0]
+        rule = (
+            f"transformers cannot load its vision tower ({type(error).__name__}: {line}); {ADVICE}"
+        )
+        raise invalid("model", rule, folder) from error
+    for problem, key in (("lacks", "missing_keys"), ("has misshapen", "mismatched_keys")):
+        names = sorted(_name(found) for found in info.get(key) or ())
+        names = [name for name in names if not _is_of_text(name)]
+        if names:
+            shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+            raise TrouperValidationError(
+                f"model: the checkpoint {problem} {len(names)} tensors of the vision tower: {shown}; {ADVICE}",
+                parameter="model",
+                value=folder,
+            )
+    return model
+
+
+def _random(cls: Any, hf_config: Any, seed: int, dtype: torch.dtype) -> Any:
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = cls._from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+    source = RandomWeights(seed, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = source.read(name, tuple(parameter.shape))
+    return model
+
+
+def _name(found: Any) -> str:
+    """Return the name of a tensor; for one of a wrong shape the library gives the shapes, too."""
+    return str(found[0]) if isinstance(found, tuple) else str(found)
+
+
+def _is_of_text(name: str) -> bool:
+    parts = name.split(".")
+    return parts[0] == "lm_head" or not set(parts).isdisjoint(TEXT_MODELS)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Hide the library's reports about the text model, which is left out on purpose."""
+    from transformers.utils import logging as library
+
+    told: Any = library
+    logger = logging.getLogger("transformers")
+    level, shows_progress = logger.level, told.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    told.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if shows_progress:
+            told.enable_progress_bar()

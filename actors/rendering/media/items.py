@@ -1,0 +1,357 @@
+"""Images of requests to items for the device: keys, the cache of processed images, and limits.
+
+Laws.
+1. An item depends on its image and its options only, so equal keys have equal arrays and tokens.
+2. A key contains the content, the options, the files of the processor, and the scope of the request: no tenant can find out from
+   response times what another one has sent.
+3. The arrays in memory take at most `mm_processor_cache_gb` and OPEN_BYTES: what is beyond is refused before it is decoded.
+"""
+
+import hashlib
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import msgspec
+
+from trouper.actors.messages.media import MediaItem, ProcessedImage
+from trouper.actors.rendering.media.files import (
+    MAX_REQUEST_PIXELS,
+    RefusedFileError,
+    check_size,
+    decode,
+    open_image,
+)
+from trouper.actors.rendering.media.parts import ImagePart, refused
+from trouper.actors.rendering.media.processor import NAME, ImageProcessor, merged_kwargs
+from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.config.media import MediaConfig
+from trouper.errors import (
+    GenerationError,
+    MediaError,
+    QueueOverflowError,
+    TrouperValidationError,
+    invalid,
+)
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Arrays of open requests that are not in the cache: 100 images of SmolVLM, 180 of a LLaVA in 1080p.
+OPEN_BYTES = 2 * 2**30
+# Files whose content decides about arrays and tokens.
+FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "config.json",
+    "tokenizer_config.json",
+)
+
+
+class PlacedItem(NamedTuple):
+    """An item, and the tokens in its place."""
+
+    ids: tuple[int, ...]
+    item: MediaItem
+
+
+class ImageWork(Protocol):
+    """Decodes and processes one image, in a thread or in another process."""
+
+    def process(
+        self, data: "bytes | Image.Image", kwargs: Mapping[str, Any], max_pixels: int
+    ) -> tuple[ProcessedImage, int]:
+        """Process a file or an RGB image.
+
+        Args:
+            kwargs: `mm_processor_kwargs`, merged.
+            max_pixels: the most pixels that the image may have.
+
+        Returns:
+            The processed image, and the number of its pixels.
+
+        Raises:
+            RefusedFileError: the file cannot be used.
+            TrouperValidationError: the processor refuses the image or an option; the parameter is `image` or `mm_processor_kwargs`.
+        """
+        ...
+
+
+class ImagesInThread:
+    """Decodes and processes images in the calling thread.  The processor is loaded with the first image."""
+
+    def __init__(self, config: MediaConfig, image_token: str) -> None:
+        self._config, self._image_token = config, image_token
+        self._processor: ImageProcessor | None = None
+        self._loading = threading.Lock()
+
+    def process(
+        self, data: "bytes | Image.Image", kwargs: Mapping[str, Any], max_pixels: int
+    ) -> tuple[ProcessedImage, int]:
+        """Process a file or an RGB image; see `ImageWork`."""
+        with self._loading:
+            if self._processor is None:
+                self._processor = ImageProcessor(self._config, self._image_token)
+        self._processor.check(kwargs)
+        image = decode(open_image(data, max_pixels)) if isinstance(data, bytes) else data
+        check_size(*image.size, max_pixels)
+        return self._processor.process(image, kwargs), image.width * image.height
+
+
+class ImageItems:
+    """Makes items of a model's images.  Threads may share it.
+
+    Args:
+        work: decodes and processes images; in the calling thread by default.
+    """
+
+    def __init__(
+        self, config: MediaConfig, tokenizer: Tokenizer, work: ImageWork | None = None
+    ) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self.placeholder = tokenizer.vocabulary_strings([config.row_token_id])[0]
+        self._work = work or ImagesInThread(config, self.placeholder)
+        self._fingerprint = _fingerprint(Path(config.folder))
+        self._cache = ItemCache(config.processor_cache_bytes)
+        self.num_queries = self.num_hits = 0
+
+    @property
+    def row_token_id(self) -> int:
+        """Return the token in whose place a row of the tower is used."""
+        return self._config.row_token_id
+
+    def clear(self) -> None:
+        """Forget all processed images."""
+        self._cache.clear()
+
+    def place(
+        self,
+        parts: Sequence[ImagePart],
+        kwargs: Sequence[Mapping[str, Any] | None],
+        scope: bytes,
+        client: str,
+    ) -> list[PlacedItem]:
+        """Return the items of a prompt's images, in order; their positions are not known yet.
+
+        Args:
+            kwargs: the request's `mm_processor_kwargs`; a later mapping has precedence.
+            scope: requests of other scopes share nothing with this one.
+            client: the name of the client, within which its uuids are unique.
+
+        Raises:
+            TrouperValidationError: an image or an option cannot be used; the parameter is the image's place.
+            QueueOverflowError: open requests hold too many arrays.
+        """
+        config = self._config
+        if len(parts) > config.max_images:
+            rule = f"the prompt has {len(parts)} images, and it may have {config.max_images} (limit_mm_per_prompt)"
+            raise MediaError(f"images: {rule}", parameter=parts[-1].where, code="too_many_media")
+        merged: Mapping[str, Any] = config.processor_kwargs
+        for given in kwargs:
+            merged = merged_kwargs(merged, _options(given))
+        options = _packed(merged)
+        pixels_left = MAX_REQUEST_PIXELS
+        found: list[PlacedItem] = []
+        for part in parts:
+            with _named(part.where):
+                data = None if part.data is None else _pixels_or_file(part.data)
+                content = _content(data) if part.uuid is None else b"uuid" + part.uuid.encode()
+                whose = scope if part.uuid is None else _joined(scope, client.encode())
+                key = hashlib.sha256(_joined(self._fingerprint, whose, options, content)).digest()
+                self.num_queries += 1
+                placed = self._cache.get(key)
+                if placed is not None:
+                    self.num_hits += 1
+                elif data is None:
+                    rule = (
+                        f"{part.where}: the image with this uuid is not cached; send its data, too"
+                    )
+                    raise MediaError(rule, parameter=part.where, code="multimodal_cache_miss")
+                else:
+                    self._cache.check_room()
+                    processed, num_pixels = self._work.process(data, merged, pixels_left)
+                    pixels_left -= num_pixels
+                    placed = self._placed(key, processed)
+                    self._cache.put(key, placed)
+            found.append(placed)
+        return found
+
+    def _placed(self, key: bytes, processed: ProcessedImage) -> PlacedItem:
+        ids = tuple(self._tokenizer.encode(processed.text, add_special_tokens=False))
+        runs = tuple(_runs(ids, self._config.row_token_id))
+        if not runs:
+            raise GenerationError(f"the image processor wrote no {self.placeholder!r}")
+        item = MediaItem(key, "image", processed.arrays, len(ids), runs)
+        return PlacedItem(ids, item)
+
+
+class ItemCache:
+    """The last processed images, up to a number of bytes, and a count of all arrays that are in memory."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._items = OrderedDict[bytes, PlacedItem]()
+        # Arrays in the cache or in open requests.
+        self._num_live_bytes = 0
+        # Reentrant, since a collection of garbage may end arrays at any point of this thread.
+        self._lock = threading.RLock()
+
+    def get(self, key: bytes) -> PlacedItem | None:
+        """Return an item, and keep it for longer."""
+        with self._lock:
+            placed = self._items.get(key)
+            if placed is not None:
+                self._items.move_to_end(key)
+            return placed
+
+    def put(self, key: bytes, placed: PlacedItem) -> None:
+        """Keep an item until newer ones need its room."""
+        num_bytes = placed.item.num_bytes
+        with self._lock:
+            for array in placed.item.arrays:
+                self._num_live_bytes += array.data.nbytes
+                weakref.finalize(array, self._end, array.data.nbytes).atexit = False
+            if key in self._items or num_bytes > self._max_bytes:
+                return
+            self._items[key] = placed
+            self._num_bytes += num_bytes
+            while self._num_bytes > self._max_bytes:
+                _, oldest = self._items.popitem(last=False)
+                self._num_bytes -= oldest.item.num_bytes
+
+    def check_room(self) -> None:
+        """Raise QueueOverflowError if the arrays in memory leave no room for more."""
+        limit = self._max_bytes + OPEN_BYTES
+        if self._num_live_bytes >= limit:
+            raise QueueOverflowError(
+                f"open requests hold images of {self._num_live_bytes} bytes, and {limit} are allowed; try again later"
+            )
+
+    def clear(self) -> None:
+        """Forget all items.  Open requests keep theirs."""
+        with self._lock:
+            self._items.clear()
+            self._num_bytes = 0
+
+    def _end(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_live_bytes -= num_bytes
+
+
+def media_digests(items: Sequence[MediaItem], block_size: int) -> tuple[bytes, ...]:
+    """Hash the items that touch each block, for its name in the prefix cache; the hash of a block without items is empty.
+
+    A name depends on each item's key and on where in the item the block begins, so equal names have equal rows.
+    """
+    blocks: dict[int, Any] = {}
+    for item in items:
+        for block in range(item.first // block_size, (item.end - 1) // block_size + 1):
+            found = blocks.setdefault(block, hashlib.sha256(b"media"))
+            offset = item.first - block * block_size
+            found.update(item.key + offset.to_bytes(8, "little", signed=True))
+    num_blocks = max(blocks, default=-1) + 1
+    return tuple(blocks[i].digest() if i in blocks else b"" for i in range(num_blocks))
+
+
+@contextmanager
+def _named(where: str) -> Generator[None]:
+    """Give the errors about an image the name of its place."""
+    try:
+        yield
+    except RefusedFileError as error:
+        raise refused(where, error) from None
+    except TrouperValidationError as error:
+        if error.parameter != "image":
+            raise
+        rule = error.message.removeprefix("image: ")
+        raise MediaError(f"{where}: {rule}", parameter=where, code="invalid_image") from error
+
+
+def _options(given: Any) -> Mapping[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise invalid(NAME, "must be a dict", type(given).__name__)
+    return cast("Mapping[str, Any]", given)
+
+
+def _packed(kwargs: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(kwargs, order="sorted")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise invalid(NAME, f"must contain plain data: {error}") from None
+
+
+def _joined(*parts: bytes) -> bytes:
+    """Join parts so that no other parts give the same bytes."""
+    return b"".join(len(part).to_bytes(8) + part for part in parts)
+
+
+def _content(data: Any) -> bytes:
+    if isinstance(data, bytes):
+        return b"file" + hashlib.sha256(data).digest()
+    width, height = data.size
+    return f"pixels {width} {height} ".encode() + hashlib.sha256(data.tobytes()).digest()
+
+
+def _pixels_or_file(data: Any) -> Any:
+    """Return the bytes of a file, or the RGB image that a Python caller's object shows.
+
+    Raises:
+        RefusedFileError: it is neither, or too large.
+    """
+    if isinstance(data, bytes | bytearray | memoryview):
+        return bytes(data)
+    from PIL import Image
+
+    if isinstance(data, Image.Image):
+        check_size(*data.size)
+        # A copy, since the caller's image must stay as it is.
+        return decode(data.copy())
+    return decode(_from_array(data))
+
+
+def _from_array(data: Any) -> "Image.Image":
+    """Make an image of an array or a tensor of bytes: [H, W], [H, W, 3 or 4] or [3, H, W]."""
+    import numpy as np
+    from PIL import Image
+
+    rule = "must be a PIL image, the bytes of a file, or an array of uint8 [H, W], [H, W, 3], [H, W, 4] or [3, H, W]"
+    try:
+        values: Any = np.asarray(data.cpu() if hasattr(data, "cpu") else data)
+    except Exception:  # an object may raise anything when it is read
+        raise RefusedFileError("invalid_value", rule) from None
+    if values.ndim == 3 and values.shape[0] == 3 and values.shape[2] not in (3, 4):
+        values = values.transpose(1, 2, 0)
+    is_image = values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (3, 4))
+    if values.dtype != np.uint8 or not is_image:
+        shown = f"{type(data).__name__} of {values.dtype} {list(values.shape)}"
+        raise RefusedFileError("invalid_value", f"{rule}, not {shown}")
+    check_size(values.shape[1], values.shape[0])
+    return Image.fromarray(np.ascontiguousarray(values))
+
+
+def _runs(ids: Sequence[int], row_id: int) -> Iterator[tuple[int, int]]:
+    """Yield the offset and length of each run of row tokens."""
+    begin = None
+    for place, token in enumerate((*ids, -1)):
+        if token == row_id and begin is None:
+            begin = place
+        elif token != row_id and begin is not None:
+            yield begin, place - begin
+            begin = None
+
+
+def _fingerprint(folder: Path) -> bytes:
+    found = hashlib.sha256(metadata.version("transformers").encode())
+    for name in FILES:
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""
+        found.update(_joined(name.encode(), content))
+    return found.digest()
