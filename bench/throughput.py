@@ -25,8 +25,9 @@ from trouper.actors.runtime.startup import num_physical_cores
 from trouper.bench.datasets import SampleRequest
 from trouper.bench.peers import Settings, Workload, started
 from trouper.config.args import EngineArgs
+from trouper.config.engine_config import EngineConfig
 from trouper.config.model import DEMO_MODEL
-from trouper.config.resolve import EngineConfig, resolve
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 Backend = Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf", "hf-cb"]

@@ -42,7 +42,7 @@ from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import EventLoop, Threads
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.config.adapters import AdapterFiles, read_adapter
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import EngineDeadError, TrouperValidationError
 from trouper.inputs import PoolingPrompt, PromptType
 from trouper.lora import LoRARequest

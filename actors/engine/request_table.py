@@ -28,7 +28,7 @@ from trouper.actors.replies.pooling_slot import PoolingSlot
 from trouper.actors.replies.slot import ReplySlot, Slot
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.scheduling.scheduling_policy import SchedulerSnapshot
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.lora import LoRARequest
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams

@@ -46,8 +46,8 @@ from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence_table import Shared
-from trouper.config.fitted import context_line, fitted
-from trouper.config.resolve import EngineConfig
+from trouper.config.context import context_line, fitted
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.extras import install_hint
 

@@ -54,7 +54,7 @@ from trouper.actors.scheduling.state.step_builder import (
     find_in_question,
 )
 from trouper.actors.scheduling.step_planner import StepPlanner
-from trouper.config.resolve import SchedulerConfig
+from trouper.config.scheduler_config import SchedulerConfig
 from trouper.outputs import RequestError
 
 FAILURES: dict[EntryFailure, RequestError] = {

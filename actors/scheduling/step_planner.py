@@ -18,7 +18,7 @@ from trouper.actors.scheduling.state.step_builder import (
 )
 from trouper.actors.scheduling.step_budget import TokenBudget
 from trouper.actors.stages import max_chunk
-from trouper.config.resolve import SchedulerConfig
+from trouper.config.scheduler_config import SchedulerConfig
 
 
 class StepPlanner:

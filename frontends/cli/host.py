@@ -9,8 +9,8 @@ import anyio
 
 from trouper.actors.executor.workers.machines.host import Host
 from trouper.actors.executor.workers.model_files import MachineFacts
+from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import NodesConfig, cluster_key
-from trouper.config.resolve import EngineConfig
 
 
 async def run_host(config: EngineConfig, nodes: NodesConfig) -> None:

@@ -17,8 +17,9 @@ from anyio.abc import TaskStatus
 
 from trouper.actors.runtime.startup import collections_paused, load_ahead
 from trouper.config.args import EngineArgs
+from trouper.config.engine_config import EngineConfig
 from trouper.config.generation import Frontend
-from trouper.config.resolve import EngineConfig, resolve
+from trouper.config.resolve import resolve
 from trouper.frontends.cli import output
 
 if TYPE_CHECKING:

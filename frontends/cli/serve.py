@@ -17,8 +17,9 @@ import msgspec
 import typer
 
 from trouper.config.args import EngineArgs
+from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import NodesConfig
-from trouper.config.resolve import EngineConfig, resolve
+from trouper.config.resolve import resolve
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 from trouper.frontends.cli import output

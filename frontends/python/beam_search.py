@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self, TypeGuard, cast
 import msgspec
 
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.inputs import PromptType, TokensPrompt
 from trouper.outputs import FinishReason, LogprobsOnePosition, RequestOutput

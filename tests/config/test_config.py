@@ -249,7 +249,7 @@ def test_an_unusable_config_says_what_is_wrong(tmp_path, text, message):
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_geometry_is_model_of_dummy_weights_with_demos_tokenizer(name, monkeypatch):
-    monkeypatch.setattr("trouper.config.resolve.available_bytes", lambda **_: 2**40)
+    monkeypatch.setattr("trouper.config.context.available_bytes", lambda **_: 2**40)
     config = resolve(EngineArgs(name, load_format="dummy"))
     assert config.model.hf_config.items() >= GEOMETRIES[name].items()
     assert (config.model.path, config.tokenizer) == (name, str(DEMO_MODEL))
@@ -365,7 +365,7 @@ def test_tokenizer_may_lie_elsewhere_or_be_left_out(folder, tmp_path):
 
 
 def test_cache_size_comes_from_the_environment(folder, monkeypatch):
-    monkeypatch.setattr("trouper.config.resolve.available_bytes", lambda **_: None)
+    monkeypatch.setattr("trouper.config.context.available_bytes", lambda **_: None)
     for text, size in (("0", UNKNOWN_KV_CACHE_BYTES), ("0.5", 2**29)):
         monkeypatch.setenv("TROUPER_CPU_KVCACHE_SPACE", text)
         assert resolve(EngineArgs(folder())).kv_cache_bytes == size

@@ -11,9 +11,10 @@ from trouper.config.context import (
     KV_SHARE,
     LEAST_CONTEXT,
     PROGRAM_BYTES,
+    context_line,
+    fitted,
     weight_bytes,
 )
-from trouper.config.fitted import context_line, fitted
 from trouper.config.memory import available_bytes
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
@@ -64,7 +65,7 @@ def memory(monkeypatch):
     """Sets the bytes that the machine can give: `memory(18 * GIB)`, None where it does not say."""
 
     def set_available(size):
-        monkeypatch.setattr("trouper.config.resolve.available_bytes", lambda **_: size)
+        monkeypatch.setattr("trouper.config.context.available_bytes", lambda **_: size)
 
     return set_available
 

@@ -13,7 +13,8 @@ from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling, StepDone, StepPlan, TokenLogprobs
 from trouper.config.args import EngineArgs
-from trouper.config.resolve import EngineConfig, resolve
+from trouper.config.engine_config import EngineConfig
+from trouper.config.resolve import resolve
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -14,7 +14,7 @@ from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import MAX_LOSSES, WorkerState
 from trouper.actors.executor.workers.launching import Peer, launch_all
 from trouper.actors.messages.steps import DeviceBack, DeviceLost, StepDone, StepFailed, StepPlan
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import DeviceStartError
 
 from . import crew_oracles

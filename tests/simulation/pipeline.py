@@ -17,7 +17,7 @@ from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.step_planner import StepPlanner
 from trouper.config.parallel import max_steps_in_flight
-from trouper.config.resolve import SchedulerConfig
+from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 PROMPT = 65_536

@@ -14,7 +14,7 @@ from trouper.actors.messages.steps import PoolDone, PoolPlan, StepFailed
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.config.checkpoint.pooler import PoolerSpec
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.outputs import PoolingRequestOutput
 from trouper.pooling import LateInteractionParams, PoolingParams
 

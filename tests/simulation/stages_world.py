@@ -19,7 +19,7 @@ from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.actors.stages import Feedback, is_due, num_ring_entries, sends_tokens
 from trouper.config.parallel import max_steps_in_flight
-from trouper.config.resolve import SchedulerConfig
+from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 from .seconds import SimulationFault, run_for_seconds

@@ -22,7 +22,10 @@ from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import msgspec
 
+from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.files import checked
+from trouper.config.checkpoint.pooler import PoolerSpec
+from trouper.config.devices import DeviceKind
 from trouper.errors import (
     LoRAAdapterNotFoundError,
     OutsideRootError,
@@ -60,6 +63,14 @@ CHANGES_BASE = (
     "corda",
     "loftq",
 )
+
+
+# The number of loaded adapters.  On the CPU a slot uses memory only when it is first loaded; on a GPU all memory is allocated
+# at start.
+ADAPTER_SLOTS: dict[DeviceKind, int] = {
+    "cpu": 32,
+    "cuda": 8,
+}
 
 
 class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -353,3 +364,31 @@ def _is_pickled(place: _Place) -> bool:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else text[:100] + "…"
+
+
+def lora_config(
+    args: EngineArgs, dtype: str, device: DeviceKind, pooler: PoolerSpec | None
+) -> LoRAConfig | None:
+    """Choose the limits of adapters.  Returns None if adapters are off.
+
+    Raises:
+        TrouperValidationError, UnsupportedFeatureError: the options contradict each other or the model.
+    """
+    if not args.enable_lora:
+        return None
+    if pooler is not None:
+        raise UnsupportedFeatureError(
+            "enable_lora: not for a model that pools yet", parameter="enable_lora"
+        )
+    if args.lora_dtype not in ("auto", dtype):
+        raise invalid("lora_dtype", f"must be auto or the model's own, {dtype}", args.lora_dtype)
+    num_slots = args.max_cpu_loras or max(args.max_loras, ADAPTER_SLOTS[device])
+    if num_slots < args.max_loras:
+        raise invalid("max_cpu_loras", f"must be at least max_loras, {args.max_loras}", num_slots)
+    targets = args.lora_target_modules
+    return LoRAConfig(
+        max_loras=args.max_loras,
+        max_rank=args.max_lora_rank,
+        num_slots=num_slots,
+        target_modules=None if targets is None else tuple(targets),
+    )

@@ -8,7 +8,7 @@ import os
 from typing import Any, cast
 
 from trouper.config.args import EngineArgs
-from trouper.errors import UnsupportedFeatureError, invalid
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 logger = logging.getLogger("trouper")
 AT_LEAST = {
@@ -209,3 +209,17 @@ def _as_integer(value: Any) -> Any:
         return value if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return value
+
+
+def environ_number(name: str, default: float) -> float:
+    """Read a number ≥ 0 from an environment variable."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise TrouperValidationError("must be a number ≥ 0", parameter=name, value=text)
+    return value

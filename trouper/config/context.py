@@ -6,13 +6,20 @@ they are first written, so a large cache costs nothing at start.
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
+
 from trouper.config.args import EngineArgs
-from trouper.config.checks import METHOD_ALIASES, human_int
+from trouper.config.checkpoint.pooler import PoolerSpec
+from trouper.config.checks import METHOD_ALIASES, environ_number, human_int
+from trouper.config.devices import DeviceKind
+from trouper.config.engine_config import EngineConfig
 from trouper.config.gguf.header import read_gguf
+from trouper.config.memory import available_bytes
 from trouper.config.model import ITEM_BYTES, ModelConfig
 from trouper.errors import TrouperValidationError, invalid
 
@@ -221,3 +228,52 @@ def _num_weights(config: Mapping[str, Any]) -> int:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
+
+
+def find_context(
+    args: EngineArgs, sizes: Sizes, device: DeviceKind, pooler: PoolerSpec | None
+) -> Context:
+    """Choose the context length and the memory of the KV cache; a pooling model has no cache."""
+    kv_cache_bytes = cast("int | None", args.kv_cache_memory_bytes)  # a text is already parsed
+    if kv_cache_bytes is None and device == "cpu":
+        kv_cache_bytes = int(environ_number("TROUPER_CPU_KVCACHE_SPACE", 0.0) * 2**30) or None
+    measures = kv_cache_bytes is None and device == "cpu"
+    if measures:
+        check_weights_fit(args, sizes.weight_bytes, available_bytes(with_swap=True))
+    if pooler is not None:
+        length = given_length(args.max_model_len, sizes.longest)
+        default = min(sizes.longest, pooler.max_length or sizes.longest)
+        return Context(default if length is None else length, kv_cache_bytes, length is None)
+    if measures:
+        kv_cache_bytes = default_kv_cache_bytes(args, sizes, available_bytes())
+    return choose_context(args, sizes, kv_cache_bytes)
+
+
+def fitted(config: EngineConfig, num_blocks: int, longest: int | None = None) -> EngineConfig:
+    """Shorten the context of an engine to the length that its devices can hold.
+
+    Args:
+        num_blocks: usable KV blocks.
+        longest: the largest length that the model's code can compute, if it is less than the model's own.
+    """
+    fits = min(num_blocks * config.block_size, longest or sys.maxsize)
+    if not config.is_length_open or config.pooler is not None or fits >= config.max_model_len:
+        return config
+    scheduler = msgspec.structs.replace(config.scheduler, max_model_len=fits)
+    return msgspec.structs.replace(
+        config, max_model_len=fits, scheduler=scheduler, model=config.model.with_lengths_below(fits)
+    )
+
+
+def context_line(config: EngineConfig, longest: int | None = None) -> str | None:
+    """Describe a context that is shorter than the model's: why, and how to get more.  Returns None for a full one."""
+    length, whole = config.max_model_len, config.model.max_position_embeddings
+    if not config.is_length_open or config.pooler is not None or length >= whole:
+        return None
+    if length == longest:
+        why = "beyond it the model's code makes one sequence depend on the length of others"
+    elif config.device == "cuda":
+        why = "more do not fit the memory for the KV cache; --gpu-memory-utilization for more"
+    else:
+        why = "more do not fit the memory for the KV cache; --kv-cache-memory-bytes for more"
+    return f"context {length:,} of {whole:,} tokens: {why}"

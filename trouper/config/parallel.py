@@ -17,9 +17,14 @@ from typing import Literal
 import msgspec
 
 from trouper.config.args import EngineArgs
+from trouper.config.checkpoint.pooler import PoolerSpec
+from trouper.config.devices import DeviceKind
+from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 
+SEVERAL_WORKERS = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
+ON_GPUS = ("tensor_parallel_size",)
 PARTITION = "TROUPER_PP_LAYER_PARTITION"  # numbers of layers by stage, as "10,18"
 
 
@@ -322,3 +327,37 @@ def _cpus(part: str) -> list[int]:
 
 def _problem(rule: str, text: str) -> TrouperValidationError:
     return TrouperValidationError(f"{CPU_BIND}: {rule}", parameter=CPU_BIND, value=text)
+
+
+def check_workers(
+    args: EngineArgs, name: str, device: DeviceKind, pooler: PoolerSpec | None
+) -> int:
+    """Return the value of an option that distributes a model over worker processes, after checking that this is possible."""
+    number = getattr(args, name)
+    if number == 1:
+        return number
+    missing = (
+        "not of a model that pools" if pooler is not None and name != "data_parallel_size"
+        else "not on a GPU yet; device='cpu' has it" if device == "cuda" and name not in ON_GPUS
+        else "not on this system, which has no memory files" if not hasattr(os, "memfd_create")
+        else None
+    )  # fmt: skip
+    if missing is not None:
+        raise UnsupportedFeatureError(f"{name}={number}: {missing}", parameter=name)
+    if args.device_worker == "inline":
+        rule = f"must be auto or process where {name} is {number}"
+        raise invalid("device_worker", rule, args.device_worker)
+    return number
+
+
+def layer_partition(args: EngineArgs, model: ModelConfig) -> tuple[int, ...] | None:
+    """Check that the model can be cut into the stages.  Returns the partition from the environment, if it has one."""
+    num_stages = args.pipeline_parallel_size
+    if num_stages == 1:
+        return None
+    text = os.environ.get(PARTITION)
+    partition = None if text is None else read_partition(text)
+    num_layers = model.hf_config.get("num_hidden_layers")
+    if isinstance(num_layers, int):
+        split_layers([1.0] * num_layers, num_stages, partition=partition)
+    return partition

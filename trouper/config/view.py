@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 
 
 class FieldsOfConfig(dict[str, Any]):

@@ -31,7 +31,7 @@ from trouper.actors.messages.controls import (
 from trouper.actors.messages.steps import PoolPlan, StepPlan
 from trouper.actors.runtime.future import Future
 from trouper.config.adapters import AdapterFiles
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 
 
 class SubmittedPlan(msgspec.Struct, frozen=True):

@@ -68,7 +68,7 @@ from trouper.actors.messages.steps import (
     StepFailed,
     StepPlan,
 )
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import DeviceStartError, RetryableRequestError
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from trouper.actors.messages.controls import DeviceAction
 from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar
 from trouper.actors.messages.steps import PoolPlan, StepPlan
 from trouper.actors.runtime.event_loop import EventLoop
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

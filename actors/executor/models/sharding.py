@@ -32,8 +32,8 @@ from trouper.actors.executor.models.parameters import (
     grouped_heads,
 )
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
+from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import Stage, split_layers
-from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.quantization import IntegerWeight

@@ -9,7 +9,7 @@ from typing import Self
 from torch import Tensor
 
 from trouper.actors.executor.models.decoder import KVCacheSpec
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperValidationError
 
 # The scheduler keeps about a hundred bytes for each block, so their number is limited; an 8 B model has

@@ -47,9 +47,9 @@ from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.executor.weights.stacks import views_of
+from trouper.config.engine_config import EngineConfig
 from trouper.config.gguf.header import is_gguf
 from trouper.config.parallel import Stage
-from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.quantization import (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trouper.actors.executor.models.hf_decoder import QUESTIONS, HfLinear
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.kernels.cpu.linear.quantization import can_quantize, dequantized, quantize
 from trouper.kernels.formats import Format
 from trouper.kernels.linear import LinearConfig

@@ -39,8 +39,8 @@ from trouper.actors.executor.weights.hf_check import (
 from trouper.actors.executor.weights.hf_linears import exchange, linear_layers, observed
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
+from trouper.config.engine_config import EngineConfig
 from trouper.config.model import RECURRENT_STATE, ModelConfig
-from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
 from trouper.kernels.linear import LinearMethod

@@ -13,8 +13,8 @@ import torch
 
 from trouper.actors.executor.media.tower import ADVICE, VisionTower
 from trouper.actors.executor.weights.random import RandomWeights
+from trouper.config.engine_config import EngineConfig
 from trouper.config.media import MediaConfig
-from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 # The text model is built without layers and with a vocabulary of this size, and dropped at once.

@@ -27,7 +27,7 @@ from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.sharding import check_shards
 from trouper.actors.executor.workers.wire import MAX_INLINE, Prepare, encode
 from trouper.actors.executor.workers.worker_process import MODULE, Exit, WorkerProcess
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import DeviceStartError
 
 READ_BYTES = 2**18

@@ -18,8 +18,8 @@ import msgspec
 
 from trouper.actors.executor.weights.checkpoint import tensor_files
 from trouper.config.checkpoint.pooler import PoolerSpec
+from trouper.config.engine_config import EngineConfig
 from trouper.config.gguf.header import SPLIT, is_gguf
-from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, invalid
 
 HEAD_BYTES, WINDOW_BYTES = 2**16, 2**12

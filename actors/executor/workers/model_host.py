@@ -34,8 +34,8 @@ from trouper.actors.runtime.startup import (
     num_physical_cores,
     set_torch_environment,
 )
+from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import CPU_BIND
-from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from trouper.actors.messages.requests import (
     Vocabulary,
 )
 from trouper.actors.messages.steps import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 
 HEADER = struct.Struct("<BI")

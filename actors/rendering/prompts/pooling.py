@@ -24,7 +24,7 @@ from trouper.actors.rendering.prompts.prompts import (
 from trouper.actors.rendering.prompts.sampling import ModelLimits
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.checkpoint.pooler import PoolerSpec
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import invalid
 from trouper.pooling import PoolingParams
 

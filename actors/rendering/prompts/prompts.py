@@ -52,8 +52,8 @@ from trouper.actors.rendering.prompts.sampling import (
 )
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.checkpoint.files import read_text
+from trouper.config.engine_config import EngineConfig
 from trouper.config.media import no_images
-from trouper.config.resolve import EngineConfig
 from trouper.errors import (
     ChatTemplateResolutionError,
     ContextLengthError,

@@ -16,7 +16,7 @@ from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import Sequence, State
 from trouper.actors.scheduling.state.step_builder import StepBuilder
 from trouper.actors.scheduling.state.waiting import Queue
-from trouper.config.resolve import SchedulerConfig
+from trouper.config.scheduler_config import SchedulerConfig
 
 MAX_EVICTIONS = 8
 

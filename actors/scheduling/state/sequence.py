@@ -20,7 +20,7 @@ from trouper.actors.messages.requests import Admit, SequenceId
 from trouper.actors.messages.steps import Sampling, TokenLogprobs
 from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, block_hash
-from trouper.config.resolve import SchedulerConfig
+from trouper.config.scheduler_config import SchedulerConfig
 from trouper.outputs import FinishReason
 from trouper.params import RepetitionDetectionParams
 from trouper.sampling_fields import DEVICE_FIELDS, named

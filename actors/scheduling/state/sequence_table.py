@@ -23,7 +23,7 @@ from trouper.actors.scheduling.state.running import Running
 from trouper.actors.scheduling.state.sequence import Request, Sequence, State, open_request
 from trouper.actors.scheduling.state.step_builder import StepBuilder
 from trouper.actors.scheduling.state.waiting import Queue, Waiting
-from trouper.config.resolve import SchedulerConfig
+from trouper.config.scheduler_config import SchedulerConfig
 from trouper.outputs import FinishReason, RequestError
 
 

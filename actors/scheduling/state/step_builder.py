@@ -21,7 +21,7 @@ from trouper.actors.messages.steps import NewSequence, StepDone, StepPlan
 from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.actors.stages import decode_quota, is_due
-from trouper.config.resolve import SchedulerConfig
+from trouper.config.scheduler_config import SchedulerConfig
 
 StepEntry = tuple[Sequence, int, int, int, int]
 """A sequence, its preemption epoch, the first position, the position after the last, and the number of samples.

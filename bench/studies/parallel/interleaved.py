@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trouper.actors.engine.wiring import Engine, open_engine
 from trouper.actors.executor.devices.process import ProcessDevice
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 
 
 class Seconds(NamedTuple):

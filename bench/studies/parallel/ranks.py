@@ -17,7 +17,8 @@ from trouper.bench.cli.options import GeometryOptions, ReportOptions
 from trouper.bench.studies.command import run_study
 from trouper.bench.studies.parallel.interleaved import in_turn
 from trouper.config.args import EngineArgs
-from trouper.config.resolve import EngineConfig, resolve
+from trouper.config.engine_config import EngineConfig
+from trouper.config.resolve import resolve
 from trouper.frontends.cli.arguments.options import expand_options
 from trouper.frontends.cli.arguments.values import integers
 from trouper.params import SamplingParams

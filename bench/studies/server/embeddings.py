@@ -41,7 +41,7 @@ from unittest.mock import patch
 
 from trouper.bench.report import about, write
 from trouper.bench.studies.server.callers import Callers, ClientCall
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from trouper.actors.executor.runners.cpu.pooling_runner import PoolingRunner

@@ -16,7 +16,7 @@ from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.other_programs import refuse_others
 
 if TYPE_CHECKING:
-    from trouper.config.resolve import EngineConfig
+    from trouper.config.engine_config import EngineConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
 # What a pooling model does, by its task.

@@ -7,8 +7,8 @@ from typing import Any, TextIO
 import anyio
 
 from trouper.actors.executor.device import DeviceInfo
+from trouper.config.engine_config import EngineConfig
 from trouper.config.generation import describe_sampling
-from trouper.config.resolve import EngineConfig
 from trouper.extras import missing_features
 
 REDRAW_S = 0.25

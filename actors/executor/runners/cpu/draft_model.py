@@ -24,8 +24,8 @@ from trouper.actors.executor.steps.batch import make_batch
 from trouper.actors.executor.steps.kv_memory import KVCache
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.steps import StepPlan
+from trouper.config.engine_config import EngineConfig
 from trouper.config.model import ModelConfig
-from trouper.config.resolve import EngineConfig
 
 # The most missed tokens of all sequences together that it computes in one step. A model of a tenth of the size computes
 # this many in about the time of a step of the target model; a whole prompt would delay every sequence by seconds.

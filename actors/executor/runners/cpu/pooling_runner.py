@@ -48,7 +48,7 @@ from trouper.actors.executor.weights.encoder import (
 from trouper.actors.messages.steps import PoolDone, PoolEntry, PoolPlan, StepPlan
 from trouper.config.adapters import AdapterFiles
 from trouper.config.checkpoint.pooler import PoolerSpec
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.attention.varlen import UNLIMITED, Group, positions_of

@@ -39,7 +39,7 @@ from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.config.adapters import AdapterFiles
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.kernels.lora import AdapterRows
 
 # One core streams this many bytes of weights from its cache in about a millisecond. A second core gains nothing then,

@@ -32,7 +32,7 @@ from trouper.actors.executor.runners.cpu.models import NativeModel, Share
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.actors.stages import Feedback, sends_tokens
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.codegen import units
 from trouper.kernels.ops import RankGroup

@@ -16,7 +16,7 @@ from trouper.actors.executor.models.native_decoder import NativeDecoder, ops_con
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.weights.decoder import load_decoder
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.cpu.attention.varlen import Group, is_native, tiles_of, varlen_attention
 from trouper.kernels.ops import CpuOps, HostTokens

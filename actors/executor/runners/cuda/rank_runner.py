@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trouper.actors.executor.models.sharding import OPTION
 from trouper.actors.executor.runners.cuda.machine import CudaMachine, Machine
 from trouper.actors.executor.runners.cuda.runner import CudaRunner
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
 # The time limit of collective calls. It is longer than any load, because the workers have a deadline of their own for steps.

@@ -26,7 +26,7 @@ from trouper.actors.executor.runners.cuda.tables import Layout, TableViews, view
 from trouper.actors.executor.steps.kv_memory import KVCache
 from trouper.actors.executor.weights.decoder import Wrap, load_decoder
 from trouper.actors.messages.steps import NewSequence
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperValidationError
 from trouper.kernels.cuda.collectives import CollectiveSums
 from trouper.kernels.cuda.ops import TritonOps

@@ -50,7 +50,7 @@ from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import adapted_parameters
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.config.adapters import AdapterFiles
-from trouper.config.resolve import EngineConfig
+from trouper.config.engine_config import EngineConfig
 from trouper.kernels.cuda.ops import DeviceTokens, TritonOps
 from trouper.kernels.cuda.sampling.apply_penalties import apply_penalties
 from trouper.kernels.cuda.sampling.sample import put_tokens_, sample

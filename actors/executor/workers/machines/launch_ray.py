@@ -32,8 +32,8 @@ from trouper.actors.executor.workers.machines.remote_peer import END_S
 from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
 from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.actors.executor.workers.worker_process import Exit
+from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import NodesConfig
-from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError
 
 # Seconds for Ray to reserve bundles.

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from trouper.actors.executor.workers.launching import WorkersLauncher
 from trouper.actors.executor.workers.machines.launch_hosts import open_nodes
 from trouper.actors.executor.workers.machines.launch_ray import open_ray
+from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import NodesConfig
-from trouper.config.resolve import EngineConfig
 from trouper.errors import invalid
 
 

@@ -1,0 +1,138 @@
+"""The resolved plan of an engine: `EngineConfig`, which `resolve` creates from the options."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from trouper.config.adapters import LoRAConfig
+from trouper.config.checkpoint.pooler import PoolerSpec
+from trouper.config.devices import DeviceKind, DeviceWorker
+from trouper.config.generation import Marks, StructuredOutputsConfig
+from trouper.config.media import NO_IMAGES, MediaConfig
+from trouper.config.model import ModelConfig
+from trouper.config.parallel import CpuBind, NodesConfig
+from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.speculation import SpeculativeConfig
+from trouper.errors import invalid
+
+Quantization = Literal["int8", "int4"] | None
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The resolved plan of one engine.
+
+    Nothing in it changes after start. `resolve` creates it from `EngineArgs`; afterwards no part of
+    the engine reads an option or a default again.  It can be sent to other processes.
+    """
+
+    model: ModelConfig
+    pooler: PoolerSpec | None = None  # None for generation
+    tokenizer: str | None  # a folder, or None for token ids only
+    dtype: str
+    load_format: str
+    # The folder of Python code that may run, if any.
+    code_path: str | None = None
+    model_impl: str = "auto"  # trouper, transformers; auto prefers trouper
+    device: DeviceKind = "cpu"
+    device_worker: DeviceWorker = "inline"
+    # The number of restarts within the window, for losses that no request explains.
+    max_worker_restarts: int = 3
+    worker_restart_window_s: float = 300.0
+    # None learns the limit from earlier steps.
+    step_timeout_s: float | None = None
+    tensor_parallel_size: int = 1  # ranks of each layer
+    # The number of replicas of the model, each with its own device.
+    data_parallel_size: int = 1
+    # None if all workers are on this machine.
+    nodes: NodesConfig | None = None
+    # The number of workers of a machine other than the coordinator's.
+    num_workers_here: int | None = None
+    layer_partition: tuple[int, ...] | None = None  # layers by stage, or None for equal cost
+    # The processors of each worker, or None for those of this process.
+    cpu_bind: CpuBind | None = None
+    # Whether a request's bits must not depend on its batch.
+    batch_invariant: bool = False
+    # The sizes to capture; () uses the device's own, and None captures none.
+    graphs: tuple[int, ...] | None = None
+    gpu_memory_utilization: float = 0.92  # of the GPU's memory
+    seed: int
+    max_model_len: int
+    # The user gave no max_model_len, so it is reduced to what the KV cache holds once that is known.
+    is_length_open: bool = False
+    max_logprobs: int
+    renderer_num_workers: int
+    block_size: int
+    # Usable blocks, or None for as many as fit in kv_cache_bytes.
+    num_blocks: int | None
+    # None for the memory that gpu_memory_utilization leaves.
+    kv_cache_bytes: int | None
+    stream_interval: int
+    chat_template: str | None
+    structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
+    reasoning: Marks | None = None  # if an option names them
+    enable_prompt_embeds: bool = False
+    # None for a model that takes no images, with the reason.
+    media: MediaConfig | None = None
+    no_media: str = NO_IMAGES
+    shutdown_timeout_s: float
+    quantization: Quantization = None  # of weights, at load
+    # Whether to store bfloat16 in twelve bits if the machine supports it.
+    compress_weights: bool = False
+    enforce_eager: bool = False  # disables recorded decode steps
+    render_timeout_s: float = 30.0  # for one prompt
+    log_stats: bool = False
+    log_stats_interval_s: float = 10.0
+    metrics_prefix: str = "trouper"
+    # The names of --served-model-name; empty means the model's own name.
+    served_names: tuple[str, ...] = ()
+    profiler_config: dict[str, Any] | None = None
+    otlp_traces_endpoint: str | None = None
+    max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
+    lora: LoRAConfig | None = None  # None refuses adapters
+    speculation: SpeculativeConfig | None = None
+    draft_model: ModelConfig | None = None  # for drafts
+    scheduler: SchedulerConfig
+
+    @property
+    def shown_name(self) -> str:
+        """The model's name in metrics and traces, where a path would only describe this machine."""
+        if self.served_names:
+            return self.served_names[0]
+        name = self.model.name
+        return Path(name).absolute().name if Path(name).exists() else name
+
+    def profile_folder(self) -> str:
+        """Return the folder for the profiler's traces.
+
+        Raises:
+            TrouperValidationError: `profiler_config` names no folder.
+        """
+        settings = self.profiler_config or {}
+        if "torch_profiler_dir" not in settings:
+            rule = "needs a folder in torch_profiler_dir"
+            raise invalid("profiler_config", rule, self.profiler_config)
+        return str(settings["torch_profiler_dir"])
+
+    @property
+    def num_stages(self) -> int:
+        """The number of processes that share the layers."""
+        return self.scheduler.num_stages
+
+    @property
+    def num_workers(self) -> int:
+        """The number of processes on a machine that compute at once and share its cores."""
+        if self.num_workers_here is not None:
+            return self.num_workers_here
+        num_nodes = 1 if self.nodes is None else self.nodes.num_nodes
+        return self.workers_per_replica * self.data_parallel_size // num_nodes
+
+    @property
+    def workers_per_replica(self) -> int:
+        """The number of processes of one replica: the ranks of each stage."""
+        return self.num_stages * self.tensor_parallel_size
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",) if self.pooler is None else self.pooler.tasks
