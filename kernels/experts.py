@@ -37,11 +37,14 @@ class Routing(NamedTuple):
 
 
 class Experts(Protocol):
-    """The experts of one layer with their weights."""
+    """The experts of one layer with their weights.
+
+    Implementations differ in the form of the weights; the routing is the same for all.
+    """
 
     @property
     def linears(self) -> Sequence[LinearMethod]:
-        """All linear layers of all experts, so that a caller can count their bytes."""
+        """All linear layers of all experts. A caller can thus count their bytes, or move them to other memory."""
         ...
 
     def forward(
@@ -61,7 +64,10 @@ class Experts(Protocol):
 
 
 class PlainExperts:
-    """Experts of arbitrary linear layers, for weight formats and shapes that no expert kernel accepts."""
+    """Experts of arbitrary linear layers, computed one after the other.
+
+    Used for weight formats and shapes that no expert kernel accepts.
+    """
 
     def __init__(
         self, gate_up: Sequence[LinearMethod], down: Sequence[LinearMethod], routing: Routing

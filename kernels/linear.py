@@ -65,20 +65,32 @@ class LinearMethod(Protocol):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Count the bytes of weight that a product with one row reads."""
+        """Count the bytes of weight that a product with one row reads.
+
+        The sum over all layers bounds the speed of decoding.
+        """
         ...
 
     @abstractmethod
     def apply(self, x_TI: Tensor) -> Tensor:
-        """Return x Wᵀ + b, [T, O]."""
+        """Return x Wᵀ + b, [T, O], as a new tensor.
+
+        Rows of x may be strided, but the numbers of a row must be adjacent in memory.
+        """
         ...
 
     def apply_act(self, x_TI: Tensor, act: str) -> Tensor:
-        """Return act(x Wᵀ + b).  `activation.activate` lists the names of the functions."""
+        """Return act(x Wᵀ + b).
+
+        Implementations may apply the function while results are in registers.  `activation.activate` lists the names.
+        """
         return activate(self.apply(x_TI), act)
 
     def apply_add(self, x_TI: Tensor, residual_TO: Tensor) -> Tensor:
-        """Return x Wᵀ + b + residual, a new tensor."""
+        """Return x Wᵀ + b + residual, as a new tensor.
+
+        Implementations may add while results are in registers, which saves reading them again.
+        """
         return self.apply(x_TI).add_(residual_TO)
 
     def __repr__(self) -> str:

@@ -24,7 +24,10 @@ BLOCK_ROWS = 4
 
 
 class LowRank(NamedTuple):
-    """The matrices of one adapter for one part of a fused layer."""
+    """The matrices of one adapter for one part of a fused layer.
+
+    A fused layer, such as qkv, has several parts with adapters of their own.
+    """
 
     a_RI: Tensor
     b_OR: Tensor  # includes the scale
@@ -45,7 +48,10 @@ class RowTable:
         self.num_rows = 0
 
     def fill(self, slots_T: np.ndarray) -> None:
-        """Store the slots of a step's rows and group them."""
+        """Store the slots of a step's rows, and group the rows by slot.
+
+        Kernels then read each adapter once for all of its rows.
+        """
         self.num_rows = len(slots_T)
         self.slots[: self.num_rows] = slots_T
         rows = np.flatnonzero(slots_T)
@@ -68,7 +74,10 @@ class RowSource(Protocol):
     """Provides the adapters of a step's rows in the form that one kind of kernel reads."""
 
     def of(self, num_rows: int) -> Any:
-        """Return the adapters of a product with this number of rows."""
+        """Return the adapters of a product with this number of rows.
+
+        The number distinguishes a whole step from the rows that the last layer continues with.
+        """
         ...
 
 
@@ -121,7 +130,10 @@ class LoRAWeights(Protocol):
         ...
 
     def clear(self, slot: int) -> None:
-        """Empty a slot.  Its rows get the product of the base layer."""
+        """Empty a slot.
+
+        Its rows get the product of the base layer. The memory stays allocated for the next adapter.
+        """
         ...
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor, rows: Any) -> None:
@@ -134,7 +146,10 @@ class LoRAWeights(Protocol):
 
 
 class LoRALinear(LinearMethod):
-    """A linear layer of any kind with adapters on top of it."""
+    """A linear layer of any kind with adapters on top of it.
+
+    Rows without an adapter have the same result as the base layer, bit for bit.
+    """
 
     def __init__(self, base: LinearMethod, weights: LoRAWeights, rows: RowSource) -> None:
         self.shape, self.bias = base.shape, base.bias
@@ -156,5 +171,8 @@ class LoRALinear(LinearMethod):
 
 
 def rounded_rank(rank: int) -> int:
-    """Return the rank that memory is allocated for: a multiple of the 16 lanes of a register."""
+    """Return the rank for which memory is allocated: a multiple of the 16 lanes of a register.
+
+    The matrices are padded with zeros.
+    """
     return -(-rank // 16) * 16

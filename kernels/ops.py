@@ -70,7 +70,10 @@ class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostTokens(NamedTuple):
-    """The token ids, positions and cache slots of one step: int64 tensors [T] in host memory."""
+    """The token ids, positions and cache slots of one step: int64 tensors [T] in host memory.
+
+    All sequences of the step follow each other without padding.
+    """
 
     ids_T: Tensor
     positions_T: Tensor
@@ -162,7 +165,10 @@ class RankGroup(SharedOps):
 
     @abstractmethod
     def begin_step(self, step: int) -> None:
-        """Set the number of the step that the following calls belong to."""
+        """Set the number of the step to which the following calls belong.
+
+        Ranks compare it, to detect a rank that missed a step.
+        """
 
     @abstractmethod
     def check(self) -> None:
@@ -174,7 +180,10 @@ class RankGroup(SharedOps):
 
     @abstractmethod
     def all_agree(self, value: bool) -> bool:
-        """Return whether every rank passed True; all ranks must call this at the same point."""
+        """Return whether every rank passed True; all ranks must call this at the same point.
+
+        Decisions that must be equal on all ranks are made with it.
+        """
 
     @abstractmethod
     def forget_weights(self) -> None:
@@ -240,7 +249,10 @@ class Ops(SharedOps):
         return self._norm(x_TE, weight, self._config.norm_eps)
 
     def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
-        """Normalise in place; rows may be strided."""
+        """Normalise in place; rows may be strided.
+
+        Used for the heads of q and k, which are columns of a larger tensor.
+        """
         x_TX.copy_(self.norm(x_TX, weight))
 
     def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
@@ -268,7 +280,10 @@ class Ops(SharedOps):
         return self._gated(gate_up_TM)
 
     def activate(self, x_TM: Tensor) -> Tensor:
-        """Return activation(x), for an MLP without a gate."""
+        """Return activation(x), [T, M], for an MLP without a gate.
+
+        The function is that of the model's configuration.
+        """
         return activate(x_TM, self._config.activation)
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
@@ -330,7 +345,10 @@ class CpuOps(Ops):
         return slots_T, [rotation_of(table, positions_T) for table in rope_tables]
 
     def embed(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
-        """Return scale · table[ids], [T, E]."""
+        """Return scale · table[ids], [T, E].
+
+        Some families scale embeddings, for example by the root of the hidden size.
+        """
         x_TE = table_VE.index_select(0, ids_T)
         return x_TE if scale == 1 else x_TE.mul_(scale)
 

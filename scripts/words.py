@@ -67,7 +67,7 @@ BUDGETS = {
     "actors": Budget(7.5, 26, 22),
     "bench": Budget(5.5, 58, 14),
     "frontends": Budget(3.5, 37, 26),
-    "kernels": Budget(2.5, 18, 16),
+    "kernels": Budget(2.5, 18, 20),
     "scripts": Budget(0.5, 10, 16),
     "trouper": Budget(4.0, 22, 27),
     "docs": Budget(4.5),

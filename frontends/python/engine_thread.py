@@ -327,12 +327,12 @@ class BlockingControls:
         return self.thread.engine.vllm_config
 
     def get_tokenizer(self) -> Any:
-        """Return the model's tokenizer as an object of transformers; needs the extra `transformers`.
+        """Return the model's tokenizer as an object of transformers.
 
         Raises:
 
             TrouperValidationError: the engine was created with `skip_tokenizer_init`.
-            MissingExtraError: transformers is not installed.
+            UnsupportedFeatureError: the extra `transformers` is not installed.
         """
         self.thread.check_open()
         tokenizer = self.thread.engine.tokenizer

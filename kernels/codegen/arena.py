@@ -39,7 +39,10 @@ class Arena:
 
 
 class Lender(TorchDispatchMode):
-    """Context in which torch allocates from an arena, on this thread."""
+    """A context in which torch allocates tensors from an arena, on this thread.
+
+    Every step then gets the same addresses for its activations, which recorded launches require.
+    """
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
@@ -61,7 +64,10 @@ class Lender(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if lent is None else lent
 
     def lent(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return a tensor in the arena if `func` allocates memory, or else None."""
+        """Return a tensor in the arena if `func` allocates memory, or else None.
+
+        Only allocations without contents are replaced; torch computes everything else itself.
+        """
         if func is torch.ops.aten.empty.memory_format:
             return self._empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         if func is torch.ops.aten.new_empty.default:

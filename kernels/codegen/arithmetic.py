@@ -35,10 +35,16 @@ HALF = LANES // 2
 
 
 class IntegerBuilder(VectorBuilder):
-    """`VectorBuilder` with dot products of integers."""
+    """`VectorBuilder` with dot products of integers.
+
+    Each method uses the best instruction of the target processor, or several simpler ones with the same exact result.
+    """
 
     def byte_dot(self, total: Value, unsigned: Value, signed: Value) -> Value:
-        """Return total + the four products of unsigned and signed bytes in each lane.  Requires VNNI."""
+        """Return total + the four products of unsigned and signed bytes in each 32-bit lane.
+
+        Requires VNNI.  The sum is exact, since four products cannot overflow.
+        """
         operands = [(total, I32), (unsigned, I8), (signed, I8)]
         wide = "llvm.x86.avx512.vpdpbusd.512" if has_wide_byte_dots() else None
         return self._by_halves(wide, "llvm.x86.avx512.vpdpbusd.256", I32, operands)
@@ -69,7 +75,10 @@ class IntegerBuilder(VectorBuilder):
         return self.as_i32x16(Value(self, found))
 
     def word_dot(self, total: Value, a: Value, b: Value) -> Value:
-        """Return total + the two products of signed 16-bit integers in each lane."""
+        """Return total + the two products of signed 16-bit integers in each 32-bit lane.
+
+        Uses VNNI if the processor has it, or else one multiplication and one addition.
+        """
         if has_byte_dots():
             wide = "llvm.x86.avx512.vpdpwssd.512" if has_wide_byte_dots() else None
             operands = [(total, I32), (a, I16), (b, I16)]
@@ -77,7 +86,10 @@ class IntegerBuilder(VectorBuilder):
         return total + self.word_pairs(a, b)
 
     def word_pairs(self, a: Value, b: Value) -> Value:
-        """Return the sum of the two products of signed 16-bit integers in each lane."""
+        """Return the sum of the two products of signed 16-bit integers in each 32-bit lane.
+
+        Without AVX2 both products are computed in 32 bits, with the same result.
+        """
         if has_byte_pairs():
             wide = "llvm.x86.avx512.pmaddw.d.512" if has_wide_byte_pairs() else None
             return self._by_halves(wide, "llvm.x86.avx2.pmadd.wd", I32, [(a, I16), (b, I16)])
@@ -129,7 +141,10 @@ _LOWEST, _HIGHEST = -126.0, 127.0
 
 
 class MathBuilder(IntegerBuilder):
-    """`IntegerBuilder` with elementary functions of vectors."""
+    """`IntegerBuilder` with elementary functions of vectors: roots, powers and logarithms.
+
+    They are polynomials with coefficients chosen for the precision of float32.
+    """
 
     def sqrt(self, x: Value) -> Value:
         return self._intrinsic("llvm.sqrt.f32", F32, x.ir)
@@ -152,7 +167,10 @@ class MathBuilder(IntegerBuilder):
         return self.select(x < _LOWEST, 0.0, power * scale)
 
     def log(self, x: Value) -> Value:
-        """Return the natural logarithm of positive normal floats."""
+        """Return the natural logarithm of positive normal floats.
+
+        Other inputs give arbitrary results.  The argument is reduced to about [0.7, 1.4] before the polynomial.
+        """
         exponent, half_to_one = self.split_exponent(x)
         is_low = half_to_one < _SQRT_HALF
         f = self.select(is_low, half_to_one + half_to_one, half_to_one) - 1.0

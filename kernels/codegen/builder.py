@@ -38,12 +38,16 @@ class KernelBuilder(MathBuilder):
     """
 
     def thread(self) -> Value:
-        """Return a different number in each thread of a call: 0, 1, …"""
+        """Return a different number in each thread of a call: 0, 1, … Call it once in a kernel, because each call
+        counts a new thread.
+
+        It selects a thread's scratch memory.
+        """
         return self.fetch_add(self._arguments + 1, 1, "monotonic")
 
     @property
     def num_items(self) -> Value:
-        """The number of work items of the call."""
+        """The number of work items of the call. Threads take items one after the other, so their costs may differ."""
         return self._arguments[2]
 
     def work_items(self, count: Value | None = None) -> Iterator[Value]:
@@ -75,7 +79,10 @@ class KernelBuilder(MathBuilder):
             yield from self.loop(first, self.minimum(first + length, count))
 
     def pause(self) -> None:
-        """Pause the core for about ten nanoseconds, if the processor has an instruction for it."""
+        """Pause the core for about ten nanoseconds, if the processor has an instruction for it.
+
+        Used in loops that wait for another thread, to leave resources to the second thread of the core.
+        """
         nothing = ir.VoidType()
         if platform.machine() in ("x86_64", "AMD64"):
             self.call("llvm.x86.sse2.pause", ir.FunctionType(nothing, []), [])
@@ -83,7 +90,10 @@ class KernelBuilder(MathBuilder):
             self.call("llvm.aarch64.hint", ir.FunctionType(nothing, [I32]), [I32(1)])  # yield
 
     def call_at(self, address: Value, *arguments: Operand) -> Value:
-        """Call a C function that takes integers and addresses and returns an integer."""
+        """Call a C function at this address.
+
+        It takes integers and addresses and returns an integer.  Kernels use it for system calls.
+        """
         values = [self.i64(x).ir for x in arguments]
         kind = ir.FunctionType(I64, [I64] * len(values))
         function = self.builder.inttoptr(address.ir, kind.as_pointer())
@@ -113,7 +123,10 @@ class KernelBuilder(MathBuilder):
         self._tile("tilezero", tile)
 
     def tile_load(self, tile: int, source: Pointer, stride: Operand) -> None:
-        """Load a tile from rows that start `stride` bytes apart."""
+        """Load a tile from rows that start `stride` bytes apart.
+
+        The tile's size is that of the configuration in force.  Requires AMX.
+        """
         self._tile("tileloadd64", tile, source.ir, self.i64(stride).ir)
 
     def tile_store(self, tile: int, target: Pointer, stride: Operand) -> None:

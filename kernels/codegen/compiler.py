@@ -41,13 +41,19 @@ COMMENT = re.compile("#[^\n]*")
 
 
 def digest_of(*files: Path) -> str:
-    """Return a hash of these files and of every file of trouper that they import, directly or indirectly."""
+    """Return a hash of these files and of every file of trouper that they import.
+
+    A kernel's machine code is stored under this hash, so a change of any of them compiles it again.
+    """
     contents = sorted((file.name, _hash_and_imports(file)[0]) for file in files_of(*files))
     return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
 def files_of(*files: Path) -> set[Path]:
-    """Return these files and every file of trouper that they import, directly or indirectly."""
+    """Return these files and every file of trouper that they import, directly or indirectly.
+
+    Imports are found in the text, so nothing is executed.
+    """
     found: set[Path] = set()
     waiting = list(files)
     while waiting:
@@ -70,7 +76,10 @@ def _hash_and_imports(file: Path) -> tuple[str, tuple[Path, ...]]:
 
 
 def imported_modules(source: str) -> Iterator[str]:
-    """Yield the dotted names in this source's imports that may be modules of trouper."""
+    """Yield the dotted names in this source's imports that may be modules of trouper.
+
+    A name imported from a package may be a module or an object, so both possibilities are yielded.
+    """
     for package, names, modules in IMPORTS.findall(source):
         if package:
             yield package

@@ -47,7 +47,10 @@ class Value:
 
     @property
     def type(self) -> Any:
-        """The LLVM type of the value."""
+        """The LLVM type of the value.
+
+        Operators use it to choose between instructions for integers, floats and vectors.
+        """
         return self._value.type
 
     def __add__(self, other: "Operand") -> "Value":
@@ -141,7 +144,10 @@ class Pointer:
         return Pointer(self.code, moved, self.kind)
 
     def of(self, kind: Kind) -> "Pointer":
-        """Return the same address as a pointer to elements of another kind."""
+        """Return the same address as a pointer to elements of another kind.
+
+        Indices then count elements of that kind.
+        """
         return Pointer(self.code, self.ir, kind)
 
     def __getitem__(self, index: Operand) -> Value:
@@ -152,7 +158,10 @@ class Pointer:
         self._store(index, self.code.like(element, value).ir)
 
     def load(self, index: Operand = 0) -> Value:
-        """Load sixteen elements from `index` on: floats as f32x16, integers as i32x16."""
+        """Load sixteen elements from `index` on.
+
+        Floats become f32x16, and integers of any width i32x16.  The address need not be aligned.
+        """
         if self.kind == "bf16":
             halves = Value(
                 self.code, self.code.builder.zext(self.of("i16")._load(index, I16X16), I32X16)
@@ -164,7 +173,10 @@ class Pointer:
         return Value(self.code, raw)
 
     def store(self, index: Operand, x: Value) -> None:
-        """Store sixteen elements, rounded or truncated to the kind."""
+        """Store sixteen elements, converted to the pointer's kind.
+
+        Floats are rounded to bfloat16, and integers keep their lowest bits.
+        """
         if self.kind == "bf16":
             self._store(index, self.code.round_bf16(x))
             return
@@ -174,7 +186,10 @@ class Pointer:
         self._store(index, raw)
 
     def load_bytes(self, index: Operand = 0) -> Value:
-        """Load thirty-two bytes, sign-extended to i16x32."""
+        """Load thirty-two bytes, sign-extended to i16x32.
+
+        It prepares byte weights for products with 16-bit integers.
+        """
         raw = self._load(index, ir.VectorType(ELEMENTS["i8"], 2 * LANES))
         return Value(self.code, self.code.builder.sext(raw, I16X32))
 
@@ -185,11 +200,17 @@ class Pointer:
         self._store(index, x.ir)
 
     def store_lanes(self, index: Operand, x: Value) -> None:
-        """Store a vector of any length without conversion."""
+        """Store a vector of any length without conversion.
+
+        The number of bytes is the vector's own, whatever the pointer's kind.
+        """
         self._store(index, x.ir)
 
     def prefetch(self, index: Operand = 0, *, level: Literal[1, 2] = 2) -> None:
-        """Prefetch a cache line into the first or second cache.  Any address is allowed."""
+        """Prefetch a cache line into the first or second cache.
+
+        Any address is allowed, even behind the end of an array, because prefetching cannot fail.
+        """
         locality = 4 - level
         kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
         arguments = [(self + index).ir, I32(0), I32(locality), I32(1)]  # for reading; data
@@ -217,17 +238,24 @@ class CoreBuilder:
         self._arguments = Pointer(self, self._function.args[0], "i64")
 
     def finish(self) -> str:
-        """Return the text of the LLVM module."""
+        """Return the text of the LLVM module. It ends the function, so nothing can be added afterwards."""
         self.builder.ret_void()
         self._variables.branch(self._body)
         return str(self.module)
 
     def arguments(self, count: int) -> list[Value]:
-        """Return the kernel's own arguments, in the order of the call."""
+        """Return the kernel's own arguments, in the order of the call.
+
+        All of them are 64-bit integers; `pointer` and `f32_argument` convert addresses and floats.
+        """
         return [self._arguments[3 + i] for i in range(count)]
 
     def fetch_add(self, where: Pointer, count: Operand, ordering: str = "seq_cst") -> Value:
-        """Add to memory atomically.  Returns the number before the addition."""
+        """Add to memory atomically.
+
+        Returns the number before the addition. Threads use it to take work items and to signal each other; `ordering`
+        is LLVM's name of the memory order.
+        """
         return Value(self, self.builder.atomic_rmw("add", where.ir, self.i64(count).ir, ordering))
 
     def fetch(self, where: Pointer) -> Value:
@@ -243,7 +271,10 @@ class CoreBuilder:
             i.set(here + step)
 
     def while_(self, variable: Var, limit: Operand) -> Iterator[None]:
-        """Repeat the block while variable < limit."""
+        """Repeat the block while variable < limit.
+
+        The block must change the variable.  The condition is tested before each repetition.
+        """
         with self._repeated() as leave_unless:
             leave_unless(variable < limit)
             yield
@@ -269,14 +300,20 @@ class CoreBuilder:
             yield
 
     def var(self, value: Operand) -> Var:
-        """Create a variable.  A Python float becomes a float32, an int 64 bits."""
+        """Create a variable.
+
+        A Python float becomes a float32, and an int an integer of 64 bits.  LLVM turns variables into registers.
+        """
         first = self._value(value)
         variable = Var(self, self._variables.alloca(first.ir.type))
         variable.set(first)
         return variable
 
     def array(self, kind: Kind, count: int) -> Pointer:
-        """Allocate memory on the stack, aligned to cache lines and not initialised."""
+        """Allocate memory on the stack, aligned to cache lines and not initialised.
+
+        It belongs to the current thread, and its size is fixed when the kernel is written.
+        """
         memory = self._variables.alloca(ir.ArrayType(ELEMENTS[kind], count))
         memory.align = 64
         memory.type = POINTER
@@ -297,20 +334,29 @@ class CoreBuilder:
         return Value(self, self.builder.sitofp(x.ir, F32))
 
     def f32_argument(self, bits: Value) -> Value:
-        """Convert an argument that carries the bits of a float64 (`launch.float_bits`) to float32."""
+        """Convert an argument with the bits of a float64 to float32.
+
+        Python passes floats with `launch.float_bits`, because all arguments of a kernel are integers.
+        """
         wide = self.builder.bitcast(bits.ir, ir.DoubleType())
         return Value(self, self.builder.fptrunc(wide, F32))
 
     def f32x16(self, x: Operand) -> Value:
-        """Broadcast one float to all lanes."""
+        """Broadcast one float to all sixteen lanes. A Python number becomes a constant of the machine code."""
         return self.like(Value(self, ir.Constant(F32X16, ir.Undefined)), x)
 
     def i32x16(self, x: Operand) -> Value:
-        """Broadcast one 32-bit integer to all lanes."""
+        """Broadcast one 32-bit integer to all sixteen lanes.
+
+        A Python number becomes a constant of the machine code.
+        """
         return self.like(Value(self, ir.Constant(I32X16, ir.Undefined)), x)
 
     def i16x32(self, x: Operand) -> Value:
-        """Broadcast one 16-bit integer to all lanes."""
+        """Broadcast one 16-bit integer to all thirty-two lanes.
+
+        A Python number becomes a constant of the machine code.
+        """
         return self.like(Value(self, ir.Constant(I16X32, ir.Undefined)), x)
 
     def pointer(self, address: Value, kind: Kind) -> Pointer:
@@ -346,7 +392,10 @@ class CoreBuilder:
         return Value(self, getattr(self.builder, "f" + name if is_float else name)(x, y))
 
     def compare(self, operator: str, a: Value, b: Operand) -> Value:
-        """Compare.  A comparison with NaN is false."""
+        """Compare numbers or vectors, lane by lane.
+
+        A comparison with NaN is false.  `operator` is Python's spelling, such as "<".
+        """
         x, y, is_float = self._pair(a, b)
         compare = self.builder.fcmp_ordered if is_float else self.builder.icmp_signed
         return Value(self, compare(operator, x, y))
@@ -361,7 +410,10 @@ class CoreBuilder:
         return self.select(a < b, a, b)
 
     def maximum(self, a: Operand, b: Operand) -> Value:
-        """Return the larger operand, or b if a is NaN."""
+        """Return the larger operand, or b if a is NaN.
+
+        The order of operands therefore decides whether NaN is propagated.
+        """
         a = self._value(a)
         return self.select(a > b, a, b)
 
@@ -374,7 +426,7 @@ class CoreBuilder:
         return Value(self, self.call(name, kind, arguments))
 
     def as_f32x16(self, words: Value) -> Value:
-        """Reinterpret the bits as floats."""
+        """Reinterpret the bits as floats, without converting numbers. It costs no instruction."""
         return Value(self, self.builder.bitcast(words.ir, F32X16))
 
     def as_i32x16(self, x: Value) -> Value:
@@ -385,7 +437,10 @@ class CoreBuilder:
         return Value(self, self.builder.bitcast(x.ir, I16X32))
 
     def round_bf16(self, x: Value) -> Any:
-        """Round sixteen floats to bfloat16, half a register."""
+        """Round sixteen floats to bfloat16, half a register.
+
+        Ties are rounded to even, with or without the processor's own instruction.
+        """
         if has_bf16_dot():
             return self.builder.fptrunc(x.ir, ir.VectorType(BFloat16(), LANES))
         return self.builder.trunc((self._rounded_bits(x) >> 16).ir, I16X16)

@@ -21,17 +21,26 @@ BEYOND_AVX2 = ("avx512", "avx10", "amx", "avxvnni", "avxifma", "avxneconvert", "
 
 
 def has_bf16_dot() -> bool:
-    """Test for AVX512-BF16: it multiplies pairs of bfloat16 and rounds to bfloat16."""
+    """Test for AVX512-BF16: it multiplies pairs of bfloat16 and rounds to bfloat16.
+
+    Kernels for bfloat16 are otherwise computed in float32 or with integers.
+    """
     return _has("avx512bf16")
 
 
 def has_fma() -> bool:
-    """Test whether one instruction multiplies and adds vectors."""
+    """Test whether one instruction multiplies and adds vectors.
+
+    Products are left to torch on processors without it.
+    """
     return _has("fma") and (_has("avx2") or _has("avx512f"))
 
 
 def has_permutations() -> bool:
-    """Test whether one instruction permutes the thirty-two 16-bit integers of a register."""
+    """Test whether one instruction permutes the thirty-two 16-bit integers of a register.
+
+    Layouts with small tables of weights need it.
+    """
     return _has("avx512bw")
 
 
@@ -46,7 +55,10 @@ def has_byte_pairs() -> bool:
 
 
 def has_wide_byte_pairs() -> bool:
-    """Test for the instructions of `has_byte_pairs` on a register of 64 bytes."""
+    """Test for the instructions of `has_byte_pairs` on a register of 64 bytes.
+
+    Otherwise each half of a register is processed with the narrower instruction.
+    """
     return _has("avx512bw")
 
 
@@ -56,12 +68,18 @@ def has_byte_dots() -> bool:
 
 
 def has_wide_byte_dots() -> bool:
-    """Test for VNNI on a register of 64 bytes."""
+    """Test for VNNI on a register of 64 bytes.
+
+    Otherwise each half of a register is processed with the narrower instruction.
+    """
     return _has("avx512vnni")
 
 
 def num_registers() -> int:
-    """Return how many vectors of sixteen floats the processor's registers hold."""
+    """Return how many vectors of sixteen floats the processor's registers hold.
+
+    Blocks of products are chosen so that their sums stay in registers.
+    """
     return 32 if _has("avx512f") else 8
 
 
@@ -79,7 +97,10 @@ def has_tiles() -> bool:
 
 @functools.cache
 def target() -> tuple[str, str]:
-    """Return LLVM's name of the target processor, and its features."""
+    """Return LLVM's name of the target processor, and its features.
+
+    They are part of the hash of compiled kernels, so machines that share a home folder do not share code by mistake.
+    """
     chosen = choice.chosen()
     if chosen == "all":
         return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()

@@ -14,7 +14,10 @@ I16_LANES = 2 * LANES
 
 
 class BFloat16(ir.Type):
-    """The LLVM type bfloat, which llvmlite does not define."""
+    """The LLVM type bfloat, which llvmlite does not define.
+
+    It is needed for the signatures of the processor's bfloat16 instructions.
+    """
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -49,5 +52,5 @@ def signed(x: int, width: int) -> int:
 
 
 def rounded_f32(x: float) -> float:
-    """Return the nearest float32.  LLVM accepts only exact constants."""
+    """Return the nearest float32 of a Python float. LLVM accepts only constants that are exact in their type."""
     return struct.unpack("f", struct.pack("f", x))[0]

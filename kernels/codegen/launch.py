@@ -31,14 +31,20 @@ _made: "dict[tuple[object, ...], Kernel]" = {}
 
 
 class Recorder(Protocol):
-    """Receives launches instead of running them; see `recording.Recording`."""
+    """Receives launches instead of running them; see `recording.Recording`.
+
+    A protocol keeps this module independent of recordings.
+    """
 
     def add(self, address: int, num_threads: int, arguments: tuple[int, ...]) -> None:
-        """Append one launch of a kernel."""
+        """Append one launch of a kernel, with its address, number of threads and arguments."""
         ...
 
     def keep(self, memory: object) -> None:
-        """Keep memory alive that a launch refers to by address."""
+        """Keep memory alive to which a launch refers by its address.
+
+        Python would otherwise free it before the recording is repeated.
+        """
         ...
 
 
@@ -79,7 +85,10 @@ class Kernel:
 
 @functools.cache
 def compiled(write: Callable[..., None], *options: object) -> Kernel:
-    """Return the kernel that `write(code, *options)` writes, loaded from disk if it was compiled before."""
+    """Return the kernel that `write(code, *options)` writes.
+
+    It is compiled once in a process, and loaded from disk if it was compiled before.
+    """
     from trouper.kernels.codegen.compiler import address_of
 
     name = "_".join((write.__name__, *map(str, options)))
@@ -112,7 +121,10 @@ def scratch(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def recorded_by(recorder: Recorder) -> Generator[None]:
-    """Pass this thread's launches to `recorder` inside the block; no kernel runs."""
+    """Pass this thread's launches to `recorder` inside the block.
+
+    No kernel runs meanwhile, so their outputs have no meaning.
+    """
     _local.recorder = recorder
     try:
         yield

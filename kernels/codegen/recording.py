@@ -29,7 +29,10 @@ Result = TypeVar("Result")  # tensors
 
 
 class NotRecordableError(Exception):
-    """torch computes something from the inputs, so repeating the launches would not give the result."""
+    """torch computes something from the inputs, so repeating the launches would not give the result.
+
+    The caller runs such steps normally, without a recording.
+    """
 
 
 class Recording(Generic[Result]):
@@ -70,11 +73,14 @@ class Recording(Generic[Result]):
         return f"<Recording of {len(self._commands)} launches>"
 
     def add(self, address: int, num_threads: int, arguments: tuple[int, ...]) -> None:
-        """Append a launch.  Kernels call this during the recording."""
+        """Append a launch.
+
+        Kernels call this during the recording. Arguments are copied, so addresses in them must stay valid.
+        """
         self._launches.append((address, num_threads, arguments))
 
     def keep(self, memory: object) -> None:
-        """Keep memory alive that a kernel refers to by address."""
+        """Keep memory alive to which a kernel refers by its address. It is freed together with the recording."""
         self._kept.append(memory)
 
     def replay(self) -> None:

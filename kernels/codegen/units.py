@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def is_available() -> bool:
-    """Test whether kernels can be compiled: llvmlite is installed, and TROUPER_KERNELS is not torch."""
+    """Test whether kernels can be compiled: llvmlite is installed, and TROUPER_KERNELS is not torch.
+
+    Without kernels torch computes everything, slower but with the same interface.
+    """
     if choice.chosen() == "torch":
         return False
     try:
@@ -59,7 +62,7 @@ def row_kind(dtype: "torch.dtype", width: int, *, native: bool | None = None) ->
 
 
 def can_multiply() -> bool:
-    """Test whether compiled products are faster than torch's in both dtypes: with AVX2 or more."""
+    """Test whether compiled products are faster than torch's in both dtypes. This is the case with AVX2 or more."""
     if not is_available():
         return False
     from trouper.kernels.codegen.features import has_fma
@@ -96,7 +99,10 @@ def integer_unit(fmt: Format, *, has_tiles: bool = True) -> Literal["dots", "til
 
 @functools.cache
 def bf16_unit() -> Literal["dots", "tiles"]:
-    """Return the instructions that multiply bfloat16 on this machine."""
+    """Return the instructions that multiply bfloat16 on this machine.
+
+    Tiles are AMX; dots are AVX512-BF16, or a replacement by FMAs.
+    """
     from trouper.kernels.codegen.features import has_tiles
 
     return "tiles" if has_tiles() else "dots"

@@ -26,10 +26,13 @@ from trouper.kernels.codegen.units import LANES
 
 
 class VectorBuilder(CoreBuilder):
-    """`CoreBuilder` with instructions on whole vectors."""
+    """`CoreBuilder` with instructions on whole vectors: conversions, permutations, masks and reductions.
+
+    A vector has sixteen lanes of 32 bits or thirty-two of 16.
+    """
 
     def fma(self, a: Operand, b: Value, c: Value) -> Value:
-        """Return a · b + c, rounded once."""
+        """Return a · b + c, rounded once. The order of roundings is therefore the same on all processors with FMA."""
         return self._intrinsic("llvm.fma.v16f32", F32X16, self.like(c, a).ir, b.ir, c.ir)
 
     def dot(self, a: Value, b: Value, c: Value) -> Value:
@@ -52,7 +55,10 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.bitcast(self.shuffle(both, both, alternate).ir, I32X16))
 
     def unpack_bf16(self, words: Value) -> tuple[Value, Value]:
-        """Split pairs of bfloat16 into their low and high numbers, each as f32x16."""
+        """Split pairs of bfloat16 into their low and high numbers, each as f32x16.
+
+        It is exact, because bfloat16 is the upper half of a float32.
+        """
         return self.as_f32x16(words << 16), self.as_f32x16(words & -0x10000)
 
     def pack_bf16(self, first: Value, second: Value) -> Value:
@@ -66,7 +72,7 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.bitcast(pairs.ir, I32X16))
 
     def to_f32x16(self, integers: Value) -> Value:
-        """Convert i32x16 to floats."""
+        """Convert i32x16 to floats. Integers above 2^24 are rounded to the nearest float."""
         return Value(self, self.builder.sitofp(integers.ir, F32X16))
 
     def split_exponent(self, x: Value) -> tuple[Value, Value]:
@@ -76,7 +82,7 @@ class VectorBuilder(CoreBuilder):
         return (bits >> 23) - 126, f
 
     def lane(self, x: Value, i: int) -> Value:
-        """Return one lane of a vector."""
+        """Return one lane of a vector as a number. The index is known when the kernel is written."""
         return Value(self, self.builder.extract_element(x.ir, I32(i)))
 
     def lane_ids(self) -> Value:
@@ -84,7 +90,7 @@ class VectorBuilder(CoreBuilder):
         return Value(self, ir.Constant(I32X16, list(range(LANES))))
 
     def round_i32x16(self, x: Value) -> Value:
-        """Round floats to the nearest integers, ties to even."""
+        """Round floats to the nearest integers, ties to even. Numbers beyond 32 bits give arbitrary results."""
         whole = self._intrinsic("llvm.rint.v16f32", F32X16, x.ir)
         return Value(self, self.builder.fptosi(whole.ir, I32X16))
 
@@ -96,7 +102,10 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.bitcast(found.ir, I32X16))
 
     def truncate(self, x: Value, kind: Literal["i32", "i16", "i8"]) -> Value:
-        """Keep the lowest bits of an integer."""
+        """Keep the lowest bits of an integer.
+
+        The result has the given width, and is stored with a pointer of this kind.
+        """
         return Value(self, self.builder.trunc(x.ir, ELEMENTS[kind]))
 
     def sign_extend(self, x: Value) -> Value:
@@ -108,7 +117,10 @@ class VectorBuilder(CoreBuilder):
         return self._intrinsic("llvm.bswap.v32i16", I16X32, x.ir)
 
     def permute(self, table: Value, indices: Value) -> Value:
-        """Return table[index mod 32] for each 16-bit index."""
+        """Return table[index mod 32] for each of thirty-two 16-bit indices.
+
+        It is one instruction on processors with AVX512-BW.
+        """
         # Only tests get here: without the instruction no layout with tables is chosen.
         if not has_permutations():
             room = self.array("i16", 3 * I16_LANES)
@@ -121,11 +133,17 @@ class VectorBuilder(CoreBuilder):
         return self._intrinsic(name, I16X32, table.ir, indices.ir)
 
     def any(self, conditions: Value) -> Value:
-        """Test whether any of sixteen or thirty-two conditions holds."""
+        """Test whether any of sixteen or thirty-two conditions holds.
+
+        The result is one condition, for `when` or `select`.
+        """
         return self.compare("!=", self._bits(conditions), 0)
 
     def count(self, conditions: Value) -> Value:
-        """Count the conditions that hold, among sixteen."""
+        """Count the conditions that hold, among sixteen.
+
+        Together with `compress` it appends selected lanes to an array.
+        """
         bits = self._bits(conditions)
         number = self._intrinsic("llvm.ctpop.i16", I16, bits.ir)
         return Value(self, self.builder.zext(number.ir, I64))
@@ -141,7 +159,10 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.bitcast(raw, ir.IntType(raw.type.count)))
 
     def reduce_sum(self, x: Value) -> Value:
-        """Add all lanes by folding halves, in the same order on every machine."""
+        """Add all lanes by folding halves.
+
+        The order is the same on every machine, so sums are reproducible bit for bit.
+        """
         return self._horizontal(x, lambda a, b: a + b)
 
     def reduce_max(self, x: Value) -> Value:
@@ -158,7 +179,10 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.extract_element(x.ir, I32(0)))
 
     def shuffle(self, a: Value, b: Value, indices: Sequence[int]) -> Value:
-        """Return the lanes `indices` of the concatenation of a and b."""
+        """Return the lanes `indices` of the concatenation of a and b.
+
+        The indices are known when the kernel is written.
+        """
         mask = ir.Constant(ir.VectorType(I32, len(indices)), list(indices))
         return Value(self, self.builder.shuffle_vector(a.ir, b.ir, mask))
 
@@ -185,7 +209,10 @@ class VectorBuilder(CoreBuilder):
         return self.shuffle(pairs, pairs, evens) + self.shuffle(pairs, pairs, odds)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
-        """Return the sixteen columns of sixteen rows."""
+        """Return the sixteen columns of sixteen rows.
+
+        Four rounds of exchanges take 64 instructions, instead of 256 single loads.
+        """
         vectors = [Value(self, row.ir) for row in rows]
         for distance in (8, 4, 2, 1):
             low = [j if not j & distance else LANES + j - distance for j in range(LANES)]

@@ -38,7 +38,10 @@ from trouper.kernels.cpu.memory import num_threads_for
 
 
 class TokenEmbedding:
-    """The embedding tables of an encoder, and the kernel that adds their rows."""
+    """The embedding tables of an encoder, and the kernel that adds their rows.
+
+    Words, positions and token types are added in one launch.
+    """
 
     def __init__(
         self,
@@ -102,7 +105,10 @@ class TokenEmbedding:
 
 
 class LayerNorm:
-    """One layer norm: its weights, and the kernel that applies them."""
+    """One layer norm: its weights, and the kernel that applies them.
+
+    The weights are kept in float32, whatever the dtype of the rows.
+    """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, eps: float, *, native: bool | None = None
@@ -157,7 +163,10 @@ def layer_norm_reference(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps
 
 
 class RowPooling:
-    """Pooling of the hidden states of each text into one row."""
+    """Pooling of the hidden states of each text into one row.
+
+    The first token, the last one or the mean of all tokens, in one launch for all texts.
+    """
 
     def __init__(
         self, rows: str, dtype: torch.dtype, width: int, *, native: bool | None = None

@@ -13,7 +13,10 @@ FLOAT_BYTES = 4
 
 
 class ExchangeSizes(NamedTuple):
-    """The sizes of the buffers that a group of ranks shares."""
+    """The sizes of the buffers that a group of ranks shares.
+
+    The processes compute them independently from the config, so they agree on all addresses.
+    """
 
     num_ranks: int
     part_bytes: int  # largest part of a sum: all rows of a step

@@ -39,7 +39,10 @@ class Float32Copies:
         return f"<Float32Copies of {len(self._copies)} weights>"
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return a contiguous float32 copy of a weight, or the weight itself if it is one."""
+        """Return a contiguous float32 copy of a weight, or the weight itself if it is one.
+
+        Copies are kept, because norms use their weights in each step.
+        """
         if weight.dtype == torch.float32 and weight.is_contiguous():
             return weight
         held = self._copies.get(id(weight))
@@ -48,5 +51,5 @@ class Float32Copies:
         return held[0]
 
     def clear(self) -> None:
-        """Free all copies."""
+        """Free all copies. Called when weights are released, since copies keep them alive."""
         self._copies.clear()

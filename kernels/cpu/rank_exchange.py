@@ -70,7 +70,10 @@ class RankExchange:
         return f"<RankExchange: {self.rank} of {self.num_ranks}, {self._state[NUM_DONE]} exchanges>"
 
     def begin_step(self, step: int) -> None:
-        """Set the number of the step that the following exchanges belong to."""
+        """Set the number of the step to which the following exchanges belong.
+
+        Ranks compare it, so a rank that missed a step is detected.
+        """
         self._state[STEP] = step
 
     def check(self) -> None:
@@ -134,7 +137,7 @@ class RankExchange:
         return z_TE
 
     def sum(self, y_TE: Tensor) -> Tensor:
-        """Return the sum of all ranks' y."""
+        """Return the sum of all ranks' y. Ranks add in the same order, so all of them get the same bits."""
         return self.fused_add_norm(None, y_TE)
 
     def norm_heads_(
@@ -179,7 +182,7 @@ class RankExchange:
             )
 
     def max_logits_rows(self, vocab_size: int) -> int:
-        """Return how many rows of logits the shared sheet can hold."""
+        """Return how many rows of logits the shared sheet can hold. More rows are gathered in several exchanges."""
         return self._sizes.sheet_numbers // vocab_size
 
     def gather_logits(

@@ -41,7 +41,10 @@ def config_of(table: Table, device: torch.device, size: int) -> Config:
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """Return the type in which matrices are multiplied.  Triton's interpreter cannot multiply bfloat16."""
+    """Return the type in which matrices are multiplied.
+
+    Triton's interpreter cannot multiply bfloat16, so it uses float32.
+    """
     if INTERPRETED or dtype == torch.float32:
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16

@@ -101,7 +101,10 @@ def _lora_shrink_kernel(
 
 
 def num_splits(num_in: int) -> int:
-    """Count the ranges of the inputs."""
+    """Count the ranges into which the inputs are divided.
+
+    Several programs then share a long product, and their partial sums are added in a fixed order.
+    """
     return triton.cdiv(num_in, SPLIT)
 
 
@@ -258,7 +261,7 @@ def lora_expand_(
 
 
 class DeviceRows(NamedTuple):
-    """A `RowTable` on the device, at a fixed address."""
+    """A `RowTable` on the device, at a fixed address. Captured graphs read it, and each step uploads new contents."""
 
     order: Tensor  # [T] int32
     blocks: Tensor  # [1 + B, 3] int32
@@ -318,7 +321,10 @@ class TritonLoRA(LoRAWeights):
         self.ranks[slot].fill_(0)
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Move the slots to the memory that `place` returns."""
+        """Move the slots to the memory that `place` returns.
+
+        Used when weights sleep in host memory and when they return.
+        """
         self.a, self.b, self.ranks, self.tiles = map(
             place, (self.a, self.b, self.ranks, self.tiles)
         )

@@ -63,7 +63,10 @@ def _norm_by_sum_kernel(
 
 
 def sum_of_squares_(part_TX: Tensor, sums_T: Tensor) -> None:
-    """Write the sum of squares of each row."""
+    """Write the sum of squares of each row to `sums_T`.
+
+    It is the first half of a norm over several ranks, which add their sums before `norm_by_sum_`.
+    """
     num_tokens, width = part_TX.shape
     assert part_TX.stride(1) == 1, "part must be contiguous along the heads"
     assert sums_T.shape == (num_tokens,), f"sums is {tuple(sums_T.shape)}"
@@ -101,7 +104,10 @@ def norm_by_sum_(
 
 
 def heads_norm_reference(whole_TX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
-    """Return the norm over the heads of all ranks, which are adjacent in `whole_TX`."""
+    """Return the norm over the heads of all ranks, which are adjacent in `whole_TX`.
+
+    Tests compare the ranks' results with it.
+    """
     return rms_norm_reference(whole_TX, weight_X, eps)
 
 
@@ -204,7 +210,7 @@ def fused_add_rms_norm_reference(
     alpha: float = 1.0,
     post_weight_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (x after the sum, out) without changing x."""
+    """Return (x after the sum, out) without changing x. Tests compare the kernel with this computation in torch."""
     if y_TE is not None:
         y_TE = y_TE if post_weight_E is None else rms_norm_reference(y_TE, post_weight_E, eps)
         x_TE = (x_TE.double() + alpha * y_TE.double()).to(x_TE.dtype)

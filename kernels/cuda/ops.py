@@ -32,14 +32,17 @@ class DeviceTokens(NamedTuple):
 
 
 class DevicePlan(NamedTuple):
-    """The attention of a step in the layers of one window."""
+    """The attention of a step in the layers of one window.
+
+    It only combines both, because the kernels read everything else from tensors on the device.
+    """
 
     tokens: DeviceTokens
     window: int | None
 
 
 class DeviceStep(NamedTuple):
-    """The tensors that all layers of a step share."""
+    """The tensors that all layers of a step share. They are computed by one launch at the start of the step."""
 
     positions_T: Tensor  # int32
     slots_T: Tensor  # int32, negative for a padding token

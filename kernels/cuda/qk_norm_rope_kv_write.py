@@ -163,7 +163,10 @@ def qk_norm_rope_kv_write_reference(
     query_table_P2R: Tensor | None = None,
     is_norm_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (q [T, N, D], cache) without changing the inputs, in float64 until the last rounding."""
+    """Compute the same in torch, one operation after the other.
+
+    Changes q in place and writes k and v into the cache.  Tests compare the kernel with it.
+    """
     num_kv = cache_2HSD.shape[1]
     qk, v = qkv_TND[:, :-num_kv].double(), qkv_TND[:, -num_kv:]
 

@@ -57,7 +57,10 @@ def gelu_tanh_and_mul(gate_up_TM: Tensor) -> Tensor:
 
 
 def act_and_mul(gate_up_TM: Tensor, act: str) -> Tensor:
-    """Return act(gate) · up.  `activate` lists the names."""
+    """Return act(gate) · up for the two halves of the input.
+
+    `activate` lists the names.  The result is a new tensor.
+    """
     gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
     return activate(gate_TM, act).mul_(up_TM)
 

@@ -25,7 +25,10 @@ WHOLE_RUN = 128
 
 
 class SlotRun(NamedTuple):
-    """Consecutive cache slots that the first `num_queries` queries of a tile read."""
+    """Consecutive cache slots that the first `num_queries` queries of a tile read.
+
+    Longer runs need fewer calls of torch, so adjacent blocks are joined.
+    """
 
     slot: int
     length: int

@@ -43,7 +43,10 @@ SMALLEST = 1e-30
 
 
 class Integers(Protocol):
-    """The parts of an `IntegerWeight` that a product needs."""
+    """The parts of an `IntegerWeight` that a product needs.
+
+    A protocol keeps the references independent of the kernels' modules.
+    """
 
     @property
     def fmt(self) -> Format: ...
@@ -60,14 +63,20 @@ class Integers(Protocol):
 
 
 class IntegerRows(NamedTuple):
-    """Rows of x as integers with a scale for each group of inputs."""
+    """Rows of x as integers with a scale for each group of inputs.
+
+    Integer kernels multiply them with the integers of the weight, without rounding.
+    """
 
     q_TGI: Tensor  # int32, in groups
     scales_TG: Tensor  # float32
 
 
 def row_group(weight_group: int) -> int:
-    """Return how many inputs of a row share a scale.  It divides the weight's groups."""
+    """Return how many inputs of a row share a scale.
+
+    It divides the weight's groups, so each partial sum has one scale on either side.
+    """
     return 32 if weight_group % 32 == 0 else 16
 
 

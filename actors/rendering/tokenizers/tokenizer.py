@@ -335,9 +335,11 @@ class Tokenizer:
         return text.encode()
 
     def hf_tokenizer(self) -> Any:
-        """Load the transformers tokenizer of the same folder.
+        """Load the transformers tokenizer of the same folder, which is much slower to load.
 
-        It is much slower to load, and needs the extra `transformers`.  Raises MissingExtraError without it.
+        Raises:
+
+            UnsupportedFeatureError: the extra `transformers` is not installed.
         """
         return _load_hf(Path(self.folder), "get_tokenizer")
 

@@ -56,12 +56,18 @@ MOST_TOKENS = 4
 
 
 def unit_of(kind: Kind, width: int) -> Unit:
-    """Return the unit that multiplies queries and keys."""
+    """Return the unit that multiplies queries and keys.
+
+    Dots need bfloat16, whole cache lines in a head and the processor's instruction; floats always work.
+    """
     return "dots" if kind == "bf16" and width % LINE == 0 and has_bf16_dot() else "floats"
 
 
 def scratch_bytes(group: int, width: int) -> int:
-    """Count the bytes of scratch memory that each thread needs."""
+    """Count the bytes of scratch memory that each thread needs.
+
+    They hold queries, scores and sums of the tokens of one span.
+    """
     return -(-4 * MOST_TOKENS * group * (2 * width + KEYS + 2) // 64) * 64 + 64
 
 

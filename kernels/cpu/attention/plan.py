@@ -71,7 +71,10 @@ class _Spans:
 
 
 class AttentionPlanner:
-    """Makes the plans of all steps of a model.  It has no state besides the model's sizes."""
+    """Makes the attention plans of all steps of a model.
+
+    It has no state besides the model's sizes, so any thread may use it.
+    """
 
     def __init__(self, config: OpsConfig) -> None:
         self._config = config

@@ -90,7 +90,10 @@ class Tile:
         self.totals, self.places = self.largest + side, self.largest + 2 * side
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
-        """Configure the state that all tiles of a call share."""
+        """Configure the state that all tiles of a call share.
+
+        Only AMX needs it; other units return an empty context.
+        """
         return contextlib.nullcontext()
 
     def _dot(self, cells: Pointer, index: Operand, x: Value, total: Value) -> Value:
@@ -168,7 +171,10 @@ class Tile:
                 self.values.store(i // 2 * width + d, code.interleave_bf16(row.load(d), high))
 
     def write_scores(self, num_rows: Value, count: Value) -> None:
-        """Write scores [count, side] = keys · queries."""
+        """Write scores [count, side] = keys · queries.
+
+        `softmax` converts them to weights, and `add_values` uses these.
+        """
         code = self.code
         for r in code.loop(0, num_rows, self.num_lanes):
             for key in code.loop(0, count, CELLS):
@@ -230,7 +236,10 @@ class Tile:
                 self.sums.store(d * self.side + r, self.sums.load(d * self.side + r) * shrink)
 
     def add_values(self, num_rows: Value, count: Value) -> None:
-        """Add valuesᵀ · weights to sums [D, side]."""
+        """Add valuesᵀ · weights to sums [D, side].
+
+        The sums of all tiles of keys, divided by the totals, are the output.
+        """
         code, steps = self.code, (count + (self.per_cell - 1)) // self.per_cell
         for r in code.loop(0, num_rows, self.num_lanes):
             for d in code.loop(0, self.width, CELLS):

@@ -41,7 +41,10 @@ class Group(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return the index of the first token behind the group."""
+        """Return the index of the first token behind the group.
+
+        The next group begins there, because groups follow each other without padding.
+        """
         return self.first + self.num_sequences * self.length
 
     @property
@@ -58,7 +61,10 @@ def is_native(dtype: torch.dtype, width: int) -> bool:
 
 
 def positions_of(groups: Sequence[Group]) -> np.ndarray:
-    """Return the position of each token in its sequence, [T] int64."""
+    """Return the position of each token in its sequence, [T] int64.
+
+    All sequences of a group have one length, so the positions repeat.
+    """
     return np.concatenate([np.tile(np.arange(g.length), g.num_sequences) for g in groups])
 
 
@@ -167,7 +173,7 @@ def varlen_attention_reference(
     window: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute one sequence after the other in float64, with all scores at once."""
+    """Compute one sequence after the other in float64, with all scores at once. Tests compare the kernels with it."""
     outs: list[Tensor] = []
     for group in groups:
         first, num, length, _ = group

@@ -82,7 +82,10 @@ class NativeExperts:
 def grouped(
     gate_up: Sequence[LinearMethod], down: Sequence[LinearMethod], routing: Routing
 ) -> NativeExperts | None:
-    """Combine experts.  Returns None if the kernels do not support their sizes or the form of their weights."""
+    """Combine the linear layers of all experts into launches for any number of experts.
+
+    Returns None if the kernels do not support their sizes or the form of their weights.
+    """
     if down[0].shape[0] % LANES or routing.num_experts >= MAX_EXPERTS:
         return None
     first, second = make_product(gate_up), make_product(down)

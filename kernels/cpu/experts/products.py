@@ -22,7 +22,10 @@ from trouper.kernels.linear import LinearMethod
 
 
 class Routed(NamedTuple):
-    """The experts that a step's tokens chose, as `routing.route` writes them."""
+    """The experts that a step's tokens chose, as `routing.route` writes them.
+
+    `order` sorts the rows by expert, and `spans` contains the range of each expert in it.
+    """
 
     num_tokens: int
     order: Tensor
@@ -34,7 +37,10 @@ class Routed(NamedTuple):
 
 
 class ExpertProducts(Protocol):
-    """The products of all experts with their rows."""
+    """The products of all experts with their rows.
+
+    An implementation stores the weights of all experts in the layout that its kernel reads.
+    """
 
     kind: Kind  # dtype of the rows
 
@@ -57,7 +63,10 @@ def make_product(linears: Sequence[LinearMethod]) -> ExpertProducts | None:
 
 
 class DenseExpertProducts:
-    """Products with bfloat16 or float32 weights."""
+    """The products of all experts with bfloat16 or float32 weights.
+
+    Each expert is packed like a `DenseLinear`, so results are the same bit for bit.
+    """
 
     def __init__(self, linears: Sequence[DenseLinear]) -> None:
         self.linears = linears

@@ -56,7 +56,10 @@ ADDRESSES = 5
 
 
 class ExpertItem(NamedTuple):
-    """Twelve panels of one expert, with all rows of that expert."""
+    """Twelve panels of one expert, with all rows of that expert.
+
+    It is one work item: a thread reads these panels once, for all rows.
+    """
 
     first: Value  # index in the order
     num_rows: Value
@@ -66,14 +69,17 @@ class ExpertItem(NamedTuple):
 
 
 class Choices:
-    """The `Rows` of a product for the current expert."""
+    """The `Rows` of a product for the current expert.
+
+    They are taken from the order of the routing, so rows need not be copied together.
+    """
 
     def __init__(self, code: KernelBuilder, order: Value, divisor: Value) -> None:
         self._code, self._order, self._divisor = code, code.pointer(order, "i64"), divisor
         self._first = self._num_rows = code.i64(0)
 
     def begin(self, item: ExpertItem) -> None:
-        """Switch to the rows of a work item."""
+        """Switch to the rows of a work item. The product's other state, such as its registers, stays the same."""
         self._first, self._num_rows = item.first, item.num_rows
 
     def row(self, index: Value) -> Value:
@@ -84,14 +90,17 @@ class Choices:
 
 
 def num_items(num_spans: int, num_panels: int) -> int:
-    """Count the work items of a call: each span has those of one expert."""
+    """Count the work items of a call.
+
+    The number of experts with tokens is unknown before the launch, so each span has its maximum.
+    """
     return num_spans * -(-num_panels // PANELS)
 
 
 def expert_items(
     code: KernelBuilder, weights: Value, spans: Value, num_panels: Value
 ) -> Iterator[ExpertItem]:
-    """Yield the work items of the experts with tokens."""
+    """Yield the work items of the experts with tokens. Items of experts without tokens end at once."""
     per_expert = (num_panels + (PANELS - 1)) // PANELS
     table = code.pointer(weights, "i64")
     for item in code.work_items():

@@ -55,7 +55,10 @@ def activated(
     activation: Activation,
     alpha: Value | float = 1.0,
 ) -> Value:
-    """Return the activation of sixteen numbers.  `alpha` is the constant of `clamped_swiglu`."""
+    """Return the activation of sixteen numbers.
+
+    `alpha` is the constant of `clamped_swiglu`; other activations ignore it.
+    """
     if activation == "gelu":
         # The form for float32 also serves bfloat16, because the shorter form is off by 6e-6 g far below zero.
         return gelu(code, g, "f32")

@@ -59,7 +59,10 @@ WAIT, WAKE, ALL_THREADS = 0, 1, 2**30
 
 
 class Exchange(NamedTuple):
-    """The first arguments of every kernel of a group."""
+    """The first arguments of every kernel of a group of ranks.
+
+    They give the shared memory, this rank's number and state, and the system call with which ranks wait.
+    """
 
     memory: Value
     rank: Value

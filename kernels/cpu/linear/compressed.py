@@ -83,7 +83,10 @@ class CompressedLinear(LinearMethod):
 
     @classmethod
     def pack(cls, weight: Tensor, bias_O: Tensor | None = None) -> LinearMethod:
-        """Compress a weight.  A weight with too many different exponents becomes a `DenseLinear`."""
+        """Compress a weight to twelve bits a number, without loss.
+
+        A weight with too many different exponents becomes a `DenseLinear` instead.
+        """
         num_out, num_in = weight.shape
         packed = _compressed(weight)
         if packed is None:
@@ -140,7 +143,10 @@ def weight_words(num_out: int, num_in: int) -> int:
 
 
 def scratch_bytes(num_rows: int, num_in: int, unit: Unit) -> int:
-    """Count the bytes of scratch memory that a thread needs."""
+    """Count the bytes of scratch memory that a thread needs.
+
+    Products with few rows decode in registers and need none.
+    """
     shape = COMPRESSED_BLOCKINGS[unit]
     if num_rows <= shape.most_few:
         return 0

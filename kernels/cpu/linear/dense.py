@@ -41,7 +41,10 @@ from trouper.kernels.linear import LinearMethod
 
 
 class DenseLinear(LinearMethod):
-    """A weight in bfloat16 or float32, stored panel after panel."""
+    """A weight in bfloat16 or float32, stored in panels of sixteen outputs.
+
+    A product reads each panel from start to end, at the speed of the memory.
+    """
 
     is_recordable: ClassVar[bool] = True
 
@@ -88,7 +91,10 @@ class DenseLinear(LinearMethod):
 
 
 def pack_panels(weight_OI: Tensor) -> Tensor:
-    """Copy a plain matrix [O, I] into panels of sixteen outputs."""
+    """Copy a plain matrix [O, I] into panels of sixteen outputs.
+
+    O must be a multiple of sixteen.  The kernel that does so runs on all threads.
+    """
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     per_word = 4 // weight_OI.itemsize

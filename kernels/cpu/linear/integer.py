@@ -92,7 +92,10 @@ class IntegerLinear(LinearMethod):
 
     @classmethod
     def pack(cls, weight: Tensor | IntegerWeight, bias_O: Tensor | None = None) -> Self:
-        """Round a plain bfloat16 matrix, or pack the integers of a checkpoint without rounding."""
+        """Round a plain bfloat16 matrix, or pack the integers of a checkpoint without rounding.
+
+        Both then have the same layout and kernels.
+        """
         if isinstance(weight, IntegerWeight):
             num_out, num_in = weight.q_OI.shape
             return cls((num_out, num_in), *packed(weight), bias_O, weight.order_I)
@@ -148,7 +151,10 @@ class IntegerLinear(LinearMethod):
         )
 
     def quantized_rows(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows as integers, and their records: the input of `byte_matmul`."""
+        """Return the rows as integers with their scales: the input of `byte_matmul`.
+
+        Used on processors without bfloat16 instructions.
+        """
         num_rows, num_in = len(x_TI), self.shape[1]
         per_word = integers_per_word(self.fmt)
         q_TI = x_TI.new_empty((num_rows, num_in // per_word), dtype=torch.int32)
@@ -190,7 +196,7 @@ class Int8Linear(IntegerLinear):
 
 
 class Fp4Linear(IntegerLinear):
-    """Multiplies with e2m1 weights.  Only checkpoints contain them; no option rounds to fp4."""
+    """A linear layer with e2m1 weights of four bits. Only checkpoints contain them; no option rounds to fp4."""
 
     fmt: ClassVar[Format] = "fp4"
 

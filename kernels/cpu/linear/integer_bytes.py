@@ -101,7 +101,7 @@ def byte_matmul(
 
 
 class ByteProduct:
-    """Computes blocks of four panels and some rows.  `arguments` are those of `byte_matmul`."""
+    """Computes blocks of four panels and some rows with products of bytes. `arguments` are those of `byte_matmul`."""
 
     def __init__(
         self,
@@ -135,11 +135,17 @@ class ByteProduct:
         self._minima = code.pointer(m, "f32") if self._has_minima else None
 
     def take_rows(self, x: Value, records: Value) -> None:
-        """Use the rounded rows at these addresses from now on."""
+        """Use the rounded rows at these addresses from now on.
+
+        `records` contains the scale of each group of their inputs.
+        """
         self._x, self._records = self._code.pointer(x, "i32"), self._code.pointer(records, "i32")
 
     def round_rows(self, x: Value, stride: Value, target: Value) -> None:
-        """Round all rows of x to `target`, and use them from now on."""
+        """Round all rows of x to `target`, and use them from now on.
+
+        With few rows each thread rounds them itself, which saves a launch.
+        """
         code, pairs = self._code, self._pairs
         per_row = pairs // (integers_per_word(self._fmt) // 2)
         records = target + self.num_rows * per_row * 4

@@ -199,7 +199,10 @@ class _Work(ABC):
 
 
 class IntegerDots(_Work):
-    """Computes blocks of panels and rows with dots.  `arguments` are those of `quantized_matmul`."""
+    """Computes blocks of panels and rows with dots of bfloat16.
+
+    The integers are decoded in registers.  `arguments` are those of `quantized_matmul`.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

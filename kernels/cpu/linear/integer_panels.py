@@ -47,7 +47,10 @@ class PanelStream:
         self._stride, self._count, self._num_between = length * PANELS, count, num_between
 
     def at(self, i: Value, more: int = 0) -> Pointer:
-        """Return the address of entry i + more."""
+        """Return the address of entry i + more.
+
+        `more` is known when the kernel is written, so it costs no instruction.
+        """
         return self._own + i * self._stride + more * self._stride
 
     def enter(self, group: Value) -> None:
@@ -64,7 +67,10 @@ class PanelStream:
 
 
 class NibblePanel:
-    """A panel of int4 or fp4, decoded to pairs of bfloat16."""
+    """A panel of int4 or fp4 weights, decoded to pairs of bfloat16.
+
+    Decoding is a lookup in a small table that fits a register.
+    """
 
     def __init__(
         self, code: KernelBuilder, fmt: Format, words: PanelStream, zeros: PanelStream | None
@@ -87,7 +93,10 @@ class NibblePanel:
 
 
 class BytePanel:
-    """A panel of int8, decoded to pairs of bfloat16."""
+    """A panel of int8 weights, decoded to pairs of bfloat16.
+
+    Integers of this size are exact in bfloat16, so decoding does not round.
+    """
 
     def __init__(self, code: KernelBuilder, words: PanelStream) -> None:
         self._code, self._words = code, words
@@ -107,7 +116,10 @@ PackedPanel = NibblePanel | BytePanel
 
 
 class KeptPanel:
-    """A panel of already decoded pairs of bfloat16."""
+    """A panel of already decoded pairs of bfloat16.
+
+    With many rows, a panel is decoded once and then read by each block of rows.
+    """
 
     def __init__(self, words: Pointer) -> None:
         self._words = words
@@ -128,14 +140,14 @@ class KeptPanel:
 
 
 class ChunkPanel(KeptPanel):
-    """Memory for one chunk of a panel: it holds step `more` for any i."""
+    """Memory for one chunk of a panel, decoded shortly before its use. It holds step `more` for any i."""
 
     def tile(self, i: Value, more: int = 0) -> Pointer:
         return self._words + more * (STEP * LANES)
 
 
 class KeepingPanel:
-    """A packed panel that keeps what it decodes."""
+    """A packed panel that keeps what it decodes, for later blocks of rows. It is read like any other panel."""
 
     def __init__(self, packed: PackedPanel, kept: KeptPanel) -> None:
         self._packed, self._kept = packed, kept
@@ -150,7 +162,10 @@ class KeepingPanel:
         return pairs
 
     def decode(self, i: Value, more: int = 0) -> None:
-        """Decode a tile to memory."""
+        """Decode a tile of the panel to memory.
+
+        The tile unit can only multiply from memory, not from vector registers.
+        """
         for step in range(TILE // STEP):
             self.pairs(i, more + step)
 

@@ -128,7 +128,7 @@ def _store(
 
 
 def gathered(x_TI: Tensor, order_I: Tensor) -> Tensor:
-    """Return the columns of x in another order, a new tensor."""
+    """Return the columns of x in another order, as a new tensor. Weights with reordered groups of inputs need it."""
     y_TI = x_TI.new_empty(x_TI.shape)
     launch.compiled(gather_columns)(
         len(x_TI),

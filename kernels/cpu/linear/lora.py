@@ -133,7 +133,10 @@ class NativeLoRA(LoRAWeights):
 
 
 def can_adapt(part_sizes: Sequence[int], num_in: int, dtype: torch.dtype) -> bool:
-    """Test whether the kernels support the dtype, and inputs and parts that fill whole registers."""
+    """Test whether the kernels support the dtype, and inputs and parts that fill whole registers.
+
+    Otherwise `PlainLoRA` computes the adapters.
+    """
     if units.kind_of(dtype) is None or any(size % LANES for size in part_sizes):
         return False
     return num_in % (LANES * (4 // dtype.itemsize)) == 0

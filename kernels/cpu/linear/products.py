@@ -37,7 +37,10 @@ Steps = Iterator[
 
 
 class Block(NamedTuple):
-    """The panels and rows that are computed together in registers."""
+    """The panels and rows that are computed together in registers.
+
+    More of both means fewer loads for each product, up to the number of registers.
+    """
 
     panels: int
     rows: int
@@ -101,7 +104,10 @@ def items_of_many(
 
 
 class Rows(Protocol):
-    """The rows of a product."""
+    """The rows of a product, which may be a selection in any order.
+
+    Dense products use all rows, and experts those of their tokens.
+    """
 
     def row(self, index: Value) -> Value:
         """Return the row of y with this index.  Indices beyond the last row repeat the last one."""
@@ -113,7 +119,7 @@ class Rows(Protocol):
 
 
 class AllRows:
-    """All rows in memory order."""
+    """All rows in memory order. The index of a row is its position, limited to the last row."""
 
     def __init__(self, code: KernelBuilder, num_rows: Value) -> None:
         self._code, self._num_rows = code, num_rows
@@ -126,7 +132,10 @@ class AllRows:
 
 
 class Product(ABC):
-    """Computes blocks of panels and rows.  Subclasses implement a unit."""
+    """Computes blocks of panels and rows.
+
+    Subclasses implement a unit; the layout of the weights is given by `Steps`.
+    """
 
     # The number of input words that one step multiplies.
     step: ClassVar[int]
@@ -156,7 +165,10 @@ class Product(ABC):
         return [self.code.minimum(first + p, self.num_panels - 1) for p in range(panels)]
 
     def plain(self, weights: list[Pointer], ahead: int) -> Steps:
-        """Yield the words of packed panels."""
+        """Yield the words of packed panels, step by step.
+
+        With `ahead`, later words are prefetched, because the hardware does not follow so many streams.
+        """
         for i in self.code.loop(0, self.pairs, self.step):
             if ahead:
                 for weight in weights:
@@ -165,7 +177,10 @@ class Product(ABC):
             yield i, [weight + i * LANES for weight in weights]
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
-        """Configure the state that all blocks of a call share."""
+        """Configure the state that all blocks of a call share.
+
+        Only tiles need it; other units return an empty context.
+        """
         return contextlib.nullcontext()
 
     @abstractmethod
@@ -219,7 +234,7 @@ class Dots(Product):
 
 
 class Floats(Dots):
-    """Blocks of float32, where a word is one input."""
+    """Blocks of float32, in which a word is one input. Products and sums are FMAs, in the order of the inputs."""
 
     kind = "f32"
 
@@ -294,7 +309,10 @@ class Tiles(Product):
     def write(
         self, sums: Pointer, panel: Value, first_row: Value, scale: Value | None = None
     ) -> None:
-        """Store a tile of rows, times the scale, plus the bias."""
+        """Store a tile of rows, times the scale, plus the bias.
+
+        Rows beyond the last one were computed twice, with equal results.
+        """
         own = self.bias_or_zeros(panel)
         for row in self.code.loop(0, self.tile_rows):
             total = sums.load(row * LANES)

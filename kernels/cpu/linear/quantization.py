@@ -79,7 +79,10 @@ def quantize(weight_OI: Tensor, fmt: Format, whole_OI: Tensor | None = None) -> 
 
 
 def dequantized(integers: IntegerWeight) -> Tensor:
-    """Return the weights in float32, exactly the numbers that the kernels multiply with."""
+    """Return the weights in float32.
+
+    They are exactly the numbers with which the kernels multiply, so tests can compare both.
+    """
     scales_OG = integers.scales_OG
     groups = integers.q_OI.unflatten(1, (scales_OG.shape[1], -1)).float()
     if integers.zeros_OG is not None:
@@ -94,7 +97,10 @@ def dequantized(integers: IntegerWeight) -> Tensor:
 
 
 def can_pack(integers: IntegerWeight) -> bool:
-    """Test whether `integer.py` supports groups of this size."""
+    """Test whether `integer.py` supports groups of this size.
+
+    Other matrices are dequantized and packed as plain ones.
+    """
     num_in, num_groups = integers.q_OI.shape[1], integers.scales_OG.shape[1]
     return num_groups == 1 or num_in // num_groups % (16 if integers.fmt == "int8" else GROUP) == 0
 
@@ -133,7 +139,7 @@ def _nibbles(fmt: Format, q_OI: Tensor) -> Tensor:
 
 
 def num_blocks(num_out: int) -> int:
-    """Count the blocks of interleaved panels."""
+    """Count the blocks of interleaved panels. The last block is padded, so memory is allocated for whole blocks."""
     return -(-num_out // (PANELS * LANES))
 
 

@@ -66,7 +66,7 @@ Work = Sequence[Callable[[], None]]
 
 
 class SplitLinear(LinearMethod):
-    """A float32 weight that tiles multiply.  Requires that `units.bf16_unit()` is tiles."""
+    """A float32 weight that tiles multiply as sums of bfloat16 parts. Requires that `units.bf16_unit()` is tiles."""
 
     is_recordable: ClassVar[bool] = True
 
@@ -136,7 +136,10 @@ def parts_bytes(num_rows: int, num_in: int) -> int:
 
 
 def scratch_bytes(num_rows: int, num_in: int) -> int:
-    """Count the scratch bytes of a thread: the parts of its rows, or of its panels."""
+    """Count the scratch bytes of a thread.
+
+    They hold the parts of its rows, or of its panels if there are many rows.
+    """
     rows = TILE if num_rows <= TILE else MANY.panels * LANES
     return rows * num_in * 2 * PARTS
 

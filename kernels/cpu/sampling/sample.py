@@ -90,7 +90,10 @@ def sample(
 
 
 def compile_sample() -> None:
-    """Compile the kernel, so that the first step does not wait for it."""
+    """Compile the sampling kernel in advance, so that the first step does not wait for it.
+
+    Does nothing without compiled kernels.
+    """
     if units.is_available():
         from trouper.kernels.cpu.sampling.sample_rows import sample_rows
 
@@ -153,7 +156,10 @@ def apply_repetition_penalty_reference_(
 
 
 def top_k_top_p_reference(logits_V: np.ndarray, row: np.void) -> np.ndarray:
-    """Return which tokens may be drawn, computed by a stable sort in float64."""
+    """Return which tokens may be drawn, computed by a stable sort in float64.
+
+    Tests compare the kernels' selection without a sort with it.
+    """
     order = np.argsort(-logits_V, kind="stable")
     with np.errstate(invalid="ignore"):  # -inf minus -inf
         x = (logits_V[order].astype(np.float64) - logits_V[order[0]]) / row["temperature"]

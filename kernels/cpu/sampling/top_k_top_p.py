@@ -45,7 +45,10 @@ class Kept(NamedTuple):
 
 
 def held_bytes(vocab_size: int) -> int:
-    """Count the bytes for a copy, including the excess of its last store and load."""
+    """Count the bytes for a copy of a row of logits.
+
+    The last store and load may reach beyond the row, and this excess is included.
+    """
     return 4 * (-(-vocab_size // LANES) + 2) * LANES
 
 

@@ -152,7 +152,7 @@ def apply_penalties(
 def apply_penalties_reference(
     logits_V: Tensor, row: int, end: int, tokens: Tensor, sampling: SamplingRows
 ) -> Tensor:
-    """Edit one row in float64."""
+    """Edit one row of logits in float64: mask, edits, then penalties. Tests compare the kernel with it."""
     x = logits_V.double()
     if sampling.is_masked[row]:
         bits = sampling.mask[row].unsqueeze(1) >> torch.arange(32) & 1

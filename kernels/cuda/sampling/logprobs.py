@@ -147,7 +147,10 @@ def top_logprobs(
 
 
 def top_logprobs_reference(logits_V: Tensor, token_id: int, num_top: int) -> TopLogprobs:
-    """Compute one row by a stable sort in float64."""
+    """Compute one row by a stable sort in float64.
+
+    Ties are resolved in favour of the smaller id, as in the kernel.
+    """
     logprobs = logits_V.double().log_softmax(0)
     order = logits_V.float().argsort(descending=True, stable=True)[:num_top]
     ids = torch.cat((torch.tensor([token_id]), order))

@@ -33,14 +33,20 @@ _B = tl.constexpr(0x846CA68B)
 
 @triton.jit
 def gumbel(key0, key1, token_ids):
-    """Return float32 noise for the row's keys and any block of token ids; see `row_keys`."""
+    """Return float32 noise for the row's keys and any block of token ids.
+
+    It is a pure function, so a token's noise does not depend on the batch; see `row_keys`.
+    """
     bits = hash32(token_ids.to(tl.uint32), key0, key1) >> 9
     return -log(-log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))  # 2⁻²³
 
 
 @triton.jit
 def row_keys(seed, position):
-    """Return two uint32 words for a seed (int64) and a position (int32)."""
+    """Return two uint32 words for a seed (int64) and a position (int32).
+
+    Together with a token id they determine its noise; the CPU computes the same words.
+    """
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     mixed = hash32(hash32(position.to(tl.uint32), low, high), high, low)
@@ -162,7 +168,10 @@ def sample(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return sampled ids [R] int32.  Writes them to `tokens` and to the rows' `history`."""
+    """Draw a token for each row, and write it to `tokens` at the row's end.
+
+    Returns the ids [R] int32; -1 marks a row with logits that are not finite.
+    """
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.is_contiguous(), "logits must be contiguous"
     assert edited_RV.is_contiguous(), "edited must be contiguous"
@@ -214,7 +223,10 @@ def _put_tokens_kernel(sampled_ptr, rows_ptr, ends_ptr, tokens_ptr, tokens_strid
 
 
 def put_tokens_(sampled_R: Tensor, rows_R: Tensor, ends_R: Tensor, tokens: Tensor) -> None:
-    """Write the ids that another device has sampled to `tokens`, like `sample` on that device."""
+    """Write the ids that another device has sampled to `tokens`, like `sample` on that device.
+
+    Ranks without logits use it.
+    """
     _put_tokens_kernel[(len(sampled_R),)](
         sampled_R, rows_R, ends_R, tokens, tokens.stride(0), **MERGE
     )

@@ -34,7 +34,10 @@ CONFIGS: Table = {"sm_90": ((1 << 30, {"BLOCK": 2048, "num_warps": 16}),)}
 
 @triton.jit
 def order_of(x):
-    """Return int32 with the order of the float32.  Both zeros map to one number."""
+    """Return int32 with the order of the float32.
+
+    Comparisons of integers can then replace those of floats.  Both zeros map to one number.
+    """
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -221,7 +224,10 @@ def top_k_top_p(
     *,
     scratch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (threshold [R] float32, last_tie [R] int32).  Overwrites `scratch` [R, V] float32."""
+    """Find the cut of each row's candidates by min-p, top-k and top-p.
+
+    Returns (threshold [R] float32, last_tie [R] int32).  Overwrites `scratch` [R, V] float32.
+    """
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.is_contiguous(), "logits must be contiguous"
     assert edited_RV.is_contiguous(), "edited must be contiguous"
@@ -247,7 +253,10 @@ def top_k_top_p(
 
 
 def top_k_top_p_reference(scaled_V: Tensor, top_k: int, top_p: float, log_min_p: float) -> Tensor:
-    """Return the kept tokens of a row [V] bool, computed by a stable sort in float64."""
+    """Return the kept tokens of a row, [V] bool, computed by a stable sort in float64.
+
+    Tests compare the kernel's cut without a sort with it.
+    """
     values, ids = scaled_V.sort(descending=True, stable=True)
     kept = values >= (values[0] + log_min_p)
     if 0 < top_k < len(values):
