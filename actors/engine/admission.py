@@ -11,9 +11,13 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from trouper.actors.messages.requests import MAX_OPEN_REQUESTS
+from trouper.actors.rendering.media.parts import is_image
 from trouper.actors.replies.slot import Prefills
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError, invalid
 
+TOKENS_PER_IMAGE = (
+    1024  # until it is processed: SmolVLM has 872 for 640 x 480 pixels, Pixtral up to 4,096
+)
 CHARACTERS_PER_TOKEN = 4  # of usual text; it counts only until the prompt is rendered
 BYTES_PER_EMBEDDING = 2**13  # 4096 numbers of two bytes
 
@@ -37,7 +41,10 @@ def estimate_tokens(prompt: Any, depth: int = 6) -> int:
         items = list(cast("list[Any]", prompt))
         if items and isinstance(items[0], int):
             return len(items)
+    if is_image(prompt):
+        return TOKENS_PER_IMAGE
     num_rows = _payload_bytes(prompt) // BYTES_PER_EMBEDDING
+    num_rows += TOKENS_PER_IMAGE * _num_data_images(prompt)
     return num_rows + sum(estimate_tokens(item, depth - 1) for item in items)
 
 
@@ -51,6 +58,27 @@ def embeds_bytes(prompt: Any) -> int:
     messages = _items(prompt, "messages")
     parts = [part for message in messages for part in _items(message, "content")]
     return sum(map(_payload_bytes, parts)) if parts else _payload_bytes(prompt)
+
+
+def has_images(prompt: Any) -> bool:
+    """Return whether a prompt has images, which are decoded in a lane of their own."""
+    if isinstance(prompt, str):
+        return False
+    messages = _items(prompt, "messages")
+    if any(is_image(part) for message in messages for part in _items(message, "content")):
+        return True
+    return _num_data_images(prompt) > 0
+
+
+def _num_data_images(prompt: Any) -> int:
+    """Count the images in the `multi_modal_data` of a prompt."""
+    data = (
+        cast("dict[Any, Any]", prompt).get("multi_modal_data") if isinstance(prompt, dict) else None
+    )
+    images = cast("dict[Any, Any]", data).get("image") if isinstance(data, dict) else None
+    if isinstance(images, list | tuple):
+        return len(cast("list[Any]", images))
+    return 0 if images is None else 1
 
 
 def _items(given: Any, key: str) -> list[Any]:

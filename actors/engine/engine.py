@@ -76,6 +76,7 @@ class EngineParts(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer | None
     to_renderer: MemoryObjectSendStream[RendererInbox]
     to_large_renderer: MemoryObjectSendStream[RendererInbox]
+    to_media_renderer: MemoryObjectSendStream[RendererInbox]
     to_trying_renderer: MemoryObjectSendStream[RendererInbox]
     to_scheduler: MemoryObjectSendStream[SchedulerInbox]
     to_executors: Sequence[MemoryObjectSendStream[ExecutorInbox]]  # one for each replica
@@ -117,6 +118,7 @@ class Engine:
             config,
             renderer=parts.to_renderer,
             large_renderer=parts.to_large_renderer,
+            media_renderer=parts.to_media_renderer,
             trying_renderer=parts.to_trying_renderer,
             scheduler=parts.to_scheduler,
             loop=parts.loop,

@@ -14,12 +14,12 @@ import msgspec
 from anyio.streams.memory import MemoryObjectSendStream
 
 from trouper.actors.engine.adapters import Adapters
-from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens
+from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens, has_images
 from trouper.actors.engine.generation import MakeRender
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.executor.actor import ExecutorSnapshot
 from trouper.actors.messages.controls import RendererInbox, SchedulerInbox
-from trouper.actors.messages.requests import Abort, RequestId, RequestOptions
+from trouper.actors.messages.requests import Abort, Render, RequestId, RequestOptions
 from trouper.actors.observability.observer import ObserverSnapshot
 from trouper.actors.output.detokenizer import DetokenizerSnapshot
 from trouper.actors.output.pooler import PoolerSnapshot
@@ -84,6 +84,7 @@ class RequestTable:
         *,
         renderer: MemoryObjectSendStream[RendererInbox],
         large_renderer: MemoryObjectSendStream[RendererInbox],
+        media_renderer: MemoryObjectSendStream[RendererInbox],
         trying_renderer: MemoryObjectSendStream[RendererInbox],
         scheduler: MemoryObjectSendStream[SchedulerInbox],
         loop: EventLoop,
@@ -94,6 +95,7 @@ class RequestTable:
         self._config = config
         self._renderer = renderer
         self._large_renderer = large_renderer
+        self._media_renderer = media_renderer
         self._trying_renderer = trying_renderer
         self._scheduler = scheduler
         self._loop = loop
@@ -119,7 +121,12 @@ class RequestTable:
     @property
     def num_rendering(self) -> int:
         """Count the requests queued for a renderer."""
-        queues = self._renderer, self._large_renderer, self._trying_renderer
+        queues = (
+            self._renderer,
+            self._large_renderer,
+            self._media_renderer,
+            self._trying_renderer,
+        )
         return sum(queue.statistics().current_buffer_used for queue in queues)
 
     @property
@@ -176,11 +183,17 @@ class RequestTable:
             adapter=adapter,
         )
         num_tokens = estimate_tokens(message.prompt)
-        is_large = num_tokens > LARGE_PROMPT or embeds_bytes(message.prompt) > LARGE_EMBEDS
+        lane = self._lane(message, num_tokens)
         slot.count_prefill(num_tokens)
-        renderer = self._large_renderer if is_large else self._renderer
-        renderer.send_nowait(message)
+        lane.send_nowait(message)
         return id, slot
+
+    def _lane(self, message: Render, num_tokens: int) -> MemoryObjectSendStream[RendererInbox]:
+        """Choose the renderers of a request, so that short texts wait for no long prompt and for no image."""
+        if has_images(message.prompt):
+            return self._media_renderer
+        is_large = num_tokens > LARGE_PROMPT or embeds_bytes(message.prompt) > LARGE_EMBEDS
+        return self._large_renderer if is_large else self._renderer
 
     def _slot(self, request_id: str, params: SamplingParams | PoolingParams) -> Slot[Any]:
         prefills, shows_stats = self._admission.prefills, self._config.log_stats

@@ -139,7 +139,10 @@ async def _run_actors(
     to_large_renderer, large_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
         MAX_OPEN_REQUESTS
     )
-    # One Render for each open request, on its way from the two above.
+    to_media_renderer, media_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
+        MAX_OPEN_REQUESTS
+    )
+    # One Render for each open request, on its way from the three above.
     to_trying_renderer, trying_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
         MAX_OPEN_REQUESTS
     )
@@ -161,19 +164,22 @@ async def _run_actors(
     to_observer, observer_inbox = anyio.create_memory_object_stream[ObserverInbox](MAX_FACTS)
     engine: Engine | None = None
     with (
-        ExitStack() as executors_ends,
+        ExitStack() as ends,
         to_renderer, renderer_inbox, to_large_renderer, large_renderer_inbox,
         to_trying_renderer, trying_renderer_inbox, to_scheduler, scheduler_inbox,
         to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
+        # One with statement may have twenty blocks only.
+        ends.enter_context(to_media_renderer)
+        ends.enter_context(media_renderer_inbox)
         # Each executor gets the plans in flight; one call at a time from the lifecycle, for an adapter, from a probe and from the
         # scheduler; and two grammars to prepare, one of them ordered before the device was lost.
         for _ in devices:
             to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](
                 credits + 6
             )
-            to_executors.append(executors_ends.enter_context(to_executor))
-            executor_inboxes.append(executors_ends.enter_context(executor_inbox))
+            to_executors.append(ends.enter_context(to_executor))
+            executor_inboxes.append(ends.enter_context(executor_inbox))
         try:
             async with anyio.create_task_group() as tasks:
                 executors = _make_executors(executor_inboxes, to_scheduler, devices)
@@ -209,9 +215,13 @@ async def _run_actors(
                     is_stepped=is_stepped,
                 )
                 await tasks.start(scheduler.run, name="scheduler")
-                # More renderers than workers: large prompts have their own renderer, and so have grammars on trial, so they
-                # delay only each other.
-                quick = [large_renderer_inbox, *[renderer_inbox] * config.renderer_num_workers]
+                # More renderers than workers: large prompts, prompts with images and grammars on trial have their own
+                # renderers, so they delay only each other.
+                quick = [
+                    large_renderer_inbox,
+                    media_renderer_inbox,
+                    *[renderer_inbox] * config.renderer_num_workers,
+                ]
                 lanes = [(lane, render_quickly, to_trying_renderer) for lane in quick]
                 trying = [(trying_renderer_inbox, prompts.render, None)] * num_trying
                 renderers: list[Renderer] = []
@@ -229,13 +239,14 @@ async def _run_actors(
                     renderers.append(renderer)
                 inboxes: dict[str, MemoryObjectSendStream[Any]] = {
                     "renderer": to_renderer, "large renderer": to_large_renderer,
+                    "media renderer": to_media_renderer,
                     "trying renderer": to_trying_renderer,
                     "scheduler": to_scheduler,
                     **{f"executor {i}": sender for i, sender in enumerate(to_executors)},
                     "detokenizer": to_detokenizer, "pooler": to_pooler, "observer": to_observer,
                 }  # fmt: skip
                 parts = EngineParts(
-                    info, tokenizer, to_renderer, to_large_renderer, to_trying_renderer, to_scheduler, to_executors,
+                    info, tokenizer, to_renderer, to_large_renderer, to_media_renderer, to_trying_renderer, to_scheduler, to_executors,
                     to_observer, inboxes, tuple(renderers), scheduler, executors, detokenizer, pooler,
                     observer, EventLoop(), threads,
                 )  # fmt: skip

@@ -7,7 +7,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.simulation.simulated_device import Conditions
 from tests.support.engines import STEP_S, engine_config, simulated_engine
-from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
+from trouper.actors.engine.admission import (
+    TOKENS_PER_IMAGE,
+    embeds_bytes,
+    estimate_tokens,
+    has_images,
+)
 from trouper.actors.engine.wiring import cache_labels
 from trouper.actors.messages.requests import RequestOptions
 from trouper.actors.messages.steps import DeviceBack, DeviceLost
@@ -395,6 +400,12 @@ def test_estimate_uses_ids_or_text_length():
     assert [
         embeds_bytes(odd) for odd in (None, [], nested, {"messages": 5}, {"messages": [5]})
     ] == [0] * 5
+    image = {"type": "image_url", "image_url": {"url": "data:;base64," + "A" * 10**6}}
+    seen = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 40}, image]}]}
+    assert (estimate_tokens(seen), has_images(seen)) == (10 + TOKENS_PER_IMAGE, True)
+    data = {"prompt": "x" * 40, "multi_modal_data": {"image": [b"", b""]}}
+    assert (estimate_tokens(data), has_images(data)) == (10 + 2 * TOKENS_PER_IMAGE, True)
+    assert not any(map(has_images, ("x", chat, None, {"multi_modal_data": {"image": []}}, nested)))
     assert [estimate_tokens(odd) for odd in (None, {}, [], nested, {"prompt": 3}, 5)] == [0] * 6
 
 

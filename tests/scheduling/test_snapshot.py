@@ -49,7 +49,8 @@ async def test_an_idle_engine_holds_nothing(autojump_clock):
         assert snapshot.requests == ()
         assert not any(snapshot.inboxes.values())
         assert {renderer.rendering for renderer in snapshot.renderers} == {()}
-        assert len(snapshot.renderers) == 5  # two, that of large prompts, and two that try grammars
+        # Two, those of large prompts and of images, and two that try grammars.
+        assert len(snapshot.renderers) == 6
         policy = snapshot.scheduler.policies[0]
         nothing = (policy.running, policy.waiting, policy.other, policy.in_flight, policy.suspects)
         assert nothing == ((),) * 5
@@ -99,7 +100,7 @@ async def test_snapshot_shows_rendering_prompts_and_inboxes(
             if name < "c":
                 await trio.testing.wait_all_tasks_blocked()  # so that they are not one batch
         snapshot = engine.snapshot()
-        assert [renderer.rendering for renderer in snapshot.renderers] == [(), (0,), (1,), (), ()]
+        assert [renderer.rendering for renderer in snapshot.renderers] == [(), (), (0,), (1,), (), ()]
         assert snapshot.inboxes["renderer"] == 2
         threads.may_go_on.set()
         await trio.testing.wait_all_tasks_blocked()

@@ -31,7 +31,6 @@ from trouper.actors.messages.media import MediaArray
 from trouper.actors.rendering.confined_process import LENGTH_BYTES, OVER_BUDGET, framed
 from trouper.actors.rendering.media.files import (
     MAX_PIXELS,
-    WHITE,
     RefusedFileError,
     check_size,
     decode,
@@ -61,13 +60,11 @@ class ImageFields(msgspec.Struct, frozen=True):
     Attributes:
         kwargs: options of the model's processor.
         max_pixels: the most pixels of the image.
-        background: the colour behind transparent pixels.
         size: the width and height of RGB pixels that the caller has decoded itself, or None for a file.
     """
 
     kwargs: dict[str, Any]
     max_pixels: int = MAX_PIXELS
-    background: tuple[int, int, int] = WHITE
     size: tuple[int, int] | None = None
 
 
@@ -93,7 +90,7 @@ class ImageAnswer(msgspec.Struct, frozen=True):
 
     code: str | None = None
     rule: str = ""
-    # The name of a wrong option of the processor.
+    # What the processor refuses; None for a file that cannot be decoded.
     parameter: str | None = None
     arrays: tuple[ArrayPlace, ...] = ()
     text: str = ""
@@ -159,12 +156,9 @@ def _answer(
 
 
 def _refusal(error: TrouperValidationError) -> ImageAnswer:
-    """Return the processor's refusal: of an option, which it names, or of the image."""
+    """Return the processor's refusal of an option or of the image; its parameter names which."""
     parameter = error.parameter or ""
-    rule = error.message.removeprefix(f"{parameter}: ")
-    if parameter == "image":
-        return ImageAnswer("invalid_image", rule)
-    return ImageAnswer(error.code, rule, parameter)
+    return ImageAnswer(error.code, error.message.removeprefix(f"{parameter}: "), parameter)
 
 
 def _image(fields: ImageFields, data: memoryview) -> "Image.Image":
@@ -177,7 +171,7 @@ def _image(fields: ImageFields, data: memoryview) -> "Image.Image":
         return Image.frombytes("RGB", fields.size, data)
     image = open_image(data, fields.max_pixels)
     _limit_time(image.width * image.height)
-    return decode(image, fields.background)
+    return decode(image)
 
 
 @contextmanager
