@@ -100,7 +100,8 @@ async def test_snapshot_shows_rendering_prompts_and_inboxes(
             if name < "c":
                 await trio.testing.wait_all_tasks_blocked()  # so that they are not one batch
         snapshot = engine.snapshot()
-        assert [renderer.rendering for renderer in snapshot.renderers] == [(), (), (0,), (1,), (), ()]
+        rendering = [renderer.rendering for renderer in snapshot.renderers]
+        assert rendering == [(), (), (0,), (1,), (), ()]
         assert snapshot.inboxes["renderer"] == 2
         threads.may_go_on.set()
         await trio.testing.wait_all_tasks_blocked()
