@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trouper.bench.cli.fairness import fairness
 from trouper.bench.cli.kernels import kernels
 from trouper.bench.cli.latency import latency
 from trouper.bench.cli.options import ReportOptions, note
@@ -61,6 +62,7 @@ for command in (
     serve,
     startup,
     kernels,
+    fairness,
     peers,
 ):
     bench.command(cls=PanelCommand)(command)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from trouper.actors.scheduling.policy import Policy
-from trouper.bench.studies.scheduling.virtual_time import (
+from trouper.bench.virtual_time import (
     MACHINES,
     VirtualClient,
     VirtualRun,

@@ -7,10 +7,9 @@ from functools import cache
 import pytest
 
 from trouper.actors.messages.steps import StepDone
-from trouper.bench.studies.command import run_study
-from trouper.bench.studies.scheduling import fair_server
-from trouper.bench.studies.scheduling.fairness import ORDERS, WORKLOADS, fairness, measure
-from trouper.bench.studies.scheduling.virtual_time import (
+from trouper.bench import fair_server
+from trouper.bench.fairness import ORDERS, WORKLOADS, measure
+from trouper.bench.virtual_time import (
     MACHINES,
     Played,
     VirtualClient,
@@ -128,18 +127,18 @@ def test_steps_are_foreseen():
     assert errors[int(0.9 * len(errors))] <= 0.2
 
 
-def test_the_command_shows_each_workload_in_each_order(study, capsys):
-    found = study(fairness, "--workload", "titles-1", "--order", "fair", "--noise", "0")
+def test_command_shows_each_workload_in_each_order(bench):
+    printed = bench("fairness", "--workload", "titles-1", "--order", "fair", "--noise", 0, "--json")
+    found = json.loads(printed.out)
     assert [result["workload"] for result in found["results"]] == ["titles-1"]
-    assert run_study(fairness, ["--workload", "batch"]) == 0
-    table = capsys.readouterr().out.splitlines()
+    table = bench("fairness", "--workload", "batch").out.splitlines()
     assert [line.split()[:2] for line in table[1:]] == [["batch", order] for order in ORDERS]
 
 
 @pytest.mark.parametrize("option", ["workload", "order", "machine"])
-def test_unknown_name_is_error_that_lists_known(capsys, option):
-    assert run_study(fairness, [f"--{option}", "x"]) == 2
-    assert f"{option}: must be one of " in capsys.readouterr().err
+def test_unknown_name_is_error_that_lists_known(bench, option):
+    printed = bench("fairness", f"--{option}", "x", code=2)
+    assert f"{option}: must be one of " in printed.err
 
 
 @pytest.mark.slow

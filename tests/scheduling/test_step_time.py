@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trouper.actors.scheduling.step_budget import LOSS, QUIET_S, StepBudget
 from trouper.actors.scheduling.step_time import StepTimes, StepWork
-from trouper.bench.studies.scheduling.virtual_time import MACHINES, teach
+from trouper.bench.virtual_time import MACHINES, teach
 
 TRUE = MACHINES["cpu-135m"]
 ROWS = StepWork(0, 0, 16, 0.0, 16_000)

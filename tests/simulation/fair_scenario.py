@@ -15,7 +15,7 @@ from trouper.actors.messages.requests import RequestId, SequenceId
 from trouper.actors.messages.steps import StepPlan
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.step_time import StepWork
-from trouper.bench.studies.scheduling.virtual_time import (
+from trouper.bench.virtual_time import (
     BLOCK_SIZE,
     MACHINES,
     VirtualClient,

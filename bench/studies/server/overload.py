@@ -11,15 +11,14 @@ import json
 import random
 import statistics
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from trouper.bench.local_server import demo_of_length
 from trouper.bench.report import about, percentile, write
 from trouper.bench.studies.server.callers import ClientCall
 from trouper.bench.studies.server.server_under_test import (
@@ -29,7 +28,6 @@ from trouper.bench.studies.server.server_under_test import (
     Turn,
     served,
 )
-from trouper.config.model import DEMO_MODEL
 
 NUM_CLIENTS = 256
 SHARE_LEAVING = 0.3
@@ -259,19 +257,6 @@ def cancelled(_: float, __: int) -> dict[str, Any]:
             "answer_s": round(one.ended - one.sent, 3),
             "idle after": stage.end(),
         }
-
-
-@contextmanager
-def demo_of_length(num_positions: int) -> Iterator[str]:
-    """The demo model with more positions than it was trained on."""
-    with tempfile.TemporaryDirectory() as folder:
-        for file in DEMO_MODEL.iterdir():
-            (Path(folder) / file.name).symlink_to(file)
-        config = json.loads((DEMO_MODEL / "config.json").read_text())
-        (Path(folder) / "config.json").unlink()
-        config["max_position_embeddings"] = num_positions
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        yield folder
 
 
 def _latencies(seconds: list[float]) -> dict[str, float]:

@@ -4,8 +4,6 @@ import http.client
 import os
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+from trouper.bench.local_server import local_server
 from trouper.bench.studies.server.callers import Callers, ClientCall
 
 TOKENS = "generation_tokens_total"
@@ -192,19 +191,12 @@ class Turn:
 @contextmanager
 def served(*arguments: str) -> Iterator[ServerUnderTest]:
     """Run a server until the block ends; one that then ends otherwise than with 0 is an error."""
-    command = [sys.executable, "-m", "trouper", "serve", *arguments, "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        line = next(line for line in server.stderr if "serving" in line)
-        stage = ServerUnderTest(int(re.findall(r":(\d+)", line)[-1]), server.pid)
+    with local_server(*arguments) as server:
+        stage = ServerUnderTest(server.port, server.pid)
         try:
             yield stage
         finally:
             stage.callers.close()
-            server.terminate()
-            server.stderr.read()
-    if server.returncode:
-        raise SystemExit(f"the server ended with {server.returncode}")
 
 
 def _gaps(metrics: bytes) -> Counter[float]:

@@ -1,7 +1,7 @@
 """Measure fairness on a real server: short requests and streams during long prompts, as ratios within one run.
 
 A server is started for each scheduling order, and threads send requests over HTTP. Prompts are random token ids, so
-they share no prefix. `fairness.py` has the command.
+they share no prefix. `trouper bench fairness` is the command.
 """
 
 import http.client
@@ -10,12 +10,12 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
-from trouper.bench.studies.scheduling.virtual_time import quantiles
-from trouper.bench.studies.server.overload import demo_of_length
-from trouper.bench.studies.server.server_under_test import served
+from trouper.bench.local_server import demo_of_length, local_server
+from trouper.bench.virtual_time import quantiles
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "arrival": ("--max-step-ms", "0"),
@@ -26,8 +26,9 @@ NUM_OUTPUT = 8
 NUM_STREAMS = 16
 STREAM_TOKENS = 200
 NUM_ALONE = 9
-MOST_SHORT = 24  # beside one set of long prompts
-PAUSE_S = 0.2  # between two short requests
+NUM_SHORT = 24  # beside each number of long prompts
+MOST_ROUNDS = 24
+MOST_PAUSE_S = 0.1  # between two short requests
 TIMEOUT_S = 600.0
 
 
@@ -81,8 +82,8 @@ def measure(
     results: list[dict[str, Any]] = []
     with _model(model, long_tokens + 1000) as folder:
         for order in orders:
-            with served(folder, *ORDERS[order], *options) as stage:
-                scene = _Scene(stage.port, long_tokens)
+            with local_server(folder, *ORDERS[order], *options) as server:
+                scene = _Scene(server.port, long_tokens)
                 scene.warm()
                 results.append({"order": order, **scene.play(num_long)})
             tell(f"{order}: measured")
@@ -123,28 +124,39 @@ class _Scene:
         }
 
     def _beside(self, num_long: int, alone_s: float, long_alone_s: float) -> dict[str, Any]:
-        """Ask short requests, one after the other, while long prompts are computed."""
+        """Ask short requests, one after the other, beside long prompts; repeated until enough have been asked."""
+        waits: list[float] = []
+        over_own: list[float] = []
+        while len(waits) < NUM_SHORT and len(over_own) < MOST_ROUNDS:
+            shorts, long_s = self._round(num_long)
+            waits += shorts
+            # What the long ones take by themselves, and what the short ones add to it.
+            over_own.append(long_s / (num_long * long_alone_s + len(shorts) * alone_s))
+        first = quantiles(waits)
+        return {
+            "num_short": len(waits),
+            "first_token_s": first,
+            "over_alone": {name: value / alone_s for name, value in first.items()},
+            "long_over_own": median(over_own),
+        }
+
+    def _round(self, num_long: int) -> tuple[list[float], float]:
+        """Return the first tokens of short requests while long prompts are computed, and the seconds of all these prompts."""
         began_s = perf_counter()
         longs = [self._ask(self._long_tokens) for _ in range(num_long)]
         threads = [threading.Thread(target=each.stream) for each in longs]
         for thread in threads:
             thread.start()
         shorts: list[Asked] = []
-        sleep(PAUSE_S)
-        while any(thread.is_alive() for thread in threads) and len(shorts) < MOST_SHORT:
+        while not all(each.tokens_s for each in longs) and len(shorts) < NUM_SHORT:
+            # Moments without relation to the steps.
+            sleep(self._dice.uniform(0, MOST_PAUSE_S))
             shorts.append(self._short().stream())
-            sleep(PAUSE_S)
         for thread in threads:
             thread.join()
-        first = quantiles(short.first_token_s for short in shorts)
-        # What the long ones take by themselves, and what the short ones add to it.
-        own_s = num_long * long_alone_s + len(shorts) * alone_s
-        return {
-            "num_short": len(shorts),
-            "first_token_s": first,
-            "over_alone": {name: value / alone_s for name, value in first.items()},
-            "long_over_own": (max(each.tokens_s[0] for each in longs) - began_s) / own_s,
-        }
+        end_s = max(each.tokens_s[0] for each in longs)
+        beside = [short.first_token_s for short in shorts if short.sent_s < end_s]
+        return beside, end_s - began_s
 
     def _streams(self) -> dict[str, Any]:
         """Measure streams without and with a simultaneous long prompt."""
