@@ -1,1 +1,1 @@
-"""Studies of waiting: fairness between requests, structured outputs, and the event loop."""
+"""Studies of waiting: structured outputs, and the event loop."""
