@@ -100,13 +100,7 @@ def resolve_offline(engine_args: EngineArgs, frontend: Frontend = "terminal") ->
     return resolve(engine_args, offline=True, frontend=frontend)
 
 
-def run_engine(
-    engine_args: EngineArgs,
-    act: "Act[AsyncLLMEngine]",
-    *,
-    backend: str = "trio",
-    frontend: Frontend = "terminal",
-) -> None:
+def run_engine(config: EngineConfig, act: "Act[AsyncLLMEngine]", *, backend: str = "trio") -> None:
     """Start an engine, call `act` with it, and close it.  Raises the errors that `run_open` lists.
 
     Garbage collection is paused while the model is loaded, because collections would only examine objects that stay.
@@ -120,7 +114,7 @@ def run_engine(
             starting.close()
             await act(engine, interrupts)
 
-        engine = AsyncLLMEngine(engine_args, offline=True, frontend=frontend)
+        engine = AsyncLLMEngine(config)
         run_open(engine, act_started, LOADING, backend=backend)
 
 

@@ -26,7 +26,6 @@ from trouper.actors.messages.requests import RequestOptions
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.engine_config import EngineConfig
-from trouper.config.generation import Frontend
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
 from trouper.config.view import ConfigView, ModelView, vllm_config
@@ -66,14 +65,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         offline: bool = False,
         is_stepped: bool = False,
         launcher: Launcher | None = None,
-        frontend: Frontend = "library",
     ) -> None:
         # Arguments, or a configuration that the caller has already resolved.
         self._plan = engine_args
         # Offline use allows larger batches than a server, which must answer new requests soon.
         self._offline = offline
         self._is_stepped = is_stepped
-        self._frontend: Frontend = frontend
         self._launch_worker = launcher or launch
         self._stack = AsyncExitStack()
         self._background_task: BackgroundTask | None = None
@@ -93,7 +90,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         plan = self._plan
         if isinstance(plan, EngineConfig):
             return plan
-        return resolve(plan, offline=self._offline, frontend=self._frontend)
+        return resolve(plan, offline=self._offline)
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:

@@ -121,7 +121,7 @@ def loop_gap(
         interval_s = interval_ms / 1000
         record.update(await measure(engine, requests, interval_s=interval_s, idle_s=idle))
 
-    run_engine(engine_args, act, backend=loop)
+    run_engine(config, act, backend=loop)
     report.finish(ctx, {"loop": loop, **record}, _lines(record))
 
 

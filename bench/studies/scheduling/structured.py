@@ -225,7 +225,7 @@ def structured(
     """Measure streams by a schema against free ones, and what a new schema costs."""
     report.check()
     engine_args.seed = seed
-    resolve(engine_args, offline=True)
+    config = resolve(engine_args, offline=True)
     record: dict[str, Any] = {}
 
     async def act(engine: "AsyncLLMEngine", _: Interrupts) -> None:
@@ -239,7 +239,7 @@ def structured(
         )
         record.update(found)
 
-    run_engine(engine_args, act, backend="asyncio")
+    run_engine(config, act, backend="asyncio")
     report.finish(ctx, record, _lines(record))
 
 

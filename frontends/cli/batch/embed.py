@@ -97,10 +97,11 @@ def embed(
     params = PoolingParams(task=task, dimensions=dimensions)
     with PromptSource(texts, source, "TEXT") as given:
         outcomes = Outcomes("texts", is_single=given.is_single, too_long=TOO_LONG)
-        check_pools(resolve_offline(engine_args))
+        config = resolve_offline(engine_args)
+        check_pools(config)
         with results_file(output_file, columns) as file:
             embedding = _Embedding(given, params, _options(truncate_prompt_tokens), file, outcomes)
-            run_engine(engine_args, embedding.run_all)
+            run_engine(config, embedding.run_all)
     note_summary(outcomes, stats, is_from_file=given.is_from_file)
     outcomes.check()
 
@@ -132,10 +133,11 @@ def score(
         raise TrouperValidationError("must not be empty", parameter="query")
     with PromptSource(documents, source, "DOCUMENT") as given:
         outcomes = Outcomes("documents", is_single=given.is_single, too_long=TOO_LONG)
-        check_pools(resolve_offline(engine_args))
+        config = resolve_offline(engine_args)
+        check_pools(config)
         with results_file(output_file, SCORE_COLUMNS) as file:
             scoring = _Scoring(query, given, _options(truncate_prompt_tokens), file, outcomes)
-            run_engine(engine_args, scoring.run_all)
+            run_engine(config, scoring.run_all)
     note_summary(outcomes, stats, is_from_file=given.is_from_file)
     outcomes.check()
 

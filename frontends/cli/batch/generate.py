@@ -120,7 +120,7 @@ def generate(
             else:
                 printer = _TextPrinter(echo, params)
             completing = _Completing(given, params, images, adapter, printer, outcomes, figures)
-            run_engine(engine_args, completing.run_all)
+            run_engine(config, completing.run_all)
     if stats or (stats is None and (given.is_from_file or output.is_terminal(sys.stderr))):
         print(figures, file=sys.stderr)
     outcomes.check()

@@ -104,7 +104,7 @@ def run_batch(
         run = _BatchRun(source, answers, limit, adapters, origin)
         if config.pooler is None:
             output.tell_sampling(config.model, config.model.default_sampling)
-        run_engine(engine_args, run.answer, frontend="batch")
+        run_engine(config, run.answer)
     if run.have_all_failed:
         raise typer.Exit(EXIT_ALL_FAILED)
 

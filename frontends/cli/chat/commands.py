@@ -200,7 +200,7 @@ def _with_engine(
         facts = {"model": config.model.name, "dtype": str(config.dtype)}
         await converse(ask, facts, config.max_model_len, interrupts)
 
-    run_engine(engine_args, act, backend=loop)
+    run_engine(config, act, backend=loop)
 
 
 async def _ask_engine(
