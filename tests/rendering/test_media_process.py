@@ -7,12 +7,13 @@ import msgspec
 import pytest
 
 from tests.support.vision import VisionModel, picture
-from trouper.actors.rendering.media.confined import ConfinedImages
-from trouper.actors.rendering.media.files import RefusedFileError
+from trouper.actors.rendering.media.confined import ConfinedImages, ImageOrder
+from trouper.actors.rendering.media.files import MAX_PIXELS
 from trouper.actors.rendering.media.processor import ImageProcessor
 from trouper.config.media import MediaConfig
-from trouper.errors import TrouperValidationError
+from trouper.errors import MediaError, TrouperValidationError
 
+WHERE = "messages[0].content[1]"
 IMAGE = picture(1)
 
 
@@ -44,42 +45,42 @@ def images(config):
 
 
 def refusal(images, data, **kwargs):
-    with pytest.raises(RefusedFileError) as caught:
-        images.process(data, kwargs)
-    return caught.value.refusal
+    with pytest.raises(TrouperValidationError) as caught:
+        images.process(ImageOrder(data, WHERE, kwargs))
+    return caught.value
 
 
 @pytest.mark.parametrize("given", [png(IMAGE), memoryview(png(IMAGE)), IMAGE])
 def test_process_gives_the_processors_arrays(images, config, given):
-    found, num_pixels = images.process(given, {"do_normalize": False})
+    found, num_pixels = images.process(ImageOrder(given, WHERE, {"do_normalize": False}))
     assert num_pixels == 40 * 28
     assert found == ImageProcessor(config, "<image>").process(IMAGE, {"do_normalize": False})
     assert all(array.data.readonly for array in found.arrays)
 
 
-def test_refusal_crosses_the_border(images):
-    found = refusal(images, b"%PDF-1.7")
-    assert found.code == "invalid_image"
-    assert found.rule.startswith("cannot be read as an image")
+def test_refusal_names_the_part(images):
+    error = refusal(images, b"%PDF-1.7")
+    assert isinstance(error, MediaError)
+    assert (error.code, error.parameter) == ("invalid_image", WHERE)
+    assert str(error).startswith(f"{WHERE}: cannot be read as an image")
 
 
 def test_request_limit_counts_for_pixels(images):
-    for given in (IMAGE, png(IMAGE)):
-        with pytest.raises(RefusedFileError) as caught:
-            images.process(given, {}, 40 * 28 - 1)
-        assert caught.value.refusal.code == "media_too_large"
+    order = ImageOrder(IMAGE, WHERE, {}, max_pixels=40 * 28 - 1)
+    with pytest.raises(MediaError) as caught:
+        images.process(order)
+    assert caught.value.code == "media_too_large"
+    assert order.max_pixels < MAX_PIXELS
 
 
 @pytest.mark.parametrize("option", [{"size_": 1}, {"device": "cuda"}, {"size": object()}])
 def test_wrong_option_is_named(images, option):
-    with pytest.raises(TrouperValidationError) as caught:
-        images.process(IMAGE, option)
-    assert caught.value.parameter == "mm_processor_kwargs"
+    assert refusal(images, IMAGE, **option).parameter == "mm_processor_kwargs"
 
 
 def test_process_has_no_torch_and_no_secrets(images, monkeypatch):
     monkeypatch.setenv("TROUPER_API_KEY", "sesame")
-    images.process(IMAGE, {})
+    images.process(ImageOrder(IMAGE, WHERE, {}))
     (process,) = images._idle
     place = Path("/proc", str(process._process.pid))
     assert "libtorch" not in (place / "maps").read_text()
@@ -89,8 +90,9 @@ def test_process_has_no_torch_and_no_secrets(images, monkeypatch):
 def test_too_much_memory_ends_only_the_request(config):
     images = ConfinedImages(config, "<image>")
     bomb = {"size": {"shortest_edge": 60_000}, "do_center_crop": False}
-    assert refusal(images, IMAGE, **bomb).code == "media_budget"
-    found, _ = images.process(IMAGE, {})
+    error = refusal(images, IMAGE, **bomb)
+    assert (error.code, error.parameter) == ("media_budget", WHERE)
+    found, _ = images.process(ImageOrder(IMAGE, WHERE, {}))
     assert found.text == "<image>" * 16
     images.close()
 
@@ -103,7 +105,7 @@ def test_too_much_time_ends_only_the_request(images):
     data = file.getvalue()
     scan = data[data.rfind(b"\xff\xda") : -2]
     assert refusal(images, data[:-2] + scan * 2000 + data[-2:]).code == "media_budget"
-    images.process(IMAGE, {})
+    images.process(ImageOrder(IMAGE, WHERE, {}))
 
 
 def test_folder_without_processor_is_an_error(tmp_path, config):

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -23,7 +23,7 @@ from trouper.actors.rendering.confined_process import (
     ConfinedProcess,
     HelperKilledError,
 )
-from trouper.actors.rendering.media.files import MAX_PIXELS, RefusedFileError
+from trouper.actors.rendering.media.files import MAX_PIXELS, WHITE
 from trouper.actors.rendering.media.worker import (
     SEALS,
     ArrayPlace,
@@ -32,7 +32,7 @@ from trouper.actors.rendering.media.worker import (
     ProcessorFields,
 )
 from trouper.config.media import MediaConfig
-from trouper.errors import GenerationError, invalid
+from trouper.errors import GenerationError, MediaError, TrouperValidationError, invalid
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -47,6 +47,24 @@ START_WALL_S = 20.0
 RESTART_S = 1.0
 # This many images in a row that end their process are an error in the log.
 ALARMING = 3
+
+
+class ImageOrder(NamedTuple):
+    """One image to process.
+
+    Attributes:
+        image: the bytes of a file, or RGB pixels that the caller has decoded.
+        where: the client's name of its place, for errors.
+        kwargs: options of the model's processor.
+        max_pixels: the most pixels that it may have.
+        background: the colour behind transparent pixels.
+    """
+
+    image: "bytes | memoryview | Image.Image"
+    where: str
+    kwargs: Mapping[str, Any]
+    max_pixels: int = MAX_PIXELS
+    background: tuple[int, int, int] = WHITE
 
 
 class ConfinedImages:
@@ -77,37 +95,29 @@ class ConfinedImages:
         """
         self._keep(self._started())
 
-    def process(
-        self,
-        data: "bytes | memoryview | Image.Image",
-        kwargs: Mapping[str, Any],
-        max_pixels: int = MAX_PIXELS,
-    ) -> tuple[ProcessedImage, int]:
-        """Decode and process a file, or process RGB pixels that the caller has decoded.
+    def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
+        """Decode and process one image, and return it with the number of its pixels.
 
         Threads may call it at the same time.  The arrays are in read-only memory that nothing has copied.
 
-        Returns:
-            The processed image, and the number of its pixels.
-
         Raises:
-            RefusedFileError: the image cannot be used, or takes too much time or memory.
-            TrouperValidationError: the processor refuses the image or an option.
+            MediaError: the image cannot be used, or takes too much time or memory.
+            TrouperValidationError: an option of the processor is wrong.
             GenerationError: there is no process to decode it in.
         """
-        message = _message(data, kwargs, max_pixels)
+        message = _message(order)
         try:
             answer, descriptor = self._ask(message)
         except (TimeoutError, HelperKilledError):
             self._note_death()
-            rule = "takes too much time or memory to process; send a smaller or simpler image"
-            raise RefusedFileError("media_budget", rule) from None
+            rule = f"{order.where}: takes too much time or memory to process; send a smaller or simpler image"
+            raise MediaError(rule, parameter=order.where, code="media_budget") from None
         except ChildProcessError as error:
             raise GenerationError(f"processing an image failed: {error}") from None
         self._num_deaths = 0
         found = msgspec.json.decode(answer, type=ImageAnswer)
         if descriptor is None:
-            raise _refusal(found)
+            raise _refusal(found, order.where)
         with os.fdopen(descriptor, "rb") as file:
             arrays = _mapped(file.fileno(), found.arrays)
         return ProcessedImage(arrays, found.text), found.num_pixels
@@ -162,7 +172,7 @@ class ConfinedImages:
                 raise GenerationError(f"no process to decode images in: {error}") from None
             if answer.code is not None:
                 process.close()
-                raise _refusal(answer)
+                raise _refusal(answer, "model")
             return process
         raise GenerationError(
             f"no process to decode images in: none was ready after {START_WALL_S:g} s"
@@ -181,22 +191,25 @@ class ConfinedImages:
             logger.error("%d images in a row have ended their process", self._num_deaths)
 
 
-def _message(data: Any, kwargs: Mapping[str, Any], max_pixels: int) -> bytes:
+def _message(order: ImageOrder) -> bytes:
     size: tuple[int, int] | None = None
+    data: Any = order.image
     if not isinstance(data, bytes | memoryview):
         size, data = data.size, data.tobytes()
+    fields = ImageFields(dict(order.kwargs), order.max_pixels, order.background, size)
     try:
-        head = msgspec.json.encode(ImageFields(dict(kwargs), max_pixels, size))
+        head = msgspec.json.encode(fields)
     except (TypeError, ValueError):
         rule = "must hold numbers, texts, lists and dicts only"
         raise invalid("mm_processor_kwargs", rule) from None
     return b"".join((len(head).to_bytes(LENGTH_BYTES), head, data))
 
 
-def _refusal(answer: ImageAnswer) -> Exception:
+def _refusal(answer: ImageAnswer, where: str) -> TrouperValidationError:
     if answer.parameter is not None:
         return invalid(answer.parameter, answer.rule)
-    return RefusedFileError(str(answer.code), answer.rule)
+    text = f"{where}: {answer.rule}"
+    return MediaError(text, parameter=where, code=str(answer.code))
 
 
 def _mapped(descriptor: int, places: tuple[ArrayPlace, ...]) -> tuple[MediaArray, ...]:

@@ -31,6 +31,7 @@ from trouper.actors.messages.media import MediaArray
 from trouper.actors.rendering.confined_process import LENGTH_BYTES, OVER_BUDGET, framed
 from trouper.actors.rendering.media.files import (
     MAX_PIXELS,
+    WHITE,
     RefusedFileError,
     check_size,
     decode,
@@ -60,11 +61,13 @@ class ImageFields(msgspec.Struct, frozen=True):
     Attributes:
         kwargs: options of the model's processor.
         max_pixels: the most pixels of the image.
+        background: the colour behind transparent pixels.
         size: the width and height of RGB pixels that the caller has decoded itself, or None for a file.
     """
 
     kwargs: dict[str, Any]
     max_pixels: int = MAX_PIXELS
+    background: tuple[int, int, int] = WHITE
     size: tuple[int, int] | None = None
 
 
@@ -90,7 +93,7 @@ class ImageAnswer(msgspec.Struct, frozen=True):
 
     code: str | None = None
     rule: str = ""
-    # What the processor refuses; None for a file that cannot be decoded.
+    # The name of a wrong option of the processor.
     parameter: str | None = None
     arrays: tuple[ArrayPlace, ...] = ()
     text: str = ""
@@ -156,9 +159,12 @@ def _answer(
 
 
 def _refusal(error: TrouperValidationError) -> ImageAnswer:
-    """Return the processor's refusal of an option or of the image; its parameter names which."""
+    """Return the processor's refusal: of an option, which it names, or of the image."""
     parameter = error.parameter or ""
-    return ImageAnswer(error.code, error.message.removeprefix(f"{parameter}: "), parameter)
+    rule = error.message.removeprefix(f"{parameter}: ")
+    if parameter == "image":
+        return ImageAnswer("invalid_image", rule)
+    return ImageAnswer(error.code, rule, parameter)
 
 
 def _image(fields: ImageFields, data: memoryview) -> "Image.Image":
@@ -171,7 +177,7 @@ def _image(fields: ImageFields, data: memoryview) -> "Image.Image":
         return Image.frombytes("RGB", fields.size, data)
     image = open_image(data, fields.max_pixels)
     _limit_time(image.width * image.height)
-    return decode(image)
+    return decode(image, fields.background)
 
 
 @contextmanager
