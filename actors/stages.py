@@ -6,7 +6,7 @@ from a stage to the next, sampled tokens from the last stage back to the first.
 Rules:
 P1. Tokens of a step are sent if any entry of its plan wants a token.  A step of unfinished chunks sends none.
 P2. The first stage takes what has come at every plan, and waits only while a token that this plan reads is
-    still to come.  No stage waits for a token that is discarded.
+    still to come.  No stage waits for a discarded token.
 P3. Rows, block tables and lengths follow the plan on every stage, whatever is sent.
 P4. A token is written to its row only if the row has not been given to another sequence since.
 P5. The ring of tokens has room for `num_ring_entries` steps, as many as may be under way: sending a token never waits.
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-MIN_CHUNKS_PER_STAGE = 4  # of a prompt that is alone: n chunks keep s stages n / (n + s - 1) busy
+MIN_CHUNKS_PER_STAGE = 4  # of a prompt without others: n chunks keep s stages n / (n + s - 1) busy
 MIN_CHUNK = 128  # tokens; below, a step's fixed costs outweigh the overlap
 
 
@@ -49,7 +49,7 @@ def is_due(num_plans_since: int, num_stages: int) -> bool:
 
 
 def max_chunk(num_prompt_tokens: int, num_stages: int, budget: int) -> int:
-    """Tokens of one chunk of a prompt that runs alone: small enough to keep all stages busy."""
+    """Tokens of one chunk of a prompt without others: small enough to keep all stages busy."""
     if num_stages == 1:
         return budget
     share = -(-num_prompt_tokens // (MIN_CHUNKS_PER_STAGE * num_stages))
@@ -122,7 +122,7 @@ class Feedback:
         return bool(self._expected) and self._expected[0][0] <= reads
 
     def take(self, step: int, token_ids: Sequence[int]) -> list[TokenWrite]:
-        """Take the tokens of a step and say which rows they belong to (rule P4).
+        """Take the tokens of a step and return the rows to which they belong (rule P4).
 
         Raises:
             RuntimeError: these are not the tokens that come next.

@@ -119,7 +119,7 @@ class Adapters:
         """Load an adapter, unless it is there already; returns whether it was loaded now.
 
         Args:
-            root: the folder that its own must lie in; None = anywhere.
+            root: the folder that must contain its own; None allows any folder.
 
         Raises:
             TrouperValidationError: its files do not fit the model, or its number or name is another adapter's.
@@ -164,7 +164,7 @@ class Adapters:
 
         Args:
             check: raises what ends the waiting, such as the engine's end, at which all requests are over.
-            loads_new: False loads only one that is named, and was there before.
+            loads_new: False loads only a named one that was loaded before.
 
         Raises:
             AdaptersInUseError: all are pinned, so none would go.
@@ -208,7 +208,7 @@ class Adapters:
         return loaded is not None
 
     def enter(self, request: LoRARequest) -> LoadedAdapter:
-        """Assign an adapter to a request that is being opened.
+        """Assign an adapter to a request during its opening.
 
         The adapter cannot lose its slot until `leave` is called for the request.
 
@@ -225,7 +225,7 @@ class Adapters:
         return loaded.adapter
 
     def leave(self, adapter: LoadedAdapter) -> None:
-        """Release an adapter from a request that has been closed.
+        """Release an adapter from a closed request.
 
         The last request of an unloaded adapter frees its slot, which may let another adapter load.
         """
@@ -258,7 +258,7 @@ class Adapters:
         return named
 
     async def _load_again(self, request: LoRARequest) -> None:
-        """Load a named adapter that has given way; one that is unloaded meanwhile stays so."""
+        """Load a named adapter again after it lost its slot; if it is unloaded meanwhile, it stays unloaded."""
         named = self._check_named(request)
         try:
             await self.load(named.request, named.root)

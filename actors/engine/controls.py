@@ -268,7 +268,7 @@ class Controls:
         lifecycle.is_uneven = was_uneven and is_partial
 
     async def _release(self, hold: Hold) -> None:
-        """Give a hold back; an engine that was put to sleep or ended inside the block stays so."""
+        """Give a hold back.  An engine put to sleep or ended inside the block stays so."""
         async with self._transition:
             lifecycle = self._lifecycle
             lifecycle.release(hold)

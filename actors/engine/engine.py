@@ -264,7 +264,7 @@ class Engine:
         )
 
     async def get_metrics(self) -> list[Metric]:
-        """Return every metric, with all that has been reported so far.
+        """Return every metric, including everything reported so far.
 
         Raises:
             TrouperValidationError: statistics are off.

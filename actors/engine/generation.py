@@ -1,13 +1,13 @@
 """The caller's handle of one request: an async iterator of outputs.  Closing it aborts the request.
 
-Structured concurrency needs an owner for every request, so nothing runs on after its caller has left.
+Structured concurrency needs an owner for every request, so nothing continues without its caller.
 
 Laws:
 1. Nothing happens before the first `__anext__` or `__aenter__`.
 2. Closing is synchronous, idempotent, and legal in a cancelled task.
 3. A finished, failed or cancelled `__anext__` closes the iterator.  So `async for` to the end needs no further call, and a caller that
    may leave early uses `async with`.
-4. An iterator that is garbage-collected while open aborts its request with a ResourceWarning.
+4. A garbage collection of an open iterator aborts its request with a ResourceWarning.
 """
 
 import warnings
@@ -87,7 +87,7 @@ class RequestDesk(Protocol):
 
 
 class Generation(Generic[Output]):
-    """`async for output in generation`, alone or inside `async with generation as stream`.
+    """Iterate with `async for output in generation`, optionally inside `async with generation as stream`.
 
     A pooling request has one output.
     """
@@ -179,7 +179,7 @@ class Generation(Generic[Output]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the request has ended, so only results in the slot are left to read.
+        """Whether the request has ended, so only the results in the slot can still be read.
 
         Its place in the engine is free then, even if the client reads slowly.
         """
@@ -213,7 +213,7 @@ class Generation(Generic[Output]):
             waits: as in `prepare`.
 
         Raises:
-            Exception: what rendering raised; the request is gone then.
+            Exception: the error of rendering; the request has ended then.
         """
         await self.prepare(waits=waits)
         slot = self.open()

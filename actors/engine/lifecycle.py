@@ -145,7 +145,7 @@ class Lifecycle:
     def hold(self, mode: Mode) -> "Hold":
         """Begin a block that restores the present state at its end.
 
-        The state before the first of several overlapping blocks is the one that is restored at last.
+        The state before the first of several overlapping blocks is restored at the end.
         """
         if not self._holds:
             self._found = self.pause, self.refuses

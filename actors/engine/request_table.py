@@ -210,7 +210,7 @@ class RequestTable:
     def check(self, n: int = 1, request_id: str | None = None) -> None:
         """Raise the error that opening a request with `n` completions would raise now.
 
-        An id that is already in use is an error too, because it would no longer identify one request.
+        An id already in use is an error too, because it would no longer identify one request.
         """
         self._check_open()
         if request_id in self._open:
@@ -223,8 +223,8 @@ class RequestTable:
         """Load the adapter of a request, unless it is there already; raises as `Adapters.load` does.
 
         Args:
-            waits: for one of the requests that use all adapters to end, where it would be one too many.
-            loads_new: False loads only one that was there before and has given way.
+            waits: wait for a request to end if all adapters are in use.
+            loads_new: False loads only one that was loaded before and lost its slot.
         """
         self._check_open()
         if waits:
@@ -245,7 +245,7 @@ class RequestTable:
             self._admission.leave(slot.n)
 
     def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
-        """Close a request whose iterator was garbage-collected, from any thread.
+        """Close a request after the garbage collection of its iterator, from any thread.
 
         The work is moved to the event loop, because the table belongs to it.
         """
@@ -280,4 +280,4 @@ class RequestTable:
         try:
             self._scheduler.send_nowait(Abort(id))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # the actors are gone, and all their tables with them
+            pass  # the actors and all their tables no longer exist

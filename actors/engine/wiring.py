@@ -148,7 +148,7 @@ async def _run_actors(
     )
     # One Admit and one Abort for each open request, and again for one that took its place before the
     # scheduler ran; that also leaves room for an answer and a Stop for each step in flight, and for
-    # the few questions of the lifecycle, which are asked one at a time.
+    # the few questions of the lifecycle, asked one at a time.
     to_scheduler, scheduler_inbox = anyio.create_memory_object_stream[SchedulerInbox](
         5 * MAX_OPEN_REQUESTS
     )
@@ -271,7 +271,7 @@ def _make_executors(
     to_scheduler: MemoryObjectSendStream[SchedulerInbox],
     devices: Sequence[Device],
 ) -> list[Executor]:
-    """Make one for each device; several name their replica in all that they tell."""
+    """Make one for each device.  If there are several, each adds its replica to every message."""
     numbers = range(len(devices)) if len(devices) > 1 else (None,)
     return [
         Executor(inbox, to_scheduler.clone(), device, number)
@@ -386,7 +386,7 @@ async def _load(
     """Load all devices at once; the tokenizer is read while the weights are.
 
     Returns:
-        The config in force, whose context is what all devices have room for.
+        The config in use, with the context for which all devices have room.
     """
     tokenizer: Tokenizer | None = None
 

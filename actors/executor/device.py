@@ -1,6 +1,6 @@
 """The interface between the executor actor and whatever computes: a thread, worker processes, or a simulation.
 
-The interface separates submitting, which is synchronous, from receiving, which waits. That makes the order of
+The interface separates submitting without a wait from receiving with a wait. That makes the order of
 plans independent of task scheduling, so one test suite can drive real and simulated devices.
 """
 
@@ -27,7 +27,7 @@ DeviceEvent = StepResult | GrammarReady | DeviceLost | DeviceBack
 
 
 class PendingResult(NamedTuple, Generic[Result_co]):
-    """The result of launched work that is still running, so the caller can launch more work before it calls
+    """The result of launched work in progress, so the caller can launch more work before it calls
     `finish`.
 
     `is_ready` tests whether `finish` would return immediately. `finish` waits for the result. `when_ready`
@@ -40,7 +40,7 @@ class PendingResult(NamedTuple, Generic[Result_co]):
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """Facts about a device that are known only after loading. `num_blocks` includes the null block 0.
+    """Facts about a device, known only after loading. `num_blocks` includes the null block 0.
 
     `num_weight_bytes` is 0 if the bytes were not counted. `longest` is the longest sequence, in tokens, that
     the model code supports; None means that there is no limit.

@@ -46,7 +46,7 @@ class Pause(Enum):
     """
 
     NONE = "none"
-    # Sequences that have started go on; no other one starts.
+    # Started sequences go on; no other one starts.
     NO_NEW_REQUESTS = "no new requests"
     # No sequence is planned.
     ALL = "all"

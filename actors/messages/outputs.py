@@ -163,7 +163,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
     """Add up the numbers of several replicas.
 
-    Shares are averaged where a sum would have no meaning.  The device counts as lost, or as failed, only if all
+    Shares are averaged, because their sum would have no meaning.  The device counts as lost, or as failed, only if all
     devices are.
     """
     if len(parts) == 1:

@@ -144,7 +144,7 @@ class GrammarWork(msgspec.Struct, frozen=True):
     seconds: float
     # Tokens sampled under a grammar.
     num_tokens: int
-    # Tokens that were sampled again because the grammar refused the first draw.
+    # Tokens sampled again because the grammar refused the first draw.
     num_redrawn: int
 
 
@@ -220,7 +220,7 @@ class RequestOptions(ClientOptions, frozen=True, kw_only=True):
         lora_request: the adapter to apply.
         loads_adapter: False refuses a request with an unknown adapter instead of loading it.
         trace_headers: W3C trace headers, the parent of the request's span.
-        session_id: names a conversation; its requests run on one replica, which has their prefix in its cache.
+        session_id: names a conversation; its requests run on one replica, with their prefix in its cache.
         reasoning: the marks around the model's reasoning, unless the engine's options name them.
         key: names the client.  Each client has an equal share of the steps and at most half of the room for grammars.
         cache_scope: requests share cached prefixes, and drafts from recent answers, only within one scope.
@@ -241,7 +241,7 @@ class RequestOptions(ClientOptions, frozen=True, kw_only=True):
     visible: MakeVisible | None = None
 
     def without_tokenization(self) -> "RequestOptions":
-        """Return these options for a prompt that is made of the token ids of an earlier output.
+        """Return these options for a prompt made of the token ids of an earlier output.
 
         They have already been applied to the earlier prompt.
         """

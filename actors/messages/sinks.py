@@ -24,13 +24,13 @@ T = TypeVar("T", contravariant=True)
 
 
 class Promise(Protocol[T]):
-    """The writing end of a result that is delivered once.  Delivering never waits and never fails, even if it is never read."""
+    """The writing end of a result to be delivered once.  Delivering never waits and never fails, even if it is never read."""
 
     def set(self, value: T) -> None:
         """Deliver the result. It wakes the waiting task, and never waits itself."""
 
     def fail(self, error: BaseException) -> None:
-        """Deliver an error, which is raised in the task that waits for the result."""
+        """Deliver an error; the task that waits for the result raises it."""
 
 
 class VisibleText(Protocol):
@@ -40,7 +40,7 @@ class VisibleText(Protocol):
     """
 
     def feed(self, text: str, *, is_last: bool = False) -> str:
-        """Append text, and return the further text that is certainly visible.  The last call returns all that was held back."""
+        """Append text, and return the further text known to be visible.  The last call returns all text held back."""
         ...
 
 

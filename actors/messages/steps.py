@@ -65,7 +65,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     sampling: Sampling
     embeds: tuple[Embeds, ...] = ()
-    # Images with rows that are still to be read.
+    # Images with unread rows.
     media: tuple[MediaItem, ...] = ()
     grammar: Grammar | None = None
     # 0 means no adapter.
@@ -137,7 +137,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    # The number of tokens that are at least as probable as the first candidate: ≥ 1.
+    # The number of tokens at least as probable as the first candidate: ≥ 1.
     rank: int
 
 
@@ -215,7 +215,7 @@ class DeviceLost(msgspec.Struct, frozen=True):
 class ReplicaEvent(msgspec.Struct, frozen=True):
     """Executor → Scheduler → Observer: an event of one device, if there are several replicas.
 
-    It tells the actors behind it to which replica the event belongs.
+    The actors behind it learn from it to which replica the event belongs.
     """
 
     replica: int

@@ -12,7 +12,7 @@ from itertools import accumulate
 class Distribution:
     """Counts per bucket; a value equal to a bound counts as up to that bound.
 
-    Each bucket has its own count here; `cumulative` adds them up for Prometheus, which is rarely needed.
+    Each bucket has its own count here; `cumulative` adds them up for Prometheus, a rare operation.
     """
 
     __slots__ = ("_bounds", "_counts", "sum")

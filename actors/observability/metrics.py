@@ -56,7 +56,7 @@ class Metrics(Collector):
 
     @property
     def num_ended(self) -> int:
-        """Requests whose end has been counted.
+        """Requests with a counted end.
 
         Tests wait for this number, because statistics arrive after the client has read its output.
         """

@@ -114,7 +114,7 @@ class Observer:
         self._intake_pause.cancel()
 
     def _drain(self, limit: int | None = None) -> bool:
-        """Take what is in the inbox; True when nothing is left."""
+        """Take everything in the inbox; True when it is empty."""
         try:
             for _ in count() if limit is None else range(limit):
                 self._note(self._inbox.receive_nowait())
@@ -131,7 +131,7 @@ class Observer:
     def log(self) -> None:
         """Write the line of this interval, one for each replica, and begin the next one.
 
-        An engine that was idle during the whole interval writes no line.
+        An engine idle during the whole interval writes no line.
         """
         now = anyio.current_time()
         snapshot = self._take_snapshot()

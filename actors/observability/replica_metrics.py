@@ -104,7 +104,7 @@ class ReplicaMetrics:
 
     @property
     def num_ended(self) -> int:
-        """Requests whose end has been counted."""
+        """Requests with a counted end."""
         return sum(self._ended.values())
 
     def note_step(self, stats: StepStats) -> None:

@@ -1,6 +1,6 @@
 """One OpenTelemetry span for each request.  Imported only when `otlp_traces_endpoint` is set.
 
-A span is made when its request has ended, from the times that were noted on the way; nothing is traced
+A span is made when its request has ended, from the times noted on the way; nothing is traced
 while the request runs.  The caller's W3C trace context, when it sent one, is the span's parent, and its
 "not sampled" is honoured.
 """

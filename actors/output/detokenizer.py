@@ -38,11 +38,11 @@ from trouper.params import SamplingParams
 class TextStream(Protocol):
     """Decode one growing sequence token by token.
 
-    It holds back incomplete characters and the white space whose form depends on the next token.
+    It holds back incomplete characters and white space with a form that depends on the next token.
     """
 
     def push(self, token_id: int) -> str:
-        """Append a token.  Returns the text that it completes, which is empty inside a character.
+        """Append a token.  Returns the completed text, empty inside a character.
 
         The texts of all pushes together are the decoded sequence.
         """

@@ -4,7 +4,7 @@ Laws:
 1. All small results of a step share one call to a thread.  Large results have their own queue, so they delay only each other.
 2. An aborted request is skipped.
 3. A failure ends only the request that caused it.
-4. Only this actor keeps queries of late interaction: at most `MAX_QUERIES`, of which the oldest is dropped first.
+4. Only this actor keeps queries of late interaction: at most `MAX_QUERIES`; the oldest is dropped first.
 """
 
 import logging

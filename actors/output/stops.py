@@ -5,7 +5,7 @@ A stop string may begin in one token and end in a later one, and a client must n
 Laws:
 1.  Each push costs O(new text), because only a bounded tail of the text is kept.
 2.  The concatenated results of `push` are the final text, however the tokens are divided into pushes.
-3.  The match that is complete first wins.  Ties go to the order of the list.
+3.  The first complete match wins.  Ties go to the order of the list.
 4.  A match begins behind the text of the first `min_tokens` tokens.
 5.  Until the end, the last `max(len(stop)) - 1` characters are withheld, because they may be the beginning of a match.  If stop strings
     are included in the output, nothing is cut and nothing is withheld.

@@ -13,7 +13,7 @@ import sys
 import time
 
 LENGTH_BYTES = 4
-OVER_BUDGET = 3  # exit code of a process that has taken too much
+OVER_BUDGET = 3  # exit code of a process over its limits
 RECEIVE_BYTES = 2**16
 # For its time, or for its memory where nothing caught the error.
 OVERRUN = tuple(-getattr(signal, name, 0) for name in ("SIGXCPU", "SIGSEGV", "SIGABRT"))
@@ -96,7 +96,7 @@ class ConfinedProcess:
             raise
 
     def _end(self, error: BaseException, wall_s: float) -> None:
-        """Close the process after a failure; raises the reason of its end where the socket broke."""
+        """Close the process after a failure; raises the reason of its end if the socket broke."""
         if isinstance(error, OSError) and not isinstance(error, TimeoutError):
             failure = self._failure(wall_s)
             self.close()

@@ -123,7 +123,7 @@ class Renderer:
             self._end(message, rendered)
 
     def _render_all(self, batch: Sequence[Render]) -> list[Rendered | Exception | None]:
-        """Render a batch, in a worker thread; None stands for a request that was aborted."""
+        """Render a batch, in a worker thread; None replaces an aborted request."""
         found: list[Rendered | Exception | None] = []
         for message in batch:
             try:
@@ -173,7 +173,7 @@ class Renderer:
 
 
 def _plain_size(message: Render) -> float:
-    """Size of a prompt of text or ids alone; infinite if anything else must be tokenised or looked through."""
+    """Size of a prompt of only text or ids; infinite if anything else must be tokenised or looked through."""
     prompt: Any = message.prompt
     params = message.params
     if isinstance(params, SamplingParams) and (

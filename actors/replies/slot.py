@@ -42,7 +42,7 @@ Output = TypeVar("Output", covariant=True)
 
 
 class Once:
-    """A flag that is set once.  An event is created only if a task waits, which is rare.
+    """A flag to be set once.  An event is created only if a task waits, a rare case.
 
     Waiting after the flag was set returns immediately.
     """
@@ -160,7 +160,7 @@ class Slot(ABC, Generic[Output]):
     def abort(self) -> None:
         """End all unfinished completions with `abort`.
 
-        Completions that have already ended keep their own reason.
+        Completions already ended keep their own reason.
         """
 
     @abstractmethod
@@ -218,7 +218,7 @@ class Slot(ABC, Generic[Output]):
 
             Exception: the error passed to `fail`.
         """
-        # Of many prompts that are rendered together, only the first one waits.
+        # Of many prompts rendered together, only the first one waits.
         if not self._rendered.is_set:
             await self._rendered.wait()
         if self._error is not None:

@@ -195,7 +195,7 @@ class Quarantine:
         return None
 
     def group(self, in_flight: Set[SequenceId]) -> list[Suspect]:
-        """Free the tested suspects that have passed, and return the others under test.
+        """Free the tested suspects after they passed, and return the others under test.
 
         Args:
             in_flight: the sequences of steps that the device has not answered.
@@ -209,7 +209,7 @@ class Quarantine:
     def advance(self) -> None:
         """Go on to the next group, because all suspects of the last one have passed.
 
-        If none is left, the search ends without a culprit.
+        Without a further group, the search ends without a culprit.
         """
         self._choose()
 

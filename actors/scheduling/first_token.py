@@ -11,7 +11,7 @@ from trouper.actors.scheduling.step_budget import remaining_s
 
 # Later requests pass a prompt with more tokens to compute than this, so its prediction is a lower bound.
 LONG = 2048
-# Comparisons that are kept, and that are needed before an error is given.
+# The number of comparisons to keep, and the number needed before an error is known.
 NUM_KEPT, NUM_NEEDED = 256, 64
 # Open prompts of a replica that a new request is compared with, at a microsecond each.  Behind more, replicas are chosen by tokens.
 MOST_COMPARED = 512

@@ -181,7 +181,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         self.table.enter(request)
 
     def work(self) -> tuple[int, int]:
-        """Count the tokens that are known and not computed, and the unfinished sequences.
+        """Count the known uncomputed tokens, and the unfinished sequences.
 
         The router compares replicas by these numbers.
         """
@@ -241,7 +241,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
     def apply(self, done: StepDone | PoolDone) -> None:
         """Take the results of the eldest plan in flight.
 
-        Outputs are collected until `take_outputs`; sequences that have ended give up their blocks.
+        Outputs are collected until `take_outputs`; ended sequences give up their blocks.
         """
         assert isinstance(done, StepDone)
         step, table = self.in_flight.complete(done.step), self.table
@@ -314,7 +314,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
     ) -> int:
         """Recompute each running sequence as after a preemption, and search for the culprit in the eldest plan.
 
-        Sampled tokens whose step was answered stay, so no token is put out twice.
+        Sampled tokens of answered steps stay, so no token is put out twice.
         """
         suspects = find_in_question(plans, self._num_stages) if has_suspects else {}
         for plan in plans:
@@ -327,7 +327,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         if key := self.table.grammars.forget(is_their_doing=not loss.is_from_outside):
             self.table.fail_grammar(key, RequestError("poisoned_request", loss.message))
             num_explained = MAX_DEATHS
-        if self.pause is Pause.NONE:  # else nothing may run that has ended
+        if self.pause is Pause.NONE:  # else no ended sequence may run
             for sequence, _ in suspects.values():
                 self.table.raise_ghost(sequence)
         found = self._quarantine.lose(suspects.values())
@@ -388,7 +388,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
     # One scheduling pass
 
     def plan(self) -> StepPlan | None:
-        """Make the next plan, which is in flight from now on.  Returns None in the cases of law 6."""
+        """Make the next plan; it is in flight from now on.  Returns None in the cases of law 6."""
         self.table.end_ghosts(self._quarantine.suspect_ids)
         if self._must_wait():
             return None

@@ -187,7 +187,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         self.is_device_lost = False
 
     def fail_device(self, message: str) -> None:
-        """End the suspects of a lost device that is not started again, so that they kill no other device."""
+        """End the suspects of a lost device without a restart, so that they kill no other device."""
         self.has_device_failed = True
         for id in tuple(self._requests_in_question):
             self._fail_request(id, RequestError("device_failed", message))

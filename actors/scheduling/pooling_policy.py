@@ -56,14 +56,14 @@ Order = tuple[int, float, int]
 
 
 class QueuedText(NamedTuple):
-    """A queued request.  Comparisons use only its order, which is unique.
+    """A queued request.  Comparisons use only its unique order.
 
     A tuple compares fast, and the heap compares entries often.
     """
 
     order: Order
     admit: AdmitPooling
-    # It was on a device that was lost.
+    # It was on a lost device.
     has_begun: bool = False
 
 
@@ -117,7 +117,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         self.retries: deque[list[AdmitPooling]] = deque()
         self._shared = shared or SharedPooling()
         self.outputs = self._shared.outputs
-        # Unfinished requests that were in the step of a loss, and the number of these losses.
+        # Unfinished requests in the step of a loss, and the number of these losses.
         self._suspects: dict[RequestId, int] = {}
 
     def __repr__(self) -> str:
@@ -203,7 +203,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
             )
 
     def evacuate(self, *, only_fresh: bool = False) -> list[QueuedText]:
-        """Remove and return the requests that are in no plan in flight, so that other replicas can compute them.
+        """Remove and return the requests outside of plans in flight, so that other replicas can compute them.
 
         Suspects stay, because they might kill the next device, too.
         """
@@ -279,7 +279,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         It is the same when the device was out of memory: halves need less of it.
         """
         group = self._open_of(failed)
-        # A request whose company has ended meanwhile is not therefore the cause.
+        # A request is not the cause only because the others of its step have ended meanwhile.
         if len(failed.group) > 1:
             half = len(group) // 2
             self.retries.extend((group[:half], group[half:]))
@@ -341,7 +341,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
     # One scheduling pass
 
     def plan(self) -> PoolPlan | None:
-        """Make the next plan, which is in flight from now on.  Returns None if there is no plan to make now."""
+        """Make the next plan; it is in flight from now on.  Returns None if there is no plan to make now."""
         # The most frequent case, because `plan` is called after each answer.
         if not (self.waiting or self.retries or self.returning):
             return None
@@ -377,7 +377,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         return plan
 
     def _open_of(self, plan: InFlightPoolStep) -> list[AdmitPooling]:
-        """Return the requests of a plan that have not ended meanwhile."""
+        """Return the unfinished requests of a plan."""
         return [admit for admit in plan.group if admit.id in self.unfinished]
 
     def _retry(self) -> list[AdmitPooling]:

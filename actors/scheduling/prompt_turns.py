@@ -2,7 +2,7 @@
 
 A long prompt must not delay short ones, and must not starve.  Decoding rows are in every step and never wait for prompts.
 Running and waiting prompts follow in the order of the `Fluid` (with fcfs, in the order of arrival) until the seconds of the `StepBudget`
-are spent.  A prompt whose grammar is not compiled is skipped.
+are spent.  A prompt without a compiled grammar is skipped.
 
 Laws:
 1. A step that computes the end of a prompt takes no part of another one, so no first token is delayed by it.
@@ -31,7 +31,7 @@ from trouper.params import RequestOutputKind
 MAX_WAITING = 64
 # A chunk that does not end its prompt is a multiple of this many tokens.
 CHUNK_GRAIN = 16
-# The least tokens of a chunk that is not the first of its step.
+# The least tokens of any chunk but the first of its step.
 MIN_CHUNK = 32
 # Tokens of a chunk before the first fit, by turns.  Two sizes let a fit separate fixed costs from costs per token.
 FIRST_CHUNKS = 64, 256
@@ -42,7 +42,7 @@ DRAFTS_SHARE = 0.5
 
 
 class PromptTurns:
-    """Own the fluid order, the step times and the budget of one policy, which is the only writer."""
+    """Own the fluid order, the step times and the budget of one policy, the only writer."""
 
     def __init__(self, config: SchedulerConfig, table: SequenceTable, max_num_running: int) -> None:
         self.fluid = table.fluid = Fluid()
@@ -108,7 +108,7 @@ class PromptTurns:
     def settle(self) -> None:
         """Let the sequences that arrived since the last plan enter the fluid.
 
-        Sequences whose grammar is not ready are parked instead.
+        Sequences without a ready grammar are parked instead.
         """
         arrivals, table = self._arrivals, self.table
         for sequence in arrivals:
@@ -129,7 +129,7 @@ class PromptTurns:
             self._look_up_again()
 
     def _rest(self, sequence: Sequence) -> int:
-        """Count the known tokens that are neither computed nor expected in the prefix cache."""
+        """Count the known tokens neither computed nor expected in the prefix cache."""
         if sequence.request_slot >= 0:
             return _known(sequence) - sequence.num_computed
         return sequence.num_tokens - self.table.running.expected_start(sequence)
@@ -158,7 +158,7 @@ class PromptTurns:
 
         Args:
 
-            only_returning: start no sequence that has never run.
+            only_returning: start only sequences that ran before.
         """
         self.refresh()
         filling = _Filling(self, builder, self._prompt_s(builder))
@@ -233,7 +233,7 @@ class PromptTurns:
         return self.fluid.ahead_of(sequence.request.admit.options.key, sequence.order, size)
 
     def seconds_until(self, work_s: float) -> float:
-        """Estimate how long this much prompt work takes beside the rows that decode now.
+        """Estimate how long this much prompt work takes together with the rows that decode now.
 
         It includes the decoding sequences that share each step with the prompts.
         """
@@ -314,7 +314,7 @@ class PromptTurns:
 
 
 class _Filling:
-    """Count the seconds of one step that its prompts have taken and have left."""
+    """Count the seconds of one step: those that its prompts have taken, and the remaining ones."""
 
     def __init__(self, turns: PromptTurns, builder: StepBuilder, prompt_s: float | None) -> None:
         self._times = turns.times
@@ -351,7 +351,7 @@ class _Filling:
 
 
 class _Starting:
-    """Start waiting sequences in one step, and count those that are passed."""
+    """Start waiting sequences in one step, and count the passed ones."""
 
     def __init__(self, turns: PromptTurns, builder: StepBuilder, *, only_returning: bool) -> None:
         self._turns = turns

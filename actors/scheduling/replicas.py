@@ -10,7 +10,7 @@ Laws:
 4. The requests of a lost replica go to the others at once.  They wait for it only if no other replica is available.
    Suspects stay: the request that killed the replica is tested there, and kills no other.
 5. A replica that becomes available takes its share of the requests without a start, and all requests of lost replicas.
-6. A failed replica never returns.  The others go on while one is left.
+6. A failed replica never returns.  The others go on as long as one remains.
 
 `Probes` show that the engine makes progress: one answer from any device is enough.  A hanging device never answers, so at most one
 probe is on its way to each device, and its inbox cannot fill up.
@@ -68,7 +68,7 @@ class Replicas(Generic[OutputsT, RequestT]):
 
     @property
     def have_failed(self) -> bool:
-        """Whether no replica is left.
+        """Whether all replicas have failed.
 
         Then no request can be served any more, and the engine ends.
         """
@@ -106,7 +106,7 @@ class Replicas(Generic[OutputsT, RequestT]):
     def abort(self, id: RequestId) -> None:
         """End a request on any replica.  Unknown and finished requests are ignored.
 
-        Each policy is asked, because only the policies know where the request is.
+        Each policy is asked, because only the policies know the place of the request.
         """
         for policy in self.policies:
             policy.abort(id)
@@ -174,7 +174,7 @@ class Replicas(Generic[OutputsT, RequestT]):
     def note_failure(self, replica: int) -> None:
         """Move the requests of a failed replica to the others.
 
-        If no replica is left, they end with the engine.
+        If all replicas have failed, they end with the engine.
         """
         if not self.have_failed:
             self._place_again(self.policies[replica].evacuate())

@@ -181,7 +181,7 @@ class Router:
 
 
 def _earliest(candidates: Sequence[int], loads: Sequence[ReplicaLoad]) -> Sequence[int]:
-    """Keep the candidates whose first token is expected about first.  Keeps all when one of them cannot estimate."""
+    """Keep the candidates with the earliest expected first tokens.  Keeps all when one of them cannot estimate."""
     expected = {i: loads[i].expected_s for i in candidates}
     known = {i: seconds for i, seconds in expected.items() if seconds is not None}
     if len(known) < len(expected):

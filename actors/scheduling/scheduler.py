@@ -90,7 +90,7 @@ class Scheduler(Generic[OutputsT]):
         # By replica: tokens reported to the observer, and the cost of grammars since the last report.
         self._num_reported = [0] * len(self._executors)
         self._grammar_work: list[tuple[GrammarWork, ...]] = [()] * len(self._executors)
-        # If stepped: requested plans that are not made yet.
+        # If stepped: requested plans not made yet.
         self._num_plans_due = 0
         self._steps: list[Promise[None]] = []
         # Not in full effect yet.
@@ -189,7 +189,7 @@ class Scheduler(Generic[OutputsT]):
                 policy.stop(ids)
             case SetPause(pause, answer):
                 policy.set_pause(pause)
-                if pause is Pause.NONE:  # an earlier pause that is not in effect yet never will be
+                if pause is Pause.NONE:  # an earlier pause not in effect yet never will be
                     self._pauses = []
                     answer.set(None)
                 else:
@@ -220,7 +220,7 @@ class Scheduler(Generic[OutputsT]):
         """Take an event of a device.  The requests of a lost device go to the other replicas.
 
         Raises:
-            DeviceStartError: no replica is left.
+            DeviceStartError: all replicas have failed.
         """
         policy, replicas = self._policies[replica], self._replicas
         self._eldest_s[replica] = anyio.current_time()

@@ -25,7 +25,7 @@ from trouper.actors.scheduling.routing import Demand
 class PolicySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Places of all unfinished sequences; in an engine that pools, of requests.  Ids are in the order of service."""
 
-    # With a request slot; of a pooling engine: in a plan that is in flight.
+    # With a request slot; of a pooling engine: in a plan in flight.
     running: tuple[int, ...]
     waiting: tuple[int, ...]  # for a request slot or for blocks
     # Preempted with a result in flight, or waiting for a leader's prompt; in no order.
@@ -100,7 +100,7 @@ class SchedulingPolicy(Protocol[OutputsT]):
     def admit(self, admit: Admit | AdmitPooling) -> None:
         """Queue a new request.
 
-        It is planned in one of the next steps.  Nothing is refused here: that was the task of admission.
+        It is planned in one of the next steps.  Nothing is refused here; refusing is the task of admission.
         """
 
     def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
@@ -151,7 +151,7 @@ class SchedulingPolicy(Protocol[OutputsT]):
         ...
 
     def fail_device(self, message: str) -> None:
-        """End the suspects of a lost device that is not started again.
+        """End the suspects of a lost device without a restart.
 
         Other requests can be moved to other replicas.
         """
@@ -182,7 +182,7 @@ class SchedulingPolicy(Protocol[OutputsT]):
         ...
 
     def plan(self) -> StepPlan | PoolPlan | None:
-        """Make the next plan, which is in flight from now on.  Returns None if there is no plan to make now.
+        """Make the next plan; it is in flight from now on.  Returns None if there is no plan to make now.
 
         It returns None, for example, if nothing is queued, if the engine is paused, or if an answer is needed first.
         """
@@ -270,7 +270,7 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
         """Remove and return the requests without state on the device, for other replicas.  Suspects stay.
 
         Args:
-            only_fresh: remove only requests that have never run.
+            only_fresh: remove only requests that never ran.
         """
         ...
 
@@ -284,7 +284,7 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
         ...
 
     def work(self) -> tuple[int, int]:
-        """Count the tokens that are known and not computed, and the rows.
+        """Count the known uncomputed tokens, and the rows.
 
         The router uses these numbers if it has no estimate in seconds.
         """

@@ -58,7 +58,7 @@ class StepPlanner:
         return builder
 
     def _longest_lone_chunk(self) -> int:
-        """Return the chunk size of a prompt that has no company: small enough to keep all stages busy."""
+        """Return the chunk size of a prompt without others: small enough to keep all stages busy."""
         budget, table = self.token_budget.num_tokens, self._table
         if self._num_stages == 1 or not self._config.enable_chunked_prefill:
             return budget
@@ -75,7 +75,7 @@ class StepPlanner:
 
         Args:
             step: the number of the step.
-            only_returning: start no sequence that has never run.
+            only_returning: start only sequences that ran before.
         """
         if self._turns is not None and self._turns.has_prompts:
             self._fill_in_turns(builder, self._turns, step, only_returning=only_returning)
@@ -138,7 +138,7 @@ class StepPlanner:
             due = [suspect.sequence for suspect in group if suspect.is_due]
             table.running.schedule(builder, [s for s in due if s.request_slot >= 0])
             for sequence in due:
-                # A sequence that was preempted with a sample in flight does not wait yet (law 3 of the policy).
+                # A sequence preempted with a sample in flight does not wait yet (law 3 of the policy).
                 is_waiting = sequence.request_slot < 0 and sequence.num_in_flight == 0
                 is_ready = table.grammars.is_ready(sequence.request.admit)
                 may_start = is_waiting and is_ready and not builder.has_preempted
@@ -154,7 +154,7 @@ class StepPlanner:
                 table.grammars.is_ready(s.sequence.request.admit) for s in group
             ):
                 return False
-            # Suspects that have passed the test make room for the others.
+            # Suspects make room for the others after the test.
             table.running.preempt_all()
             builder.has_preempted = False
             if not group:

@@ -140,7 +140,7 @@ class OpenCalls:
         return open_call.call
 
     def fail_all(self, error: Exception) -> None:
-        """Fail all open calls, because no worker is left to answer.
+        """Fail all open calls, because no worker can answer any more.
 
         Their callers get the error, and may call again after the restart.
         """

@@ -233,7 +233,7 @@ class ProcessDevice:
             raise RetryableRequestError("the device was started again", "device_restarting")
 
     async def aclose(self) -> None:
-        """Ask the workers to release everything, then end them. Workers that are still loading are killed.
+        """Ask the workers to release everything, then end them. Loading workers are killed.
         Idempotent.
         """
         if self._state is WorkerState.CLOSED:
@@ -257,7 +257,7 @@ class ProcessDevice:
         # Restarted workers must offer the same number of blocks.
         if self._info is not None:
             config = msgspec.structs.replace(config, num_blocks=self._info.num_blocks - 1)
-        # This may wait for a machine that is away.
+        # This may wait for an absent machine.
         peers = await self._launch_workers()
         began_s = anyio.current_time()
         self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(peers)]
@@ -423,7 +423,7 @@ class ProcessDevice:
         return next((answer for answer in answers if answer.error is not None), ready)
 
     def _note(self, rank: int, frame: Frame) -> None:
-        """Handle a frame that is not a result."""
+        """Handle a frame other than a result."""
         number = self._first_number + rank
         match frame:
             case Returned():

@@ -163,7 +163,7 @@ class ThreadedDevice:
         self._loop: EventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing: DeviceTask[None] | None = None
-        # Touched by the device thread alone:
+        # Used by the device thread only:
         self._host = ModelHost(config)
         self._launched: deque[DeviceTask[Any]] = deque()
 

@@ -38,7 +38,7 @@ class WorkerLink:
         return f"<WorkerLink {self.rank}: {self._peer!r}>"
 
     def send(self, data: bytes, file: int | None) -> None:
-        """Send an encoded frame. If the worker is gone, the error is ignored and `receive` finds the end of the
+        """Send an encoded frame. If the worker has ended, the error is ignored and `receive` finds the end of the
         connection.
         """
         try:
@@ -118,7 +118,7 @@ async def receive_from_any(links: Sequence[WorkerLink]) -> None:
 
 
 async def take_what_has_come(links: Sequence[WorkerLink]) -> None:
-    """Read the bytes that have already arrived from the workers, without waiting for more.
+    """Read the bytes received so far from the workers, without waiting for more.
 
     Used after a loss, to find the last frames of the workers.
     """

@@ -54,7 +54,7 @@ class TcpLink:
 
         Raises:
             ValueError: the payload is larger than a message may be.
-            LinkLostError: the other side is gone.
+            LinkLostError: the other side has disconnected.
         """
         if len(payload) > self._max_bytes:
             raise ValueError(f"the payload has {len(payload)} bytes (maximum {self._max_bytes})")
@@ -74,7 +74,7 @@ class TcpLink:
             Its step and number of bytes, or None if no complete message has arrived and `wait` is False.
 
         Raises:
-            LinkLostError: the other side is gone.
+            LinkLostError: the other side has disconnected.
             ValueError: a message is too large.
         """
         if not self._read_up_to(HEADER.size, wait=wait):

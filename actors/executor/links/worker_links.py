@@ -207,7 +207,7 @@ def create_shared_files(
     """Create everything that workers on one machine share. Returns the descriptors for each worker.
 
     Args:
-        workers: numbers of the workers on this machine, which has all ranks of a stage or none; None for all
+        workers: numbers of the workers on this machine, always all ranks of a stage; None for all
             workers of the device.
         connections: descriptors of links to other machines by name, which the caller closes if this function
             fails.

@@ -1,1 +1,1 @@
-"""Vision towers: the rows of numbers that stand for images in a prompt."""
+"""Vision towers: the rows of numbers used for images in a prompt."""

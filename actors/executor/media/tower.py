@@ -40,7 +40,7 @@ class VisionTower:
         """Compute the rows [R, E] of an item.
 
         Raises:
-            RuntimeError: the tower computes another number of rows than the prompt has places for, or numbers that are not finite.
+            RuntimeError: the tower computes another number of rows than the prompt has places for, or infinite numbers or NaN.
         """
         rows_RE = self.compute({array.name: _tensor(array) for array in item.arrays})
         if len(rows_RE) != item.num_rows:
@@ -74,7 +74,7 @@ class VisionTower:
         """Compute the rows of a small grey image, so that a model that cannot see fails at start.
 
         Raises:
-            UnsupportedFeatureError: its code fails, or gives numbers that are not finite.
+            UnsupportedFeatureError: its code fails, or returns infinite numbers or NaN.
         """
         try:
             rows_RE = self.compute(_grey(self._model.config, self._inputs))

@@ -123,8 +123,8 @@ class Decoder(Protocol):
             plans: the attention plan of each window.
             caches: one tensor [2, H, S, D] for each layer.
             embeds: embeddings that replace those of tokens, as (first token, rows).
-            read: the tokens whose states are returned. All are by default.
-            hidden_TE: the output of the previous pipeline stage, which is overwritten. Without it the tokens are embedded.
+            read: the tokens to return states of; all by default.
+            hidden_TE: the output of the previous pipeline stage; it is overwritten. Without it the tokens are embedded.
 
         Returns:
             [T, E] after the last norm, or as the next stage needs it; [R, E] with `read`. Rows of padding are arbitrary.

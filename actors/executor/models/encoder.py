@@ -202,7 +202,7 @@ class Encoder:
         groups: Sequence[Group],
         tiles: np.ndarray | None,
     ) -> Tensor:
-        """Compute the same of any rows, of which some may belong to no sequence.
+        """Compute the same for any rows; some may belong to no sequence.
 
         Args:
             tiles: of the groups; they live as long as this is recorded.
@@ -273,7 +273,7 @@ class Encoder:
 def rounded(num_tokens: int) -> int:
     """Round up to the next of sixteen sizes in each power of two: at most a sixteenth more rows.
 
-    oneDNN makes code for each size it meets: 25 to 50 ms a batch of 4,000 tokens whose size is new.
+    oneDNN makes code for each new size: 25 to 50 ms for a batch of 4,000 tokens.
     """
     step = 1 << max(0, (num_tokens - 1).bit_length() - 5)
     return -(-num_tokens // step) * step

@@ -77,12 +77,12 @@ class EncoderExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: int
     num_chosen: int  # for each token
-    every: int  # layers, of which the last has experts
+    every: int  # layers; the last of them has experts
     is_renormalized: bool  # the shares of the chosen ones are made to sum up to 1
 
 
 class TaskTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """The adapter, among those stored with the weights, that is merged into them at load."""
+    """The adapter merged into the weights at load, one of those stored with them."""
 
     index: int
     scale: float

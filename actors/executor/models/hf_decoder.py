@@ -136,7 +136,7 @@ class HfDecoder:
         return output.logits[0].float()
 
     def num_logits(self, num_rows: int) -> int | None:
-        """Return None: the library's own code computes logits, and only kernels can be recorded."""
+        """Return None, because the library's own code computes logits, and only kernels can be recorded."""
         return None
 
     def learn(self, num_tokens: int) -> None:
@@ -156,7 +156,7 @@ class HfDecoder:
 
         Args:
             wrap: maps a module's name and its method to the method that replaces it.
-            row_counts: the numbers of tokens of all passes so far. Layers with other numbers of rows are left as they are.
+            row_counts: the numbers of tokens of all passes so far. Layers with other numbers of rows remain as they are.
         """
         prefix = _body_name(self._model)
         named = cast(

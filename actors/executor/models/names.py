@@ -1,6 +1,6 @@
 """The names of a decoder's tensors in its checkpoint.
 
-Each family names its modules differently; a family's entry in `NAMES` states only where it differs from Llama. A text model
+Each family names its modules differently; a family's entry in `NAMES` states only the differences from Llama. A text model
 may also be stored within a multimodal model, under prefixes that `text_names` removes.
 """
 
@@ -147,7 +147,7 @@ STYLES = (
 )  # fmt: skip
 
 
-# Parts of a checkpoint that are not needed to generate: multi-token prediction layers, and value or score heads.
+# Parts of a checkpoint without a use in generation: multi-token prediction layers, and value or score heads.
 OF_OTHER_USES = re.compile(r"(?:model\.)?(?:mtp|v_head|value_head|score)\.")
 LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
@@ -160,7 +160,7 @@ def is_of_other_uses(name: str, num_layers: int) -> bool:
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:
-    """Map the names of a text model to the stored names of a multimodal checkpoint. Tensors of other parts are left out."""
+    """Map the names of a text model to the stored names of a multimodal checkpoint. Tensors of other parts are omitted."""
     names = list(stored)
     for style in STYLES:
         first = next(iter(style))

@@ -212,7 +212,7 @@ class NativeDecoder(Generic[OpsT]):
     def num_bytes(self) -> int:
         """Return the bytes that a step of many tokens reads.
 
-        These are all weights but the embedding, of which only a few rows are read.
+        These are all weights but the embedding, because only a few of its rows are read.
         """
         return sum(linear.num_bytes for linear in self._linears)
 

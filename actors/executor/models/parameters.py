@@ -24,10 +24,10 @@ class HeadOrder(NamedTuple):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The part of a stored tensor that is kept: ranges of its rows, concatenated, and a range of its columns.
+    """The kept part of a stored tensor: ranges of its rows, concatenated, and a range of its columns.
 
     None means all rows or columns. With `heads`, the kept rows are whole heads, and the rows of each head are reordered.
-    The order applies to everything that is read by a cut: weights, biases, quantized integers with their scales, and the
+    The order applies to everything read by a cut: weights, biases, quantized integers with their scales, and the
     outputs of adapters.
     """
 
@@ -154,7 +154,7 @@ def pairs_of(traits: DecoderTraits) -> HeadOrder:
 
 
 def grouped_heads(traits: DecoderTraits, q: Span | None = None, kv: Span | None = None) -> Cut:
-    """Return the rows of some query heads, keys and values in a matrix that is stored by KV head.
+    """Return the rows of some query heads, keys and values in a matrix stored by KV head.
 
     Args:
         q: the first query head, and one past the last; None = all.
@@ -174,7 +174,7 @@ def grouped_heads(traits: DecoderTraits, q: Span | None = None, kv: Span | None 
 
 
 def _norm(traits: DecoderTraits, name: str, module: str) -> Iterator[Parameter]:
-    """Yield the weights and biases of one norm of the hidden state, as far as the family's norms have them."""
+    """Yield the weights and biases of one norm of the hidden state, if the family's norms have them."""
     shape = (traits.hidden_size,)
     if traits.norm_has_weight:
         yield Parameter(name, ((f"{module}.weight", shape),), traits.norm_offset)

@@ -53,7 +53,7 @@ class Shard(msgspec.Struct, frozen=True):
     size: int = 1
 
     def share(self, count: int) -> Span:
-        """Return this rank's range of `count` items, which are divided evenly.
+        """Return this rank's range of `count` evenly divided items.
 
         The config was checked before, so `count` is a multiple of the number of ranks.
         """
@@ -231,10 +231,10 @@ SPLITS: dict[str, Split] = {  # by the names of `DecoderLayer`; what is not here
 
 
 def _rows(parameter: Parameter, blocks: Sequence[tuple[int, Span]]) -> tuple[Cut, ...]:
-    """Cut blocks of rows that lie one below the other, in one source or in several.
+    """Cut stacked blocks of rows, in one source or in several.
 
     Args:
-        blocks: the rows of each, and those of them that are kept.
+        blocks: the rows of each, and the kept rows among them.
     """
     left = list(blocks)
     cuts: list[Cut] = []
@@ -264,7 +264,7 @@ def _has_dense_layers(traits: DecoderTraits) -> bool:
 
 
 def _problem(traits: DecoderTraits, size: int, quantization: str | None) -> str | None:
-    """Say why the model cannot be shared out among so many ranks; None: it can."""
+    """Return the reason why this number of ranks cannot share the model, or None if it can."""
     if size == 1:
         return None
     num_q, num_kv = traits.num_q_heads, traits.num_kv_heads

@@ -38,7 +38,7 @@ class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     theta: float = 10_000.0
-    # The number of rotated dimensions of a head, which is even.
+    # The number of rotated dimensions of a head, an even number.
     width: int
     # The ratio of the supported length to the original one.
     factor: float = 1.0

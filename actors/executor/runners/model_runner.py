@@ -42,7 +42,7 @@ class ModelRunner(Protocol):
     def execute(
         self, plan: StepPlan | PoolPlan
     ) -> StepResult | PendingResult[StepResult | None] | None:
-        """Run a plan of the kind that the model is for, or launch it; None: another worker answers.
+        """Run a plan of the kind that the model is for, or launch it.  Returns None if another worker answers.
 
         After an exception the rows of the plan must be given again.
         """

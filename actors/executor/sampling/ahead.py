@@ -1,6 +1,6 @@
 """Follow a draft ahead of a sequence's output, with a copy of its grammar matcher, or freely while no grammar applies.
 
-Drafting must know which tokens a grammar would allow behind tokens that are not sampled yet.
+Drafting must know which tokens a grammar would allow behind tokens not sampled yet.
 
 Law: nothing that happens here affects the sequence. A copy may exceed the limits of its grammar without harm.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-# The most tokens of a forced text that are read: more than a step verifies, while such a text may have 100,000.
+# The most tokens to read of a forced text: more than a step verifies, while such a text may have 100,000.
 MOST_AHEAD = 32
 
 

@@ -11,7 +11,7 @@ Laws:
     is not allowed, the mask is filled and the row is sampled again. Asking takes 1 µs; filling the mask for a vocabulary of
     49,152 takes up to 400 µs.
   * A matcher only reads final tokens. A copy of it follows drafts. While drafts are verified, each position uses the mask
-    behind the tokens before it, which is computed once these are accepted.
+    behind the tokens before it, computed once these are accepted.
   * Reasoning precedes the grammar. It may contain all tokens but those that end an output which must match a grammar. When
     its budget is used up, its end is forced token by token, and the grammar begins.
 """
@@ -95,7 +95,7 @@ class GrammarMasks:
         """Store the grammar of the sequence that took the slot.
 
         Args:
-            is_plain: tokens of the slot are drawn from logits as they are, and bounded by the grammar alone.
+            is_plain: tokens of the slot are drawn from logits as they are, and bounded by the grammar only.
         """
         self._in_use.pop(slot, None)
         self.addresses[slot] = 0
@@ -139,10 +139,10 @@ class GrammarMasks:
         return self._words_SW[slot]
 
     def fill(self, slots_R: np.ndarray, ends_R: np.ndarray) -> list[int]:
-        """Read the outputs before the positions `ends`, and fill the masks of the tokens that are allowed there.
+        """Read the outputs before the positions `ends`, and fill the masks of the tokens allowed there.
 
         Returns:
-            The indices of the slots whose grammars have failed.
+            The indices of slots with a failed grammar.
         """
         started = perf_counter()
         failed: list[int] = []
@@ -173,10 +173,10 @@ class GrammarMasks:
         self._seconds += perf_counter() - started
 
     def refused(self, slots_R: np.ndarray, token_R: np.ndarray) -> tuple[list[int], list[int]]:
-        """Check the tokens that were sampled without a mask, and fill the masks of slots with a forbidden one.
+        """Check the tokens sampled without a mask, and fill the masks of slots with a forbidden one.
 
         Returns:
-            The indices of the tokens that must be drawn again, and of the slots whose grammars have failed.
+            The indices of the tokens that must be drawn again, and of the slots with a failed grammar.
         """
         started = perf_counter()
         refused: list[int] = []
@@ -251,7 +251,7 @@ class GrammarMasks:
                 break
 
     def _settled(self, slot: int, matching: _Matching, token: int) -> int | None:
-        """Return the token behind those that were read, or None if it must be sampled again with the mask."""
+        """Return the token behind those already read, or None if it must be sampled again with the mask."""
         is_drawn = matching.is_plain
         # A negative number is a failure, not a token.
         if is_drawn and token < 0:

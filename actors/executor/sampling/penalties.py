@@ -114,7 +114,7 @@ class Penalties:
     def leave_alone(self, slots: Sequence[int]) -> bool:
         """Whether none of these slots has edits.
 
-        The logits can then be sampled as they are, which is the most frequent case.
+        The logits can then be sampled as they are.  This is the most frequent case.
         """
         return self._in_use.keys().isdisjoint(slots)
 
@@ -128,7 +128,7 @@ class Penalties:
             picked_R: the row of logits of each slot.
 
         Returns:
-            The indices of slots with logits that are not finite. These rows are not edited.
+            The indices of slots with infinite logits or NaN. These rows are not edited.
         """
         spoiled: list[int] = []
         if not self._in_use:
@@ -171,7 +171,7 @@ def _penalise(logits_V: np.ndarray, edits: _Edits, outputs: np.ndarray) -> None:
     if s.frequency_penalty or s.presence_penalty:
         ids, counts = np.unique(outputs, return_counts=True)
         penalty = counts * s.frequency_penalty + s.presence_penalty
-        # A row that is not finite fails later, without any effect on others.
+        # A row with infinite numbers or NaN fails later, without any effect on others.
         with np.errstate(all="ignore"):
             logits_V[ids] -= penalty.astype(np.float32)
 

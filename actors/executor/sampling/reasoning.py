@@ -8,8 +8,8 @@ from trouper.actors.messages.requests import ReasoningRules
 class ReasoningProgress:
     """Follows the tokens of one output.
 
-    Law: what may come next depends only on the tokens before. A sequence that is computed again after a preemption, or in
-    steps that were planned ahead, is therefore forced at the same token.
+    Law: what may come next depends only on the tokens before. A sequence computed again after a preemption, or in
+    steps planned ahead, is therefore forced at the same token.
 
     Args:
         thinking: the marks around the reasoning, and its budget.

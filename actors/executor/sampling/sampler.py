@@ -110,7 +110,7 @@ class Sampler:
         """Whether these slots need nothing beyond `prepare`, `draw` and `settled`: no edits and no logprobs.
 
         Args:
-            slots_R: the slot of each row that is sampled.
+            slots_R: the slot of each sampled row.
         """
         if not (self._penalties.leave_alone(slots) and self._wishes.keys().isdisjoint(slots)):
             return False
@@ -212,7 +212,7 @@ class Sampler:
         Args:
             logits_TV: raw logits, float32.
             slots_R: the request slots.
-            ends_R: the position of each token to be sampled, which is the number of tokens before it.
+            ends_R: the position of each token to be sampled: the number of tokens before it.
             picked_R: the row of logits of each slot; by default row r for the r-th slot.
         """
         if picked_R is None:

@@ -121,7 +121,7 @@ class Drafter:
         return Pace(most, self._model.cost, CHANCES_OF_MODEL, least=1)
 
     def settled(self, plan: StepPlan) -> StepPlan:
-        """Return a plan with the positions that were unknown when it was made.  It must be the next plan to run."""
+        """Return a plan with the positions unknown when it was made.  It must be the next plan to run."""
         starts = plan.num_computed_tokens
         if plan.num_unknown_tokens:
             starts = tuple(
@@ -295,7 +295,7 @@ def last_match(
     """Find the latest place in a text, except its end, where most of the last tokens match, at most `longest`.
 
     Args:
-        near: a place that is preferred to the latest if only a few tokens match: the first match around it is used.
+        near: a place preferred to the latest if only a few tokens match: the first match around it is used.
 
     Returns:
         The position behind the match, and the number of matching tokens, 0 if the last token does not occur.

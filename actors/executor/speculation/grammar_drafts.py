@@ -29,7 +29,7 @@ from trouper.actors.executor.speculation.pace import Shares, best_length
 from trouper.actors.executor.steps.request_slots import RequestSlots
 
 FORCED = -2  # a run of tokens that a grammar forced; neither a token nor the separator
-# Shapes of recent answers, which are copied for each sequence with a grammar: 64 KiB.  Searching all of them takes 20 µs.
+# Shapes of recent answers, copied for each sequence with a grammar: 64 KiB.  Searching all of them takes 20 µs.
 MOST_SHAPES = 2**14
 # Followers are counted at places where this many shapes match.
 NUM_MATCHING = 2
@@ -231,7 +231,7 @@ class _Drafting(msgspec.Struct):
 
 
 class GrammarDrafts:
-    """Drafts for the slots that have a grammar.
+    """Drafts for the slots with a grammar.
 
     Args:
         longest: the largest number of shapes to match.

@@ -33,7 +33,7 @@ class RecentAnswers:
     def __init__(self, most: int, most_tokens: int = MOST_TOKENS) -> None:
         self._most, self._most_tokens, self._num_tokens = most, most_tokens, 0
         self._answers: deque[_Answer] = deque()  # the oldest first
-        # Joined answers of families that have been read since they last changed.
+        # Joined answers of families read since their last change.
         self._joined: dict[str, np.ndarray] = {}
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ def positions_after_match(
 ) -> Iterator[np.ndarray]:
     """Yield the positions in a text behind matches of the last token, then of the last two tokens, and so on.
 
-    Stops at `longest` tokens, or when no match is left.
+    Stops at `longest` tokens, or without further matches.
 
     Args:
         text_M: the text to search.  Its end is not a match, because nothing follows it.

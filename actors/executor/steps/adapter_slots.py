@@ -194,7 +194,7 @@ def _part_of_adapter(adapter: LowRank, cut: Cut) -> LowRank:
 
 
 def _is_of_tower(module: str) -> bool:
-    """Whether a module belongs to a vision or audio tower or a projector, which are not served."""
+    """Whether a module belongs to a vision or audio tower or a projector."""
     return any(name in module.split(".") for name in TOWER_NAMES)
 
 

@@ -46,7 +46,7 @@ class Batch(msgspec.Struct, frozen=True):
     `first_tokens` are the indices of the entries' first tokens in the flat batch, `adapters` the adapter slot
     of each token, and `plans` the attention of each window as made by the decoder's ops. `can_be_recorded`
     means that every token is attended separately. `embeds` holds embeddings that replace tokens, each with
-    its first index in the flat batch. `read` selects the states that are needed; None means all tokens.
+    its first index in the flat batch. `read` selects the needed states; None means all tokens.
     """
 
     request_slots: np.ndarray  # [C]
@@ -74,7 +74,7 @@ def make_batch(
     Args:
         num_drafts: [C] tokens in the slots after those of each entry, to be verified; None if no entry has
             drafts.
-        reads_some: whether only the states of sampled tokens are needed, which is False for all but the last
+        reads_some: whether only the states of sampled tokens are needed; False for all but the last
             stage.
     """
     chosen = np.array(plan.request_slots, dtype=np.int64)

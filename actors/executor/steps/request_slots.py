@@ -58,7 +58,7 @@ class RequestSlots:
         # Adapter slots; 0 means no adapter.
         self.adapters = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling: list[Sampling] = [Sampling()] * max_num_seqs
-        # Slots whose requests asked for prompt logprobs.
+        # Slots of requests with prompt logprobs.
         self.with_prompt_logprobs: set[int] = set()
         # By slot: embeddings that replace prompt tokens, as the position of the first row and the rows [rows,
         # E].
@@ -97,11 +97,11 @@ class RequestSlots:
         self.num_blocks[slot] = first + len(block_ids)
 
     def has_embeds(self, slot: int) -> bool:
-        """Whether embeddings replace tokens of the slot's prompt that are not computed yet."""
+        """Whether embeddings replace tokens of the slot's prompt not computed yet."""
         return slot in self._embeds
 
     def token_spans(self, slot: int) -> Iterator[tuple[int, int]]:
-        """Yield the begin and end of each run of tokens in a prompt that has not been computed at all."""
+        """Yield the begin and end of each run of tokens in an entirely uncomputed prompt."""
         begin = 0
         for first, matrix in self._embeds.get(slot, ()):
             yield begin, first
@@ -143,7 +143,7 @@ class RequestSlots:
         return tuple(found)
 
     def prompt_spans(self, plan: StepPlan, first_tokens: np.ndarray) -> Iterator[PromptSpan]:
-        """Yield the prompt tokens after the positions of this step whose logprobs were requested."""
+        """Yield the prompt tokens after the positions of this step with requested logprobs."""
         if self.with_prompt_logprobs.isdisjoint(plan.request_slots):
             return
         for entry, slot in enumerate(plan.request_slots):

@@ -46,11 +46,11 @@ PLAIN = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # dtypes that are c
 
 
 class Checkpoint:
-    """The safetensors files of a folder, opened lazily. `prefix` is added to every name that is asked for.
+    """The safetensors files of a folder, opened lazily. `prefix` is added to every requested name.
 
     Args:
         is_part: whether the folder contains a multimodal model, from which only the text model's tensors are read.
-        views: finds tensors that are stored in another shape, if there are any.
+        views: finds tensors stored in another shape, if there are any.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Checkpoint:
         return self._scheme is not None and last in (*OF_ACTIVATIONS, *OF_KV_CACHE)
 
     def _compare(self, wanted: Mapping[str, StoredTensor], unexpected: Sequence[str] = ()) -> None:
-        """Raise TrouperValidationError for tensors that are missing, unexpected, or of another shape or dtype."""
+        """Raise TrouperValidationError for missing or unexpected tensors, or for another shape or dtype."""
         missing = [name for name in wanted if name not in self]
         misshapen = [
             f"{name} {list(found)} instead of {list(part.shapes[0])}"
@@ -331,7 +331,7 @@ def tensor_files(folder: Path) -> list[str]:
 
 
 def check_numbers(names: list[str]) -> None:
-    """Refuse shards whose names, such as `model-00002-of-00003.safetensors`, show that others are missing."""
+    """Refuse shards with names, such as `model-00002-of-00003.safetensors`, that show others to be missing."""
     present = set(names)
     for name in names:
         if shard := SHARD.fullmatch(name):

@@ -2,7 +2,7 @@
 
 Laws:
   * Names and shapes are checked against the traits before a byte of a tensor is read (but of biases
-    that the model does not use, which are ignored where they are zeros).
+    that the model does not use, ignored if they are zeros).
   * Files are memory-mapped; one parameter at a time is copied, cast and packed, so that the peak is
     the model plus its largest matrix.
 """
@@ -122,9 +122,9 @@ def load_decoder(
         ops: asked for last; they may be compiled while the weights are read.
         shared: the group of ranks; see `NativeDecoder`.
         has_head: False for a model that pools.
-        device: where the weights go, one after another; None = they stay in host memory.
-        stage: the part that is built; the whole checkpoint is checked all the same.
-        shard: the rank whose part of each layer is built.
+        device: the target of the weights, one after another; None keeps them in host memory.
+        stage: the part to build; the whole checkpoint is checked all the same.
+        shard: the rank; its part of each layer is built.
         wrap: puts something on top of each projection of the layers, such as adapters.
 
     Raises:
@@ -212,7 +212,7 @@ def _open_source(
         base = names.base.partition(".")[0] + "."
         checkpoint = Checkpoint(folder, base, scheme, views=views)
     if traits.tied_embeddings and head in checkpoint and not checkpoint.are_equal(head, embedding):
-        # The flag says that the head is the embedding, but another one was trained and stored.
+        # By the flag the head is the embedding, but another one was trained and stored.
         traits = msgspec.structs.replace(traits, tied_embeddings=False)
     ignored = frozenset({head} if traits.tied_embeddings else ())
     ignored |= {name for name in checkpoint.shapes if name.endswith(names.masks)}
@@ -423,7 +423,7 @@ def _check_groups(parameter: Parameter, quantization: Format) -> None:
 def _to_be_rounded(
     parameter: Parameter, source: Source, place: Placement
 ) -> Tensor | IntegerWeight:
-    """Read a matrix that is rounded at load, with the scales of the whole, so that ranks do not change its integers.
+    """Read a matrix and round it, with the scales of the whole, so that ranks do not change its integers.
 
     Those are other scales than the part's own where one is for all inputs of an output, and these are cut.
     """

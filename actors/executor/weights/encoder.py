@@ -1,7 +1,7 @@
 """From a folder of safetensors or a GGUF file to the tensors of an encoder and its heads.
 
 Laws as in `weights.py`: shapes are checked against the traits, one matrix at a time is cast and packed,
-nothing is unpickled.  What a checkpoint holds beyond that (other heads, buffers) is left alone.
+nothing is unpickled.  Other contents of a checkpoint (other heads, buffers) are ignored.
 
 From pooled hidden states to raw results: projections, classifiers.  All in float32.
 
@@ -79,7 +79,7 @@ class Tensors:
     def stores(self, name: str) -> bool:
         """Check whether the checkpoint contains a tensor.
 
-        Dummy weights contain none, so optional modules are left out.
+        Dummy weights contain none, so optional modules are omitted.
         """
         return self._find(name) is not None
 
@@ -132,7 +132,7 @@ class Tensors:
         *,
         swaps_halves: bool = False,
     ) -> LinearMethod:
-        """Read matrices whose rows are put one below the other, with their biases if they have any.
+        """Read matrices and stack their rows, with their biases if they have any.
 
         One product of q, k and v, for example, is faster than three.
         """
@@ -172,7 +172,7 @@ class Tensors:
         return make_linear(torch.cat(rows), bias, LinearConfig(is_for_many_rows=True))
 
     def experts(self, at: str, traits: EncoderTraits) -> EncoderExperts:
-        """Read the experts of a layer: the products of all lie in two matrices, one expert below the other."""
+        """Read the experts of a layer: two matrices contain the products of all, one expert below the other."""
         experts, hidden, wide = traits.experts, traits.hidden_size, traits.intermediate_size
         assert experts is not None
         num, config = experts.num_experts, LinearConfig(is_for_many_rows=True)
@@ -276,7 +276,7 @@ def _distance_table(tensors: Tensors, traits: EncoderTraits) -> Tensor | None:
 def _distances(
     tensors: Tensors, traits: EncoderTraits, at: str, table: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Project the table of distances to a layer's keys and queries, as far as the model has them."""
+    """Project the table of distances to a layer's keys and queries, if the model has them."""
     hidden, distances = traits.hidden_size, traits.distances
     if table is None or distances is None:
         return None, None
@@ -422,11 +422,11 @@ def load_token_classifier(
     shape: tuple[int, int],
     tokenizer: Path,
 ) -> Project:
-    """Take a classifier's rows from the language model's head, or from the embedding where there is no head.
+    """Take a classifier's rows from the language model's head, or from the embedding if there is no head.
 
     Args:
         shape: of the head.
-        tokenizer: the folder whose tokenizer.json has the ids of the classifier's tokens.
+        tokenizer: the folder with a tokenizer.json that has the ids of the classifier's tokens.
 
     Raises:
         TrouperValidationError: the vocabulary lacks a token, or the checkpoint both tables.

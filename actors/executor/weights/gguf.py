@@ -109,7 +109,7 @@ class GgufCheckpoint:
                 filled += len(rows)
 
     def mapped(self, name: str, dtype: torch.dtype) -> None:
-        """Return None: embeddings in GGUF files seldom have the model's dtype, so they are not shared."""
+        """Return None, because embeddings in GGUF files seldom have the model's dtype, so they are not shared."""
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         """Read a matrix as the integers that kernels multiply with: the same numbers, in 4 bits if no part has more.

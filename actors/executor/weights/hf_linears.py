@@ -35,7 +35,7 @@ class Layer(NamedTuple):
 
 
 def linear_layers(model: nn.Module, quantization: Format | None) -> list[Layer]:
-    """List the linear layers that can be replaced. Subclasses are left out, because they compute something else."""
+    """List the linear layers that can be replaced. Subclasses are omitted, because they compute something else."""
     from transformers.pytorch_utils import Conv1D
 
     head = cast("Any", model).get_output_embeddings()
@@ -86,7 +86,7 @@ def exchange(layers: Sequence[Layer], config: EngineConfig, dtype: torch.dtype) 
 
 
 class _WeightWatch(TorchFunctionMode):
-    """Records each layer with a weight that is an operand while the layer itself is not running."""
+    """Records each layer with a weight used as an operand while the layer itself is not running."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ Method = Literal["gptq", "awq", "packed", "int8", "fp8", "fp4", "nvfp4", "bnb4",
 Shape = tuple[int, ...]
 FLOATS = ("F32", "F16", "BF16")
 INTEGERS = ("I32", "I64")
-# The dtypes of scales that are exponents of two.
+# The dtypes of scales stored as exponents of two.
 POWERS = ("U8", "F8_E8M0")
 FP8 = "F8_E4M3"
 # How many codes may share a scale in bitsandbytes.

@@ -218,7 +218,7 @@ def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight | None:
 def widened(layout: WeightLayout, name: str, shape: Shape, parts: Parts) -> Tensor:
     """Dequantize a tensor exactly, to float32.
 
-    Used for tensors that are not multiplied, and for kernels without support for the format.
+    Used for tensors that no product needs, and for kernels without support for the format.
     """
     if layout.method == "mxfp4":
         return experts(parts, name)

@@ -46,10 +46,10 @@ class RandomWeights:
         out.copy_(part_of(self.read(name, shape), cut))
 
     def mapped(self, name: str, dtype: torch.dtype) -> None:
-        """Return None: there is no file to map."""
+        """Return None, because there is no file to map."""
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> None:
-        """Return None: no tensor is quantized."""
+        """Return None, because no tensor is quantized."""
 
     def _chunks(self, name: str, size: int) -> Iterator[np.ndarray]:
         """Yield the numbers of a tensor in order, as int16."""

@@ -209,7 +209,7 @@ def _packed(weights: Mapping[str, Any]) -> WeightLayout:
 
 
 def _bytes(weights: Mapping[str, Any]) -> WeightLayout:
-    """Read a group whose weights are one byte each: integers or e4m3."""
+    """Read a group with weights of one byte each: integers or e4m3."""
     if weights.get("type", "int") == "float":
         _expect(weights, "num_bits", 8)
         _expect(weights, "strategy", "tensor", "channel", "group", "block")
@@ -313,7 +313,7 @@ def _check_pattern(target: str) -> None:
 
 
 def _rank(module: str, names: tuple[str, ...]) -> int:
-    """Tell how closely targets name a module: 1 by its name, 2 by a pattern, 3 as one of its class, 0 not at all."""
+    """Rate how closely targets name a module: 1 by its name, 2 by a pattern, 3 as one of its class, 0 not at all."""
     if module in names:
         return 1
     patterns = (name.removeprefix("re:") for name in names if name.startswith("re:"))

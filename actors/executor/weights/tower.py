@@ -47,7 +47,7 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> VisionTower:
 
 
 def _class_of(config: EngineConfig) -> tuple[Any, Any]:
-    """Return the library's class and its config, whose text model has no layers."""
+    """Return the library's class and its config, with a text model without layers."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -127,7 +127,7 @@ def _is_of_text(name: str) -> bool:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Hide the library's reports about the text model, which is left out on purpose."""
+    """Hide the library's reports about the text model, omitted on purpose."""
     from transformers.utils import logging as library
 
     told: Any = library

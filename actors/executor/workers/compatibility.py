@@ -1,7 +1,7 @@
 """Checks whether a model on this machine can be served, from its JSON files and the header of its GGUF file.
 
 `trouper models` lists many folders, so the check reads no weights. It imports torch only for models of the
-transformers library, whose classes must be inspected.
+transformers library, because its classes must be inspected.
 """
 
 from importlib.util import find_spec

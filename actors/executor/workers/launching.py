@@ -2,7 +2,7 @@
 
 A worker dies with the thread that created it, by the kernel's parent-death signal, so workers are created in
 the event loop's thread and never in a thread pool. A worker started ahead imports torch while the engine's
-process is still importing its own modules, which is faster than doing both one after the other.
+process is still importing its own modules, faster than one after the other.
 
 Everything shared is created before the processes and inherited by descriptor, so no name in the file system
 remains after a crash. Sizes come from the config only; torch is not imported.
@@ -52,7 +52,7 @@ class Peer(Protocol):
         """Send a frame and, if given, its descriptor, without waiting.
 
         Raises:
-            OSError: the worker is gone, or does not read.
+            OSError: the worker has ended, or does not read.
         """
         ...
 
@@ -61,7 +61,7 @@ class Peer(Protocol):
         ...
 
     async def end(self, grace_s: float) -> Exit:
-        """Wait up to `grace_s` seconds for the worker to exit, then kill it. Returns when the process is gone.
+        """Wait up to `grace_s` seconds for the worker to exit, then kill it. Returns when the process has ended.
         Idempotent.
         """
         ...
@@ -89,7 +89,7 @@ class WorkersLauncher(Protocol):
     """
 
     async def __call__(self) -> Sequence[Peer]:
-        """Start all workers and return them in the order of their ranks. Waits for machines that are not
+        """Start all workers and return them in the order of their ranks. Waits for machines not
         connected.
 
         Raises:
@@ -148,7 +148,7 @@ class LocalPeer:
                 return data, files
 
     def kill(self) -> None:
-        """Kill a process that has no work yet. It waits for the end of the process, which is immediate."""
+        """Kill a process without any work yet. It waits for the end of the process."""
         self._control.close()
         self._process.reap(0.0)
 
@@ -184,7 +184,7 @@ def launch(rank: int, module: str = MODULE, *, files: Sequence[int] = ()) -> Loc
 
 
 class LaunchedAhead:
-    """A `Launcher` whose first worker is started on entering the block. If no engine takes this worker, it ends
+    """A `Launcher` that starts its first worker on entering the block. If no engine takes this worker, it ends
     with the block.
 
     Enter it in the thread of the event loop.
@@ -242,7 +242,7 @@ class LocalLauncher:
 async def launch_all(
     launcher: Launcher, first_number: int, ranks: Sequence[int], files: Sequence[tuple[int, ...]]
 ) -> list[Peer]:
-    """Start the workers of some ranks, each with its descriptors, which are closed here afterwards.
+    """Start the workers of some ranks, each with its descriptors.  They are closed here afterwards.
 
     Raises:
         DeviceStartError: the system refused; no worker remains.
@@ -260,9 +260,9 @@ async def launch_all(
 
 
 async def end_all(peers: Sequence[Peer]) -> None:
-    """Kill workers whose start was abandoned.
+    """Kill workers after an abandoned start.
 
-    It completes even if its caller is cancelled, so no process is left behind.
+    It completes even if its caller is cancelled, so no process remains.
     """
     # Bounded, since each process is killed without a grace period.
     with anyio.CancelScope(shield=True):

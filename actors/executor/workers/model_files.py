@@ -38,7 +38,7 @@ class FileSample(msgspec.Struct, frozen=True):
     def describe(self) -> str:
         """Describe the sample for an error message about different files.
 
-        The digest covers parts of the file only, which is enough to find a different model.
+        The digest covers parts of the file only.  This is enough to find a different model.
         """
         return f"{self.num_bytes} bytes, digest {self.digest}"
 

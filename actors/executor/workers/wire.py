@@ -1,6 +1,6 @@
 """Frames between an engine and its worker processes: kind (1 byte), length (4 bytes), msgpack.
 
-A larger payload is written once into a memory file whose descriptor accompanies the frame, so embeddings of a
+A larger payload is written once into a memory file; its descriptor accompanies the frame, so embeddings of a
 prompt are not pushed through a socket buffer. Frames to another machine are always inline. Nothing is
 pickled: each kind of frame has one type, and bytes that do not decode to it are an error of the connection.
 """
@@ -308,7 +308,7 @@ def read_inline(data: bytes, file: int) -> bytes:
 
 class FrameReader:
     """Splits a stream of bytes, and the descriptors received with them, into frames. It owns the descriptors of
-    frames that were not taken yet.
+    frames not taken yet.
 
     Args:
         make_grammar: creates a grammar from its rules; None if no frame contains grammars.
@@ -379,7 +379,7 @@ class FrameReader:
             os.close(file)
 
     def close(self) -> None:
-        """Close the memory files of frames that were never taken.
+        """Close the memory files of frames never taken.
 
         Idempotent. Their descriptors would otherwise stay open for the life of the process.
         """

@@ -254,7 +254,7 @@ class Worker:
                     socket.send_fds(self._control, [data], [file])
                 else:
                     self._control.sendall(data)
-            # The engine is gone; a guard ends this process.
+            # The engine has ended; a guard ends this process.
             except OSError:
                 pass
             finally:

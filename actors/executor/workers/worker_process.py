@@ -21,7 +21,7 @@ from trouper.errors import DeviceStartError
 MODULE = "trouper.actors.executor.workers.worker"
 # Lines of stderr kept for the report of a worker's death.
 STDERR_LINES = 64
-# Seconds to read the last lines of a worker that has ended.
+# Seconds to read the last lines of an ended worker.
 STDERR_S = 1.0
 
 
@@ -99,7 +99,7 @@ class WorkerProcess:
         return self._process.returncode is not None
 
     def reap(self, grace_s: float) -> Exit:
-        """Wait up to `grace_s` seconds for the process to exit, then kill it. Blocks until it is gone.
+        """Wait up to `grace_s` seconds for the process to exit, then kill it. Blocks until it has ended.
         Idempotent.
         """
         if not self.is_reaped:

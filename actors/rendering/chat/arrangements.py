@@ -80,7 +80,7 @@ class Skeleton(NamedTuple):
     """A conversation with made-up words as its texts.
 
     Attributes:
-        words: of each message those of which one must be shown; none: it holds nothing.
+        words: for each message, words of which the text must contain one; empty for an empty message.
         tool_words: one for each tool.
     """
 

@@ -27,7 +27,7 @@ class Arranger:
     """Arranges the conversations of one template; what it has found out about it is kept.
 
     Args:
-        render: gives the text of a conversation; raises TrouperValidationError where the template refuses it.
+        render: gives the text of a conversation; raises TrouperValidationError if the template refuses it.
     """
 
     def __init__(self, render: Render) -> None:

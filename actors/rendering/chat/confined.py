@@ -23,7 +23,7 @@ from trouper.errors import (
 )
 
 WORKER = "trouper.actors.rendering.chat.template_worker"
-WALL_S = 10.0  # on a machine that has other things to do
+WALL_S = 10.0  # on a busy machine
 MAX_TEMPLATES = 16  # that one process keeps compiled; then the next one begins
 
 

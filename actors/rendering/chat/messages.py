@@ -13,9 +13,9 @@ from typing import Any, TypeGuard, cast
 
 from trouper.errors import invalid
 
-# Stands around the number of a part that is no text; a code point of no character, dropped from other text.
+# Surrounds the number of a part other than text; a code point of no character, dropped from other text.
 MARK = "\U0010fffe"
-# Stands for an image in the text of a template that does not know images.
+# Replaces an image in the text of a template without support for images.
 IMAGE_MARK = f"{MARK}image{MARK}"
 
 
@@ -57,7 +57,7 @@ MAX_TRIES = 64  # places at which a cut text may be closed
 def past_arguments(given: Any, place: str) -> dict[str, Any]:
     """Return the arguments of a past call as an object.
 
-    None and an empty text are an object without members.  A text that was cut, as an answer is by `max_tokens`, ends behind
+    None and an empty text are an object without members.  A text cut short, like an answer by `max_tokens`, ends behind
     its last whole value; one that holds a text of JSON is read twice.
 
     Raises:

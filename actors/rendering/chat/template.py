@@ -85,7 +85,7 @@ class ChatTemplate:
             variables: the caller's.
             special_tokens: the tokenizer's (`bos_token`, …).
             needed: names of variables that the template must read, unless they ask for nothing.
-            arranges: the messages are mapped, merged or moved where the template would drop or refuse some.
+            arranges: the messages are mapped, merged or moved if the template would drop or refuse some.
 
         Raises:
             TrouperValidationError: messages of a wrong form, or that the template refuses.

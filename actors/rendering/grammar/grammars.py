@@ -52,7 +52,7 @@ class Grammars:
         vocab_size: of the model's logits.
         eos_token_ids: that end an output.
         sends_grammars: the device is in another process, which is given the vocabulary and compiles each source itself.
-        config: what holds where a request says nothing.
+        config: the defaults for a request without settings of its own.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Grammars:
 
         Args:
             reasoning: reasoning that may come first.
-            owner: the client whose request it is; what is kept for it pushes out its own first.
+            owner: the client of the request; its own cached sources are dropped first.
 
         Raises:
             GrammarError: it is no grammar, or too complex.
@@ -200,7 +200,7 @@ _LARK = re.compile(
 def compiler_rules(tokenizer_json: str) -> str:
     """Return a `tokenizer.json` in which no text spells an added token.
 
-    Those that are no special tokens and in the model's own vocabulary, such as runs of blanks, are text and stay so.
+    Tokens in the model's own vocabulary other than special ones, such as runs of blanks, are text and stay so.
     """
     # Only what changes is parsed: the merges are the greater part, and each call of the parser holds the interpreter.
     rules = decode(tokenizer_json, type=dict[str, Raw])

@@ -122,7 +122,7 @@ class CompiledGrammar(NamedTuple):
 
 
 class Matchers:
-    """Compiles sources, keeps those that were asked for last, and those that are held for a device.  Threads share it.
+    """Compiles sources, keeps the most recently used ones, and those held for a device.  Threads share it.
 
     Args:
         read: gives the vocabulary, of which no text is looked at; called once, at the first use.
@@ -160,7 +160,7 @@ class Matchers:
 
         Args:
             num_bytes: of memory that it takes.
-            owner: the client on whose behalf it is kept.
+            owner: the client for which it is cached.
 
         Raises:
             ImportError: llguidance is not installed.

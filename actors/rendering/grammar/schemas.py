@@ -133,7 +133,7 @@ _SAYS_NOTHING = {"type", "title", "description", "$comment", "examples", "defaul
 
 
 def _names_pattern(names: Schema) -> str | None:
-    """Return the pattern of keys, where one says all; None: it cannot be said."""
+    """Return the pattern of keys, where one says all; or None if there is none."""
     given = names.keys() - _SAYS_NOTHING
     if given <= {"pattern", "format"} and isinstance(names.get("pattern"), str):
         return names["pattern"]

@@ -33,7 +33,7 @@ from trouper.errors import GenerationError, GrammarError
 from trouper.structured_outputs import StructuredOutputsParams
 
 WORKER = "trouper.actors.rendering.grammar.trial_worker"
-WALL_S = 10.0  # on a machine that has other things to do
+WALL_S = 10.0  # on a busy machine
 MAX_REMEMBERED_BYTES = 32 * 2**20  # of sources and refusals that were asked for last
 OUTCOME_BYTES = 512  # that one takes beside its text
 OVER = (
@@ -114,7 +114,7 @@ class GrammarTrials:
         """Return the grammar as the compiler reads it, when it has been tried.
 
         Args:
-            owner: the client whose request it is.
+            owner: the client of the request.
 
         Raises:
             GrammarError: it is no grammar, or takes too much.

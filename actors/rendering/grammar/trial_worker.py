@@ -35,7 +35,7 @@ UNASKED = NO_ORDER, -signal.SIGKILL  # what no limit of ours ends may have had n
 
 
 class ByteVocabulary:
-    """The single bytes, the tokens that have names, and an end; the others are empty.
+    """The single bytes, the named tokens, and an end; the others are empty.
 
     It compiles in a fraction of the time of the model's vocabulary, and accepts the same grammars.
     """
@@ -83,7 +83,7 @@ def _fork(orders: socket.socket, tokens: Any, limits: TrialBudget) -> int:
         return os.waitstatus_to_exitcode(status)
     code = NO_ORDER
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # panics have nothing to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # panics have no message
         if order := _read(orders):  # whole, before anything can end this fork
             code = FAILED
             code = _try(order, orders, tokens, limits)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKER = "trouper.actors.rendering.media.worker"
-# Of one image, on a machine that has other things to do.
+# Of one image, on a busy machine.
 WALL_S = 10.0
 START_WALL_S = 20.0
 # Seconds between two starts, so that a flood of deadly files starts no flood of processes.

@@ -36,7 +36,7 @@ class Refusal(NamedTuple):
 
 
 class RefusedFileError(Exception):
-    """A file cannot be used; `refusal` says why."""
+    """A file cannot be used; `refusal` contains the reason."""
 
     def __init__(self, code: str, rule: str) -> None:
         super().__init__(rule)

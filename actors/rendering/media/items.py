@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # Arrays of open requests that are not in the cache: 100 images of SmolVLM, 180 of a LLaVA in 1080p.
 OPEN_BYTES = 2 * 2**30
-# Files whose content decides about arrays and tokens.
+# Files with an influence on arrays and tokens.
 FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -191,7 +191,7 @@ class ImageItems:
 
 
 class ItemCache:
-    """The last processed images, up to a number of bytes, and a count of all arrays that are in memory."""
+    """The last processed images, up to a number of bytes, and a count of all arrays in memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -148,7 +148,7 @@ def read_at(where: str, given: Any) -> bytes:
 
 
 def refused(where: str, error: RefusedFileError) -> TrouperValidationError:
-    """Return the error of the request whose file is refused."""
+    """Return the error of a request with a refused file."""
     code, rule = error.refusal
     if code == TrouperValidationError.code:
         return invalid(where, rule)

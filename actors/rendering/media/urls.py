@@ -20,7 +20,7 @@ def read_url(url: str | memoryview) -> bytes:
     """Return the file in a `data:` URL.
 
     Args:
-        url: the text, or its bytes where they were cut out of a request's body.
+        url: the text, or its bytes if they were cut out of a request's body.
 
     Raises:
         RefusedFileError: `media_url_blocked` for any other URL, `invalid_value` for no URL, `invalid_image` for

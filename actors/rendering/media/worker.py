@@ -124,7 +124,7 @@ def _serve(orders: socket.socket, stream: BinaryIO) -> None:
     except TrouperValidationError as error:
         orders.sendall(framed(_encoded(_refusal(error))))
         return
-    # From here on nothing that a library prints can fill the pipe, which is read at the end only.
+    # From here on nothing that a library prints can fill the pipe.  It is read at the end only.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     orders.sendall(framed(_encoded(ImageAnswer())))
     while order := _read(stream):
@@ -218,7 +218,7 @@ def _limit_time(num_pixels: int) -> None:
 
 
 def _hide_torch() -> None:
-    """Let every import of torch fail, as where it is not installed."""
+    """Let every import of torch fail, as if it was not installed."""
     find = importlib.util.find_spec
 
     def find_without(

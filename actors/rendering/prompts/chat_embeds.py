@@ -47,7 +47,7 @@ def encode_mixed(
     add_special_tokens: bool,
     max_length: int,
 ) -> tuple[list[int], tuple[Embeds, ...]]:
-    """Token ids, zeros where matrices stand for them, and those that do, in their places.
+    """Return token ids, with zeros in place of embeddings, and the matrices in their places.
 
     Ends when there are more than `max_length`: a template may place a matrix as often as it likes.
     """

@@ -166,7 +166,7 @@ def from_tensor(tensor: Any, num_columns: int, max_rows: int) -> Embeds:
 
 
 def _check_finite(embeds: Embeds) -> None:
-    """Refuse NaN and infinity, of which a model makes logits that are no numbers.
+    """Refuse NaN and infinity, because the model's logits would be NaN.
 
     The exponent is looked at, since numpy has no bfloat16; in pieces, so that little memory is taken.
 

@@ -1,4 +1,4 @@
-"""Fill in the middle: encode a prefix and a suffix for a model that was trained to write the text between them.  Pure.
+"""Fill in the middle: encode a prefix and a suffix for a model trained to write the text between them.  Pure.
 
     [repo] project ⏎ [file] name ⏎ text … [file] name ⏎ [prefix] text [suffix] text [middle] start of the middle
 
@@ -61,7 +61,7 @@ class Gap(msgspec.Struct, frozen=True):
         prefix, suffix: the texts on either side.
         middle: what the filling begins with.
         files: names and texts of other files, the nearest last.
-        max_tokens: of the prompt; what lies farthest from the gap is left out beyond it.  None: nothing is.
+        max_tokens: of the prompt; beyond it, the text farthest from the gap is dropped.  None drops nothing.
     """
 
     prefix: str
@@ -125,7 +125,7 @@ def gap_ids(
         adds_bos: the prompt begins with the tokenizer's BOS, if it puts one before texts.
 
     Raises:
-        TrouperValidationError: a text is not Unicode, or the middle alone leaves no room.
+        TrouperValidationError: a text is not Unicode, or the middle without any context leaves no room.
     """
 
     def encoded(text: str) -> list[int]:
@@ -161,7 +161,7 @@ def gap_ids(
 def _context(
     gap: Gap, marks: InfillMarks, encoded: Any, num_left: int | None, longest: int
 ) -> list[int]:
-    """Return the tokens of the files beside the gap: as many whole ones, from the nearest on, as there is room for."""
+    """Return the tokens of the files around the gap: as many whole ones, from the nearest on, as there is room for."""
     if not gap.files:
         return []
     begin = [] if marks.repo is None else [marks.repo, *encoded(PROJECT)]

@@ -58,7 +58,7 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
 def marks_of(late: LateInteraction, tokenizer: Tokenizer, limits: ModelLimits) -> dict[str, Marks]:
     """Make the rules for queries and documents, by the mode of `LateInteractionParams`.
 
-    Documents have their own length, or all of a `max_model_len` that was chosen beyond both lengths.
+    Documents have their own length, or all of a `max_model_len` beyond both lengths.
 
     Raises:
         TrouperValidationError: the tokenizer lacks the mask token, or the model what the tokenizer marks with.

@@ -234,6 +234,6 @@ class PoolingPrompts(Prompts):
 
 
 def _part(text: str, num_tokens: int, tokenizer: Tokenizer, *, keeps_end: bool) -> str:
-    """Return a part of the text that is long enough to become this many tokens."""
+    """Return a part of the text, long enough to become this many tokens."""
     keep = (num_tokens + SPARE_TOKENS) * tokenizer.longest_token_chars
     return text[-keep:] if keeps_end else text[:keep]

@@ -234,7 +234,7 @@ def _sentencepiece(header: Gguf, tokens: list[str]) -> Backend:
 
 
 def _word_pieces(tokens: list[str], kinds: np.ndarray[Any, Any]) -> list[str]:
-    """Write the beginnings of words bare and their continuations with ##, where a file has them with ▁ and bare."""
+    """Write the beginnings of words bare and their continuations with ##, if a file has them with ▁ and bare."""
     pieces: list[str] = []
     for token, kind in zip(tokens, kinds.tolist(), strict=True):
         is_special = kind in (CONTROL, USER) or (token[:1] == "[" and token[-1:] == "]")
@@ -334,7 +334,7 @@ def _put_around(
     """Add BOS and EOS according to the file; without them no post-processor is needed.
 
     Args:
-        doubles_end: whether EOS, not BOS, is in front of a pair's second text, as RoBERTa has it.
+        doubles_end: whether EOS, not BOS, is in front of a pair's second text, as in RoBERTa.
     """
     bos = header.get(KEY + "add_bos_token", bool)
     begin = named.get("bos_token") if (adds_bos if bos is None else bos) else None

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class TokenStream:
     """One sequence's incremental decoder.
 
-    `silent` ids have no text.  `glued`, where given, are the added tokens that must stand without the
+    `silent` ids have no text.  `glued`, if given, are the added tokens to be written without the
     space that some decoders put between two of them.
     """
 

@@ -1,6 +1,6 @@
 """A light tokenizer over the `tokenizers` library.
 
-Importing transformers costs 0.8 s, and nothing here needs it where the folder holds a tokenizer.json:
+Importing transformers costs 0.8 s, and nothing here needs it if the folder contains a tokenizer.json:
 that file, as it is, gives the ids that transformers gives.  (transformers 5, too, lets the file's
 post-processor decide about BOS and ignores `add_bos_token` beside it.)  A folder without one is
 converted by transformers once, at start.
@@ -247,7 +247,7 @@ class Tokenizer:
     ) -> list[int]:
         """Encode the parts one by one, so that no token spans two of them.
 
-        `continues`: the first, too, stands behind something.
+        `continues`: the first part, too, continues a text.
         """
         ids = [] if continues else self.encode(pieces[0], add_special_tokens)
         newline = self.encode("\n", add_special_tokens=False)

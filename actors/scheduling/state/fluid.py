@@ -97,7 +97,7 @@ class _Level:
             del self.keys[job.key]
 
     def resize(self, job: Job, size: float) -> None:
-        """Change the size of a job, which is finished if it has already received this many tokens."""
+        """Change the size of a job.  It is finished if it has already received this many tokens."""
         got = job.size - (job.mark - self.keys[job.key].meter)
         job.size = size
         self.remove(job)

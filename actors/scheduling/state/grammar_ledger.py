@@ -52,7 +52,7 @@ class _Source(msgspec.Struct, eq=False):
 
 
 class GrammarLedger:
-    """The account of one device's grammars: which are compiled, which are in use, and which are wanted.
+    """The account of one device's grammars: the compiled, the used and the wanted ones.
 
     Memory for them is limited, so unused grammars are dropped, the least recently used first.
     """
@@ -128,7 +128,7 @@ class GrammarLedger:
     def needs_silence(self) -> bool:
         """Whether a suspect is being prepared, or could be prepared if nothing else ran.
 
-        A suspect is compiled alone, so that a crash can only be its fault.
+        A suspect is compiled while nothing else runs, so that a crash can only be its fault.
         """
         if not self._has_suspects:
             return False
@@ -188,7 +188,7 @@ class GrammarLedger:
             is_their_doing: whether the work of the device may be the cause of the loss.
 
         Returns:
-            The key of a grammar whose preparation has killed the device twice, or None.
+            The key of a grammar that killed the device twice during its preparation, or None.
         """
         key, self._preparing = self._preparing, None
         suspect = self._sources.get(key) if key is not None and is_their_doing else None

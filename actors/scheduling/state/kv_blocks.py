@@ -66,7 +66,7 @@ class KVBlocks:
     def num_free(self) -> int:
         """Count the blocks that no sequence holds.
 
-        They include blocks with a cached prefix, which are reused last.
+        They include blocks with a cached prefix; these are reused last.
         """
         return len(self._free)
 
@@ -138,7 +138,7 @@ class KVBlocks:
             self._references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Remove a holder from each of these blocks, which are in the order of the sequence's positions.
+        """Remove a holder from each of these blocks, given in the order of the sequence's positions.
 
         Later blocks of a prefix become reusable before earlier ones, because fewer sequences share them.
         """

@@ -40,7 +40,7 @@ class Running:
         # Lookups in the prefix cache, in tokens: first starts, and starts after a preemption.
         self.num_queries = self.num_hits = 0
         self.num_recompute_queries = self.num_recompute_hits = 0
-        # Tokens whose KV was lost with the device.
+        # Tokens with KV lost with the device.
         self.num_lost_tokens = 0
 
     def __len__(self) -> int:
@@ -221,7 +221,7 @@ class Running:
     def register(self, sequence: Sequence) -> None:
         """Offer the full and computed blocks of a sequence as a prefix.
 
-        Only blocks whose results have arrived count, because a failed step leaves wrong contents.
+        Only blocks with received results count, because a failed step leaves wrong contents.
         """
         blocks = self._blocks
         count = sequence.num_computed_on_device // blocks.block_size
@@ -298,7 +298,7 @@ class Running:
 
 
 def _fork_leader(sequence: Sequence) -> Sequence | None:
-    """Find the leader whose prompt a sibling shares, if it still runs and its prompt is computed."""
+    """Find the leader with which a sibling shares a prompt, if it still runs and its prompt is computed."""
     if sequence.index == 0 or sequence.output:
         return None
     leader = sequence.request.sequences[0]

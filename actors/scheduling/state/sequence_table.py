@@ -70,7 +70,7 @@ class SequenceTable:
 
     @property
     def num_started(self) -> int:
-        """Count the unfinished sequences that have run.  Deferred siblings are not counted: their leader is.
+        """Count the unfinished sequences that ran before.  Deferred siblings are not counted: their leader is.
 
         The device may hold results of them; fresh ones have none.
         """
@@ -182,7 +182,7 @@ class SequenceTable:
         Ghosts among them end, because another replica does not suspect them.
 
         Args:
-            only_fresh: remove only requests that have never run.
+            only_fresh: remove only requests that never ran.
         """
         for ghost in list(self.ghosts.values()):
             is_idle = ghost.request_slot < 0 and not ghost.num_in_flight
@@ -271,7 +271,7 @@ class SequenceTable:
         self.waiting.returning.push(sequence)
 
     def end_ghosts(self, suspects: Collection[SequenceId]) -> None:
-        """End the ghosts that are no suspects any more.
+        """End the ghosts once they are no longer suspects.
 
         They have been tested, or the search is over.
         """
@@ -319,7 +319,7 @@ class SequenceTable:
     def requeue(self, sequence: Sequence) -> None:
         """Queue a preempted sequence again, unless one of its results is still in flight.
 
-        It goes to the queue of returning sequences, which are served before new ones.
+        It goes to the queue of returning sequences, served before new ones.
         """
         if sequence.num_in_flight == 0:
             self.waiting.returning.push(sequence)
@@ -407,7 +407,7 @@ def start_waiting(
     """Start queued sequences in their order, until one finds no room.
 
     Args:
-        only_returning: start no sequence that has never run.
+        only_returning: start only sequences that ran before.
     """
     passed: list[tuple[Queue, Sequence]] = []
     while builder.budget > 0 and len(table.running) < max_num_running:

@@ -325,7 +325,7 @@ class Lookahead:
             self.num_accepted_tokens += max(0, len(token_ids) - 1)
 
 
-# The most samples in flight of a sequence that is planned before its token is due.
+# The most samples in flight of a sequence planned before its token is due.
 MAX_EARLY = 2
 
 

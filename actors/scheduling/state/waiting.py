@@ -1,6 +1,6 @@
 """The queues of the sequences without a request slot, the best first.
 
-There are two queues: for new sequences and for those that have run before.  A pause may close only the first one, and under fcfs the
+There are two queues: for new sequences and for those that ran before.  A pause may close only the first one, and under fcfs the
 second one goes first.  A queue is a heap with lazy deletion: `discard` only marks an entry, and the heap is rebuilt when half of its
 entries are marked.  So push, pop and discard take O(log n) amortised, and memory is O(live entries).
 """
@@ -100,7 +100,7 @@ class Waiting:
 
     @property
     def num_fresh(self) -> int:
-        """Count the sequences that have never run.
+        """Count the sequences that never ran.
 
         Parked ones are included: a pause does not wait for them.
         """
@@ -194,7 +194,7 @@ class Waiting:
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence from its queue, if it is queued.
 
-        Used for sequences that have ended, which never come back.
+        Used for ended sequences; they never come back.
         """
         self._parked.pop(sequence.id, None)
         self.fresh.discard(sequence)

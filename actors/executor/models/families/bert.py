@@ -21,7 +21,7 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 def padding_id(config: HfConfig) -> int:
     """Return the id of the padding token, which may be 0.
 
-    The default 1 is that of RoBERTa's classes in transformers, whose configs may omit it.
+    Configs of RoBERTa may omit it; the default of its classes in transformers is 1.
     """
     found = config.get("pad_token_id")
     return 1 if found is None else int(found)

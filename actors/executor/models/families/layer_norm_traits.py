@@ -89,7 +89,7 @@ def renamed(config: HfConfig, **names: str) -> HfConfig:
 def refuse(config: HfConfig, **values: bool) -> None:
     """Raise UnsupportedFeatureError if a flag of the config has an unsupported value.
 
-    Ignoring such a flag would silently compute another model.  Flags that are absent have their supported value.
+    Ignoring such a flag would silently compute another model.  An absent flag has its supported value.
     """
     for name, refused in values.items():
         value = config.get(name)

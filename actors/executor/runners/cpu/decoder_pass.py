@@ -105,7 +105,7 @@ class DecoderPass:
                 self._stop_recording(error)
 
     def _agree(self, steps: RecordedDecoderSteps, batch: Batch) -> None:
-        """Let all ranks record steps, or none: the logits of recorded steps have other rows.
+        """Let all ranks record steps, or no rank: the logits of recorded steps have other rows.
 
         Raises:
             NotRecordableError: this rank or another one cannot record this step.

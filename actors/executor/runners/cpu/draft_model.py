@@ -6,7 +6,7 @@ Laws:
   * The draft model has computed the positions before `_known` of a slot. Positions of rejected drafts are computed again.
   * In one step it computes at most the target model's own tokens, `CATCH_UP` tokens that it missed, and one row for each
     draft. It misses tokens while a sequence has no drafts, computes them in chunks, and then drafts again.
-  * It never changes a sampled token. If its cache lacks a prefix that was shared early, only the acceptance rate falls.
+  * It never changes a sampled token. If its cache lacks a prefix shared early, only the acceptance rate falls.
 """
 
 from collections.abc import Sequence
@@ -179,7 +179,7 @@ class DraftModel:
         return max(0, min(CATCH_UP, budget - sum(plan.num_scheduled_tokens)))
 
     def _draw(self, plan: StepPlan, work: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-        """Compute tokens of some slots, and write the sampled ones into the slots. Returns -1 for logits that are not finite."""
+        """Compute tokens of some slots, and write the sampled ones into the slots. Returns -1 for infinite logits or NaN."""
         decoder, steps = self._model.decoder, self._steps
         assert decoder is not None
         assert steps is not None

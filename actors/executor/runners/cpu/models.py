@@ -30,7 +30,7 @@ from trouper.kernels.select import make_ops
 
 
 class Share(NamedTuple):
-    """The share of each step that one worker computes, which is the whole step if there is no other worker."""
+    """The share of each step that one worker computes; without other workers it is the whole step."""
 
     # Whether the last layer, and therefore the logits, are here.
     is_last: bool = True

@@ -2,7 +2,7 @@
 
 Each pass runs in a thread of its own. Threads that share a pass would wait for each other after every operation, and for
 data in each other's caches: MiniLM in bfloat16 on two cores embeds 430 texts/s that way, and 540 with a pass per thread.
-A thread that has finished a pass takes the next one, even of the next plan, so no thread waits for the end of a plan.
+After a pass a thread takes the next one, even of the next plan, so no thread waits for the end of a plan.
 
 Laws:
   * Entries arrive sorted by length. Entries of one length form one group of the attention.
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 # See `runner.TINY_BYTES`; the limit is lower here because every batch has many tokens.
 TINY_BYTES = 4 * 2**20
 FEW_TOKENS = 32
-# A thread that has not started after this many seconds is an error.
+# A thread must start within this many seconds; otherwise it is an error.
 START_S = 60.0
 # The tokens of one pass: a layer's activations then fit into the L2 cache. Each further pass costs 0.4 ms of Python.
 SLICE_TOKENS = 512
@@ -277,7 +277,7 @@ class PoolingRunner:
             starts = np.cumsum(lengths) - lengths
             rows["classify"] = np.add.reduceat(logits_TL, starts) / lengths[:, None]
             tasks.remove("classify")
-        if self._spec.splade is not None:  # every text by itself, of all its tokens
+        if self._spec.splade is not None:  # every text on its own, with all its tokens
             tasks.discard("embed")
         if tasks & {"embed", "classify"}:
             pooled_CE = self._pool(hidden_TE, groups)
@@ -360,7 +360,7 @@ def slices(columns: Sequence[PoolEntry], num_threads: int) -> list[Sequence[Pool
 
 
 def _check_expansion(spec: PoolerSpec, traits: EncoderTraits | DecoderTraits) -> None:
-    """Refuse a query expansion whose tokens could not see the whole text.
+    """Refuse a query expansion if its tokens could not see the whole text.
 
     Raises:
         UnsupportedFeatureError: an attention window or a causal mask hides a part of the text from them.

@@ -1,7 +1,7 @@
 """Steps as recordings: one native call replaces some two hundred calls from Python.
 
 All decode steps of T tokens launch the same kernels on the same addresses. Only their inputs differ: tokens, positions and
-slots, which are copied into fixed arrays, and the attention plan, which kernels read through pointers. The same holds for
+slots, copied into fixed arrays, and the attention plan, which kernels read through pointers. The same holds for
 the passes of an encoder over T tokens, except for the tiles of its attention. So the launches are recorded once and replayed.
 
 Law: a recorded step is valid only for the weights and the KV memory with which it was recorded.
@@ -105,7 +105,7 @@ class RecordedDecoderSteps:
         return f"<RecordedDecoderSteps of {sorted(self._steps)} in {self._arena!r}>"
 
     def can_forward(self, batch: Batch) -> bool:
-        """Whether every token attends by itself and has an id, and the step is not too large."""
+        """Whether every token attends separately and has an id, and the step is not too large."""
         has_single_tokens = batch.can_be_recorded and not batch.embeds
         return has_single_tokens and len(batch.tokens.ids_T) <= self._max_rows
 

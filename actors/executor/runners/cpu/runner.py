@@ -2,7 +2,7 @@
 
 Laws:
   * Plans run in the order of the calls. The sequences, blocks and copies of a plan take effect before its forward pass.
-  * A sampled token is written into its slot before `execute` returns. A plan that was made before the token was known
+  * A sampled token is written into its slot before `execute` returns. A plan made before the token was known
     therefore finds it there.
   * If the logits of one entry are not finite, only that entry fails.
 """
@@ -216,7 +216,7 @@ class CpuRunner:
         """Run this worker's share of a plan.
 
         Returns:
-            The answer, which is complete only where tokens are sampled, and the hidden states of all tokens for the next stage.
+            The answer, complete only on the worker that samples, and the hidden states of all tokens for the next stage.
         """
         decoder, kv = self.model.resident()
         steps = self.steps

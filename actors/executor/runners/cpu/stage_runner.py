@@ -5,7 +5,7 @@ The runner itself computes; this module moves hidden states and tokens between t
 Laws, in addition to those of `CpuRunner` and `stages.py`:
   * Every worker receives every plan, in order, and derives from it what to send, what to wait for and what to add up.
   * Only rank 0 of the last stage samples and answers. It sends its tokens to the other workers before it answers.
-  * A worker whose step fails is out of step with the others, so all of them are restarted.
+  * A worker with a failed step is out of step with the others, so all of them are restarted.
 """
 
 import mmap
@@ -87,7 +87,7 @@ class StageRunner:
         self._links.close()
 
     def start_profile(self, folder: str, prefix: str) -> None:
-        """Begin a trace of this worker, in a file of its own whose name contains the stage and the rank."""
+        """Begin a trace of this worker, in a file of its own, named after the stage and the rank."""
         config, (stage, rank) = self._config, self._place
         parts = [prefix]
         if config.num_stages > 1:

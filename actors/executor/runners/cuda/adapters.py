@@ -21,7 +21,7 @@ COLUMNS = 3
 
 
 class DeviceAdapters:
-    """The adapter slots on the device, which exist from the first layer that is wrapped.
+    """The adapter slots on the device, created with the first wrapped layer.
 
     Args:
         dtype: the dtype of the model, which adapters get too.
@@ -45,7 +45,7 @@ class DeviceAdapters:
         return f"<DeviceAdapters of {len(self._weights)} layers>"
 
     def of(self, num_rows: int) -> DeviceRows | None:
-        """Return the rows of the step that is being launched, or None if it has no adapters."""
+        """Return the rows of the step during its launch, or None if it has no adapters."""
         return self._device if self._are_used else None
 
     def use(self, *, are_used: bool) -> None:
@@ -96,7 +96,7 @@ class DeviceAdapters:
         self._is_on_host = False
 
     def allocate(self) -> None:
-        """Allocate the buffers for the rows of a step. They begin without any row that has an adapter."""
+        """Allocate the buffers for the rows of a step. At first, no row has an adapter."""
         empty = self._machine.empty
         self._device = DeviceRows(
             empty((self._max_rows,), torch.int32),

@@ -4,7 +4,7 @@ Laws, in addition to those of `CudaRunner`:
   * A process has one rank and one device: among the visible devices, the one with the rank's number.
   * The ranks find each other by a file without a name that all have inherited, and whatever NCCL opens besides is on the loopback: all of
     a model's ranks are on one machine.
-  * A rank that fails or dies has left its sums; the crew ends the others, and starts all of them again.
+  * A rank that fails or dies no longer takes part in sums; the engine ends the other ranks and starts all of them again.
 """
 
 import os

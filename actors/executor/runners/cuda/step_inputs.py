@@ -6,7 +6,7 @@ A captured CUDA graph reads its inputs from a fixed address, so a plan becomes o
     request_slots [C]
     num_computed_tokens [C]   the position of the entry's first token
     sampled_slots [C]         the request slot if the entry samples, else -1
-    seq_lens [C]              the length after the step, which is the position of the sampled token
+    seq_lens [C]              the length after the step, also the position of the sampled token
     last_tokens [C]           the token that predicts the sample
 
 Entries beyond those of the plan are padding: they are empty and do not sample. Graphs exist for these sizes:

@@ -52,7 +52,7 @@ class Layout:
         rows = make_sampling_rows(
             num_slots, vocab_size, max_edits=MAX_EDITS, max_condition=MAX_BAD_WORD, device="meta"
         )
-        # One token more, because a step in flight may sample a token beyond the length, which is dropped.
+        # One token more, because a step in flight may sample a token beyond the length.  It is dropped.
         tokens = torch.empty(num_slots, max_model_len + 1, dtype=torch.int32, device="meta")
         blocks = torch.empty(num_slots, max_num_blocks, dtype=torch.int32, device="meta")
         tables = {**rows._asdict(), "tokens": tokens, "blocks": blocks}

@@ -116,7 +116,7 @@ class LinkAcceptor:
 
 
 class PendingHello:
-    """A connection whose handshake and first message are not complete.
+    """A connection with an incomplete handshake or first message.
 
     Several are read at the same time, so a slow client delays no other.
     """
@@ -133,7 +133,7 @@ class PendingHello:
         return f"<PendingHello of {len(self._data)} of {self._num_wanted} bytes>"
 
     def read(self) -> Message | None:
-        """Read the bytes that have arrived. Returns the first message when it is complete, else None.
+        """Read the received bytes. Returns the first message when it is complete, else None.
 
         Raises:
             OSError: the other side has hung up.

@@ -14,7 +14,7 @@ occupy. It is pure. Laws:
   * A new connection is always accepted. When all slots are taken, the oldest connection of the address with
     the most connections makes room: our own machines answer within a round trip, so the oldest belongs to a
     client without the key.
-  * Connections of an address that has proved itself before make room last.
+  * Connections of an address with an earlier proof make room last.
   * An address that fails repeatedly is refused for a while, unless it has proved itself before.
   * Failures of an address are logged once in `LOG_S`, with their number since the last log line.
 """
@@ -180,7 +180,7 @@ class _Address(msgspec.Struct):
 
 
 class UnprovenConnections:
-    """Connections whose proof is not finished, at most `max_connections` at a time.
+    """Connections with an unfinished proof, at most `max_connections` at a time.
 
     It limits what strangers can occupy: slots, time and log lines.
     """

@@ -134,7 +134,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Host → coordinator: a worker is gone, with its exit status and last lines of stderr. It answers `End`."""
+    """Host → coordinator: a worker has ended, with its exit status and last lines of stderr. It answers `End`."""
 
     order: int
     rank: int
@@ -231,7 +231,7 @@ def shorten(ended: Exit) -> Exit:
 
 
 class Channel:
-    """A connection whose other side has proved itself. One task receives.
+    """A connection after the other side's proof. One task receives.
 
     Args:
         connection: a non-blocking socket, which the channel closes.
@@ -248,7 +248,7 @@ class Channel:
         """Send a message without waiting.
 
         Raises:
-            OSError: the other side is gone, or does not read.
+            OSError: the other side has disconnected, or does not read.
         """
         data = encode(message)
         # A torn message would garble every later one.
@@ -291,7 +291,7 @@ class Channel:
         """Send bytes of the proof, for which a new connection always has room.
 
         Raises:
-            OSError: the other side is gone.
+            OSError: the other side has disconnected.
         """
         self._socket.send(data)
 

@@ -4,7 +4,7 @@ The engine's own machine coordinates: hosts dial in, so only one address needs t
 
 Laws:
   * No byte of a connection is read as a message before both sides have proved that they have the same key.
-  * Connections that have not proved it make room for each other, by address, so silent clients keep no host
+  * Connections without a proof make room for each other, by address, so silent clients keep no host
     out.
   * A host is registered from its hello to the end of its connection, one at a time for each machine.
   * A worker's connection is accepted for an order that expects it, and closed otherwise.
@@ -50,7 +50,7 @@ from trouper.actors.runtime.future import Future
 from trouper.errors import DeviceStartError
 
 logger = logging.getLogger(__name__)
-# Connections whose proof is not finished: 104 bytes each, for `PROOF_S` seconds.
+# Connections with an unfinished proof: 104 bytes each, for `PROOF_S` seconds.
 MAX_UNPROVEN = 64
 # Seconds for a worker to connect, and for a host to answer.
 CONNECT_S = 30.0
@@ -85,7 +85,7 @@ class HostLink:
         """Ask the host to listen for stage links. Returns the address.
 
         Raises:
-            DeviceStartError: the host cannot listen, does not answer, or is gone.
+            DeviceStartError: the host cannot listen, does not answer, or has disconnected.
         """
         port = await self._answer_in_time(Listen(order), order)
         assert isinstance(port, int)
@@ -95,7 +95,7 @@ class HostLink:
         """Ask the host to start workers.
 
         Raises:
-            DeviceStartError: the host cannot start them, does not answer, or is gone. After a refusal or a
+            DeviceStartError: the host cannot start them, does not answer, or has disconnected. After a refusal or a
                 lost host no worker remains.
         """
         await self._answer_in_time(start, start.order)
@@ -131,7 +131,7 @@ class HostLink:
                 del self._asked[key]
 
     def _send(self, message: Message) -> None:
-        """Send a message. A failure closes the connection, and its reader then reports that the host is gone."""
+        """Send a message. A failure closes the connection, and its reader then reports the loss of the host."""
         try:
             self._channel.send(message)
         except OSError:
@@ -156,9 +156,9 @@ class HostLink:
                 logger.warning("node %d sent an unexpected %s", self.node, type(message).__name__)
 
     def lose(self) -> None:
-        """Fail all open questions, because the host is gone.
+        """Fail all open questions, because the host has disconnected.
 
-        Its workers end by themselves, so nothing needs to be cleaned up there.
+        Its workers end without it, so nothing needs to be cleaned up there.
         """
         self._is_gone = True
         for future in self._asked.values():
@@ -176,7 +176,7 @@ class Coordinator:
     """Listener for other machines, and the registry of their hosts.
 
     Args:
-        listener: a bound, listening socket, which is closed at the end.
+        listener: a bound, listening socket; it is closed at the end.
         num_nodes: number of machines, including this one.
         num_workers: workers on each machine.
     """
@@ -210,7 +210,7 @@ class Coordinator:
                     try:
                         connection, peer = self._listener.accept()
                     except OSError:
-                        # No descriptors are left, or the client has disconnected again.
+                        # There are no free descriptors, or the client has disconnected again.
                         await anyio.sleep(0.05)
                         continue
                     if not self._strangers.is_welcome(peer[0], anyio.current_time()):
@@ -263,7 +263,7 @@ class Coordinator:
         raise DeviceStartError(f"{name} did not connect within {CONNECT_S:g} s")
 
     def forget(self, order: int) -> None:
-        """Stop expecting workers of this order, and close connections that were not fetched."""
+        """Stop expecting workers of this order, and close unfetched connections."""
         for key in [key for key in self._expected if key[0] == order]:
             future = self._expected.pop(key)
             if future.is_done:
@@ -313,12 +313,12 @@ class Coordinator:
             logger.warning("connection from %s: %s%s", address, words, more)
 
     async def _first_message(self, channel: Channel) -> Message:
-        """Talk to a fresh connection as `first_message` says.
+        """Exchange the first messages on a new connection; see `first_message`.
 
         Raises:
             OSError: the other side has hung up.
             WrongKeyError: it has another key.
-            ChannelError: what it says is no message.
+            ChannelError: the received bytes are not a message.
         """
         talk = first_message(self._key)
         data, num_wanted = next(talk)

@@ -61,7 +61,7 @@ class Host:
         self._nodes, self._key = nodes, key
         self._machine, self._module = machine, module
         self._coordinator = nodes.address, nodes.port
-        # The last refusal that was logged, reset when a coordinator accepts this machine.
+        # The last logged refusal, reset when a coordinator accepts this machine.
         self._refusal = ""
 
     def __repr__(self) -> str:
@@ -163,14 +163,14 @@ class Orders:
         self._channel, self._make_group = channel, make_group
         # Groups by order, at most `MAX_GROUPS`.
         self._groups: dict[int, WorkerGroup] = {}
-        # Orders whose groups are being connected in a thread.
+        # Orders with groups being connected in a thread.
         self._starting: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<Orders: {self._groups}, {len(self._starting)} start>"
 
     async def follow(self) -> None:
-        """Follow orders until the coordinator is gone or sends an invalid message.
+        """Follow orders until the coordinator disconnects or sends an invalid message.
 
         Workers of unfinished orders are ended by the caller.
         """
@@ -195,7 +195,7 @@ class Orders:
     async def end_all(self) -> None:
         """End all workers of all orders, and close all listeners for links.
 
-        Used when the coordinator is gone, since no one would end them later.
+        Used when the coordinator has disconnected, since nothing would end them later.
         """
         for group in self._groups.values():
             await anyio.to_thread.run_sync(group.kill)
@@ -262,6 +262,6 @@ class Orders:
         self._groups.pop(order, None)
 
     def _tell(self, message: Message) -> None:
-        """Answer the coordinator. If it is gone, the receiving task finds the end of the connection."""
+        """Answer the coordinator. If it has disconnected, the receiving task finds the end of the connection."""
         with contextlib.suppress(OSError):
             self._channel.send(message)

@@ -259,7 +259,7 @@ def listen(nodes: NodesConfig) -> socket.socket:
     """Listen for hosts at the coordinator's address only.
 
     Raises:
-        TrouperValidationError: the address or port cannot be used, or the address stands for all addresses of
+        TrouperValidationError: the address or port cannot be used, or the address means all addresses of
             the machine.
     """
     try:

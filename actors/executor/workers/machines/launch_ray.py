@@ -115,7 +115,7 @@ class RayGroup:
         """Call a method of the actor and wait for its answer, in a thread: both may take a round trip.
 
         Raises:
-            DeviceStartError: its machine is gone, or it does not answer.
+            DeviceStartError: its machine is lost, or it does not answer.
         """
 
         def ask() -> object:
@@ -164,7 +164,7 @@ class RayLauncher:
     async def release(self) -> None:
         """Release the bundles, and end everything that runs in them.
 
-        Idempotent. Errors of machines that are already lost are ignored.
+        Idempotent. Errors of lost machines are ignored.
         """
         actors, bundles = self._actors, self._bundles
         self._actors, self._bundles = [], None
@@ -187,7 +187,7 @@ class RayLauncher:
         """Reserve bundles and start an actor in each.
 
         Raises:
-            DeviceStartError: Ray has no room, or is gone.
+            DeviceStartError: Ray has no room, or has ended.
         """
         try:
             await anyio.to_thread.run_sync(self._ask_for_bundles)

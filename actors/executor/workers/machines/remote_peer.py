@@ -1,4 +1,4 @@
-"""A worker on another machine, reached through a TCP connection whose end shows the end of the worker.
+"""A worker on another machine, reached through a TCP connection; its end shows the end of the worker.
 
 TCP buffers are too small for an adapter or a vocabulary, and sending must never wait, so frames queue here
 and the task that receives also sends them.
@@ -101,7 +101,7 @@ class RemotePeer:
         """Send as many queued bytes as the system accepts. Returns whether the queue is empty.
 
         Raises:
-            OSError: the worker is gone.
+            OSError: the worker has ended.
         """
         while self._waiting:
             try:

@@ -130,7 +130,7 @@ class WorkerGroup:
 
     @property
     def is_over(self) -> bool:
-        """Whether the workers have run and all are gone.
+        """Whether the workers have run and all have ended.
 
         The listeners and descriptors of the group can then be closed.
         """
