@@ -40,6 +40,7 @@ from trouper.kernels.formats import Format
 from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.lora import LoRAWeights
 from trouper.kernels.ops import CpuOps, OpsConfig
+from trouper.kernels.recurrent import RecurrentOps
 
 
 class Processor(NamedTuple):
@@ -75,6 +76,16 @@ def make_ops(config: OpsConfig, *, native: bool | None = None) -> CpuOps:
 
         return NativeOps(config)
     return CpuOps(config)
+
+
+def make_recurrent_ops(dtype: torch.dtype) -> RecurrentOps:
+    """Build the operations of recurrent mixers on the CPU, for activations of this dtype."""
+    kind = units.kind_of(dtype)
+    if kind is None:
+        return RecurrentOps()
+    from trouper.kernels.cpu.recurrent.ops import NativeRecurrentOps
+
+    return NativeRecurrentOps(kind)
 
 
 def can_be_native(config: OpsConfig) -> bool:

@@ -445,6 +445,14 @@ class CoreBuilder:
             return self.builder.fptrunc(x.ir, ir.VectorType(BFloat16(), LANES))
         return self.builder.trunc((self._rounded_bits(x) >> 16).ir, I16X16)
 
+    def rounded(self, x: Value, kind: Kind) -> Value:
+        """Return the sixteen floats that a store to memory of this kind and a load would give."""
+        if kind != "bf16":
+            return x
+        if has_bf16_dot():
+            return Value(self, self.builder.fpext(self.round_bf16(x), F32X16))
+        return self.as_f32x16(self._rounded_bits(x) & -0x10000)
+
     def _rounded_bits(self, x: Value) -> Value:
         """Return i32x16 whose upper halves hold the nearest bfloat16, ties to even.  NaN stays NaN."""
         bits = self.as_i32x16(x)

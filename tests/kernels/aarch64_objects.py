@@ -27,6 +27,10 @@ from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_writ
 from trouper.kernels.cpu.linear.integer_bytes import byte_matmul
 from trouper.kernels.cpu.linear.integer_panels import quantize_panels
 from trouper.kernels.cpu.linear.integer_rows import quantize_rows
+from trouper.kernels.cpu.recurrent.convolution import causal_conv
+from trouper.kernels.cpu.recurrent.gated_delta import delta_gates, gated_delta
+from trouper.kernels.cpu.recurrent.gates import gated_norm, mul_sigmoid
+from trouper.kernels.cpu.recurrent.ssd import ssd, ssd_gates
 from trouper.kernels.cpu.sampling.sample_rows import sample_rows
 
 # What a processor without AVX2 is given: attention and norms of float32, weights of few bits, sampling.
@@ -38,6 +42,14 @@ KERNELS = {
     "whole_attention": (whole_attention, "f32", "dots"),
     "act_and_mul": (act_and_mul, "f32", "silu"),
     "activate": (activate, "f32", "gelu"),
+    "causal_conv": (causal_conv, "f32", 4, True, "plain", 2),
+    "short_conv": (causal_conv, "f32", 3, False, "gates", 1),
+    "delta_gates": (delta_gates, "f32"),
+    "gated_delta": (gated_delta, "f32", 16, False, True),
+    "gated_norm": (gated_norm, "f32", False),
+    "mul_sigmoid": (mul_sigmoid, "f32"),
+    "ssd": (ssd, "f32"),
+    "ssd_gates": (ssd_gates, "f32"),
     "center_norm": (center_norm, "f32"),
     "embed": (embed, "f32"),
     "finish_logits": (finish_logits, "f32"),

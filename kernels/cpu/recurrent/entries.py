@@ -1,0 +1,85 @@
+"""Work items over the entries of a step, and the elementary functions that the recurrent kernels share.
+
+    firsts, counts, rows, starts [C]    int64, see `reference/recurrent.py`
+
+A work item is a part of one entry: a tile of channels, or a head or a tile of it.  Entries with a negative row have
+work items without work, so that a recorded step can have fewer entries than its launches.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
+from trouper.kernels.codegen.units import LANES
+from trouper.kernels.cpu.fused.activations import LOG2_E
+
+NUM_ARGUMENTS = 4
+# Above this softplus(x) is x in float32.
+LINEAR = 20.0
+
+
+class Part(NamedTuple):
+    """One part of an entry: its number, the tokens first … last - 1, the row, whether the state begins with zeros."""
+
+    place: Value
+    first: Value
+    last: Value
+    row: Value
+    is_fresh: Value
+
+
+def parts(code: KernelBuilder, addresses: list[Value], num_parts: Value) -> Iterator[Part]:
+    """Take work items, `num_parts` of each entry, and skip those of padding.
+
+    Args:
+        addresses: of the four arrays of entries.
+    """
+    firsts, counts, rows, starts = (code.pointer(address, "i64") for address in addresses)
+    for item in code.work_items():
+        entry = item // num_parts
+        row = rows[entry]
+        with code.when(row >= 0):
+            first = firsts[entry]
+            is_fresh = starts[entry].equals(0)
+            yield Part(item % num_parts, first, first + counts[entry], row, is_fresh)
+
+
+def load_few(code: KernelBuilder, x: Pointer, count: Value, room: Pointer) -> Value:
+    """Load fewer than seventeen elements without reading beyond them; the other lanes are zeros."""
+    words = x.of("i16" if x.kind == "bf16" else "i32")
+    room.of("i32").store(0, code.i32x16(0))
+    target = room.of(words.kind)
+    for i in code.loop(0, count):
+        target[i] = words[i]
+    return room.of(x.kind).load(0)
+
+
+def store_few(code: KernelBuilder, y: Pointer, x: Value, count: Value, room: Pointer) -> None:
+    """Store the first lanes of a vector of float32."""
+    room.store(0, x)
+    for i in code.loop(0, count):
+        y[i] = room[i]
+
+
+def exp(code: KernelBuilder, x: Value) -> Value:
+    return code.exp2(x * LOG2_E)
+
+
+def sigmoid(code: KernelBuilder, x: Value) -> Value:
+    return 1.0 / (1.0 + code.exp2(x * -LOG2_E))
+
+
+def softplus(code: KernelBuilder, x: Value) -> Value:
+    """Return log(1 + e^x), which is accurate for small results too."""
+    power = exp(code, x)
+    total = power + 1.0
+    # What the sum lost by rounding is put back by this factor (Kahan's log1p).
+    is_lost = total.equals(1.0)
+    kept = code.select(is_lost, code.f32x16(1.0), total - 1.0)
+    near = code.select(is_lost, power, code.log(total) * (power / kept))
+    return code.select(x > LINEAR, x, near)
+
+
+def lanes_left(code: KernelBuilder, first: Value, width: Value) -> Value:
+    return code.minimum(width - first, LANES)
