@@ -44,6 +44,9 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
     `num_weight_bytes` is 0 if the bytes were not counted. `longest` is the longest sequence, in tokens, that
     the model code supports; None means that there is no limit.
+
+    A model with recurrent mixers keeps a state of `state_bytes` for each sequence. Then `num_state_rows` sequences can run at
+    once, and `num_snapshots` rows behind theirs keep copies.
     """
 
     num_blocks: int
@@ -51,9 +54,10 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     dtype: str
     name: str
     num_weight_bytes: int = 0
-    longest: int | None = (
-        None  # tokens of a sequence that the model's code can compute; None: any number
-    )
+    longest: int | None = None
+    num_state_rows: int = 0
+    num_snapshots: int = 0
+    state_bytes: int = 0
 
 
 def timed(result: StepResult, seconds: float) -> StepResult:

@@ -72,6 +72,9 @@ class NewSequence(msgspec.Struct, frozen=True):
     adapter_slot: int = 0
     # Drafts may come from the answers of sequences of the same family.
     family: str = ""
+    # The row whose recurrent state is copied to the slot first.  -1 copies nothing: at position 0 the slot's own state counts for
+    # nothing, and elsewhere the sequence has been there before.
+    state_row: int = -1
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -104,6 +107,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     # The most tokens by which drafts in flight may move each entry beyond `num_computed_tokens`.  Only the device knows the exact
     # number, and begins there.  Their KV blocks are allocated.  Empty means no drafts in flight.
     num_unknown_tokens: tuple[int, ...] = ()
+    # Slots whose recurrent states are copied behind this step, and the rows to which they are copied.
+    saves: tuple[tuple[int, int], ...] = ()
 
 
 class PoolEntry(msgspec.Struct, frozen=True):

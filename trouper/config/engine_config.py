@@ -60,6 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     # The user gave no max_model_len, so it is reduced to what the KV cache holds once that is known.
     is_length_open: bool = False
+    # The user gave no max_num_seqs, so it is reduced to the number of recurrent states that fit.
+    is_num_seqs_open: bool = False
     max_logprobs: int
     renderer_num_workers: int
     block_size: int

@@ -143,6 +143,7 @@ def resolve(
         compress_weights=compresses,
         max_model_len=max_model_len,
         is_length_open=context.is_open,
+        is_num_seqs_open=args.max_num_seqs is None,
         block_size=block_size,
         num_blocks=args.num_gpu_blocks_override,
         kv_cache_bytes=context.kv_cache_bytes,

@@ -3,12 +3,24 @@
 A runner batches sequences, keeps their blocks and samples tokens. It never assumes how a model is built: trouper's own
 models (`native_decoder.py`) and those of the transformers library (`hf_decoder.py`) both implement `Decoder`, which
 declares what each layer keeps between steps and computes one step at a time.
+
+Attention keeps keys and values of every token (`KVCacheSpec`). A recurrent mixer keeps a state of fixed size instead, which
+every token changes (`StateSpec`). The runner owns the memory of both. States are in the rows of a pool: the sequence in
+request slot i has row i, and the rows behind the slots keep copies of states at block boundaries. A step tells the decoder
+which tokens belong to which row (`StepStates`). For each entry, a mixer must
+
+1. begin with zeros if `starts[entry]` is 0, whatever the row contains (it may be NaN), else with the row;
+2. process the tokens in the order of positions, so that the state is a function of the tokens and not of how they were cut;
+3. write the state behind the last token to the row, and touch no other row.
+
+Therefore a last layer with a recurrent mixer computes all tokens of a step, and `read` selects behind its mixer.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 # This many rows of logits are computed at once: 256 rows of a vocabulary of 152,000 in float32 take 150 MiB.
@@ -40,6 +52,39 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (self.num_layers, 2, self.num_heads, num_slots, self.head_dim)
 
 
+class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The shapes of the state that one recurrent mixer keeps of a sequence.
+
+    `conv` is [K - 1, C], the last inputs of a convolution with K taps and C channels, in the model's dtype. `matrix` is
+    always float32. A mixer has one of them or both. A layer with several mixers numbers them by `index`.
+    """
+
+    layer: int
+    index: int = 0
+    conv: tuple[int, int] | None = None
+    matrix: tuple[int, ...] | None = None
+
+
+class MixerState(NamedTuple):
+    """The states of one mixer, for all rows of the pool: `conv` is [rows, K - 1, C] and `matrix` [rows, …]."""
+
+    conv: Tensor | None
+    matrix: Tensor | None
+
+
+class StepStates(NamedTuple):
+    """The states that a step reads and writes. The arrays are int64 and have one element for each entry of the step."""
+
+    # The first token of each entry in the flat batch, and the number of its tokens.
+    firsts: np.ndarray
+    counts: np.ndarray
+    # The row of each entry, and the position of its first token.
+    rows: np.ndarray
+    starts: np.ndarray
+    # By layer and index.
+    mixers: Mapping[tuple[int, int], MixerState]
+
+
 def windows_of(specs: Sequence[KVCacheSpec]) -> tuple[int | None, ...]:
     """Return the distinct attention windows of all layers, in the order in which the layers first use them."""
     return tuple(dict.fromkeys(window for spec in specs for window in spec.windows))
@@ -69,6 +114,11 @@ class Decoder(Protocol):
 
         The runner allocates the KV cache from it before the first step.
         """
+        ...
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """Return the state of each recurrent mixer, in the order of the layers; () if the model keeps only keys and values."""
         ...
 
     @property
@@ -115,6 +165,7 @@ class Decoder(Protocol):
         embeds: Sequence[tuple[int, Tensor]] = (),
         read: LogitsIndices | None = None,
         hidden_TE: Tensor | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         """Compute the hidden states of a step and write its keys and values into the caches.
 
@@ -125,6 +176,7 @@ class Decoder(Protocol):
             embeds: embeddings that replace those of tokens, as (first token, rows).
             read: the tokens to return states of; all by default.
             hidden_TE: the output of the previous pipeline stage; it is overwritten. Without it the tokens are embedded.
+            states: the states of recurrent mixers, which this step moves forward; None if the model has none.
 
         Returns:
             [T, E] after the last norm, or as the next stage needs it; [R, E] with `read`. Rows of padding are arbitrary.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices
+from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices, StateSpec, StepStates
 from trouper.actors.executor.models.hf_attention import HfAttention, HfStep, StepPlans
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.linear import LinearMethod
@@ -61,6 +61,11 @@ class HfDecoder:
             )
             for (num_heads, head_dim), layers in groups
         )
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """Return (): models with recurrent mixers are refused."""
+        return ()
 
     @property
     def is_recordable(self) -> bool:
@@ -112,6 +117,7 @@ class HfDecoder:
         embeds: Sequence[tuple[int, Tensor]] = (),
         read: LogitsIndices | None = None,
         hidden_TE: Tensor | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         """Compute the hidden states of a step; see `Decoder.forward`. The whole model is here, so nothing precedes it."""
         assert hidden_TE is None, "models of transformers have no pipeline stages"

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices
+from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices, StateSpec, StepStates
 from trouper.actors.executor.models.mlp import Mlp
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.sharding import Shard
@@ -130,6 +130,7 @@ class NativeDecoder(Generic[OpsT]):
         embeds: Sequence[tuple[int, Tensor]] = (),
         read: LogitsIndices | None = None,
         hidden_TE: Tensor | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         """Compute the hidden states of a step and write its keys and values into the caches; see `Decoder.forward`."""
         ops = self.ops
@@ -198,6 +199,11 @@ class NativeDecoder(Generic[OpsT]):
     def is_recordable(self) -> bool:
         """Return True: a step is expected to consist of kernels. Recording itself finds the exceptions."""
         return True
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """Return (): the layers of these models keep only keys and values."""
+        return ()
 
     @property
     def cache_specs(self) -> tuple[KVCacheSpec, ...]:

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from trouper.actors.executor.models.decoder import Decoder, KVCacheSpec
+from trouper.actors.executor.models.decoder import Decoder, KVCacheSpec, StateSpec
 from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.actors.executor.weights.decoder import Wrap
 from trouper.config.adapters import AdapterFiles
@@ -26,6 +26,11 @@ class Model(Protocol[DecoderT_co]):
     @property
     def cache_specs(self) -> tuple[KVCacheSpec, ...] | None:
         """Return what the layers keep of each token, or None if only the loaded decoder knows."""
+        ...
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...] | None:
+        """Return the states of recurrent mixers, or None if only the loaded decoder knows."""
         ...
 
     def load(self, wrap: Wrap | None) -> DecoderT_co:
@@ -72,7 +77,7 @@ class ResidentModel(Generic[DecoderT, MemoryT]):
     ) -> None:
         self._model, self._allocate = model, allocate
         self._adapters, self._mover = adapters, mover
-        self._specs = model.cache_specs
+        self._specs, self._state_specs = model.cache_specs, model.state_specs
         self.decoder: DecoderT | None = None
         self.memory: MemoryT | None = None
         self._is_on_host = False
@@ -87,6 +92,14 @@ class ResidentModel(Generic[DecoderT, MemoryT]):
         assert self._specs is not None
         return self._specs
 
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """Return the states of recurrent mixers; reads the weights first if only they contain the answer."""
+        if self._state_specs is None:
+            self.load_weights()
+        assert self._state_specs is not None
+        return self._state_specs
+
     def load_weights(self) -> None:
         """Read the weights, or move them back from host memory, unless they are resident. Raises like `Model.load`."""
         with torch.inference_mode():
@@ -94,6 +107,7 @@ class ResidentModel(Generic[DecoderT, MemoryT]):
                 wrap = None if self._adapters is None else self._adapters.wrap
                 self.decoder = self._model.load(wrap)
                 self._specs = self.decoder.cache_specs
+                self._state_specs = self.decoder.state_specs
             elif self._is_on_host and self._mover is not None:
                 self._mover.to_device(self.decoder)
         self._is_on_host = False

@@ -51,6 +51,9 @@ class Batch(msgspec.Struct, frozen=True):
 
     request_slots: np.ndarray  # [C]
     first_tokens: np.ndarray
+    # [C], the position of each entry's first token, and its number of tokens.
+    starts: np.ndarray
+    counts: np.ndarray
     samples: Samples
     tokens: HostTokens
     adapters: np.ndarray
@@ -107,6 +110,8 @@ def make_batch(
     return Batch(
         request_slots=chosen,
         first_tokens=first_tokens,
+        starts=starts,
+        counts=counts,
         samples=samples,
         tokens=HostTokens(
             from_numpy(slots.token_ids[chosen_T, positions_T]),

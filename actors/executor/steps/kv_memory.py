@@ -57,11 +57,14 @@ class KVCache:
                 group.narrow(3, target * size, size).copy_(block)
 
 
-def num_kv_blocks(config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes: int) -> int:
+def num_kv_blocks(
+    config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes: int, other_bytes: int = 0
+) -> int:
     """Compute the number of blocks, including the null block.
 
     Args:
         item_bytes: bytes of one element in the cache.
+        other_bytes: the part of the memory that is not for blocks.
 
     Raises:
         TrouperValidationError: a sequence of the requested length or a single block does not fit; the message
@@ -78,7 +81,10 @@ def num_kv_blocks(config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes
             useful = max(useful, MAX_PREFIX_BLOCKS)
         else:
             useful = min(useful, max(MAX_PREFIX_BLOCKS, -(-longest // size)))
-        usable = min(config.kv_cache_bytes // block_bytes, useful)
+        usable = useful
+        # The blocks of a model whose layers keep no keys take no memory.
+        if block_bytes:
+            usable = min(max(0, config.kv_cache_bytes - other_bytes) // block_bytes, useful)
     if usable < 1 or (usable * size < longest and not config.is_length_open):
         raise TrouperValidationError(
             f"the KV cache holds {usable} blocks of {size} tokens ({usable * block_bytes / 2**20:.0f} MiB), "

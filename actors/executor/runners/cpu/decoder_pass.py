@@ -4,12 +4,12 @@ The target model and the draft model of speculative decoding compute their batch
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import Decoder
+from trouper.actors.executor.models.decoder import Decoder, MixerState, StepStates
 from trouper.actors.executor.runners.cpu.models import WHOLE_STEP, Share
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.sampling.sampler import Sampler
@@ -33,6 +33,7 @@ class DecoderPass:
         max_rows: the most sequences of a step.
         is_eager: never record steps.
         share: the part of each step that this worker computes.
+        mixers: the states of recurrent mixers, by layer and index; None if the model has none.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class DecoderPass:
         *,
         is_eager: bool,
         share: Share = WHOLE_STEP,
+        mixers: Mapping[tuple[int, int], MixerState] | None = None,
     ) -> None:
         self.decoder, self._caches, self._share = decoder, caches, share
+        self._mixers = mixers
         # All steps use the same memory for their activations, since each is read before the next begins.
         self._arena = Arena()
         self.recorded: RecordedDecoderSteps | None = None
@@ -76,10 +79,20 @@ class DecoderPass:
         hidden_TE = self._share.hidden_TE
         if hidden_TE is not None:
             hidden_TE = hidden_TE[: len(batch.tokens.ids_T)]
+        states = None
+        if self._mixers is not None:
+            columns = batch.first_tokens, batch.counts, batch.request_slots, batch.starts
+            states = StepStates(*columns, self._mixers)
         with Lender(self._arena):
             return ForwardOutput(
                 self.decoder.forward(
-                    batch.tokens, batch.plans, self._caches, batch.embeds, batch.read, hidden_TE
+                    batch.tokens,
+                    batch.plans,
+                    self._caches,
+                    batch.embeds,
+                    batch.read,
+                    hidden_TE,
+                    states,
                 )
             )
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import KVCacheSpec
+from trouper.actors.executor.models.decoder import KVCacheSpec, StateSpec
 from trouper.actors.executor.models.hf_decoder import HfDecoder
 from trouper.actors.executor.models.native_decoder import (
     NativeDecoder,
@@ -62,6 +62,7 @@ class NativeModel:
             config, stage, ALONE if group is None else Shard(group.rank, group.size)
         )
         self.cache_specs = kv_cache_specs(self._part.traits)
+        self.state_specs: tuple[StateSpec, ...] | None = ()
         # Every stage checks an adapter for all layers, so that all stages accept it or none does.
         self.adapted = tuple(adapted_parameters(self._part.whole))
 
@@ -99,6 +100,7 @@ class HfModel:
     """
 
     cache_specs = None
+    state_specs = None
     adapted = ()
 
     def __init__(self, config: EngineConfig) -> None:

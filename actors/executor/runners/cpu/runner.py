@@ -5,6 +5,7 @@ Laws:
   * A sampled token is written into its slot before `execute` returns. A plan made before the token was known
     therefore finds it there.
   * If the logits of one entry are not finite, only that entry fails.
+  * A plan restores states of recurrent mixers before its forward pass, and saves them behind it.
 """
 
 from functools import partial
@@ -36,10 +37,12 @@ from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.actors.executor.steps.batch import Batch, make_batch
 from trouper.actors.executor.steps.kv_memory import KVCache, num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
+from trouper.actors.executor.steps.state_memory import StatePool, StateRows, num_state_rows
 from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.config.adapters import AdapterFiles
 from trouper.config.engine_config import EngineConfig
+from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.lora import AdapterRows
 
 # One core streams this many bytes of weights from its cache in about a millisecond. A second core gains nothing then,
@@ -92,6 +95,9 @@ class CpuRunner:
                 adapters.know(parameter)
         allocate = partial(allocate_kv_cache, block_size=config.block_size, dtype=dtype)
         self.model = ResidentModel[Decoder, KVCache](model, allocate, adapters)
+        # The states of recurrent mixers, if the model has any. Allocated and dropped with the KV cache.
+        self.states: StatePool | None = None
+        self._state_rows = StateRows()
         # Made of the weights and the KV cache, and dropped with either.
         self.steps: DecoderPass | None = None
         self.profiler = Profiler()
@@ -110,7 +116,13 @@ class CpuRunner:
         if draft_model is not None:
             specs += draft_model.cache_specs
         # Computed before own weights are read, so that a length that does not fit is refused at once.
-        self.model.num_blocks = num_kv_blocks(config, specs, self._dtype.itemsize)
+        rows = self._state_rows = num_state_rows(config, self.model.state_specs, self._dtype)
+        if rows.row_bytes and config.speculation is not None:
+            raise UnsupportedFeatureError(
+                "speculative_config: not with a model that keeps recurrent states yet",
+                parameter="speculative_config",
+            )
+        self.model.num_blocks = num_kv_blocks(config, specs, self._dtype.itemsize, rows.num_bytes)
         self.wake(frozenset({"weights", "kv_cache"}))
         decoder, _ = self.model.resident()
         longest = decoder.longest
@@ -123,12 +135,15 @@ class CpuRunner:
             + (0 if draft_model is None else draft_model.num_weight_bytes)
             + (0 if self._encoder is None else self._encoder.num_weight_bytes),
             longest=longest if longest is not None and longest < config.max_model_len else None,
+            num_state_rows=rows.num_live,
+            num_snapshots=rows.num_snapshots,
+            state_bytes=rows.row_bytes,
         )
 
     def sleep(self, level: int) -> None:
         """Discard KV memory at level 1, and the weights too at level 2. Weights at level 1 stay: they are in host memory."""
         if level >= 1:
-            self.steps = None
+            self.steps = self.states = None
             self._sampler.clear()
         self.model.sleep(level)
         if self._encoder is not None:
@@ -151,6 +166,10 @@ class CpuRunner:
             self._draft_model.wake(self.model)
         if self.steps is None and self.model.is_resident:
             decoder, kv = self.model.resident()
+            rows = self._state_rows
+            if rows.row_bytes:
+                num_rows = rows.num_live + rows.num_snapshots
+                self.states = StatePool(self.model.state_specs, num_rows, self._dtype)
             self.steps = DecoderPass(
                 decoder,
                 kv.layers,
@@ -158,6 +177,7 @@ class CpuRunner:
                 self._config.scheduler.max_num_seqs,
                 is_eager=self._config.enforce_eager,
                 share=self._share,
+                mixers=None if self.states is None else self.states.mixers,
             )
             if self._drafter is not None and self.steps.recorded is not None:
                 with torch.inference_mode():
@@ -232,7 +252,12 @@ class CpuRunner:
                 plan = self._drafter.settled(plan)
                 num_drafts = self._drafter.propose(plan)
             batch = self._make_batch(plan, decoder, num_drafts)
+            states = self.states
+            if states is not None:
+                states.begin(batch.request_slots, batch.starts)
             output = steps.forward(batch)
+            if states is not None:
+                states.finish(batch.request_slots, batch.starts + batch.counts, plan.saves)
             if not self._share.is_last:
                 return StepDone(plan.step, ()), output.hidden_TE
             done = self._answer(plan, batch, output, steps, has_drafts=num_drafts is not None)
@@ -260,6 +285,9 @@ class CpuRunner:
         else:
             token_ids, logprobs = sampled.by_entry(batch.samples.entries, len(plan.request_slots))
             done = make_step_done(plan, token_ids, logprobs, of_prompts)
+            if self.states is not None and done.failed:
+                entries = [entry for entry, _ in done.failed]
+                self.states.spoil(batch.request_slots[entries])
         return with_grammar_work(done, self._sampler.take_grammar_work())
 
     def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
@@ -269,6 +297,8 @@ class CpuRunner:
                 self._drafter.leave(slot)
             self.slots.place(new)
             self._sampler.place(slot, new.grammar if self._share.samples else None)
+            if self.states is not None and new.state_row >= 0:
+                self.states.copy(new.state_row, slot)
             if self._drafter is not None:
                 self._drafter.place(slot, new.family, has_grammar=new.grammar is not None)
         for slot, block_ids in plan.new_blocks:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import KVCacheSpec
+from trouper.actors.executor.models.decoder import KVCacheSpec, StateSpec
 from trouper.actors.executor.models.native_decoder import (
     NativeDecoder,
     kv_cache_specs,
@@ -47,6 +47,7 @@ class DeviceModel:
         shard = ALONE if ranks is None else Shard(ranks.rank(), ranks.size())
         self.part = ModelPart.of(config, shard=shard)
         self.cache_specs = kv_cache_specs(self.part.traits)
+        self.state_specs: tuple[StateSpec, ...] | None = ()
         # The sums over all ranks, once the weights are loaded.
         self.sums: CollectiveSums | None = None
 
