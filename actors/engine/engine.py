@@ -36,6 +36,7 @@ from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
+from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.replies.slot import Slot
@@ -74,6 +75,7 @@ class EngineParts(msgspec.Struct, frozen=True):
 
     info: DeviceInfo
     tokenizer: Tokenizer | None
+    prompts: Prompts | None  # None in an engine that pools
     to_renderer: MemoryObjectSendStream[RendererInbox]
     to_large_renderer: MemoryObjectSendStream[RendererInbox]
     to_media_renderer: MemoryObjectSendStream[RendererInbox]
@@ -102,6 +104,8 @@ class Engine:
         self.config = config
         self.info = parts.info
         self.tokenizer = parts.tokenizer
+        # What its renderers share, to render prompts without generating anything.
+        self.prompts = parts.prompts
         self.metrics: Metrics | None = parts.observer and parts.observer.metrics
         self.lifecycle = Lifecycle()
         self._parts = parts

@@ -246,7 +246,7 @@ async def _run_actors(
                     "detokenizer": to_detokenizer, "pooler": to_pooler, "observer": to_observer,
                 }  # fmt: skip
                 parts = EngineParts(
-                    info, tokenizer, to_renderer, to_large_renderer, to_media_renderer, to_trying_renderer, to_scheduler, to_executors,
+                    info, tokenizer, None if config.pooler else prompts, to_renderer, to_large_renderer, to_media_renderer, to_trying_renderer, to_scheduler, to_executors,
                     to_observer, inboxes, tuple(renderers), scheduler, executors, detokenizer, pooler,
                     observer, EventLoop(), threads,
                 )  # fmt: skip

@@ -176,3 +176,14 @@ async def test_long_image_is_refused_like_a_short_one(client):
     path, body = chat({"image_url": URL + "A" * 2**18})
     answer = await client.post(path, body)
     assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_image")
+
+
+async def test_bad_image_of_an_old_turn_is_not_dropped(client):
+    turns = [
+        {"role": "user", "content": "a", "images": [B64]},
+        {"role": "assistant", "content": "b"},
+    ]
+    answer = await client.post(
+        "/api/chat", {"messages": [*turns, {"role": "user", "content": "c"}], "stream": False}
+    )
+    assert (answer.status, ADVICE in answer.json["error"]) == (400, True)

@@ -113,7 +113,7 @@ async def count_tokens(
     turn = MessagesTurn(request)
     with client_names(turn.client_name):
         prompt = chat_prompt(turn.chat, service.settings)
-        ids = await conversation_ids(service, prompt)
+        ids = await conversation_ids(service, context, prompt)
     reply: dict[str, Any] = {"input_tokens": len(ids)}
     if turn.reports_edits:
         reply["context_management"] = {"original_input_tokens": len(ids)}

@@ -9,8 +9,9 @@ from typing import Any
 import anyio.to_thread
 
 from trouper import __version__
+from trouper.actors.engine.admission import has_images
 from trouper.config.model_files import ModelFiles
-from trouper.errors import TrouperClientError, invalid
+from trouper.errors import ContextLengthError, TrouperClientError, invalid
 from trouper.frontends.server.generation.driver import client_names, drive
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import RequestContext
@@ -93,7 +94,7 @@ async def _answer(
     turn = OllamaTurn(request, options, limit)
     if isinstance(turn.asked, ChatRequest) and request.truncate is not False:
         with client_names(turn.client_name):
-            await _shorten(service, turn.asked)
+            await _shorten(service, context, turn.asked)
     await drive(service, context, turn, OllamaAdapter)
 
 
@@ -108,7 +109,7 @@ def _options(
     return options
 
 
-async def _shorten(service: Service, asked: ChatRequest) -> None:
+async def _shorten(service: Service, context: RequestContext, asked: ChatRequest) -> None:
     """Leave out the oldest turns, whole, until the conversation and an answer fit the model's length.
 
     Messages of the system stay, and so does the last turn, however long it is.
@@ -117,7 +118,8 @@ async def _shorten(service: Service, asked: ChatRequest) -> None:
     room = max(1, limit - min(asked.max_tokens or limit, limit // ANSWER))
     # No token is shorter than a byte, and few templates add as much to a message.
     most = sum(len(str(each)) + 64 for each in (*asked.messages, *(asked.tools or ())))
-    if most <= room or await _fits(service, asked, room):
+    is_short = most <= room and not has_images({"messages": asked.messages})
+    if is_short or await _fits(service, context, asked, room):
         return
     kept = [each for each in asked.messages if each["role"] == "system"]
     turns = [each for each in asked.messages if each["role"] != "system"]
@@ -126,7 +128,7 @@ async def _shorten(service: Service, asked: ChatRequest) -> None:
     while low < high:
         middle = (low + high) // 2
         asked.messages = [*kept, *turns[starts[middle] :]]
-        if await _fits(service, asked, room):
+        if await _fits(service, context, asked, room):
             high = middle
         else:
             low = middle + 1
@@ -134,12 +136,14 @@ async def _shorten(service: Service, asked: ChatRequest) -> None:
         asked.messages = [*kept, *turns[starts[low] :]]
 
 
-async def _fits(service: Service, asked: ChatRequest, room: int) -> bool:
-    """Check the length of a conversation; one that cannot be rendered is left to the request itself to refuse."""
+async def _fits(service: Service, context: RequestContext, asked: ChatRequest, room: int) -> bool:
+    """Check the length of a conversation.  One that cannot be rendered stays whole, so that the request is refused for it."""
     try:
-        ids = await conversation_ids(service, chat_prompt(asked, service.settings))
-    except TrouperClientError:
+        ids = await conversation_ids(service, context, chat_prompt(asked, service.settings))
+    except ContextLengthError:
         return False
+    except TrouperClientError:
+        return True
     return len(ids) <= room
 
 

@@ -34,7 +34,7 @@ async def tokenize(service: Service, context: RequestContext, request: TokenizeR
         )
     else:
         prompt = chat_prompt(request, service.settings)
-        ids = await conversation_ids(service, prompt, request.add_special_tokens)
+        ids = await conversation_ids(service, context, prompt, request.add_special_tokens)
     strings: list[str] | None = None
     if request.return_token_strs:
         strings = await anyio.to_thread.run_sync(
@@ -87,7 +87,10 @@ async def tokenizer_info(service: Service, context: RequestContext, _: None) -> 
 
 
 async def conversation_ids(
-    service: Service, prompt: dict[str, Any], add_special_tokens: bool | None = None
+    service: Service,
+    context: RequestContext,
+    prompt: dict[str, Any],
+    add_special_tokens: bool | None = None,
 ) -> list[int]:
     """Render a conversation to token ids, without generating anything.
 
@@ -96,13 +99,18 @@ async def conversation_ids(
 
     Rendering happens in a thread with a limit of its own, so it cannot delay other work.
     """
-    render = Prompts.for_engine(service.config, _tokenizer(service)).render
-    message = _message(prompt, add_special_tokens)
-    rendered = await anyio.to_thread.run_sync(render, message, limiter=service.chat_threads)
+    prompts = service.engine.prompts or Prompts.for_engine(service.config, _tokenizer(service))
+    options = RequestOptions(
+        add_special_tokens=add_special_tokens,
+        key=context.tenant,
+        cache_scope=context.cache_scope,
+    )
+    message = _message(prompt, options)
+    rendered = await anyio.to_thread.run_sync(prompts.render, message, limiter=service.chat_threads)
     return list(rendered.admit.prompt_token_ids)
 
 
-def _message(prompt: Any, add_special_tokens: bool | None) -> Render:
+def _message(prompt: Any, options: RequestOptions) -> Render:
     """Return a message for the renderer only.  Nothing is generated."""
     params = SamplingParams(max_tokens=1)
     slot = ReplySlot("tokenize", params)  # rendering only passes it on
@@ -112,7 +120,7 @@ def _message(prompt: Any, add_special_tokens: bool | None) -> Render:
         prompt=prompt,
         params=params,
         slot=slot,
-        options=RequestOptions(add_special_tokens=add_special_tokens),
+        options=options,
         arrival_time=0.0,
     )
 

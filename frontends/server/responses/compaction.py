@@ -34,7 +34,9 @@ async def count_input_tokens(
     service.check_model(request.model)
     turn = await _recalled(service, context, request)
     with client_names(partial(ResponsesAdapter.client_name, turn)):
-        ids = await conversation_ids(service, chat_prompt(turn.as_chat(), service.settings))
+        ids = await conversation_ids(
+            service, context, chat_prompt(turn.as_chat(), service.settings)
+        )
     await context.send_json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
