@@ -27,8 +27,8 @@ from trouper.actors.messages.steps import StepPlan
 from trouper.config.parallel import NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 
-from .seconds import SimulationFault
 from .simulated_device import SimulatedDevice
+from .turns import SimulationFault
 from .virtual_network import MACHINE, PROGRAM, VirtualSocket
 
 KEY = b"a key of these machines"

@@ -47,8 +47,8 @@ from .hosts_places import (
 )
 from .hosts_scenario import FAULTS_S, VOCABULARY, HostsScenario, MachineFault
 from .scheduling import run_deterministically
-from .seconds import SimulationFault, run_for_seconds
 from .simulated_device import SimulatedDevice, simulated_tokens
+from .turns import SimulationFault, run_for_seconds
 from .virtual_network import MACHINE, PROGRAM, VirtualNetwork, VirtualSocket
 
 PATIENCE_S = 400.0  # after the faults, for all that is open: a first step may take 120 s

@@ -18,8 +18,8 @@ from trouper.actors.scheduling.replicas import Replicas
 from trouper.pooling import PoolingParams
 
 from .replicas_world import VOCABULARY, ReplicasWorld, Scenario
-from .seconds import SimulationFault, run_for_seconds
 from .simulated_encoder import SimulatedEncoder, simulated_result
+from .turns import SimulationFault, run_for_seconds
 
 SIZE = 3  # numbers of a vector
 
@@ -111,11 +111,11 @@ class PoolingReplicasWorld(ReplicasWorld):
         if begun and not self.replicas.num_started:
             raise SimulationFault(f"{begun} have begun, and a pause would leave them")
 
-    def _take_outputs(self) -> None:
+    def take_outputs(self) -> None:
         news = self.replicas.take_outputs()
         for pooled in news.requests if news else ():
             id = pooled.admit.id
-            self._check_open(id)
+            self.check_open(id)
             self._ends[id] = "length" if pooled.error is None else pooled.error.code
             self._errors[id] = str(pooled.error or "")
             self._outputs[id] = pooled.array

@@ -19,12 +19,13 @@ from tests.simulation.stages_world import (
     SimulatedStage,
     StagesWorld,
     mixed,
+    note_plan,
 )
 from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.messages.steps import StepDone, StepPlan
 from trouper.actors.stages import Feedback, num_ring_entries, sends_tokens
 
-from .seconds import SimulationFault, run_for_seconds
+from .turns import SimulationFault, run_for_seconds
 
 Values = list[list[int]]
 HeadOf = Callable[[int, int, int], int]
@@ -176,19 +177,10 @@ class RanksWorld(StagesWorld):
         """Take what has come; False while a token is missing that the plan reads."""
         feedback = worker.feedback
         if worker.noted != plan.step:
-            ends = map(sum, zip(plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True))
-            feedback.note_plan(
-                plan.step,
-                new_rows=[new.request_slot for new in plan.new_sequences],
-                rows=plan.request_slots,
-                ends=list(ends),
-                num_wanted=plan.num_sampled_tokens,
-            )
+            note_plan(feedback, plan)
             worker.noted = plan.step
         while worker.tokens_in:
-            for write in feedback.take(*worker.tokens_in.popleft()):
-                if write.row in worker.tokens:
-                    worker.tokens[write.row][write.position] = write.token_id
+            worker.write_tokens(feedback, *worker.tokens_in.popleft())
         return not feedback.must_wait(min(plan.reads, plan.step - 1))
 
     def _add_up(self, worker: SimulatedRank, plan: StepPlan) -> bool:

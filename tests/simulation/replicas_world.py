@@ -21,11 +21,10 @@ from trouper.actors.scheduling.state.sequence_table import Shared
 from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
 
-from .seconds import SimulationFault, run_for_seconds
 from .simulated_device import Conditions, SimulatedDevice, simulated_tokens
+from .turns import SimulationFault, TurnsWorld, draw_prompt, run_for_seconds
 
 VOCABULARY = 40
-MAX_TURNS = 20_000  # of one schedule; the longest that ends takes a tenth of them
 MAX_LOSSES = 8  # drawn ones, of one schedule
 
 
@@ -73,12 +72,9 @@ class Scenario:
 
     def request(self, id: int) -> Any:
         dice = self.dice
-        prompt = [dice.randrange(3)] * dice.choice((0, 0, 6)) + [
-            dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 12))
-        ]
         return Admit(
             id=id,
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=draw_prompt(dice, VOCABULARY),
             params=SamplingParams(
                 n=dice.choice((1, 1, 1, 3)),
                 max_tokens=dice.choice((1, 2, 5, 9)),
@@ -106,7 +102,7 @@ class Scenario:
         return simulated_tokens(request.prompt_token_ids, sampling, num_tokens, VOCABULARY)
 
 
-class ReplicasWorld:
+class ReplicasWorld(TurnsWorld):
     """Runs a scenario to its end.  What is told of a policy here is read from its state, not asked of it.
 
     Raises:
@@ -117,17 +113,13 @@ class ReplicasWorld:
     scenario_class: type[Scenario] = Scenario
 
     def __init__(self, seed: int) -> None:
-        self._scenario = scenario = self.scenario_class(seed)
-        self._dice = scenario.dice
+        scenario = self.scenario_class(seed)
+        super().__init__(scenario)
         self.replicas = self.make_replicas()
         self._devices = [self.make_device() for _ in self.policies]
         self._plans: list[deque[Any]] = [deque() for _ in self.policies]
-        self._to_admit = deque(scenario.requests)
         self._to_leave = {id: scenario.dice.choice(("abort", "stop")) for id in scenario.leaving}
         self._admitted: dict[int, Any] = {}
-        self._outputs: dict[int, Any] = {}
-        self._ends: dict[int, str] = {}
-        self._errors: dict[int, str] = {}
         self._stopped: set[int] = set()
         self._killed_by: dict[int, set[int]] = {id: set() for id in scenario.killers}
         self._failed: set[int] = set()  # replicas, for good
@@ -182,22 +174,22 @@ class ReplicasWorld:
         """Whether a replica would plan a new request."""
         return not policy.is_device_lost and not self.suspects(policy)
 
-    def run(self) -> None:
-        for _ in range(MAX_TURNS):
-            turns = [self._clients, self._controls]
-            for replica in range(len(self.policies)):
-                turns += [
-                    lambda r=replica: self._answer(r),
-                    lambda r=replica: self._plan(r),
-                    lambda r=replica: self._kill(r),
-                    lambda r=replica: self._return(r),
-                ]
-            self._dice.shuffle(turns)
-            if not sum(turn() for turn in turns):  # all of them
-                break
-        else:
-            raise SimulationFault(f"it does not end: {self.replicas}")
-        self._check_end()
+    @property
+    def subject(self) -> Replicas[Any, Any]:
+        return self.replicas
+
+    def take_turns(self) -> bool:
+        turns = [self._clients, self._controls]
+        for replica in range(len(self.policies)):
+            turns += [
+                lambda r=replica: self._answer(r),
+                lambda r=replica: self._plan(r),
+                lambda r=replica: self._kill(r),
+                lambda r=replica: self._return(r),
+            ]
+        self._dice.shuffle(turns)
+        # Each of them has its turn, unlike with `any`.
+        return sum(turn() for turn in turns) > 0
 
     def _clients(self) -> bool:
         """Admit, abort or stop, now and then."""
@@ -207,7 +199,7 @@ class ReplicasWorld:
             self._admitted[request.id] = request
             self.replicas.admit(request)
             self._check_choice(request)
-            self._take_outputs()
+            self.take_outputs()
         leaving = [id for id in self._to_leave if id in self._admitted]
         if leaving and self._dice.random() < 0.1:
             id = self._dice.choice(leaving)
@@ -219,7 +211,7 @@ class ReplicasWorld:
                 sequences = [id + i for i in range(self._admitted[id].params.n)]
                 self._stopped |= set(sequences) - set(self._ends)
                 self.replicas.stop(tuple(sequences))
-            self._take_outputs()
+            self.take_outputs()
         return is_waiting
 
     def _check_choice(self, request: Any) -> None:
@@ -261,7 +253,7 @@ class ReplicasWorld:
         policy = self.policies[replica]
         plan = policy.plan()
         has_moved = self.replicas.rebalance()  # a search may have ended
-        self._take_outputs()
+        self.take_outputs()
         self._check_places()
         self._check_waits()
         if plan is None:
@@ -291,7 +283,7 @@ class ReplicasWorld:
             raise SimulationFault(f"a step has failed: {done}")
         policy.apply(done)
         self.replicas.note_change(replica)
-        self._take_outputs()
+        self.take_outputs()
         return True
 
     def _kill(self, replica: int) -> bool:
@@ -315,7 +307,7 @@ class ReplicasWorld:
         self.replicas.note_loss(replica)
         self.replicas.note_change(replica)
         self.num_moves += len(before - self.held(self.policies[replica]))
-        self._take_outputs()
+        self.take_outputs()
         self._check_places()
 
     def _return(self, replica: int) -> bool:
@@ -328,7 +320,7 @@ class ReplicasWorld:
             self._given_up |= self.suspects(policy)
             policy.fail_device("spent")
             self.replicas.note_failure(replica)
-            self._take_outputs()
+            self.take_outputs()
             if waits := self.held(policy):
                 raise SimulationFault(f"{waits} wait for what never comes back")
         elif self._dice.random() < self._scenario.return_share:
@@ -355,20 +347,12 @@ class ReplicasWorld:
                 if policy.is_device_lost and waits:
                     raise SimulationFault(f"{waits} wait for a lost replica")
 
-    def _take_outputs(self) -> None:
-        news = self.replicas.take_outputs()
-        for entry in news.sequences if news else ():
-            self._check_open(entry.id)
-            self._outputs.setdefault(entry.id, []).extend(entry.token_ids)
-            if entry.finish_reason is not None:
-                self._ends[entry.id] = entry.finish_reason
-                self._errors[entry.id] = str(entry.error or "")
+    def check_open(self, id: int) -> None:
+        super().check_open(id)
+        if id in self._stopped:
+            raise SimulationFault(f"an output of {id} after its client has stopped it")
 
-    def _check_open(self, id: int) -> None:
-        if id in self._ends or id in self._stopped:
-            raise SimulationFault(f"an output of {id} after its end")
-
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
         scenario = self._scenario
         for request in scenario.requests:
             self.check_request(request)
@@ -387,10 +371,9 @@ class ReplicasWorld:
     def check_request(self, request: Any) -> None:
         for index in range(request.params.n):
             id = request.id + index
-            found, wanted = self._outputs.get(id, []), self._scenario.expected(request, index)
             reason = self._ends.get(id, "stop" if id in self._stopped else None)
-            if found != (wanted if reason == "length" else wanted[: len(found)]):
-                raise SimulationFault(f"sequence {id} got {found}, not {wanted}")
+            wanted = self._scenario.expected(request, index)
+            self.check_tokens(id, wanted, is_whole=reason == "length")
             self._check_reason(request, id, reason)
 
     def _check_reason(self, request: Any, id: int, reason: str | None) -> None:

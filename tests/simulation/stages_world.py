@@ -22,10 +22,9 @@ from trouper.config.parallel import max_steps_in_flight
 from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
 
-from .seconds import SimulationFault, run_for_seconds
+from .turns import SimulationFault, TurnsWorld, draw_prompt, run_for_seconds
 
 VOCABULARY = 1000
-MAX_TURNS = 20_000  # of one schedule; the longest that ends takes a tenth of them
 MAX_KILLS = 8  # of one schedule: slow workers killed more often would never end a step
 
 
@@ -88,12 +87,9 @@ class Scenario:
 
     def _request(self, id: int) -> Admit:
         dice = self.dice
-        prompt = [dice.randrange(3)] * dice.choice((0, 0, 6)) + [
-            dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 12))
-        ]
         return Admit(
             id=id,
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=draw_prompt(dice, VOCABULARY),
             params=SamplingParams(max_tokens=dice.choice((1, 1, 2, 5)), ignore_eos=True),
             eos_token_id=None,
             stop_token_ids=(),
@@ -105,6 +101,18 @@ class Scenario:
 def mixed(stage: Hashable, given: int, before: int) -> int:
     """Return a stage's value of a position."""
     return hash((stage, given, before)) & 0xFFFFFFFF
+
+
+def note_plan(feedback: Feedback, plan: StepPlan) -> None:
+    """Note which rows of a plan will get tokens, and at which positions."""
+    ends = map(sum, zip(plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True))
+    feedback.note_plan(
+        plan.step,
+        new_rows=[new.request_slot for new in plan.new_sequences],
+        rows=plan.request_slots,
+        ends=list(ends),
+        num_wanted=plan.num_sampled_tokens,
+    )
 
 
 class SimulatedStage:
@@ -131,6 +139,12 @@ class SimulatedStage:
     def _place(self, new: NewSequence) -> None:
         self.tokens[new.request_slot] = dict(enumerate(new.token_ids))
         self._tables[new.request_slot] = list(new.block_ids)
+
+    def write_tokens(self, feedback: Feedback, step: int, token_ids: list[int]) -> None:
+        """Put the tokens of a step into the rows that still have their sequences."""
+        for write in feedback.take(step, token_ids):
+            if write.row in self.tokens:
+                self.tokens[write.row][write.position] = write.token_id
 
     def compute(self, plan: StepPlan, given: list[list[int]] | None) -> list[list[int]]:
         """Return the values of each entry's positions, from the stage before or from the tokens."""
@@ -162,7 +176,7 @@ class SimulatedStage:
         return self._tables[row][position // self._block_size], position % self._block_size
 
 
-class StagesWorld:
+class StagesWorld(TurnsWorld):
     """Runs a scenario to its end.
 
     Raises:
@@ -172,14 +186,12 @@ class StagesWorld:
     def __init__(
         self, seed: int, rules: Rules | None = None, scenario: Scenario | None = None
     ) -> None:
-        self._scenario = scenario = scenario or Scenario(seed)
-        self._dice, self._rules = scenario.dice, rules or Rules()
+        scenario = scenario or Scenario(seed)
+        super().__init__(scenario)
+        self._rules = rules or Rules()
         blocks = KVBlocks(scenario.num_blocks + 1, scenario.block_size, scenario.prefix_caching)
         self.policy = Policy(scenario.config, blocks)
-        self._to_admit = deque(scenario.requests)
         self._to_abort = [id for id, is_aborted in scenario.aborts.items() if is_aborted]
-        self._outputs: dict[int, list[int]] = {}
-        self._ends: dict[int, str] = {}
         self._num_kills = 0
         self._start_stages()
 
@@ -194,18 +206,22 @@ class StagesWorld:
         self._sampled: list[int] = [0]  # steps of this pipeline that have sent tokens
         self._num_read = 0  # the newest step whose tokens the first stage has
 
-    def run(self) -> None:
-        for _ in range(MAX_TURNS):
-            turns = [self._front, *(lambda s=s: self._stage(s) for s in self._stages)]
-            self._dice.shuffle(turns)
-            if not self._clients() and not any(turn() for turn in turns):
-                break
-            if self._dice.random() < self._scenario.kill_share and self._num_kills < MAX_KILLS:
-                self._num_kills += 1
-                self._kill()
-        else:
-            raise SimulationFault(f"no end in {MAX_TURNS} turns: {self.policy}")
-        self._check_end()
+    @property
+    def subject(self) -> Policy:
+        return self.policy
+
+    def take_turns(self) -> bool:
+        turns = [self._front, *(lambda s=s: self._stage(s) for s in self._stages)]
+        self._dice.shuffle(turns)
+        is_busy = self._clients() or any(turn() for turn in turns)
+        if (
+            is_busy
+            and self._dice.random() < self._scenario.kill_share
+            and self._num_kills < MAX_KILLS
+        ):
+            self._num_kills += 1
+            self._kill()
+        return is_busy
 
     def _clients(self) -> bool:
         """Admit or abort, now and then."""
@@ -214,19 +230,19 @@ class StagesWorld:
             return True
         if self._to_abort and self._dice.random() < 0.1:
             self.policy.abort(self._to_abort.pop())
-            self._take_outputs()
+            self.take_outputs()
             return True
         return bool(self._to_admit)
 
     def _front(self) -> bool:
         if self._answers:
             self.policy.apply(self._answers.popleft())
-            self._take_outputs()
+            self.take_outputs()
             return True
         running = self.policy.table.running.snapshot()
         due = [s.id for s in running if self._is_due(s)]
         plan = self.policy.plan()
-        self._take_outputs()
+        self.take_outputs()
         if plan is None:
             return False
         is_early = plan.reads > 0 and plan.step - plan.reads < self._scenario.num_stages
@@ -273,23 +289,14 @@ class StagesWorld:
         """Take what has come; False while a token is missing that the plan reads."""
         feedback, rules = self._feedback, self._rules
         if self._noted != plan.step:
-            ends = map(sum, zip(plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True))
-            feedback.note_plan(
-                plan.step,
-                new_rows=[new.request_slot for new in plan.new_sequences],
-                rows=plan.request_slots,
-                ends=list(ends),
-                num_wanted=plan.num_sampled_tokens,
-            )
+            note_plan(feedback, plan)
             self._noted = plan.step
         reads = plan.step - 1 if rules.waits_every_step else plan.reads
         while self._token_ring and (
             not rules.drains_only_to_read or feedback.must_wait(min(reads, plan.step - 1))
         ):
             step, token_ids = self._token_ring.popleft()
-            for write in feedback.take(step, token_ids):
-                if write.row in self._stages[0].tokens:
-                    self._stages[0].tokens[write.row][write.position] = write.token_id
+            self._stages[0].write_tokens(feedback, step, token_ids)
             self._num_read = step
         if rules.waits_every_step:
             return self._num_read >= reads
@@ -332,24 +339,13 @@ class StagesWorld:
         self._noted = 0
         self.policy.return_device()
 
-    def _take_outputs(self) -> None:
-        news = self.policy.take_outputs()
-        for entry in news.sequences if news else ():
-            if entry.id in self._ends:
-                raise SimulationFault(f"an output of {entry.id} after its end")
-            self._outputs.setdefault(entry.id, []).extend(entry.token_ids)
-            if entry.finish_reason is not None:
-                self._ends[entry.id] = entry.finish_reason
-
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
         scenario = self._scenario
         if len(self._ends) < len(scenario.requests):
             raise SimulationFault(f"deadlock: {self.policy}, {self._feedback}, {self._token_ring}")
         for request in scenario.requests:
-            found, wanted = self._outputs.get(request.id, []), scenario.expected_tokens(request)
             is_whole = self._ends[request.id] == "length"
-            if found != (wanted if is_whole else wanted[: len(found)]):
-                raise SimulationFault(f"request {request.id} got {found}, not {wanted}")
+            self.check_tokens(request.id, scenario.expected_tokens(request), is_whole=is_whole)
         blocks = self.policy.blocks
         if blocks.num_free != blocks.num_usable:
             raise SimulationFault(f"blocks are left: {blocks}")

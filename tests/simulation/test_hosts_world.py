@@ -3,7 +3,7 @@
 import pytest
 
 from tests.simulation.hosts_world import HostsWorld
-from tests.simulation.seconds import first_found
+from tests.simulation.turns import first_found
 from trouper.actors.executor.devices.supervision import Death
 from trouper.actors.executor.workers.machines import authentication, coordinator, remote_peer
 from trouper.errors import GenerationError

@@ -3,22 +3,15 @@
 import pytest
 
 from tests.simulation.pooling_replicas_world import PoolingReplicasWorld
-from tests.simulation.seconds import first_found
+from tests.simulation.turns import first_found, played
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.replicas import Replicas
 
 NUM_SCHEDULES = 500
 
 
-def schedules(num):
-    for seed in range(num):
-        world = PoolingReplicasWorld(seed)
-        world.run()
-        yield world
-
-
 def test_schedules_end_with_vector_that_each_text_has_alone():
-    worlds = list(schedules(150))
+    worlds = played(PoolingReplicasWorld, range(150))
     assert sum(world.num_moves for world in worlds) > 50
     errors = [error for world in worlds for error in world._errors.values()]
     assert any(error.startswith("poisoned_request") for error in errors)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.simulation.ranks_world import RankRules, RanksWorld
-from tests.simulation.seconds import first_found
+from tests.simulation.turns import first_found, played
 
 NUM_SCHEDULES = 500
 BUGS = {
@@ -16,9 +16,7 @@ BUGS = {
 
 
 def test_schedules_end_with_tokens_that_each_request_has_alone():
-    worlds = [RanksWorld(seed) for seed in range(80)]
-    for world in worlds:
-        world.run()
+    worlds = played(RanksWorld, range(80))
     statistics = [world.policy.statistics() for world in worlds]
     assert any(s.num_preemptions for s in statistics)
     assert any(s.prefix_cache_hits for s in statistics)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.simulation.replicas_world import ReplicasWorld
-from tests.simulation.seconds import first_found
+from tests.simulation.turns import first_found, played
 from trouper.actors.scheduling.culprit_search import Quarantine
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.replicas import Replicas
@@ -13,15 +13,8 @@ from trouper.actors.scheduling.state.sequence_table import SequenceTable
 NUM_SCHEDULES = 500
 
 
-def schedules(num):
-    for seed in range(num):
-        world = ReplicasWorld(seed)
-        world.run()
-        yield world
-
-
 def test_schedules_end_with_tokens_that_each_request_has_alone():
-    worlds = list(schedules(100))
+    worlds = played(ReplicasWorld, range(100))
     statistics = [policy.statistics() for world in worlds for policy in world.policies]
     assert any(s.num_preemptions for s in statistics)
     assert any(s.prefix_cache_hits for s in statistics)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.simulation.seconds import first_found
 from tests.simulation.stages_world import Rules, StagesWorld
+from tests.simulation.turns import first_found, played
 from trouper.actors.scheduling.state import step_builder
 from trouper.actors.stages import Feedback, TokenWrite
 
@@ -37,9 +37,7 @@ def is_found(rules=None):
 
 
 def test_schedules_end_with_tokens_that_each_request_has_alone():
-    worlds = [StagesWorld(seed) for seed in range(80)]
-    for world in worlds:
-        world.run()
+    worlds = played(StagesWorld, range(80))
     statistics = [world.policy.statistics() for world in worlds]
     assert any(s.num_preemptions for s in statistics)
     assert any(s.prefix_cache_hits for s in statistics)
