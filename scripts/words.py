@@ -70,7 +70,7 @@ BUDGETS = {
     "kernels": Budget(2.5, 18, 20),
     "scripts": Budget(0.5, 10, 16),
     "trouper": Budget(4.0, 22, 27),
-    "docs": Budget(4.5),
+    "docs": Budget(3.0),
 }
 
 
