@@ -137,6 +137,7 @@ class EngineArgs:
     mm_processor_kwargs: dict[str, Any] | None = None
     mm_processor_cache_gb: float = 4
     encoder_cache_gb: float = 0.25
+    media_processor: str = "process"
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16

@@ -5,6 +5,7 @@ A model takes images if trouper knows its family, if its folder contains the con
 """
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,6 +21,8 @@ from trouper.extras import install_hint
 MAX_ITEMS = 32
 GIB = 2**30
 NO_IMAGES = "this model takes no images"
+# Where images are decoded and processed: a thread cannot be stopped, and its memory is the engine's.
+WORKPLACES = ("process", "thread")
 MODALITIES = ("image", "audio", "video")
 # Each of these files may configure the image processor of a folder.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -66,6 +69,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     processor_cache_bytes: int
     encoder_cache_bytes: int
     processor_kwargs: dict[str, Any]
+    # Whether images are decoded in a process of their own, or else in the threads of renderers.
+    in_process: bool = True
     # Whether the tower is Pixtral's.
     is_pixtral: bool = False
 
@@ -88,6 +93,9 @@ def media_config(
         UnsupportedFeatureError: an option asks for what is not built.
     """
     max_images = _max_images(args)
+    if args.media_processor not in WORKPLACES:
+        rule = f"must be one of {', '.join(WORKPLACES)}"
+        raise invalid("media_processor", rule, args.media_processor)
     kwargs = _mapping("mm_processor_kwargs", args.mm_processor_kwargs)
     sizes = [_bytes(args, name) for name in ("mm_processor_cache_gb", "encoder_cache_gb")]
     raw, folder = model.source_config, Path(model.path)
@@ -109,6 +117,7 @@ def media_config(
         processor_cache_bytes=sizes[0],
         encoder_cache_bytes=sizes[1],
         processor_kwargs=kwargs,
+        in_process=args.media_processor == "process" and hasattr(os, "memfd_create"),
         is_pixtral=kind == "mistral3" or vision.get("model_type") == PIXTRAL,
     ), ""
 
@@ -128,6 +137,8 @@ def _reason(
         return "images are not supported on a GPU yet; device='cpu' has them"
     if args.skip_tokenizer_init:
         return "images need the tokenizer, which skip_tokenizer_init leaves out"
+    if args.speculative_config and args.speculative_config.get("model"):
+        return "images are not supported with a draft model"
     if args.pipeline_parallel_size > 1 or args.tensor_parallel_size > 1:
         return (
             "images are not supported with pipeline_parallel_size or tensor_parallel_size above 1"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import msgspec
 
 from trouper.actors.messages.media import MediaItem, ProcessedImage
+from trouper.actors.rendering.media.confined import ConfinedImages, ImageOrder
 from trouper.actors.rendering.media.files import (
     MAX_REQUEST_PIXELS,
     RefusedFileError,
@@ -63,21 +64,11 @@ class PlacedItem(NamedTuple):
 class ImageWork(Protocol):
     """Decodes and processes one image, in a thread or in another process."""
 
-    def process(
-        self, data: "bytes | Image.Image", kwargs: Mapping[str, Any], max_pixels: int
-    ) -> tuple[ProcessedImage, int]:
-        """Process a file or an RGB image.
-
-        Args:
-            kwargs: `mm_processor_kwargs`, merged.
-            max_pixels: the most pixels that the image may have.
-
-        Returns:
-            The processed image, and the number of its pixels.
+    def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
+        """Return the processed image, and the number of its pixels.
 
         Raises:
-            RefusedFileError: the file cannot be used.
-            TrouperValidationError: the processor refuses the image or an option; the parameter is `image` or `mm_processor_kwargs`.
+            TrouperValidationError: the image or an option cannot be used.
         """
         ...
 
@@ -90,24 +81,24 @@ class ImagesInThread:
         self._processor: ImageProcessor | None = None
         self._loading = threading.Lock()
 
-    def process(
-        self, data: "bytes | Image.Image", kwargs: Mapping[str, Any], max_pixels: int
-    ) -> tuple[ProcessedImage, int]:
+    def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
         """Process a file or an RGB image; see `ImageWork`."""
         with self._loading:
             if self._processor is None:
                 self._processor = ImageProcessor(self._config, self._image_token)
-        self._processor.check(kwargs)
-        image = decode(open_image(data, max_pixels)) if isinstance(data, bytes) else data
-        check_size(*image.size, max_pixels)
-        return self._processor.process(image, kwargs), image.width * image.height
+        self._processor.check(order.kwargs)
+        image: Any = order.image
+        if isinstance(image, bytes):
+            image = decode(open_image(image, order.max_pixels), order.background)
+        check_size(image.width, image.height, order.max_pixels)
+        return self._processor.process(image, order.kwargs), image.width * image.height
 
 
 class ImageItems:
     """Makes items of a model's images.  Threads may share it.
 
     Args:
-        work: decodes and processes images; in the calling thread by default.
+        work: decodes and processes images; as the configuration says by default.
     """
 
     def __init__(
@@ -115,7 +106,9 @@ class ImageItems:
     ) -> None:
         self._config, self._tokenizer = config, tokenizer
         self.placeholder = tokenizer.vocabulary_strings([config.row_token_id])[0]
-        self._work = work or ImagesInThread(config, self.placeholder)
+        if work is None and config.in_process:
+            work = ConfinedImages(config, self.placeholder)
+        self._work: ImageWork = work or ImagesInThread(config, self.placeholder)
         self._fingerprint = _fingerprint(Path(config.folder))
         self._cache = ItemCache(config.processor_cache_bytes)
         self.num_queries = self.num_hits = 0
@@ -174,7 +167,8 @@ class ImageItems:
                     raise MediaError(rule, parameter=part.where, code="multimodal_cache_miss")
                 else:
                     self._cache.check_room()
-                    processed, num_pixels = self._work.process(data, merged, pixels_left)
+                    order = ImageOrder(data, part.where, merged, pixels_left)
+                    processed, num_pixels = self._work.process(order)
                     pixels_left -= num_pixels
                     placed = self._placed(key, processed)
                     self._cache.put(key, placed)

@@ -84,6 +84,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "language_model_only": "Serve only the text model of a model that takes images.",
         "mm_processor_kwargs": "Options of the image processor as JSON.",
         "mm_processor_cache_gb": "GiB for processed images, so that the same image is not processed again.",
+        "media_processor": "Where images are decoded and processed: process (with limits of time and memory) or thread.",
         "encoder_cache_gb": "GiB for the rows that the vision tower computed of images.",
     },
     "Pooling": {

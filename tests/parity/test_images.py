@@ -1,0 +1,346 @@
+"""Models that see give the logprobs of transformers, whatever is chunked, cached, preempted or beside an image."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.vision import FAMILIES, VisionModel, image, picture, text
+from trouper import LLM, SamplingParams
+from trouper.actors.messages.media import MediaItem
+from trouper.actors.rendering.media.items import ImageItems, media_digests
+from trouper.actors.rendering.media.processor import ImageProcessor
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 64, "block_size": 16,
+    "media_processor": "thread",
+}  # fmt: skip
+CHATS = {
+    "no image": ["Say it."],
+    "in the middle": [["Look: ", image(1), " What?"]],
+    "first": [[image(2, 28, 56), "Describe <image>."]],
+    "two": [["A ", image(3), " B ", image(4, 60, 60), " differ?"]],
+    "the same twice": [[image(5), " and ", image(5), "?"]],
+    "conversation": [[image(6), "What?"], "A thing.", ["And ", image(7), "?"]],
+}
+# Their folders are made in half a second; the others take the same paths.
+QUICK = ("llava", "smolvlm")
+
+
+def chat(turns: list[Any]) -> list[dict[str, Any]]:
+    """Make a conversation in which user and assistant take turns."""
+    roles = ("user", "assistant")
+    return [
+        {
+            "role": roles[i % 2],
+            "content": turn
+            if isinstance(turn, str)
+            else [text(part) if isinstance(part, str) else part for part in turn],
+        }
+        for i, turn in enumerate(turns)
+    ]
+
+
+def params(n: int = 1, **given: Any) -> SamplingParams:
+    fields = {"max_tokens": 5, "temperature": 0, "logprobs": 0, "prompt_logprobs": 0}
+    return SamplingParams(n=n, ignore_eos=True, **fields | given)
+
+
+class Oracle:
+    """A tiny model's folder, and the answers that transformers gives for it."""
+
+    def __init__(self, kind: str, folder: Any) -> None:
+        self.model = VisionModel(kind, folder)
+        media = resolve(EngineArgs(model=str(folder))).media
+        assert media is not None
+        self.processor = ImageProcessor(media, self.model.image_token)
+
+    def arrays(self, picture: Any, **kwargs: Any) -> dict[str, np.ndarray]:
+        arrays = self.processor.process(picture, kwargs).arrays
+        return {a.name: np.frombuffer(a.data, a.dtype).reshape(a.shape) for a in arrays}
+
+    def check(self, output: Any, messages: list[dict[str, Any]]) -> None:
+        """Compare the logprobs of prompt and output with those of the whole model."""
+        prompt = list(output.prompt_token_ids)
+        contents = [m["content"] for m in messages if not isinstance(m["content"], str)]
+        pictures = [p["image"] for parts in contents for p in parts if p["type"] == "image"]
+        inputs = [self.arrays(picture) for picture in pictures]
+        for completion in output.outputs:
+            ids = prompt + list(completion.token_ids)
+            expected = self.model.logprobs(ids, inputs)
+            mine = [
+                p and p[t].logprob
+                for p, t in zip(output.prompt_logprobs or (), prompt, strict=True)
+            ]
+            mine += [
+                p[t].logprob for p, t in zip(completion.logprobs, completion.token_ids, strict=True)
+            ]
+            wanted = expected[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+            assert torch.allclose(torch.tensor(mine[1:]), wanted, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    made: dict[str, Oracle] = {}
+
+    def oracle(kind: str) -> Oracle:
+        if kind not in made:
+            made[kind] = Oracle(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return oracle
+
+
+@pytest.fixture(scope="module")
+def llava(oracles):
+    return oracles("llava")
+
+
+@pytest.fixture(scope="module")
+def llm(llava):
+    with LLM(model=str(llava.model.folder), **OPTIONS) as llm:
+        yield llm
+
+
+def opened(oracle: Oracle, **options: Any) -> LLM:
+    return LLM(model=str(oracle.model.folder), **OPTIONS | options)
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in FAMILIES]
+)
+def test_conversations_agree_cold_warm_and_chunked(oracles, kind):
+    oracle = oracles(kind)
+    chats = [chat(turns) for turns in CHATS.values()]
+    with opened(oracle, max_num_batched_tokens=24, max_num_seqs=8) as llm:
+        cold = llm.chat(chats, params(), use_tqdm=False)
+        # Prompt logprobs need the whole prompt, so they would read no prefix from the cache.
+        warm = llm.chat(chats, params(prompt_logprobs=None), use_tqdm=False)
+    for messages, first, second in zip(chats, cold, warm, strict=True):
+        oracle.check(first, messages)
+        assert second.outputs[0].token_ids == first.outputs[0].token_ids
+        mine, theirs = first.outputs[0].logprobs, second.outputs[0].logprobs
+        for a, b in zip(mine, theirs, strict=True):
+            assert {t: x.logprob for t, x in a.items()} == pytest.approx(
+                {t: x.logprob for t, x in b.items()}, abs=1e-4
+            )
+    assert all(output.num_cached_tokens for output in warm if len(output.prompt_token_ids) > 40)
+
+
+@pytest.mark.parametrize("kind", ["llava", "idefics3"])
+def test_ids_are_those_of_the_whole_processor(oracles, kind):
+    import transformers
+
+    oracle = oracles(kind)
+    model, fields = oracle.model, {"patch_size": 7, "vision_feature_select_strategy": "default"}
+    if kind == "llava":
+        processor = transformers.LlavaProcessor(
+            model.images, model.tokens, num_additional_image_tokens=1, **fields
+        )
+    else:
+        processor = transformers.Idefics3Processor(model.images, model.tokens, image_seq_len=4)
+    words = "A <image> b\n<image>c <image>"
+    pictures = [picture(1), picture(2, 90, 30), picture(3, 20, 70)]
+    prompt = {"prompt": words, "multi_modal_data": {"image": pictures}}
+    with opened(oracle) as llm:
+        found = llm.generate(prompt, params(), use_tqdm=False)[0]
+    wanted = processor(text=words, images=pictures, add_special_tokens=False)["input_ids"]
+    assert list(found.prompt_token_ids) == np.array(wanted).reshape(-1).tolist()
+
+
+def test_another_image_is_another_prefix(llm, llava):
+    for seed in (11, 12):
+        messages = chat([[image(seed), " the same text behind either image, for several blocks"]])
+        llava.check(llm.chat(messages, params(), use_tqdm=False)[0], messages)
+
+
+def test_rows_outlive_a_cache_without_room(llava):
+    chats = [chat([[image(seed), " and ", image(99), f" {seed}?"]]) for seed in range(5)]
+    with opened(
+        llava, encoder_cache_gb=0, mm_processor_cache_gb=0, max_num_batched_tokens=8, max_num_seqs=8
+    ) as llm:
+        for output, messages in zip(llm.chat(chats, params(), use_tqdm=False), chats, strict=True):
+            llava.check(output, messages)
+
+
+def test_preempted_requests_see_their_images_again(llava):
+    chats = [chat([["A ", image(seed), f" {seed}?"]]) for seed in range(6)]
+    asked = params(max_tokens=40, prompt_logprobs=None)
+    tight = {"num_gpu_blocks_override": 13, "max_model_len": 128, "enable_prefix_caching": False}
+    with opened(llava, **tight, scheduler_reserve_full_isl=False) as small:
+        outputs = small.chat(chats, asked, use_tqdm=False)
+        assert small.llm_engine.statistics().scheduler.num_preemptions > 0
+    with opened(llava) as large:
+        wanted = large.chat(chats, asked, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in wanted]
+
+
+def test_completions_of_one_prompt_share_its_image(llm, llava):
+    messages = chat([["Look ", image(21), "!"]])
+    output = llm.chat(messages, params(n=3, temperature=1.0, seed=5), use_tqdm=False)[0]
+    llava.check(output, messages)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_images_are_seen_after_a_sleep(llava, level):
+    messages = chat([["Look ", image(22), "!"]])
+    with opened(llava, enable_sleep_mode=True) as llm:
+        llm.chat(messages, params(), use_tqdm=False)
+        llm.sleep(level)
+        llm.wake_up()
+        llava.check(llm.chat(messages, params(), use_tqdm=False)[0], messages)
+
+
+def test_each_form_of_an_image_is_the_same_image(llm):
+    png, pixels = io.BytesIO(), np.asarray(picture(31))
+    picture(31).save(png, "PNG")
+    forms = [
+        picture(31), pixels, pixels.transpose(2, 0, 1), torch.from_numpy(pixels.copy()), png.getvalue(),
+        picture(31).convert("RGBA"),
+    ]  # fmt: skip
+    prompts = [{"prompt": "See <image>!", "multi_modal_data": {"image": form}} for form in forms]
+    outputs = llm.generate(prompts, params(), use_tqdm=False)
+    first = outputs[0].outputs[0].logprobs
+    assert all(output.outputs[0].logprobs == first for output in outputs)
+
+
+def test_token_ids_are_expanded_once(llm, llava):
+    prompt = {"prompt": "a<image>b", "multi_modal_data": {"image": picture(32)}}
+    expanded = llm.generate(prompt, params(), use_tqdm=False)[0].prompt_token_ids
+    single = [expanded[0], llava.model.row_id, expanded[-1]]
+    for ids in (single, expanded):
+        given = {"prompt_token_ids": ids, "multi_modal_data": {"image": picture(32)}}
+        assert llm.generate(given, params(), use_tqdm=False)[0].prompt_token_ids == expanded
+
+
+def test_a_uuid_stands_for_its_image(llm):
+    named = {"prompt": "a<image>b", "multi_modal_uuids": {"image": ["mine"]}}
+    with pytest.raises(TrouperValidationError, match="not cached"):
+        llm.generate(named, params(), use_tqdm=False)
+    with_data = {**named, "multi_modal_data": {"image": picture(33)}}
+    first, second = (llm.generate(p, params(), use_tqdm=False)[0] for p in (with_data, named))
+    assert first.outputs[0].logprobs == second.outputs[0].logprobs
+    with pytest.raises(TrouperValidationError, match="not cached"):
+        llm.generate({**named, "cache_salt": "another"}, params(), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "none", "multi_modal_data": {"image": picture(1)}}, "0 places for images"),
+        ({"prompt": "<image><image>", "multi_modal_data": {"image": picture(1)}}, "2 places"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": "a.png"}}, "image_url"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": b"no image"}}, "cannot be read"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": np.zeros((2, 2))}}, "float64"),
+        ({"prompt": "<image>", "multi_modal_data": [1]}, "must be a dict"),
+        ({"prompt": "<image>" * 33, "multi_modal_data": {"image": [picture(1)] * 33}}, "33 images"),
+        ({"prompt": "<image>" * 32, "multi_modal_data": {"image": [picture(1)] * 32}}, "32 images"),
+    ],
+)
+def test_wrong_images_are_refused_by_name(llm, prompt, message):
+    with pytest.raises(TrouperValidationError, match=message):
+        llm.generate(prompt, params(), use_tqdm=False)
+
+
+@pytest.mark.parametrize("modality", ["audio", "video"])
+def test_other_modalities_are_refused_by_name(llm, modality):
+    with pytest.raises(UnsupportedFeatureError, match=modality):
+        llm.generate({"prompt": "a", "multi_modal_data": {modality: b""}}, params(), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"nonsense": 1}, "no option 'nonsense'"),
+        ({"return_tensors": "pt"}, "return_tensors is fixed"),
+    ],
+)
+def test_wrong_options_of_the_processor_are_named(llm, kwargs, message):
+    messages = chat([[image(1)]])
+    with pytest.raises(TrouperValidationError, match=message):
+        llm.chat(messages, params(), use_tqdm=False, mm_processor_kwargs=kwargs)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Record the options that reach the image processor."""
+    seen: list[dict[str, Any]] = []
+    process = ImageProcessor.process
+
+    def recording(self, image, kwargs):
+        seen.append(dict(kwargs))
+        return process(self, image, kwargs)
+
+    monkeypatch.setattr(ImageProcessor, "process", recording)
+    return seen
+
+
+def test_chat_passes_options_to_the_processor(llm, recorded):
+    kwargs = {"do_rescale": False, "images_kwargs": {"do_normalize": False}}
+    llm.chat(chat([[image(41)]]), params(), use_tqdm=False, mm_processor_kwargs=kwargs)
+    assert recorded == [kwargs]
+
+
+def test_enqueue_chat_passes_options_to_the_processor(llm, recorded):
+    kwargs = {"do_normalize": False}
+    llm.enqueue_chat(chat([[image(42)]]), params(), use_tqdm=False, mm_processor_kwargs=kwargs)
+    llm.wait_for_completion(use_tqdm=False)
+    assert recorded == [kwargs]
+
+
+def test_options_make_another_image(llm):
+    messages = chat([[image(43), "?"]])
+    plain, other = (
+        llm.chat(messages, params(), use_tqdm=False, mm_processor_kwargs=kwargs)[0]
+        for kwargs in (None, {"do_normalize": False})
+    )
+    assert plain.outputs[0].logprobs != other.outputs[0].logprobs
+
+
+def test_a_limit_of_0_loads_no_tower(llava):
+    with opened(llava, limit_mm_per_prompt={"image": 0}) as llm:
+        assert llm.generate("a", params(), use_tqdm=False)[0].finished
+        with pytest.raises(UnsupportedFeatureError, match="turned off"):
+            llm.chat(chat([[image(1)]]), params(), use_tqdm=False)
+
+
+def item(key: bytes, first: int, num_tokens: int = 6) -> MediaItem:
+    return MediaItem(key * 32, "image", (), num_tokens, ((0, num_tokens),), first)
+
+
+def test_blocks_are_named_by_key_and_offset():
+    names = {media_digests([item(*place)], 4) for place in ((b"a", 0), (b"b", 0), (b"a", 1))}
+    assert len(names) == 3
+    assert media_digests([item(b"a", 5)], 4)[0] == b""
+    # The last block of the first prompt begins elsewhere in the image.
+    assert media_digests([item(b"a", 4)], 4)[1] == media_digests([item(b"a", 4)], 4)[1]
+    assert len(media_digests([item(b"a", 4)], 4)) == 3
+
+
+def test_equal_images_are_processed_once(llava, recorded):
+    with opened(llava) as llm:
+        prompts = [
+            {"prompt": f"{i}<image>", "multi_modal_data": {"image": picture(51)}} for i in "ab"
+        ]
+        llm.generate(prompts, params(), use_tqdm=False)
+    assert len(recorded) == 1
+
+
+def test_the_cache_of_items_keeps_its_bound(llava):
+    media = resolve(EngineArgs(model=str(llava.model.folder), media_processor="thread")).media
+    import msgspec
+
+    from trouper.actors.rendering.media.parts import ImagePart
+    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(str(llava.model.folder))
+    one = 3 * 28 * 28 * 4
+    items = ImageItems(msgspec.structs.replace(media, processor_cache_bytes=2 * one), tokenizer)
+    for seed in (1, 2, 3, 1, 3):
+        items.place([ImagePart(picture(seed), None, "x")], (), b"", "")
+    assert (items.num_queries, items.num_hits) == (5, 1)
