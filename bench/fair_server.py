@@ -26,9 +26,11 @@ NUM_OUTPUT = 8
 NUM_STREAMS = 16
 STREAM_TOKENS = 200
 NUM_ALONE = 9
-NUM_SHORT = 24  # beside each number of long prompts
+# Short requests sent together with each number of long prompts.
+NUM_SHORT = 24
 MOST_ROUNDS = 24
-MOST_PAUSE_S = 0.1  # between two short requests
+# The longest pause between two short requests.
+MOST_PAUSE_S = 0.1
 TIMEOUT_S = 600.0
 
 

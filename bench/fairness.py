@@ -18,7 +18,8 @@ from trouper.bench.virtual_time import (
     teach,
 )
 
-LONG = 20_000  # tokens of a long prompt
+# The tokens of a long prompt.
+LONG = 20_000
 # Tokens of the small requests that an agent sends during a long one.
 TITLES = 161, 586
 SATISFIED = 3.0  # times alone

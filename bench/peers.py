@@ -193,7 +193,8 @@ class ProcessPeer:
         try:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
-            pass  # it has ended, and so have its children
+            # The process and its children have ended.
+            pass
 
 
 class LlamaBinary:

@@ -76,7 +76,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise TrouperValidationError(
                 "--profile needs --profiler-config with a folder in torch_profiler_dir"
             )
-        if dataset_name == "schema" and self.backend in ("hf", "hf-cb"):  # they have no grammars
+        # These backends have no grammars.
+        if dataset_name == "schema" and self.backend in ("hf", "hf-cb"):
             raise UnsupportedFeatureError(
                 f"--dataset-name schema: not with --backend {self.backend}"
             )

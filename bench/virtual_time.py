@@ -25,9 +25,12 @@ from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import RequestOutputKind, SamplingParams
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 200_000  # memory is no matter here
-ROUND_TRIP_S = 0.0005  # from an answer to the next step, where none was waiting
-NUM_LEARNT = 32  # steps that a server has seen before
+# Enough blocks for every workload, because memory is not studied here.
+NUM_BLOCKS = 200_000
+# The time from an answer to the next step if no plan was waiting.
+ROUND_TRIP_S = 0.0005
+# The number of steps that a server has measured before.
+NUM_LEARNT = 32
 TOKEN = 7
 
 
@@ -77,9 +80,11 @@ class VirtualClient(msgspec.Struct):
     key: str = ""
     priority: int = 0
     is_stream: bool = True
-    prompt: tuple[int, ...] = ()  # the tokens, where they matter
+    # The tokens, if they matter.
+    prompt: tuple[int, ...] = ()
     tokens_s: list[float] = []
-    expected_s: float = 0.0  # to its first token, as foretold; 0: it was not
+    # The predicted time to its first token, or 0 without a prediction.
+    expected_s: float = 0.0
     is_least: bool = False  # a lower bound
 
     @property
@@ -100,7 +105,8 @@ class Played(msgspec.Struct):
 
     total_s: float
     clients: Sequence[VirtualClient]
-    steps: list[tuple[float, float]]  # estimate, which is 0 before it is known, and seconds
+    # For each step its estimate, 0 before it is known, and its seconds.
+    steps: list[tuple[float, float]]
 
 
 def policy_of(
@@ -152,7 +158,8 @@ class VirtualDevice:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.out: deque[tuple[StepPlan, float, float]] = deque()  # with its end and its seconds
+        # Plans in flight, each with its end and its seconds.
+        self.out: deque[tuple[StepPlan, float, float]] = deque()
         self.free_at = self.eldest_s = 0.0
 
     @property

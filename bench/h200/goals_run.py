@@ -27,7 +27,8 @@ from trouper.config.resolve import resolve
 
 NUM_REPEATS = 3
 PEER_STEPS = 32
-STEP_TOKENS = 8192  # the longest prompt in one step, and a peer's default
+# The longest prompt in one step, and a peer's default.
+STEP_TOKENS = 8192
 
 
 def goals_of(model: str, *, is_tiny: bool) -> list[Goal]:
@@ -66,7 +67,8 @@ def _measured(llm: LLM, goal: Goal, folder: str) -> dict[str, Any]:
         idle = step["idle_share"]
         return {"seconds": step["step_us"] / 1e6, "idle_share": idle, "step": step}
     all_s: list[float] = []
-    for number in range(1 + NUM_REPEATS):  # the first is thrown away
+    # The first repeat warms up and does not count.
+    for number in range(1 + NUM_REPEATS):
         prompts, lengths = prompts_of(goal, number)
         llm.reset_prefix_cache()
         started = perf_counter()

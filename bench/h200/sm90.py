@@ -23,7 +23,8 @@ from triton.backends.compiler import GPUTarget
 from trouper.bench.h200.sm90_cases import CASES
 from trouper.kernels.cuda.launch import INTERPRETED
 
-MAX_SHARED = 232_448  # bytes a block of an H200
+# The bytes of shared memory that a block of an H200 may use.
+MAX_SHARED = 232_448
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -34,10 +35,13 @@ class Compiled(msgspec.Struct, frozen=True):
     case: str
     config: dict[str, int]
     registers: int
-    stack: int  # bytes a thread; a spill is on it
-    spills: int  # instructions that load from or store to local memory
+    # Bytes for each thread.  Spilled registers are stored there.
+    stack: int
+    # The number of instructions that load from or store to local memory.
+    spills: int
     shared: int  # bytes a block
-    instructions: str  # of the matrix units: wgmma, mma or none
+    # The instructions of the matrix units: wgmma, mma or none.
+    instructions: str
     expected: str
 
     @property
@@ -83,7 +87,8 @@ def compile_all(kernel: str = "", case: str = "") -> Iterator[Compiled]:
         driver.loaded.clear()
         one.launch()
         for position, (name, code, shared) in enumerate(driver.loaded):
-            is_first = position == 0  # the second merges what the first found
+            # The second launch merges the results of the first.
+            is_first = position == 0
             yield Compiled(
                 kernel=name.strip("_").removesuffix("_kernel"),
                 case=one.label,

@@ -38,8 +38,10 @@ bf16, fp32 = torch.bfloat16, torch.float32
 
 class Sm90Case(NamedTuple):
     label: str
-    config: Config  # the row of the table
-    expected: str  # matrix instructions of the kernel that takes the config: wgmma, mma or none
+    # The row of the table.
+    config: Config
+    # The matrix instructions of the kernel that uses the config: wgmma, mma or none.
+    expected: str
     launch: Callable[[], object]
 
 

@@ -42,7 +42,8 @@ from trouper.kernels.reference.noise import gumbel
 from trouper.kernels.reference.paged_attention import paged_attention_reference
 from trouper.kernels.reference.rope import rope_table
 
-NUM_CHECKED = 8  # tokens; a reference in float64 takes longer than everything else
+# The number of compared tokens.  A reference in float64 takes longer than everything else.
+NUM_CHECKED = 8
 NUM_LORAS, RANK = 8, 16
 
 
@@ -136,7 +137,8 @@ def ids(s: Shapes, values: np.ndarray) -> Tensor:
     return torch.from_numpy(values.astype(np.int32)).to(s.device)
 
 
-MAX_ROWS = 256  # that sample in one step
+# The most rows that sample in one step.
+MAX_ROWS = 256
 TOP_K, TOP_P, NUM_LOGPROBS = 50, 0.9, 20
 
 

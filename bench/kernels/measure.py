@@ -23,7 +23,8 @@ TOLERANCE = {
     torch.bfloat16: 3e-2,
     torch.float16: 3e-3,
 }  # relative to the largest
-NUM_CHECKED_OUTPUTS = 1024  # of a product: a vocabulary in float64 is a gigabyte
+# The most compared outputs of a product: a vocabulary in float64 takes a gigabyte.
+NUM_CHECKED_OUTPUTS = 1024
 
 
 class WrongResultError(TrouperError):

@@ -90,8 +90,10 @@ class Sums:
 def both(make: Callable[[int], Callable[[], Tensor]]) -> Generator[Callable[[], Tensor]]:
     """Yield the first rank's call; the second repeats its own in a thread."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of each rank: there are as many ranks as cores, or more
-    num_calls = [0, math.inf]  # of the first rank, and of the second in all
+    # One thread for each rank, because there are at least as many ranks as cores.
+    torch.set_num_threads(1)
+    # The calls of the first rank so far, and the total calls of the second.
+    num_calls = [0, math.inf]
 
     def repeat() -> None:
         torch.set_num_threads(1)
@@ -110,7 +112,8 @@ def both(make: Callable[[int], Callable[[], Tensor]]) -> Generator[Callable[[], 
             return call()
 
         yield counted
-        num_calls[1] = num_calls[0] + 1  # in which the other may be already
+        # The other rank may have begun this call already.
+        num_calls[1] = num_calls[0] + 1
         counted()
         other.join()
     finally:

@@ -148,7 +148,8 @@ class ReasoningTokens:
         self._is_inside = begins_inside
         self._is_over = False
         self._text_of = text_of
-        self._tail = ""  # end of the text, which may contain the beginning of a mark
+        # The end of the text, which may contain the beginning of a mark.
+        self._tail = ""
 
     def add(self, token_ids: Iterable[int]) -> int:
         """Count the reasoning tokens among the next tokens of the answer.

@@ -228,5 +228,6 @@ def _is_encodable(text: str) -> bool:
 # A number in the syntax that JSON and Python share, and several of them, each followed by another one.
 NUMBER = re.compile(r"-?+(?:[1-9][0-9]{0,17}+|0)(?:\.[0-9]{1,17}+)?+")
 NUMBERS = re.compile(f"(?:{NUMBER.pattern}, *+)+(?=[-0-9])")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # the names that tools may have
+# The names that tools may have.
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -9,14 +9,16 @@ import re
 
 import numpy as np
 
-MAX_DEPTH = 64  # nesting of JSON; a deeper text is not a call
+# The deepest nesting of JSON.  A deeper text is not a call.
+MAX_DEPTH = 64
 # From this number of characters on, array operations are faster in the worst case.
 LONG = 96
 # The number of characters of one pass; its arrays take a megabyte.
 AT_ONCE = 1 << 16
 _TELLING = re.compile(r'["\\{}\[\]\x00-\x1f]')
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
-_DEPTHS = np.zeros(256, dtype=np.int8)  # change of the depth by each character
+# The change of the depth by each character.
+_DEPTHS = np.zeros(256, dtype=np.int8)
 _DEPTHS[[ord("{"), ord("[")]] = 1
 _DEPTHS[[ord("}"), ord("]")]] = -1
 
@@ -32,7 +34,8 @@ class JSONScanner:
         self._in_string = False
         self._is_escaped = False  # applies to the next character
         self.is_too_deep = False
-        self.raw: list[int] = []  # indices of control characters in strings of the last text
+        # The indices of control characters in strings of the last text.
+        self.raw: list[int] = []
         # The number of characters to scan at once.  It grows, so that the scan of a short value reads little behind its end.
         self._length = LONG
 
@@ -132,7 +135,8 @@ class JSONScanner:
         if was_escaped:
             is_other[0] = True
         last_other = np.maximum.accumulate(np.where(is_other, places, np.int32(-1)))
-        num_before = np.empty_like(places)  # backslashes directly before each index
+        # The number of backslashes directly before each index.
+        num_before = np.empty_like(places)
         num_before[0] = 0
         num_before[1:] = places[:-1] - last_other[:-1]
         escaped = (num_before & 1).astype(bool)

@@ -30,7 +30,8 @@ from trouper.config.args import EngineArgs
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
 
-CASES = {"one stream": 1, "a batch": 16}  # requests; the batch uses all adapters
+# The number of requests.  The batch uses all adapters.
+CASES = {"one stream": 1, "a batch": 16}
 
 
 def main() -> None:
@@ -138,7 +139,8 @@ def _compared(
 ) -> dict[str, Any]:
     chosen = [adapters[i % len(adapters)] for i in range(num)]
     seconds: tuple[list[float], list[float]] = [], []
-    for turn in range(options.rounds + 1):  # the first compiles and loads
+    # The first round compiles and loads.
+    for turn in range(options.rounds + 1):
         found = _seconds(base, None, num, options), _seconds(adapted, chosen, num, options)
         if turn:
             for held, one in zip(seconds, found, strict=True):

@@ -36,7 +36,8 @@ from trouper.config.resolve import resolve
 # trouper keeps no answers: the next round asks the same again.
 OURS: dict[str, Any] = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
 NGRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}  # vLLM's
-INPUT_LEN = 384  # of a function's source, at most
+# The most tokens of a function's source.
+INPUT_LEN = 384
 Prompts = list[list[int]]
 
 
@@ -107,7 +108,8 @@ def labelled(
     common: dict[str, Any], peer: str, speculation: dict[str, Any]
 ) -> dict[str, peers.Settings]:
     plain, own = peers.Settings(**common), peers.Settings(**common, speculation=OURS)
-    plain.engines()  # raises for one that cannot run
+    # Raises an error for an engine that cannot run.
+    plain.engines()
     drafting = peers.Settings(**common, speculation=speculation)
     return {
         "trouper with drafts": own, "trouper": plain, f"{peer} with drafts": drafting, peer: plain,

@@ -25,7 +25,8 @@ from trouper.bench.report import about, write
 from trouper.frontends.python.llm import LLM
 from trouper.params import SamplingParams
 
-PRESENT = np.uint64(1 << 63)  # in an entry of the page map
+# The bit of a present page in an entry of the page map.
+PRESENT = np.uint64(1 << 63)
 
 
 def measure(given: argparse.Namespace) -> dict[str, float]:

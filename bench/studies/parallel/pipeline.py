@@ -26,8 +26,10 @@ from trouper.frontends.cli.arguments.options import expand_options
 from trouper.frontends.cli.arguments.values import integers
 from trouper.params import SamplingParams
 
-NUM_THREADS = "OMP_NUM_THREADS"  # of a worker, which inherits it
-VOCABULARY = range(1, 1000)  # ids that every model has
+# Workers inherit this variable.
+NUM_THREADS = "OMP_NUM_THREADS"
+# Token ids that every model has.
+VOCABULARY = range(1, 1000)
 PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
 

@@ -23,9 +23,12 @@ from trouper.frontends.cli.arguments.options import expand_options
 from trouper.frontends.cli.arguments.values import integers
 from trouper.params import SamplingParams
 
-VOCABULARY = range(1, 1000)  # ids that every model has
-SHORT = 16  # tokens of the prompt of a sequence that decodes
-GPU_KV_BYTES = 2**32  # of each engine, since the first GPU is in both
+# Token ids that every model has.
+VOCABULARY = range(1, 1000)
+# The prompt tokens of a decoding sequence.
+SHORT = 16
+# The KV memory of each engine, because both use the first GPU.
+GPU_KV_BYTES = 2**32
 
 
 def configs(
@@ -41,7 +44,8 @@ def configs(
     args.max_num_seqs = num_rows
     args.max_num_batched_tokens = max(num_prompt_tokens, num_rows * SHORT)
     args.max_model_len = max(num_prompt_tokens + 1, SHORT + num_outputs)
-    args.compress_weights = False  # of one row alone, and not of the rest
+    # Compression would speed up single rows only.
+    args.compress_weights = False
     args.device, args.device_worker = device, "process"
     if device == "cuda":
         args.kv_cache_memory_bytes = GPU_KV_BYTES

@@ -35,7 +35,8 @@ from trouper.frontends.cli.arguments.values import integers
 from trouper.params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE = 4096, 16
-TOKEN = 7  # what the devices answer
+# The token that all devices return.
+TOKEN = 7
 PREFIX_TOKENS, OWN_TOKENS = 480, 32  # of a prompt
 
 

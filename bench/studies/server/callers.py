@@ -18,7 +18,8 @@ from time import perf_counter
 
 LOOK_S = 0.0005
 FRAME = b"data: {"
-END = b"\n\r\n0\r\n\r\n"  # of a stream in chunks, and of nothing inside one
+# The end of a chunked stream.  It occurs nowhere inside one.
+END = b"\n\r\n0\r\n\r\n"
 LENGTH = re.compile(rb"content-length: (\d+)\r\n")
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -29,13 +30,17 @@ class ClientCall:
     __slots__ = ("ended", "first", "kind", "on_end", "outcome", "request", "sent", "wire")
 
     def __init__(self, kind: str, on_end: "Callable[[ClientCall], object]", request: bytes) -> None:
-        self.kind = kind  # what its frames are counted under
+        # The kind under which its frames are counted.
+        self.kind = kind
         self.on_end = on_end
         self.request = request
-        self.wire: Wire | None = None  # while it is open
-        self.outcome = "open"  # then the status, "cut" or "dropped"
+        # The connection, while it is open.
+        self.wire: Wire | None = None
+        # At the end the status, "cut" or "dropped".
+        self.outcome = "open"
         self.sent = perf_counter()
-        self.first = self.ended = 0.0  # byte, and the last one
+        # The times of the first and of the last byte.
+        self.first = self.ended = 0.0
 
 
 class Wire:
@@ -50,12 +55,17 @@ class Wire:
         self.socket = socket.socket()
         self.socket.setblocking(False)
         self.call: ClientCall | None = None
-        self.is_new = True  # nothing has come on it
-        self.is_writing = False  # waits until it can
+        # Whether nothing has been received on it.
+        self.is_new = True
+        # Whether it waits until the socket is writable.
+        self.is_writing = False
         self.unsent = b""
-        self.head = b""  # of the answer; empty until all of it is there
-        self.num_due = 0  # bytes of the answer; -1: it comes in chunks
-        self.tail = b""  # the last bytes that were read
+        # The head of the answer, empty until it is complete.
+        self.head = b""
+        # The bytes of the answer, or -1 for a chunked one.
+        self.num_due = 0
+        # The bytes read last.
+        self.tail = b""
 
     def begin(self, call: ClientCall) -> None:
         self.call = call
@@ -78,7 +88,8 @@ class Wire:
             if self.mark is None:
                 return 0
         mark = FRAME if self.num_due < 0 or self.mark is None else self.mark
-        kept = len(mark) - 1  # bytes where one may go on
+        # The bytes in which a mark may continue.
+        kept = len(mark) - 1
         whole = self.tail + piece
         num = whole.count(mark, max(0, len(self.tail) - kept))
         self.tail = whole[-max(len(END), kept) :]
@@ -96,7 +107,8 @@ class Callers:
         self._mark = mark
         self.num_frames: Counter[str] = Counter()  # by kind of call
         self.num_open = 0
-        self.num_connections = 0  # that were ever opened
+        # The number of connections ever opened.
+        self.num_connections = 0
         self._port = port
         self._selector = selectors.DefaultSelector()
         self._idle: list[Wire] = []
@@ -148,7 +160,8 @@ class Callers:
     def _turn(self, wire: Wire, events: int) -> None:
         call = wire.call
         if call is None:
-            if wire in self._idle:  # the server has closed it; else it was dropped in this turn
+            # The server has closed it.  Otherwise it was dropped in this turn.
+            if wire in self._idle:
                 self._idle.remove(wire)
                 self._close(wire)
             return

@@ -43,7 +43,8 @@ async def client_of(
     request.write_bytes(head.encode() + body)
     listener, shutdown = Listener(bind_tcp("127.0.0.1", 0)), Shutdown()
     port = listener.sock.getsockname()[1]
-    serve = listener_task("trio")  # on which the callers run
+    # The callers run on trio.
+    serve = listener_task("trio")
     app: Any = create_app(engine, ServerSettings(max_body=MAX_BODY))
     command = [sys.executable, "-c", CLIENT, str(port), str(request)]
     async with (

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 DTYPES = ("float32", "bfloat16")
-LATENCIES = {"latency": "trio", "latency_asyncio": "asyncio"}  # and the loop they run on
+# The studies of latency, with their event loops.
+LATENCIES = {"latency": "trio", "latency_asyncio": "asyncio"}
 ENGINES = ",".join(
     f"{name}:{dtype}"
     for dtype in DTYPES
@@ -371,7 +372,8 @@ def main() -> None:
     parser.add_argument("--engines", default=ENGINES)
     parser.add_argument("--vllm-python", help="where vLLM is installed; then it is measured, too")
     parser.add_argument("--output", help="a file for the report, in JSON")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # what a child process runs
+    # A child process runs this one part.
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one is not None:
         _serve(given.one, given.model, documents(given.num_docs))

@@ -30,7 +30,8 @@ from trouper.config.args import EngineArgs
 from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.params import RequestOutputKind, SamplingParams
 
-ROWS = (2049, 8193)  # one more than whole blocks: all that is left to compute
+# One more than whole blocks, so only one row remains to be computed.
+ROWS = (2049, 8193)
 WIDTH = 4096
 MODEL_LEN = 16384
 INTERVAL_S = 0.001

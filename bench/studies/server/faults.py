@@ -33,7 +33,8 @@ PROMPTS = (
     "if a",
     "try:",
 )
-MAX_KILLS = 1000  # of which the budget of restarts may not be the limit
+# The budget of restarts must not be the limit of a run.
+MAX_KILLS = 1000
 
 
 class StreamedRun:

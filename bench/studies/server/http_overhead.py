@@ -91,7 +91,8 @@ async def measure(
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(open_engine(config, device, WorkerThreads(30.0)))
         face = AsyncLLMEngine(arguments)
-        face._engine = engine  # what entering would do, with the real device
+        # Entering the engine would set it, with the real device.
+        face._engine = engine
         app = create_app(face)
         frames: list[bytes] = []
         await call(app, body, frames.append)

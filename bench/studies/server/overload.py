@@ -31,16 +31,20 @@ from trouper.bench.studies.server.server_under_test import (
 
 NUM_CLIENTS = 256
 SHARE_LEAVING = 0.3
-MEAN_STAY_S = 6.0  # about half as long as an answer takes
-NUM_TURNS = 16  # of each way; many, for machines drift by a tenth in seconds
+# About half of the time of an answer.
+MEAN_STAY_S = 6.0
+# The turns of each way: many, because the speed of a machine drifts by a tenth within seconds.
+NUM_TURNS = 16
 TURN_SETTLE_S = 0.75
 NOBODY, STAY_AWAY, AT_ONCE = "nobody leaves", "leave and stay away", "leave and ask anew at once"
-NUM_OVERLOADS = 20  # turns of overload, each between two without; many, as above
+# The turns of overload, each between two turns without.
+NUM_OVERLOADS = 20
 OVERLOAD_SETTLE_S = 1.5
 OVERLOAD = 10  # × the requests that were served
 NUM_CANCELLED = 200
 LONG = 10_000  # tokens
-WARM_S = 25.0  # in which the whole cache is used once: until then resident memory grows
+# The whole KV cache is used once in this time.  Resident memory grows until then.
+WARM_S = 25.0
 SETTLE_S = 5.0
 CACHE = ("--kv-cache-memory-bytes", str(2**28))
 
@@ -82,7 +86,8 @@ def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
         scene = _Leaving(stage, max_tokens)
         stage.callers.run_until(perf_counter() + SETTLE_S)
         order = [NOBODY]
-        for i in range(NUM_TURNS):  # none of the two always follows the other
+        # The order alternates, so that neither way always follows the other.
+        for i in range(NUM_TURNS):
             order += [STAY_AWAY, AT_ONCE, NOBODY] if i % 2 else [AT_ONCE, STAY_AWAY, NOBODY]
         turns = [scene.play(way, seconds / NUM_TURNS) for way in order]
         scene.is_over = True
@@ -116,7 +121,8 @@ class _Leaving:
 
     def play(self, way: str, seconds: float) -> Turn:
         callers, begin = self._stage.callers, perf_counter()
-        for client in self._leavers:  # those that stayed away come back, one by one
+        # Clients that left return one by one.
+        for client in self._leavers:
             callers.later(begin + self._random.uniform(0, TURN_SETTLE_S), client.ask)
         callers.run_until(begin + TURN_SETTLE_S)
         if way != NOBODY:
@@ -194,9 +200,11 @@ class _Overload:
         self._stage = stage
         self._max_tokens = max_tokens
         self._random = random.Random(0)
-        self._arrivals_s = 0.0  # 0: no new client comes
+        # No new client arrives if it is 0.
+        self._arrivals_s = 0.0
         self._is_counted = False
-        self._due = 0.0  # when the next one comes
+        # The time of the next arrival.
+        self._due = 0.0
 
     def play(self, seconds: float, arrivals_s: float = 0.0) -> Turn:
         self._arrivals_s, self._due = arrivals_s, perf_counter()

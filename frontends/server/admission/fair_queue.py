@@ -12,7 +12,8 @@ from bisect import insort
 from enum import Enum
 
 MAX_PRIORITY = 2**63
-OUTPUT_WEIGHT = 2  # a generated token takes about as long as two of a prompt; the paper's weights
+# A generated token takes about as long as two prompt tokens.  The paper uses the same weights.
+OUTPUT_WEIGHT = 2
 
 
 class Phase(Enum):
@@ -49,10 +50,12 @@ class Entry:
         self.number = number  # in the order of arrival
         self.tenant = tenant
         self.num_sequences = 1
-        self.num_tokens = num_tokens  # expected, prompt and output
+        # The expected tokens of prompt and output.
+        self.num_tokens = num_tokens
         self.priority = 0
         self.phase = Phase.ENTERED
-        self.num_charged = 0  # to the tenant's counter
+        # The tokens charged to the tenant's counter.
+        self.num_charged = 0
 
     def __repr__(self) -> str:
         return f"<Entry {self.number} of {self.tenant!r} {self.phase.value}>"
@@ -83,9 +86,12 @@ class FairQueue:
         self.num_tokens = 0
         self.num_waiting_tokens = 0
         self._num_entered = 0
-        self._held: dict[str, list[int]] = {}  # tenant -> its sequences, its tokens not started
-        self._waiting: dict[str, list[Entry]] = {}  # tenant -> in its own order, never empty
-        self._counters: dict[str, int] = {}  # tenant -> service received; as many as there are keys
+        # For each tenant the number of its sequences, and of its tokens not started.
+        self._held: dict[str, list[int]] = {}
+        # The waiting requests of each tenant in its own order.  No list is empty.
+        self._waiting: dict[str, list[Entry]] = {}
+        # The service that each tenant has received.  There are as many tenants as keys.
+        self._counters: dict[str, int] = {}
         self._last_tenant: str | None = None  # served last
 
     def __repr__(self) -> str:
@@ -135,7 +141,8 @@ class FairQueue:
         Its tenant's counter is raised to the level of the others, so time without requests earns no credit.
         """
         tenant = entry.tenant
-        if tenant not in self._waiting:  # time without requests earns no credit
+        # Time without requests earns no credit.
+        if tenant not in self._waiting:
             others = [self._counters[other] for other in self._waiting]
             floor = min(others, default=self._counters.get(self._last_tenant or "", 0))
             self._counters[tenant] = max(self._counters.get(tenant, 0), floor)

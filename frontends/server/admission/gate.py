@@ -56,16 +56,20 @@ class AdmissionGate:
         self.admission = FairQueue()
         self.throughput = Throughput()
         self.level = Level.CALM
-        self.min_waiting_tokens = 0  # may wait whatever the throughput
-        self.is_adaptive = True  # more may wait where more is done
+        # Tokens that may wait at any throughput.
+        self.min_waiting_tokens = 0
+        # Whether a higher throughput allows more tokens to wait.
+        self.is_adaptive = True
         self.delay = QueueDelay(math.inf)
-        self.full_reason = "overloaded"  # for the metric: which limit it is
+        # The name of the limit in the metric of rejections.
+        self.full_reason = "overloaded"
         self.max_prefill_tokens: int | None = None  # max_num_queued_tokens
         self.num_prefill_tokens: Callable[[], int] = int
         self.now: Callable[[], float] = anyio.current_time
         self._note_rejection = note_rejection
         self._num_refused = 0
-        self._refusing_since: float | None = None  # the first refusal since the last admission
+        # The time of the first refusal since the last admission.
+        self._refusing_since: float | None = None
         self._resumed_at = self._looked_at = -math.inf
         self._tickets: dict[Entry, AdmissionTicket] = {}
 
@@ -256,7 +260,8 @@ class AdmissionTicket:
     def __init__(self, gate: AdmissionGate, entry: Entry, num_bytes: int) -> None:
         self.entry = entry
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
-        self.generations: Sequence[EngineWork] = ()  # once the engine has them
+        # Empty until the engine has the request.
+        self.generations: Sequence[EngineWork] = ()
         self.waits_since = math.inf
         self._gate = gate
         self._turn = anyio.Event()

@@ -98,8 +98,10 @@ def _used_of_group(group: Path) -> float:
     return (used - int(stat["inactive_file"])) / int(limit)
 
 
-MEMORY_S = 10.0  # time constant of the throughput's average
-MIN_S = 0.2  # seconds of work before the throughput is known
+# The time constant of the throughput's average.
+MEMORY_S = 10.0
+# The seconds of work before the throughput is known.
+MIN_S = 0.2
 
 
 class StepClock:

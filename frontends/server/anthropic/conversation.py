@@ -252,7 +252,8 @@ def _add_to_assistant(transcript: Transcript, place: str, where: str, block: JSO
             message = transcript.assistant(place)
             message["reasoning_content"] = message.get("reasoning_content", "") + thought
         case "redacted_thinking":
-            pass  # only the encrypting server can read it
+            # Only the server that encrypted it can read it.
+            pass
         case _:
             message = transcript.assistant(place)
             message.setdefault("content", []).append(_text(where, block))

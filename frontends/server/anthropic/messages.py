@@ -56,7 +56,8 @@ CLIENT_NAMES = {
 }
 # The reply reports that no edit of `context_management` was applied.
 NO_EDITS: JSONObject = {"context_management": {"applied_edits": []}}
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}  # others keep their names
+# Other reasons keep their names.
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 class MessagesTurn:
@@ -84,7 +85,8 @@ class MessagesTurn:
         if parameter == "structured_outputs":
             parameter = ChatAdapter.client_name(self.chat, parameter)
         if getattr(self._body, parameter, None) is not None:
-            return parameter  # the name is the same in both APIs
+            # The name is the same in both APIs.
+            return parameter
         if parameter in CLIENT_NAMES:
             return CLIENT_NAMES[parameter]
         if parameter.startswith("tools["):

@@ -63,7 +63,8 @@ class App:
         self, service: Service, *, is_admin_listener: bool = False, root_path: str = ""
     ) -> None:
         self.service = service
-        self._root_path = root_path  # a prefix that a proxy leaves on the paths
+        # A prefix of the paths that a proxy does not remove.
+        self._root_path = root_path
         self._settings = service.settings
         self._authenticator = Authenticator(service.settings, is_admin_listener=is_admin_listener)
 
@@ -88,7 +89,8 @@ class App:
         """
         message = await receive()
         async with anyio.create_task_group() as tasks:
-            if not self.service.background.is_on:  # or another listener's application runs it
+            # With several listeners, one of their applications runs the tasks.
+            if not self.service.background.is_on:
                 await tasks.start(self.service.background.run_tasks, name="background work")
             while message["type"] != "lifespan.shutdown":
                 await send({"type": f"{message['type']}.complete"})
@@ -100,7 +102,8 @@ class App:
         try:
             await self._perform(context)
         except ClientGone:
-            pass  # the client is not there any more
+            # The client has disconnected.
+            pass
         except Exception as error:
             await context.fail(self._describe(context, error), errors_at(context.path))
         self._note(context)
@@ -144,7 +147,8 @@ class App:
                 self.service.check_open()
                 self.service.check_kind(route)
             if route.generates or route.tokenizes:
-                self.service.check_room(context)  # refused before the body is read
+                # A request without room is refused before its body is read.
+                self.service.check_room(context)
             route, request = await self._read(context, route, stack)
             act = partial(route.handler, self.service, context, request)
             await self._attend(context, act, context.timeout_s)
@@ -211,7 +215,8 @@ class App:
                 try:
                     await act()
                 except Exception as raised:
-                    error = raised  # carried out of the group, so that it is not wrapped in another
+                    # Raised after the group, which would wrap it in another group.
+                    error = raised
             tasks.cancel_scope.cancel()
         if error is not None:
             raise error

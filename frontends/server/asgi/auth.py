@@ -49,7 +49,8 @@ class Authenticator:
         methods: Mapping[str, Route] = find(context.path)
         access = next((self._access(route) for route in methods.values()), "user")
         if access == "admin" and not self._has_control:
-            methods, access = dict[str, Route](), "user"  # as if it did not exist
+            # The route is treated as nonexistent.
+            methods, access = dict[str, Route](), "user"
         if context.path == "/metrics" and self._protects_metrics:
             access = "user"
         if context.method == "OPTIONS":
@@ -82,7 +83,8 @@ class Authenticator:
             return
         given = _given_key(context)
         digest = sha256(given or b"").digest()
-        found = [hmac.compare_digest(digest, key) for key in keys]  # all of them, always
+        # All keys are compared, so that the time reveals nothing.
+        found = [hmac.compare_digest(digest, key) for key in keys]
         if given is not None and any(found):
             context.tenant = f"key {found.index(True)}"
             if self._separates_caches:

@@ -132,7 +132,8 @@ def choose_invoked(service: Service, body: bytes | memoryview) -> Route:
     try:
         keys = msgspec.json.decode(body, type=InvocationKeys)
     except msgspec.DecodeError:
-        keys = InvocationKeys()  # the route's own decoding says what is wrong
+        # The decoding of the route itself explains the error.
+        keys = InvocationKeys()
     spec = service.config.pooler
     if spec is None:
         path = "/v1/completions" if keys.messages is UNSET else "/v1/chat/completions"
@@ -257,7 +258,8 @@ ELSEWHERE = {
     "/embedding": "/v1/embeddings",
     "/docs": "/openapi.json",
 }
-MAX_COMPARED = 100  # characters of a path for which a near one is looked for
+# A longer path is not compared with the existing ones.
+MAX_COMPARED = 100
 
 
 def nearest(path: str, served: Iterable[Route]) -> str | None:

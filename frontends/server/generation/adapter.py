@@ -85,17 +85,22 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     """
 
     prompts: Sequence[Any]
-    places: Sequence[str]  # the client's name for each prompt, as errors have it
-    params: SamplingParams  # of a beam search only n and max_tokens
+    # The client's name for each prompt, for errors.
+    places: Sequence[str]
+    # For a beam search only n and max_tokens are used.
+    params: SamplingParams
     beams: BeamRequest | None = None
     options: RequestOptions = NO_OPTIONS
     is_stream: bool = False
-    shows_usage: bool = False  # with every event of a stream
+    # Whether every event of a stream has the usage.
+    shows_usage: bool = False
     ends_with_usage: bool = False
     shows_cached: bool = False  # in the usage
     shows_metrics: bool = False
-    shows_prompt: bool = False  # its text begins each choice
-    is_prompt_only: bool = False  # what is generated is dropped
+    # Whether the text of the prompt begins each choice.
+    shows_prompt: bool = False
+    # Whether the generated text is dropped.
+    is_prompt_only: bool = False
     # The tool calls that the answer may contain.
     tools: ToolUse = NO_TOOL_USE
     num_calls_before: int = 0  # in the conversation
@@ -161,7 +166,8 @@ class ChoiceUpdate(msgspec.Struct, frozen=True):
     reasoning: str
     completion: CompletionOutput
     output: RequestOutput
-    prompt_text: str  # with the first update, where the request wants it shown
+    # The prompt's text in the first update, if the request wants it shown.
+    prompt_text: str
 
 
 class StreamEvent(NamedTuple):

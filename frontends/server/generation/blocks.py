@@ -34,7 +34,8 @@ class AnswerBlock:
         self.name = name  # of the called tool
         self.call_id = call_id
         self._pieces: list[str] = []
-        self.tokens: list[ChatToken] = []  # with logprobs, if the client wants them
+        # Tokens with logprobs, if the client wants them.
+        self.tokens: list[ChatToken] = []
 
     def __repr__(self) -> str:
         return f"<AnswerBlock {self.index}: {self.kind} {self.name}>"

@@ -10,7 +10,8 @@ from trouper.outputs import Logprob, LogprobsOnePosition
 
 PromptLogprobs = list[dict[int, dict[str, Any]] | None]
 
-LEAST = -9999.0  # JSON has no -inf
+# The replacement of -inf, which JSON lacks.
+LEAST = -9999.0
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -63,7 +64,8 @@ def completion_logprobs(
     made = CompletionLogprobs()
     for token_id, position in zip(token_ids, positions, strict=True):
         chosen = None if position is None else position.get(token_id)
-        is_bare = chosen is None and not as_ids  # the first token of a prompt
+        # The first token of a prompt has no logprob.
+        is_bare = chosen is None and not as_ids
         token = text_of(token_id) if is_bare else _name(token_id, chosen, as_ids)
         made.text_offset.append(offset)
         made.tokens.append(token)
@@ -172,7 +174,8 @@ class TokenSpans:
 
     def __init__(self) -> None:
         self._spans: deque[_TextSpan] = deque()
-        self._text = ""  # of the tokens, from `_start` on
+        # The text of the tokens from `_start` on.
+        self._text = ""
         self._start = 0
         self._end = 0
 

@@ -23,7 +23,8 @@ import numpy as np
 
 from trouper.frontends.server.shared.errors import HTTPError
 
-LARGE = 2**20  # bytes, copied in 0.1 ms
+# Copying this many bytes takes 0.1 ms.
+LARGE = 2**20
 # Bytes of the unused buffer that stay in memory.
 KEPT = 2**27
 

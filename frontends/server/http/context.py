@@ -33,7 +33,8 @@ DONE = b"data: [DONE]\n\n"
 MAX_ID = 128
 MAX_QUERY_FIELDS = 64
 MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
-MAX_FRAME = 2**20  # bytes of a body sent at once; a server copies them in 0.1 ms
+# The bytes of a body sent at once.  A server copies them in 0.1 ms.
+MAX_FRAME = 2**20
 UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=/-]")
 encode = msgspec.json.Encoder().encode
 
@@ -71,22 +72,28 @@ class RequestContext:
         self.content_length = int(length[:20]) if length.isdigit() else 0
         self.client = _address(scope.get("client"))
         self._began = perf_counter()
-        self.id = token_hex(16)  # names the request in the engine and in the log
+        # The name of the request in the engine and in the log.
+        self.id = token_hex(16)
         self.client_id = _sanitised(self.header(b"x-request-id"))
         self.is_gone = False
-        self.is_aborted = False  # by the admin: no generation of it is begun any more
+        # Whether an administrator has aborted it, so that no generation is started for it any more.
+        self.is_aborted = False
         self.has_started = False
         self.status = 0  # of the answer
         self.is_stream = False
-        self.is_lines = False  # a stream of it is JSON lines instead of server-sent events
+        # Whether a stream has JSON lines instead of server-sent events.
+        self.is_lines = False
         self.num_sends = 0
-        self.num_events = 0  # of the stream so far
+        # The number of events of the stream so far.
+        self.num_events = 0
         self.tenant = ""  # which of the keys
-        self.cache_scope = b""  # requests of one scope share prefixes of the cache
+        # Requests of one scope share prefixes of the cache.
+        self.cache_scope = b""
         # The deadline, and whether the client itself has set one; see `read_timeout`.
         self.timeout_s = 0.0
         self.has_deadline = False
-        self.served: Sequence[Route] = ()  # by the listener it came to
+        # The routes of the listener that received the request.
+        self.served: Sequence[Route] = ()
         self.ticket: AdmissionTicket | None = (
             None  # of a request that generates, once it is admitted
         )
@@ -210,7 +217,8 @@ class RequestContext:
         self, body: bytes, kind: bytes = JSON, status: int = 200, headers: Headers = ()
     ) -> None:
         if self.ticket is not None:
-            self.ticket.leave()  # before the client has its answer, and asks again
+            # The place becomes free before the client gets its answer and sends another request.
+            self.ticket.leave()
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, ((b"content-type", kind), length, *headers))
         for begin in range(0, len(body) - MAX_FRAME, MAX_FRAME):

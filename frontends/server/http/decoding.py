@@ -94,7 +94,8 @@ def _copied(body: bytes | memoryview) -> bytes:
     if isinstance(body, bytes):
         return body
     whole = bytes(body)
-    body.release()  # here, in a thread: where its memory is not kept, it takes a while to go
+    # Released here in a thread, because freeing its memory can take a while.
+    body.release()
     return whole
 
 
@@ -240,8 +241,10 @@ def _wrong_key(field: str, body: bytes, kind: type[Any]) -> str:
     return "[...]"
 
 
-MAX_NAME = 64  # characters of a name that clients and the log are shown
-MAX_NAMES = 16  # of one request that the header names: with commas 1 KiB
+# The most characters of a name in a header or log line.
+MAX_NAME = 64
+# The most names in the header of one response: with commas 1 KiB.
+MAX_NAMES = 16
 # Remembered names, 16 KiB.  Clients must not be able to fill the log.
 MAX_LOGGED = 256
 
@@ -286,7 +289,8 @@ class UnknownFields:
         return ((kind.header, ", ".join((*shown[:MAX_NAMES], *more)).encode("ascii", "replace")),)
 
 
-MAX_DIGITS = 64  # of a number in quotes; a number in JSON may have as many as the interpreter reads
+# The most digits of a number in quotes.  A plain number in JSON is limited by the interpreter.
+MAX_DIGITS = 64
 TRUE = frozenset(("1", "on", "t", "true", "y", "yes"))
 FALSE = frozenset(("0", "off", "f", "false", "n", "no"))
 
@@ -365,7 +369,8 @@ def _number(value: Any) -> Any:
         number = float(value)
     except ValueError:
         return value
-    return number if math.isfinite(number) else value  # JSON has no other numbers
+    # JSON has no infinity and no NaN.
+    return number if math.isfinite(number) else value
 
 
 def _boolean(value: Any) -> Any:

@@ -100,7 +100,8 @@ class _Connection:
         self._scope = trio.CancelScope(deadline=trio.current_time() + KEEP_ALIVE_S)
 
     async def serve(self, config: Config, context: WorkerContext) -> None:
-        app = ASGIWrapper(cast("Any", self._perform))  # it has names of its own for ASGI's types
+        # hypercorn has its own names for ASGI's types.
+        app = ASGIWrapper(cast("Any", self._perform))
         with self._scope:
             await _StrictServer(
                 app, config, context, ConnectionState({}), cast("Any", self._stream)
@@ -108,7 +109,8 @@ class _Connection:
 
     async def abort(self) -> None:
         self._scope.cancel()
-        await trio.aclose_forcefully(self._stream)  # hypercorn shields its writes
+        # An ordinary end would wait, because hypercorn shields its writes.
+        await trio.aclose_forcefully(self._stream)
 
     async def _perform(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application for one request, without the limit for idle connections."""

@@ -14,10 +14,13 @@ from uuid import uuid4
 
 import numpy as np
 
-LONG = 2**16  # bytes; a shorter string is parsed in 50 µs
-STEP = 2**20  # bytes looked at in one turn: 0.2 ms; then other threads get the processor
+# A shorter string is parsed in 50 µs.
+LONG = 2**16
+# The bytes to search in one turn of 0.2 ms.  Other threads run in between.
+STEP = 2**20
 PAUSE_S = 1e-4
-MAX_MARKS = 2**16  # quotes and backslashes, gone through one by one in 5 ms
+# The most quotes and backslashes.  They are visited one by one in 5 ms.
+MAX_MARKS = 2**16
 QUOTE, BACKSLASH = b'"\\'
 
 
@@ -39,7 +42,8 @@ def excerpt(body: bytes | memoryview) -> Excerpt | None:
     marks = _marks(body)
     if marks is None:
         return None
-    view, name = memoryview(body), uuid4().hex  # a name that no client can guess
+    # A name that no client can guess.
+    view, name = memoryview(body), uuid4().hex
     parts: list[bytes] = []
     strings: dict[str, memoryview] = {}
     done = 0

@@ -16,7 +16,8 @@ import anyio
 from trouper.errors import TrouperValidationError
 
 BACKLOG = 1024
-KEEP_ALIVE_S = 5  # for the head of the first or next request to be complete
+# The head of the first or next request must be complete within this time.
+KEEP_ALIVE_S = 5
 MAX_HEAD_BYTES = (
     256 * 2**10
 )  # of the parser; the application refuses a quarter of it with a JSON error
@@ -138,7 +139,8 @@ def _remove_stale(path: str) -> None:
     """Remove the socket file of a dead server."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return  # bind will fail, because the name is taken
+            # bind will fail, because the name is in use.
+            return
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(path)
     except FileNotFoundError:

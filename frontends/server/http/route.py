@@ -35,11 +35,14 @@ class Route(msgspec.Struct, frozen=True):
     body: type[msgspec.Struct] | None = None
     generates: bool = False
     reply: type[msgspec.Struct] | None = None
-    kind: Literal["json", "text", "empty"] = "json"  # of the reply's body
-    query: dict[str, dict[str, Any]] = {}  # schemas of the query's fields
+    # The kind of the reply's body.
+    kind: Literal["json", "text", "empty"] = "json"
+    # The schemas of the query's fields.
+    query: dict[str, dict[str, Any]] = {}
     tokenizes: bool = False
     pools: bool = False
-    choose: Callable[[Any, Any], "Route"] | None = None  # takes the service and the body
+    # Chooses the route for a body, given the service and the body.
+    choose: Callable[[Any, Any], "Route"] | None = None
     errors: ErrorForm = OPENAI_ERRORS
     # Whether a body of any content type is read as JSON.  A browser's page cannot post one: requests with an Origin are refused.
     takes_any_type: bool = False

@@ -31,7 +31,8 @@ NOT_IMPLEMENTED = (
     b"HTTP/1.1 501 Not Implemented\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 54\r\n"
     b"connection: close\r\n\r\nOf Transfer-Encoding only chunked is supported here.\r\n"
 )
-TICK_S = 0.1  # uvicorn's own, between two looks at `should_exit`
+# uvicorn's own interval between two looks at `should_exit`.
+TICK_S = 0.1
 
 
 async def serve(app: Any, listener: Listener, shutdown: Shutdown) -> None:
@@ -65,7 +66,8 @@ async def _end(server: uvicorn.Server, shutdown: Shutdown) -> None:
     await shutdown.closing.wait()
     server.should_exit = True
     await shutdown.aborting.wait()
-    while True:  # some may have been accepted before uvicorn saw `should_exit`
+    # Some may have been accepted before uvicorn saw `should_exit`.
+    while True:
         for connection in list(server.server_state.connections):
             connection.transport.abort()
         await anyio.sleep(TICK_S)
@@ -91,8 +93,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._cycles: deque[RequestResponseCycle] = deque()  # without a complete answer
-        self._num_pending_bytes = 0  # since the last complete head or chunk of a body
+        # Requests without a complete answer.
+        self._cycles: deque[RequestResponseCycle] = deque()
+        # The bytes since the last complete head or chunk of a body.
+        self._num_pending_bytes = 0
         self._idle_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._is_behind_head = self._refuses_encoding = False
@@ -180,7 +184,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _close_idle(self) -> None:
         self.transport.close()
-        self._start_unread_timer()  # closing waits for what was written to be taken
+        # Closing waits until the client has received everything written.
+        self._start_unread_timer()
 
     def _stop_idle_timer(self) -> None:
         if self._idle_timer is not None:

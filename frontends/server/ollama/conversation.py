@@ -74,7 +74,8 @@ def _shared(request: OllamaRequest, options: OllamaOptions) -> JSONObject:
         **sampling_fields(options),
         **_thinking(request.think),
         "model": request.model,
-        "stream": request.stream is not False,  # Ollama streams unless it is asked not to
+        # Ollama streams by default.
+        "stream": request.stream is not False,
         "response_format": _response_format(request.format),
         "logprobs": request.logprobs or None,
         "top_logprobs": request.top_logprobs or None,

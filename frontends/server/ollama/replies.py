@@ -94,7 +94,8 @@ class OllamaAdapter:
     Times are in nanoseconds, and the last line contains the counts.
     """
 
-    STREAM_END: ClassVar[bytes] = b""  # the last line says that it is the last
+    # The last line itself marks the end.
+    STREAM_END: ClassVar[bytes] = b""
 
     @staticmethod
     def parse(request: OllamaTurn, model: ServedModel) -> ParsedRequest:
@@ -104,7 +105,8 @@ class OllamaAdapter:
             raise invalid("tools", f'"{model.name}" does not support tools')
         asked = request.asked
         if asked.max_tokens is not None:
-            limit = min(asked.max_tokens, model.max_model_len)  # agents ask for more than there is
+            # Agents ask for more tokens than the model has.
+            limit = min(asked.max_tokens, model.max_model_len)
             asked = msgspec.structs.replace(asked, max_tokens=max(1, limit))
         if isinstance(asked, ChatRequest):
             parsed = ChatAdapter.parse(asked, model)

@@ -54,8 +54,10 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: int | None = None  # 0: no penalty for repetitions
-    num_predict: int | None = None  # below 0: to the model's length
+    # 0 means no penalty for repetitions.
+    repeat_last_n: int | None = None
+    # A negative number allows tokens up to the model's length.
+    num_predict: int | None = None
     num_ctx: int | None = None
 
 

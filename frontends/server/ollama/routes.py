@@ -84,7 +84,8 @@ async def _answer(
     if options.num_ctx is not None and options.num_ctx > limit:
         context.own_headers += ((b"x-trouper-context", b"%d" % limit),)
     context.is_lines = request.stream is not False
-    if is_empty:  # asks for the model to be loaded, or unloaded
+    # Such a request only loads or unloads the model.
+    if is_empty:
         name = service.check_model(request.model)
         text: dict[str, Any] = {"response": ""}
         if isinstance(request, OllamaChatRequest):
@@ -124,7 +125,8 @@ async def _shorten(service: Service, context: RequestContext, asked: ChatRequest
     kept = [each for each in asked.messages if each["role"] == "system"]
     turns = [each for each in asked.messages if each["role"] != "system"]
     starts = [i for i, each in enumerate(turns) if each["role"] == "user"][1:]
-    low, high = 0, len(starts) - 1  # the first turn that is kept is among these
+    # The first turn to keep is among these.
+    low, high = 0, len(starts) - 1
     while low < high:
         middle = (low + high) // 2
         asked.messages = [*kept, *turns[starts[middle] :]]

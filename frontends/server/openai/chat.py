@@ -65,7 +65,8 @@ from trouper.structured_outputs import StructuredOutputsParams
 
 # The stage before this one has rendered and tokenised the conversation: its ids take the place of the messages.
 FORWARDED_IDS = "kv_transfer_params.prompt_token_ids"
-TAIL = 16  # tokens of a prompt without a text that may open the reasoning
+# The last tokens of a prompt without a text, which may open the reasoning.
+TAIL = 16
 NEW_NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 
 
@@ -308,7 +309,8 @@ def _answer_parser(model: ServedModel, tools: ToolUse, prompt: str) -> AnswerPar
     answers = model.answers
     if tools.is_forced and answers.tools is None:
         answers = msgspec.structs.replace(answers, tools=BY_NAME["json"])
-    max_held = 0 if tools.is_forced else MAX_HELD  # what a grammar makes is right
+    # Calls made by a grammar are always valid.
+    max_held = 0 if tools.is_forced else MAX_HELD
     return answers.parser(tools.schemas, prompt, max_held)
 
 

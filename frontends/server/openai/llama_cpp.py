@@ -30,8 +30,10 @@ from trouper.frontends.server.shared.usage import Usage
 from trouper.outputs import CompletionOutput, FinishReason, RequestOutput, RequestStateStats
 
 MAX_PROMPTS = 1024
-FORBIDDEN = -100.0  # the bias of a token that false forbids
-PART = 4  # of the model's length the prompt has a quarter at least, and leaves one where the output has no limit
+# The bias of a token that `false` forbids.
+FORBIDDEN = -100.0
+# The prompt may use at least a quarter of the model's length, and leaves a quarter if the output has no limit.
+PART = 4
 SAME_NAME = (
     "model", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop",
     "ignore_eos", "stream", "priority", "cache_salt", "request_id",
@@ -60,7 +62,8 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     """
 
     model: str | None = None
-    n_predict: int | None = None  # -1: to the model's length; 0: the prompt is computed and kept
+    # -1 allows tokens up to the model's length.  With 0 the prompt is only computed and cached.
+    n_predict: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -124,7 +127,8 @@ class InfillReply(msgspec.Struct, kw_only=True):
     model: str
     tokens_predicted: int
     tokens_evaluated: int
-    tokens_cached: int | UnsetType = UNSET  # this and the rest with the last piece
+    # Only the last part has this field and the following ones.
+    tokens_cached: int | UnsetType = UNSET
     truncated: bool | UnsetType = UNSET
     stop_type: str | UnsetType = UNSET
     stopping_word: str | UnsetType = UNSET
@@ -251,7 +255,8 @@ class LlamaCompletionAdapter:
     @staticmethod
     def parse(request: LlamaCompletionRequest, model: ServedModel) -> ParsedRequest:
         num = -1 if request.n_predict is None else request.n_predict
-        if num < -2:  # -2 fills the context, which is never shifted here
+        # -2 fills the context, which is never shifted here.
+        if num < -2:
             raise invalid("n_predict", "must be -1 or more", num)
         prompts, places = _prompts(request.prompt)
         completion = _completion(request, model.max_model_len if num < 0 else max(1, num))

@@ -102,7 +102,8 @@ class ChatReply(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
-    prompt_text: str | UnsetType | None = UNSET  # where it is asked for
+    # The text of the prompt, if the request wants it.
+    prompt_text: str | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | None = None
     service_tier: None = None
     system_fingerprint: str = FINGERPRINT

@@ -54,9 +54,11 @@ class ChatRequest(Generating, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None  # a variable of the template, as Qwen's own clients send it
+    # A variable of the template, sent in this form by Qwen's own clients.
+    enable_thinking: bool | None = None
     return_prompt_text: bool | None = None
-    kv_transfer_params: dict[str, Any] | None = None  # only the prompt's ids in it
+    # Only the ids of the prompt in it are used.
+    kv_transfer_params: dict[str, Any] | None = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
         """Replace placeholders in parts of embeddings and images, like `CompletionRequest.put_back`."""

@@ -32,7 +32,8 @@ from trouper.sampling_fields import BEAM_FOLLOWED, BEAM_REFUSED, BODY_FIELDS, FI
 MAX_SEQUENCES = 16_384  # prompts × n of one request
 LONGEST = {"stop": 128, "stop_token_ids": 64, "logit_bias": 1024, "bad_words": 128}
 MAX_STOP_CHARS = 256
-OPENAI_MAX_TOKENS = 16  # of completions; a chat goes on to the model's length
+# The default of completions.  A chat continues up to the model's length.
+OPENAI_MAX_TOKENS = 16
 
 
 def completion_params(
@@ -49,7 +50,8 @@ def completion_params(
     given = _given(request)
     max_tokens = request.max_tokens
     if max_tokens == 0 and request.echo:
-        max_tokens = 1  # the engine must generate something; it is not shown
+        # The engine must generate one token.  It is not shown.
+        max_tokens = 1
     if request.echo and request.logprobs is not None:
         given["prompt_logprobs"] = request.logprobs
     if request.logprobs is not None and request.logprob_token_ids is None:
@@ -176,7 +178,8 @@ def _make(request: Generating, values: dict[str, Any], max_model_len: int) -> Sa
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     temperature = values.get("temperature")
     if temperature is not None and GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
-        values["temperature"] = LOWEST_TEMPERATURE  # what SamplingParams does with a warning
+        # SamplingParams does the same, with a warning.
+        values["temperature"] = LOWEST_TEMPERATURE
     try:
         params = SamplingParams(**values, output_kind=kind)
     except TrouperValidationError as error:

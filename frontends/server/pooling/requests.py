@@ -29,7 +29,8 @@ class PoolingRequestFields(ClientOptions, frozen=False, kw_only=True):  # pyrigh
     priority: Int64 | None = None
     request_id: str | None = None
     use_activation: bool | None = None
-    cache_salt: str | None = None  # there is no cache to salt
+    # Accepted without effect, because pooling has no prefix cache.
+    cache_salt: str | None = None
     normalize: Any = None
 
 

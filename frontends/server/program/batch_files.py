@@ -88,7 +88,8 @@ class BatchFile:
                 try:
                     await self._write(receive, answers)
                 except Exception as raised:
-                    error = raised  # carried out of the group, so that it is not wrapped in another
+                    # Raised after the group, which would wrap it in another group.
+                    error = raised
                     tasks.cancel_scope.cancel()
         if error is not None:
             raise error
@@ -181,7 +182,8 @@ class BatchFile:
         call = _InProcessCall(bytes(request.body))
         await self._app(call.scope(request.url), call.receive, call.send)
         if self._app.service.died.is_set():
-            slot.put(0)  # the writer ends the batch, and the request is sent again by the next run
+            # The writer ends the batch, and the next run sends the request again.
+            slot.put(0)
             return
         reply = BatchReply(answer_id(request, self._origin), request.custom_id, call.response)
         await self._save(reply, answers, slot, field_of(request.body, "model"))
@@ -208,7 +210,8 @@ class _InProcessCall:
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
-        self._is_json = True  # other replies are written as a JSON string
+        # Other replies are written as a JSON string.
+        self._is_json = True
         self.response = BatchResponse()
 
     def scope(self, url: str) -> dict[str, Any]:

@@ -161,7 +161,8 @@ def request_digest(request: BatchLine) -> str:
     try:
         body = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
     except (msgspec.MsgspecError, RecursionError):
-        pass  # no body that a route accepts, so its bytes are as good
+        # No route accepts this body, so its bytes identify it well enough.
+        pass
     whole = encode_line([request.custom_id, request.url]) + body
     return blake2b(whole, digest_size=REQUEST_BYTES).hexdigest()
 
@@ -206,7 +207,8 @@ class Failures:
         self._counts: dict[Reason, int] = {}
         self._examples: dict[Reason, str] = {}
         self._models: dict[str, None] = {}  # an ordered set
-        self._num_more = 0  # failures for reasons beyond the first MAX_REASONS
+        # The number of failures for reasons beyond the first MAX_REASONS.
+        self._num_more = 0
 
     def note(self, reply: BatchReply, model: object = None) -> None:
         """Count a failed reply.  `model` is the model in its request."""

@@ -22,7 +22,8 @@ from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.service.service import Service
 
 LONGEST_S, TIGHT_S = 300.0, 10.0
-MAX_MORE = 1_000_000  # blocks of Python's memory, some 100 MB
+# Blocks of Python's memory: some 100 MB.
+MAX_MORE = 1_000_000
 
 
 class Heap:
@@ -34,7 +35,8 @@ class Heap:
     def __init__(self) -> None:
         self._was_busy = False
         self._looked_at = 0.0
-        self._num_blocks = sys.getallocatedblocks()  # in use after the last collection
+        # The blocks in use after the last collection.
+        self._num_blocks = sys.getallocatedblocks()
 
     def __enter__(self) -> Self:
         gc.disable()

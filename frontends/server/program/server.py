@@ -110,9 +110,12 @@ class Server:
         self._service = service
         self._shutdown_timeout_s = shutdown_timeout_s
         self._report = report
-        self._root_path = root_path  # what a proxy leaves before the paths of the public listeners
-        self._stays_dead = stays_dead  # answers 5xx after the engine's death until a signal comes
-        self._terminal = terminal  # shows the progress of loading, which is always logged
+        # A prefix of the public listeners' paths that a proxy does not remove.
+        self._root_path = root_path
+        # Whether it answers with 5xx after the engine's death until a signal arrives.
+        self._stays_dead = stays_dead
+        # Shows the progress of loading, which is always logged.
+        self._terminal = terminal
         self._is_stopping = False  # by a signal
         self._shutdown = Shutdown()
         self._are_closed = anyio.Event()
@@ -209,7 +212,8 @@ class Server:
                 task_status.started(engine.engine)
                 await self._are_closed.wait()
         except Exception as error:
-            self._error = error  # carried to `run`, which raises it as it is
+            # `run` raises it without an exception group.
+            self._error = error
             if not is_open:
                 task_status.started(None)
 

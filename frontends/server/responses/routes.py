@@ -157,7 +157,8 @@ def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> JS
         raise unsupported("background", "this application runs no background work; use stream")
     with ExitStack() as resources:
         if context.ticket is not None:
-            context.ticket.leave()  # its place is taken again at once
+            # Its place becomes free at once.
+            context.ticket.leave()
         later = context.detached(resources.enter_context(service.enter(context)))
         driver = prepare(service, later, turn, ResponsesAdapter)
         response = BackgroundResponse(service, later, turn, driver)

@@ -22,7 +22,8 @@ JSONObject = dict[str, Any]
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     effort: str | None = None
-    summary: str | None = None  # the text itself is in the answer, so nothing is summed up
+    # The text itself is in the answer, so nothing is summarised.
+    summary: str | None = None
     generate_summary: str | None = None
 
 
@@ -48,7 +49,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = None
     previous_response_id: str | None = None
-    store: bool | None = None  # by default what this server can
+    # The default depends on the server's settings.
+    store: bool | None = None
     background: bool | None = None
     metadata: JSONObject | None = None
     enable_response_messages: bool | None = None
@@ -95,7 +97,8 @@ class ResponsesTurn:
         self.model = self.body.model
         self.request_id = body.request_id
         self.is_stored = is_stored
-        self.pieces: tuple[bytes, ...] = ()  # the items up to the end of the input, to be stored
+        # The items up to the end of the input, to be stored.
+        self.pieces: tuple[bytes, ...] = ()
         self.history = history
         self.items = _input_items(body, is_first=not history)
         self.tools = ResponseTools(body.tools)

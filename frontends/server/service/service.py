@@ -102,7 +102,8 @@ class Service:
         self.responses = ResponseStore(settings.responses_store_bytes)
         self.background = BackgroundTasks()
         self._ladder = Ladder()
-        self._proved_at = -math.inf  # the last round trip
+        # The time of the last round trip.
+        self._proved_at = -math.inf
         self.answers = AnswerFormat()  # of the model's tool calls and reasoning
         self._engine: Engine | None = None
         # The largest number given to an adapter so far.

@@ -43,7 +43,8 @@ MAX_RULE = (
     400  # of an error whose text may quote the request: our rules are under 200, the quote too
 )
 MAX_PARAM = 200
-MAX_VALUE = 40  # of the characters of a wrong text
+# The most characters of a wrong text in an error.
+MAX_VALUE = 40
 TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError",
     404: "NotFoundError", 405: "MethodNotAllowedError", 408: "RequestTimeoutError",
@@ -118,13 +119,17 @@ class ErrorForm(NamedTuple):
     OpenAI, Anthropic and Ollama use different shapes for the same facts.
     """
 
-    render: Callable[[ErrorBody, str], object]  # takes the request's id, too
-    event: str | None  # the name of an error's event in a stream
-    stream_end: bytes  # what follows that event
+    # Gets the problem and the id of the request.
+    render: Callable[[ErrorBody, str], object]
+    # The name of an error's event in a stream.
+    event: str | None
+    # Sent behind that event.
+    stream_end: bytes
     render_event: Callable[[ErrorBody, int], object] | None = (
         None  # if it differs; takes its number
     )
-    schema: str = "Error"  # the name of the body's description in the OpenAPI document
+    # The name of the body's description in the OpenAPI document.
+    schema: str = "Error"
 
 
 def _openai_body(problem: ErrorBody, request_id: str) -> object:
@@ -174,7 +179,8 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
             )
             return ErrorBody(400, "not_supported", text, error.parameter)
         case UnsupportedFeatureError():
-            return _told(400, "not_supported", error)  # clients would retry a 5xx
+            # Clients would repeat the request after a 5xx.
+            return _told(400, "not_supported", error)
         case QueueOverflowError():
             text = "the server is full, try again later"
             return ErrorBody(503, "overloaded", text, headers=_retry())

@@ -93,8 +93,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: Annotated[
         float, Opt("Seconds that a request may take in all.", name="request_timeout", min=0.001)
     ] = 600.0
-    max_step_age_s: float = 10.0  # without a step while there is work: /health/step fails
-    max_refusing_s: float = 5.0  # all requests refused for longer: /health/ready fails
+    # /health/step fails after this time without a step while there is work.
+    max_step_age_s: float = 10.0
+    # /health/ready fails after all requests were refused for this time.
+    max_refusing_s: float = 5.0
     max_requests: Annotated[
         int | None, Opt("Sequences that may be open at once; 4 × max-num-seqs by default.", min=1)
     ] = None
