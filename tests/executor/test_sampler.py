@@ -366,7 +366,7 @@ def test_rank_without_logits_computes_its_share():
     hidden = torch.randn(310, V)
 
     def found(keeps):
-        def logits(hidden_TE):
+        def logits(hidden_TE, first_token):
             pieces[keeps].append((hidden_TE.data_ptr(), len(hidden_TE)))
             return hidden_TE.clone()
 

@@ -46,7 +46,7 @@ def save_adapter(model_folder, folder, options, seed=0):
     torch.manual_seed(seed)
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "modules_to_save" in name:
             parameter.data = torch.randn_like(parameter) * 0.3 / parameter.shape[1] ** 0.5
     model.save_pretrained(folder)
 
@@ -116,6 +116,43 @@ def test_adapter_gives_tokens_and_logprobs_of_peft(llm, model, adapters, number)
     adapter = adapters[number]
     expected = greedy_of_peft(model, adapter.lora_path, PROMPTS[:2])
     compare(run(llm, PROMPTS[:2], adapter), expected)
+
+
+@pytest.fixture(scope="module")
+def headed(model, tmp_path_factory):
+    """An adapter with a head of its own."""
+    folder = tmp_path_factory.mktemp("headed")
+    options = {"r": 4, "target_modules": ["q_proj", "up_proj"], "modules_to_save": ["lm_head"]}
+    save_adapter(model, folder, options, seed=77)
+    return LoRARequest("headed", 77, str(folder))
+
+
+def test_adapter_replaces_head_for_its_own_rows(llm, model, adapters, headed):
+    expected = greedy_of_peft(model, headed.lora_path, PROMPTS)
+    compare(run(llm, PROMPTS, headed), expected)
+    requests = [headed, None, adapters[1], headed]
+    mixed = run(llm, PROMPTS, requests)
+    compare([mixed[0], mixed[3]], [expected[0], expected[3]])
+    for at in (1, 2):
+        (alone,) = run(llm, [PROMPTS[at]], requests[at])
+        assert mixed[at].outputs == alone.outputs
+
+
+def test_own_head_gives_logprobs_of_prompts_and_draws(llm, model, headed):
+    folder = headed.lora_path
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = peft.PeftModel.from_pretrained(base, folder)(torch.tensor([PROMPTS[0]])).logits[0]
+    params = SamplingParams(max_tokens=4, seed=3, ignore_eos=True, prompt_logprobs=0)
+    (first,) = run(llm, [PROMPTS[0]], headed, params)
+    logprobs = logits.log_softmax(-1)
+    for at, token in enumerate(PROMPTS[0][1:]):
+        found = first.prompt_logprobs[at + 1][token].logprob
+        assert found == pytest.approx(float(logprobs[at, token]), abs=1e-4)
+    # Without logprobs the tokens of a recorded step must not be drawn from the model's own head.
+    plain = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+    (again,) = run(llm, [PROMPTS[0]], headed, plain)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("style", ["model.language_model.", "language_model.model."])

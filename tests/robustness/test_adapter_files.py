@@ -12,6 +12,7 @@ from safetensors.torch import save
 
 from tests.support.adapters import CONFIG, DEMO, random_tensors, shapes_of, write_adapter
 from trouper.actors.executor.models.parameters import Parameter
+from trouper.actors.executor.steps.adapter_heads import AdapterHeads
 from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.config.adapters import LoRAConfig, read_adapter
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -35,8 +36,8 @@ def _one_thread():
 @pytest.fixture(scope="module")
 def slots():
     """Make adapter slots for one layer, with an adapter in slot 1."""
-    rows = AdapterRows(16)
-    slots = AdapterSlots(LoRAConfig(num_slots=2, max_rank=8), torch.float32, rows)
+    rows, heads = AdapterRows(16), AdapterHeads((32, SIZE[1]))
+    slots = AdapterSlots(LoRAConfig(num_slots=2, max_rank=8), torch.float32, rows, heads=heads)
     parameter = Parameter("q", ((f"{NAME}.weight", SIZE),))
     slots.layer = slots.wrap(parameter, make_linear(torch.zeros(SIZE)))
     rows.begin_step(np.array([1]))
@@ -45,6 +46,11 @@ def slots():
 
 def one_layer(rank=4, seed=0):
     return {key: x for key, x in random_tensors(rank, seed).items() if NAME + "." in key}
+
+
+def head_of(num_out=32, num_in=SIZE[1], value=0.5):
+    """Return the tensors of one layer and of a head."""
+    return {**one_layer(), "base_model.model.lm_head.weight": torch.full((num_out, num_in), value)}
 
 
 def output(slots):
@@ -75,7 +81,13 @@ def without(key):
         (one_layer(), {"peft_type": "IA3"}, "peft_type='IA3'"),
         (one_layer(), {"use_dora": True}, "use_dora=True"),
         (one_layer(), {"bias": "all"}, "bias='all'"),
-        (one_layer(), {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        (one_layer(), {"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
+        (one_layer(), {"modules_to_save": ["lm_head", "embed_tokens"]}, "embed_tokens"),
+        (one_layer(), {"modules_to_save": "lm_head"}, "modules_to_save"),
+        (one_layer(), {"modules_to_save": ["lm_head"]}, "it has no tensor of the head"),
+        (head_of(3, 4), {"modules_to_save": ["lm_head"]}, r"has shape \[3, 4\] instead of"),
+        (head_of(value=float("nan")), {"modules_to_save": ["lm_head"]}, "non-finite"),
+        (head_of(), {}, "unexpected tensors"),
         (one_layer(), {"layer_replication": [[0, 1]]}, "layer_replication"),
         (one_layer(), {"init_lora_weights": "pissa"}, "pissa"),
         (one_layer(), {"r": 0}, "r: "),
@@ -99,6 +111,23 @@ def test_what_does_not_fit_is_named(slots, tmp_path, tensors, config, named):
     with pytest.raises(EXPECTED, match=named):
         slots.load(1, read_adapter(folder))
     assert output(slots).equal(before)
+
+
+def test_head_belongs_to_slot_of_its_adapter(slots, tmp_path):
+    folder = write_adapter(tmp_path / "headed", head_of(), modules_to_save=["lm_head"])
+    slots.load(2, read_adapter(folder))
+    assert slots.heads.of(2).apply(torch.ones((1, SIZE[1]))).allclose(torch.tensor(SIZE[1] / 2))
+    assert slots.heads.of(1) is None
+    slots.load(2, read_adapter(write_adapter(tmp_path / "plain", one_layer())))
+    assert slots.heads.of(2) is None
+
+
+def test_head_is_refused_where_none_is_replaced(tmp_path):
+    slots = AdapterSlots(LoRAConfig(num_slots=2, max_rank=8), torch.float32, AdapterRows(16))
+    folder = write_adapter(tmp_path / "headed", head_of(), modules_to_save=["lm_head"])
+    with pytest.raises(UnsupportedFeatureError, match="only on the CPU") as caught:
+        slots.load(1, read_adapter(folder))
+    assert caught.value.parameter == "lora_path"
 
 
 def test_only_safetensors_are_read(tmp_path):

@@ -139,7 +139,7 @@ async def test_link_that_leads_out_of_root_is_not_followed(client, root, tmp_pat
     ("change", "sentence"),
     [
         ({"use_dora": True}, "does not yet support DoRA"),
-        ({"modules_to_save": ["lm_head"]}, "Unsupported modules_to_save"),
+        ({"modules_to_save": ["embed_tokens"]}, "Unsupported modules_to_save"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"r": 0}, "adapter_config.json"),
         (None, "adapter_config.json cannot be read"),

@@ -18,7 +18,7 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 
 import msgspec
 
@@ -47,7 +47,7 @@ Rank = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "use_bdlora"), (False, [], {})),
-    **dict.fromkeys(("modules_to_save", "layer_replication", "trainable_token_indices"), ([], {})),
+    **dict.fromkeys(("layer_replication", "trainable_token_indices"), ([], {})),
     **dict.fromkeys(("target_parameters", "alora_invocation_tokens", "arrow_config"), ([], {})),
     **dict.fromkeys(("megatron_config", "lora_ga_config"), ([], {})),
 }
@@ -55,6 +55,8 @@ VLLM_SENTENCES = {
     "use_dora": "This server does not yet support DoRA. ",
     "modules_to_save": "Unsupported modules_to_save. ",
 }
+# Names of the head in transformers.  Adapters may store it whole; any other whole module is refused.
+HEADS = "lm_head", "embed_out"
 MERGE = "merge the adapter into its model (peft's merge_and_unload) and serve the merged folder"
 # Initialisations that rewrite the base model's weights.
 CHANGES_BASE = (
@@ -100,6 +102,8 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     use_rslora: bool = False
     rank_pattern: dict[str, Rank] = {}
     alpha_pattern: dict[str, float] = {}
+    # Modules that the adapter stores whole: none, or the head.
+    modules_to_save: tuple[str, ...] = ()
 
     def rank_of(self, module: str) -> int:
         """Return the rank for a module with this name."""
@@ -181,6 +185,12 @@ def adapter_config(text: bytes) -> AdapterConfig:
                 f"{vllms}{CONFIG}: {name}={_shown(value)} is not supported; {MERGE}",
                 parameter=PARAMETER,
             )
+    saved: object = fields.get("modules_to_save")
+    if saved and not _are_heads(saved):
+        raise UnsupportedFeatureError(
+            f"{VLLM_SENTENCES['modules_to_save']}{CONFIG}: modules_to_save={_shown(saved)} is not supported, only the head ({HEADS[0]}); {MERGE}",
+            parameter=PARAMETER,
+        )
     start = fields.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(CHANGES_BASE):
         raise UnsupportedFeatureError(
@@ -359,6 +369,10 @@ def _read(
 def _is_pickled(place: _Place) -> bool:
     names = os.listdir(place.descriptor)
     return PICKLED in names and WEIGHTS not in names
+
+
+def _are_heads(names: object) -> bool:
+    return isinstance(names, list) and all(name in HEADS for name in cast("list[object]", names))
 
 
 def _shown(value: object) -> str:

@@ -23,6 +23,8 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
+from trouper.kernels.linear import LinearMethod
+
 # This many rows of logits are computed at once: 256 rows of a vocabulary of 152,000 in float32 take 150 MiB.
 LOGITS_AT_ONCE = 256
 
@@ -183,8 +185,12 @@ class Decoder(Protocol):
         """
         ...
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Return the logits [R, vocabulary] of hidden states after the last norm: float32 on the CPU, any float on a GPU."""
+    def logits(self, hidden_RE: Tensor, head: LinearMethod | None = None) -> Tensor:
+        """Return the logits [R, vocabulary] of hidden states after the last norm: float32 on the CPU, any float on a GPU.
+
+        Args:
+            head: replaces the model's own, for rows of an adapter that has one.
+        """
         ...
 
     def num_logits(self, num_rows: int) -> int | None:

@@ -129,11 +129,12 @@ class HfDecoder:
         )
         return hidden_TE if read is None else hidden_TE.index_select(0, read.tokens_R)
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
+    def logits(self, hidden_RE: Tensor, head: LinearMethod | None = None) -> Tensor:
         """Return the logits [R, vocabulary] of hidden states, in float32.
 
         The library's model is called with a body that only returns these states, so that its own head is used.
         """
+        assert head is None, "adapters of these models replace no head"
         self._states.hidden_RE = hidden_RE
         try:
             output = self._model(input_ids=self._first_token, use_cache=False, return_dict=True)

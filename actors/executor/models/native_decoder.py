@@ -256,10 +256,11 @@ class NativeDecoder(Generic[OpsT]):
                     setattr(owner, name, moved[id(tensor)])
         self._rope_tables = [place(table) for table in self._rope_tables]
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
+    def logits(self, hidden_RE: Tensor, head: LinearMethod | None = None) -> Tensor:
         """Return the logits [R, vocabulary]; see `Decoder.logits`. They are complete only on the first rank."""
-        assert self._head is not None
-        product = self._head.apply(hidden_RE)
+        head = head or self._head
+        assert head is not None
+        product = head.apply(hidden_RE)
         return self._shared.finish_logits(
             product, self.traits.logits_scale, self.traits.final_softcap
         )

@@ -285,7 +285,7 @@ def token_logprobs(
 def prompt_logprobs(
     spans: Iterable[PromptSpan],
     hidden_TE: Tensor,
-    logits: Callable[[Tensor], Tensor],
+    logits: Callable[[Tensor, int], Tensor],
     *,
     keeps: bool = True,
 ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
@@ -294,7 +294,7 @@ def prompt_logprobs(
     Args:
         spans: prompt tokens with requested logprobs.
         hidden_TE: the hidden states of all tokens of the step.
-        logits: computes logits in float32 from hidden states.
+        logits: computes logits in float32 from hidden states and the index of the sequence's first token in the step.
         keeps: whether this rank samples. Other ranks only compute their part of the logits, and get an empty result.
     """
     found: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
@@ -303,7 +303,7 @@ def prompt_logprobs(
         following = iter(span.token_ids.tolist())
         logprobs: list[TokenLogprobs] = []
         for first in range(0, len(hidden), LOGITS_AT_ONCE):
-            logits_TV = logits(hidden[first : first + LOGITS_AT_ONCE])
+            logits_TV = logits(hidden[first : first + LOGITS_AT_ONCE], span.first_token)
             if keeps:
                 logprobs += [
                     token_logprobs(logprobs_V, next(following), span.num_top)

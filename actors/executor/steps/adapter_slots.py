@@ -20,6 +20,7 @@ from torch import Tensor
 from trouper.actors.executor.models.names import text_names
 from trouper.actors.executor.models.parameters import Cut, Parameter
 from trouper.actors.executor.models.sharding import part_of
+from trouper.actors.executor.steps.adapter_heads import AdapterHeads, finite
 from trouper.config.adapters import WEIGHTS, AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.linear import LinearMethod
@@ -49,12 +50,18 @@ class AdapterSlots:
         dtype: dtype of the model, in which the matrices are kept.
         rows: provides the adapter of each row of a step.
         make: creates the slots of a layer on the model's device; the CPU by default.
+        heads: the heads that adapters replace.  Without it such adapters are refused.
     """
 
     def __init__(
-        self, config: LoRAConfig, dtype: torch.dtype, rows: RowSource, make: Make = make_lora
+        self,
+        config: LoRAConfig,
+        dtype: torch.dtype,
+        rows: RowSource,
+        make: Make = make_lora,
+        heads: AdapterHeads | None = None,
     ) -> None:
-        self._config, self._dtype = config, dtype
+        self._config, self._dtype, self.heads = config, dtype, heads
         self._rows, self._make = rows, make
         # Layers by the name of their parameter's first source.
         self._layers: dict[str, _Layer] = {}
@@ -96,7 +103,11 @@ class AdapterSlots:
             TrouperValidationError: it does not fit the model, or is malformed; the slot is unchanged.
             UnsupportedFeatureError: it contains more than the matrices of linear layers.
         """
-        found = self._checked(files.config, _tensors(files.weights))
+        tensors = _tensors(files.weights)
+        head = self._head_of(files.config, tensors)
+        found = self._checked(files.config, tensors)
+        if self.heads is not None:
+            self.heads.put(slot, head)
         for layer in self._layers.values():
             parts = [
                 None if module not in found else _part_of_adapter(found[module], cut)
@@ -106,6 +117,38 @@ class AdapterSlots:
                 layer.weights.load(slot, parts)
             else:
                 layer.weights.clear(slot)
+
+    def _head_of(
+        self, config: AdapterConfig, tensors: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Take the tensors of the adapter's own head out of its file.  Returns None if it has none.
+
+        Raises:
+            TrouperValidationError: the head does not fit the model.
+            UnsupportedFeatureError: this model or device does not replace heads.
+        """
+        if not config.modules_to_save:
+            return None
+        if self.heads is None:
+            raise UnsupportedFeatureError(
+                f"modules_to_save={list(config.modules_to_save)}: an adapter replaces the head only on the CPU, in models of trouper's own code without tensor parallelism; merge the adapter into its model",
+                parameter="lora_path",
+            )
+        names = "|".join(config.modules_to_save)
+        pattern = re.compile(rf"base_model\.model\.(?:[\w.]+\.)?(?:{names})\.(weight|bias)")
+        found = {match[1]: key for key in tensors if (match := pattern.fullmatch(key))}
+        if "weight" not in found or ("bias" in found) != self.heads.has_bias:
+            raise _bad(f"modules_to_save: it has {sorted(found) or 'no tensor'} of the head")
+        num_out, num_in = self.heads.shape
+        shapes = {"weight": (num_out, num_in), "bias": (num_out,)}
+        try:
+            parts = {
+                side: finite(key, tensors.pop(key), shapes[side], self._dtype)
+                for side, key in found.items()
+            }
+        except ValueError as error:
+            raise _bad(str(error)) from None
+        return parts["weight"], parts.get("bias")
 
     def _checked(self, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:
         """Return the matrices of each module, scaled and in the model's dtype."""

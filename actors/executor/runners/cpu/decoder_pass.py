@@ -13,6 +13,7 @@ from trouper.actors.executor.models.decoder import Decoder, MixerState, StepStat
 from trouper.actors.executor.runners.cpu.models import WHOLE_STEP, Share
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.sampling.sampler import Sampler
+from trouper.actors.executor.steps.adapter_heads import AdapterHeads
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.batch import Batch
 from trouper.kernels.codegen.arena import Arena, Lender
@@ -32,6 +33,7 @@ class DecoderPass:
         sampler: draws tokens within recorded steps.
         max_rows: the most sequences of a step.
         is_eager: never record steps.
+        heads: the heads of adapters that replace the model's.
         share: the part of each step that this worker computes.
         mixers: the states of recurrent mixers, by layer and index; None if the model has none.
     """
@@ -44,11 +46,13 @@ class DecoderPass:
         max_rows: int,
         *,
         is_eager: bool,
+        heads: AdapterHeads | None = None,
         share: Share = WHOLE_STEP,
         mixers: Mapping[tuple[int, int], MixerState] | None = None,
     ) -> None:
         self.decoder, self._caches, self._share = decoder, caches, share
         self._mixers = mixers
+        self._heads = heads
         # All steps use the same memory for their activations, since each is read before the next begins.
         self._arena = Arena()
         self.recorded: RecordedDecoderSteps | None = None
@@ -73,7 +77,7 @@ class DecoderPass:
         if self.recorded is not None and self.recorded.can_forward(batch):
             try:
                 self._agree(self.recorded, batch)
-                return self.recorded.forward(batch)
+                return self.recorded.forward(batch, may_draw=not self._has_heads(batch))
             except NotRecordableError as error:
                 self._stop_recording(error)
         hidden_TE = self._share.hidden_TE
@@ -99,12 +103,28 @@ class DecoderPass:
     def logits(self, output: ForwardOutput, batch: Batch) -> tuple[Tensor, np.ndarray]:
         """Return logits of a batch, and the row in them of each of its samples. They are valid until the next call."""
         tokens = batch.samples.tokens
-        if output.logits_TV is not None:
-            return output.logits_TV, tokens
-        hidden = output.hidden_TE
+        hidden, logits = output.hidden_TE, output.logits_TV
+        if logits is not None:
+            self._replace(logits, hidden, batch.adapters)
+            return logits, tokens
         if batch.read is None and len(tokens) < len(hidden):
             hidden = hidden.index_select(0, from_numpy(tokens))
-        return self.decoder.logits(hidden), np.arange(len(tokens))
+        logits = self.decoder.logits(hidden)
+        self._replace(logits, hidden, batch.adapters[tokens])
+        return logits, np.arange(len(tokens))
+
+    def logits_of(self, hidden_RE: Tensor, adapter: int) -> Tensor:
+        """Return the logits of hidden states that belong to one adapter; 0 is none."""
+        return self.decoder.logits(
+            hidden_RE, None if self._heads is None else self._heads.of(adapter)
+        )
+
+    def _has_heads(self, batch: Batch) -> bool:
+        return self._heads is not None and self._heads.are_used(batch.adapters)
+
+    def _replace(self, logits_RV: Tensor, hidden_RE: Tensor, adapters_R: np.ndarray) -> None:
+        if self._heads is not None and self._heads.are_used(adapters_R):
+            self._heads.replace(logits_RV, hidden_RE, adapters_R, self.decoder.logits)
 
     def record(self, batch: Batch) -> None:
         """Record a step like this one without computing it, if steps are recorded at all.

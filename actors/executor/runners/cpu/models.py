@@ -20,6 +20,7 @@ from trouper.actors.executor.models.native_decoder import (
     ops_config,
 )
 from trouper.actors.executor.models.sharding import ALONE, ModelPart, Shard
+from trouper.actors.executor.steps.adapter_heads import AdapterHeads
 from trouper.actors.executor.steps.kv_memory import KVCache
 from trouper.actors.executor.weights.decoder import Wrap, adapted_parameters, load_decoder
 from trouper.config.engine_config import EngineConfig
@@ -65,6 +66,17 @@ class NativeModel:
         self.state_specs: tuple[StateSpec, ...] | None = ()
         # Every stage checks an adapter for all layers, so that all stages accept it or none does.
         self.adapted = tuple(adapted_parameters(self._part.whole))
+        traits, stage = self._part.whole, self._part.stage
+        # Ranks have a part of the head each, and adapters store it whole.
+        self.heads = (
+            None
+            if group is not None
+            else AdapterHeads(
+                (traits.vocab_size, traits.hidden_size),
+                has_bias=traits.head_bias,
+                is_here=stage.is_last,
+            )
+        )
 
     def load(self, wrap: Wrap | None = None) -> NativeDecoder[CpuOps]:
         """Read the weights, while another thread compiles the kernels.
@@ -102,6 +114,7 @@ class HfModel:
     cache_specs = None
     state_specs = None
     adapted = ()
+    heads = None
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config

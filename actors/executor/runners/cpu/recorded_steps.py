@@ -118,15 +118,18 @@ class RecordedDecoderSteps:
         assert self.can_forward(batch)
         self._step_for(batch)
 
-    def forward(self, batch: Batch) -> ForwardOutput:
+    def forward(self, batch: Batch, *, may_draw: bool = True) -> ForwardOutput:
         """Compute the hidden states of a batch, and the logits and tokens that the recording contains.
+
+        Args:
+            may_draw: whether the recording may sample.  It may not if logits are replaced before.
 
         Raises:
             NotRecordableError: torch computes some operation of this model.
         """
         samples = batch.samples
         num_rows, num_drawn = len(batch.tokens.ids_T), len(samples.entries)
-        step, is_drawn = self._step_for(batch)
+        step, is_drawn = self._step_for(batch, may_draw=may_draw)
         # numpy copies these because every call of torch releases the GIL, and a busy event loop then keeps it for a while.
         for held, now in zip(self._inputs, batch.tokens, strict=True):
             held[:num_rows] = now.numpy()
@@ -139,11 +142,12 @@ class RecordedDecoderSteps:
         step.recording.replay()
         return ForwardOutput(*step.recording.result, tokens[:num_drawn] if is_drawn else None)
 
-    def _step_for(self, batch: Batch) -> tuple[_RecordedStep, bool]:
+    def _step_for(self, batch: Batch, *, may_draw: bool = True) -> tuple[_RecordedStep, bool]:
         """Return the recording for a batch, and whether it includes sampling."""
         samples, num_rows = batch.samples, len(batch.tokens.ids_T)
         is_drawn = (
-            self._draws_here
+            may_draw
+            and self._draws_here
             and self._has_logits(num_rows)
             and self._sampler.is_plain(batch.request_slots.tolist(), samples.slots)
         )

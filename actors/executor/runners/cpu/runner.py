@@ -90,9 +90,10 @@ class CpuRunner:
         self._adapter_rows: AdapterRows | None = None
         if config.lora is not None:
             self._adapter_rows = AdapterRows(config.scheduler.max_num_scheduled_tokens)
-            adapters = AdapterSlots(config.lora, dtype, self._adapter_rows)
+            adapters = AdapterSlots(config.lora, dtype, self._adapter_rows, heads=model.heads)
             for parameter in model.adapted:
                 adapters.know(parameter)
+        self._heads = None if adapters is None else adapters.heads
         allocate = partial(allocate_kv_cache, block_size=config.block_size, dtype=dtype)
         self.model = ResidentModel[Decoder, KVCache](model, allocate, adapters)
         # The states of recurrent mixers, if the model has any. Allocated and dropped with the KV cache.
@@ -176,6 +177,7 @@ class CpuRunner:
                 self._sampler,
                 self._config.scheduler.max_num_seqs,
                 is_eager=self._config.enforce_eager,
+                heads=self._heads,
                 share=self._share,
                 mixers=None if self.states is None else self.states.mixers,
             )
@@ -277,7 +279,12 @@ class CpuRunner:
         # Logits are valid until the next ones are computed, so sampling comes before the logprobs of prompts.
         sampled = self._sample(output, batch, steps)
         spans = self.slots.prompt_spans(plan, batch.first_tokens)
-        of_prompts = prompt_logprobs(spans, output.hidden_TE, steps.decoder.logits, keeps=samples)
+        of_prompts = prompt_logprobs(
+            spans,
+            output.hidden_TE,
+            lambda hidden_RE, token: steps.logits_of(hidden_RE, int(batch.adapters[token])),
+            keeps=samples,
+        )
         if not samples:
             return StepDone(plan.step, ())
         if self._drafter is not None and has_drafts:
