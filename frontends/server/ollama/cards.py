@@ -82,6 +82,8 @@ def capabilities(service: Service) -> list[str]:
     if service.config.pooler is not None:
         return ["embedding"]
     found = ["completion"]
+    if service.config.media is not None:
+        found.append("vision")
     if service.answers.tools is not None:
         found.append("tools")
     if service.answers.reasoning is not None:

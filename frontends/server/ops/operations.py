@@ -51,6 +51,7 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
         "root": base if adapter is None else adapter.lora_path,
         "parent": None if adapter is None else base,
         "max_model_len": service.config.max_model_len,
+        "modalities": ["text"] if service.config.media is None else ["text", "image"],
         "permission": [],
     }
 

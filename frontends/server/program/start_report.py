@@ -9,6 +9,7 @@ import anyio
 from trouper.actors.executor.device import DeviceInfo
 from trouper.config.engine_config import EngineConfig
 from trouper.config.generation import describe_sampling
+from trouper.config.media import NO_IMAGES
 from trouper.extras import missing_features
 
 REDRAW_S = 0.25
@@ -31,6 +32,7 @@ def summarise(
         "weights": _weights(config, info),
         "device": f"{info.name}, {_workers(config)}",
         "KV cache": _kv_cache(config, info),
+        "images": _images(config),
         "sampling": _sampling(config),
         "loaded in": f"{seconds:.1f} s",
     }
@@ -38,6 +40,13 @@ def summarise(
     if config.pooler is None:
         lines += [f"not available: {name} ({hint})" for name, hint in missing_features().items()]
     return lines
+
+
+def _images(config: EngineConfig) -> str:
+    """Describe how many images a request may have, or why it may have none although the model sees."""
+    if config.media is not None:
+        return f"at most {config.media.max_images} in a request"
+    return "" if config.no_media == NO_IMAGES else f"none: {config.no_media}"
 
 
 def _sampling(config: EngineConfig) -> str:
