@@ -17,7 +17,7 @@ async def run_host(config: EngineConfig, nodes: NodesConfig) -> None:
     """Run workers for one front after another, until a signal comes.
 
     Raises:
-        TrouperValidationError: the front refuses this machine; the message has the reason.
+        TrouperValidationError: the coordinator refuses this machine; the message has the reason.
     """
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_cancel_at_signal, tasks.cancel_scope)
