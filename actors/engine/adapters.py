@@ -227,7 +227,8 @@ class Adapters:
     def leave(self, adapter: LoadedAdapter) -> None:
         """Release an adapter from a closed request.
 
-        The last request of an unloaded adapter frees its slot, which may let another adapter load.
+        The last request of an unloaded adapter frees its slot, which may let another adapter load. Every `enter`
+        needs one `leave`.
         """
         loaded = self._slots[adapter.slot]
         loaded.num_open -= 1

@@ -191,7 +191,7 @@ class Controls:
         """Forget all cached prefixes.
 
         Returns False, and changes nothing, while a sequence holds a block.  With `preempt`, running sequences give up
-        their blocks first.
+        their blocks first.  Needed after new weights are loaded.
         """
         return await self._client.ask_scheduler(ResetPrefixCache, preempt)
 

@@ -222,7 +222,8 @@ class Engine:
     def num_tokens(self) -> int:
         """Count the prompt tokens computed and the tokens sampled so far.
 
-        Admission reads this for every request, so it takes O(1), unlike `statistics`.
+        Admission reads this for every request, so it takes O(1), unlike `statistics`. The difference of two readings
+        is the throughput.
         """
         return self._parts.scheduler.num_tokens
 
@@ -301,6 +302,8 @@ class Engine:
     async def wait_idle(self) -> None:
         """Wait until all open requests have ended, whether or not their outputs have been read.
 
+        New requests may still be opened meanwhile.
+
         Raises:
 
             EngineDeadError: the engine died meanwhile.
@@ -359,7 +362,8 @@ class Engine:
     def raise_death(self) -> None:
         """Raise EngineDeadError if an actor has failed.
 
-        `open_engine` uses it, so that the program sees the original failure instead of a cancellation.
+        `open_engine` uses it, so that the program sees the original failure instead of a cancellation. Does nothing
+        for an engine closed in order.
         """
         if self.lifecycle.state is EngineState.FAILED and self.dead_error is not None:
             raise self.dead_error

@@ -168,7 +168,7 @@ class Generation(Generic[Output]):
     def num_unfinished(self) -> int:
         """Count the completions without an end that the caller has seen.
 
-        A completion counts until its last output was handed out.
+        A completion counts until its last output was handed out. It is 0 before the request is opened.
         """
         return 0 if self._opened is None else self._opened[1].num_unread
 
@@ -224,7 +224,11 @@ class Generation(Generic[Output]):
             raise
 
     async def expected(self) -> ExpectedToken | None:
-        """Wait for the predicted time of the first token.  Returns None if an output or the end of the request comes first."""
+        """Wait for the predicted time of the first token.
+
+        Returns None if an output or the end of the request comes first.  The time is predicted once, when the
+        scheduler admits the request.
+        """
         await self.prepare()
         return await self.open().wait_foretold()
 

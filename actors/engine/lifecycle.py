@@ -167,7 +167,8 @@ class Lifecycle:
     def give_back(self, level: int) -> None:
         """Note that the device has released its memory.
 
-        The level is that of the deepest sleep so far, until all memory is loaded again.
+        The level is that of the deepest sleep so far, until all memory is loaded again. Requests cannot be scheduled
+        until then.
         """
         self.resident, self.level = frozenset(), max(level, self.level)
 

@@ -101,7 +101,8 @@ class _Action(msgspec.Struct, frozen=True):
 class Sleep(_Action, frozen=True, tag="sleep"):
     """Release the device's memory.
 
-    Level 1 releases the KV cache and keeps the weights in host memory; level 2 releases both.
+    Level 1 releases the KV cache and keeps the weights in host memory; level 2 releases both. The device refuses
+    plans meanwhile.
     """
 
     level: int
@@ -110,7 +111,8 @@ class Sleep(_Action, frozen=True, tag="sleep"):
 class Wake(_Action, frozen=True, tag="wake"):
     """Load the memory that `Sleep` released.
 
-    `tags` names the parts, `weights` and `kv_cache`, so that a program can load them at different times.
+    `tags` names the parts, `weights` and `kv_cache`, so that a program can load them at different times. The
+    scheduler continues when both are loaded.
     """
 
     tags: frozenset[str]

@@ -298,7 +298,8 @@ class Track(msgspec.Struct, frozen=True):
 class Admit(msgspec.Struct, frozen=True, kw_only=True):
     """Renderer → Scheduler: a rendered, validated request.
 
-    Everything is resolved, so the scheduler needs neither the tokenizer nor the model's defaults.
+    Everything is resolved, so the scheduler needs neither the tokenizer nor the model's defaults. It is the only way
+    in which a request reaches the scheduler.
     """
 
     id: RequestId
@@ -346,6 +347,9 @@ class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """Frontend → Scheduler: end this request, in whatever stage it is.  It is legal at any time, also for finished requests."""
+    """Frontend → Scheduler: end this request, in whatever stage it is.
+
+    It is legal at any time, also for finished requests.  The request's reader gets a final output.
+    """
 
     id: RequestId

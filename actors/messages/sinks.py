@@ -24,7 +24,10 @@ T = TypeVar("T", contravariant=True)
 
 
 class Promise(Protocol[T]):
-    """The writing end of a result to be delivered once.  Delivering never waits and never fails, even if it is never read."""
+    """The writing end of a result to be delivered once.
+
+    Delivering never waits and never fails, even if it is never read.  The receiver decides when to deliver it.
+    """
 
     def set(self, value: T) -> None:
         """Deliver the result. It wakes the waiting task, and never waits itself."""
@@ -104,7 +107,7 @@ class GenerationSink(ReplySink, Protocol):
     def note_cached_tokens(self, num_cached_tokens: int) -> None:
         """Note how many prompt tokens the prefix cache held.
 
-        It is known when the first token arrives, and appears in the usage.
+        It is known when the first token arrives, and appears in the usage. It is 0 without prefix caching.
         """
 
     def note_error(self, error: RequestError) -> None:

@@ -94,7 +94,8 @@ class Metrics(Collector):
     def note_output_stats(self, stats: OutputStats) -> None:
         """Count latencies, and the requests that ended.
 
-        Latencies are those that clients see: they include the time in queues and in rendering.
+        Latencies are those that clients see: they include the time in queues and in rendering. They are recorded per
+        replica.
         """
         self._replicas[stats.replica].note_output_stats(stats)
 
@@ -131,7 +132,8 @@ class Metrics(Collector):
     def expose(self) -> bytes:
         """Return all metrics in Prometheus' text format, for a scrape.
 
-        Producing the text takes some milliseconds, so frontends call it for scrapes only.
+        Producing the text takes some milliseconds, so frontends call it for scrapes only. Values are read at one
+        moment.
         """
         return generate_latest(self.registry)
 

@@ -119,7 +119,8 @@ class ReplicaMetrics:
     def note_grammar(self, stats: GrammarStats) -> None:
         """Count a grammar that a request brought.
 
-        It was compiled, found in the cache or refused, and each outcome has its own number.
+        It was compiled, found in the cache or refused, and each outcome has its own number. The compile time is a
+        histogram.
         """
         self._num_grammars += 1
         if stats.refusal is not None:

@@ -56,7 +56,7 @@ class Tracer:
     def close(self) -> None:
         """Export the remaining spans, and stop the exporter's thread.
 
-        It blocks until they are sent, at most for the timeout of the export.
+        It blocks until they are sent, at most for the timeout of the export. Later spans are dropped.
         """
         self._provider.shutdown()
 

@@ -42,9 +42,11 @@ class TextStream(Protocol):
     """
 
     def push(self, token_id: int) -> str:
-        """Append a token.  Returns the completed text, empty inside a character.
+        """Append a token.
 
-        The texts of all pushes together are the decoded sequence.
+        Returns the completed text, empty inside a character.
+
+        The texts of all pushes together are the decoded sequence.  Nothing is ever taken back.
         """
         ...
 

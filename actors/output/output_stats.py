@@ -14,7 +14,8 @@ from trouper.outputs import RequestStateStats
 class SequenceTimes(msgspec.Struct):
     """Counts and times of one completion.
 
-    They are kept per completion, because the latency between tokens concerns one stream of tokens.
+    They are kept per completion, because the latency between tokens concerns one stream of tokens. A request has one
+    of them for each completion.
     """
 
     num_preemptions: int = 0
@@ -53,7 +54,7 @@ class OutputStatsCollector:
     def note_start(self, stats: RequestStateStats, now: float) -> None:
         """Note that one of a request's sequences takes a request slot.
 
-        Only the first of its sequences determines the time in the queue.
+        Only the first of its sequences determines the time in the queue. Later starts follow preemptions.
         """
         if self.reporter.is_on and stats.scheduled_ts is None:
             stats.scheduled_ts = now

@@ -185,6 +185,8 @@ class Slot(ABC, Generic[Output]):
     async def read(self) -> Output:
         """Wait until there is an output, and take it.
 
+        Only one task reads a slot.
+
         Raises:
 
             Exception: the error passed to `fail`.
@@ -251,6 +253,7 @@ class Slot(ABC, Generic[Output]):
         """End reading, and drop unread outputs.
 
         Idempotent. A rendering stage still at work on the request is cancelled, and waiting readers are woken.
+        Further writes are ignored.
         """
         self._is_closed = True
         if not self._over.is_set:

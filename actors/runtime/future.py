@@ -67,7 +67,8 @@ class Future(Generic[T]):
     def set(self, value: T) -> None:
         """Deliver the value.
 
-        It wakes all waiting tasks and never waits itself, so an actor can call it at any time.
+        It wakes all waiting tasks and never waits itself, so an actor can call it at any time. Waiting afterwards
+        returns at once.
         """
         self._value = value
         self._done.set()

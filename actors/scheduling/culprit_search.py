@@ -82,7 +82,7 @@ class FaultBisection:
     def is_testing(self) -> bool:
         """Whether a group under test is in flight.
 
-        No other step may be planned meanwhile, because its failure could not be distinguished.
+        No other step may be planned meanwhile, because its failure could not be distinguished. Other sequences wait.
         """
         return bool(self._tested)
 

@@ -102,7 +102,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
     def num_started(self) -> int:
         """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`.
 
-        A pause of that kind has taken full effect when it is 0.
+        A pause of that kind has taken full effect when it is 0. Fresh requests may remain queued.
         """
         return self.table.num_started
 
@@ -369,7 +369,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
     def note_grammar(self, ready: GrammarReady) -> None:
         """Take a grammar that the device has prepared, or cannot.
 
-        Requests that wait for it are queued again, or end with the error.
+        Requests that wait for it are queued again, or end with the error. Other requests are not affected.
         """
         if self.table.grammars.note(ready):
             self.table.waiting.unpark(ready.key)

@@ -84,7 +84,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
     def num_tokens(self) -> int:
         """Count the prompt tokens computed and the tokens sampled so far.
 
-        It is one counter that only grows, so reading it is cheap.
+        It is one counter that only grows, so reading it is cheap. Metrics and admission use it.
         """
         return self._num_prompt_tokens
 
@@ -182,7 +182,8 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
     def return_device(self) -> None:
         """Plan again: the device has been loaded anew.
 
-        Its memory is empty, so all sequences are computed again from their tokens.
+        Its memory is empty, so all sequences are computed again from their tokens. Suspects of the loss are tested
+        first.
         """
         self.is_device_lost = False
 

@@ -134,7 +134,8 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
     def holds_blocks(self) -> bool:
         """Return False: pooling keeps no memory between plans.
 
-        Each text is computed in one step, so nothing of it remains on the device.
+        Each text is computed in one step, so nothing of it remains on the device. So a reset of the cache never
+        waits.
         """
         return False
 

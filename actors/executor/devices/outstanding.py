@@ -37,7 +37,7 @@ from trouper.config.engine_config import EngineConfig
 class SubmittedPlan(msgspec.Struct, frozen=True):
     """An unanswered plan with its size.
 
-    The deadline of the step depends on the size and on the time of submission.
+    The deadline of the step depends on the size and on the time of submission. Plans are answered in their order.
     """
 
     step: int
@@ -66,7 +66,8 @@ DECISIVE = (Sleep, Wake, LoadAdapter)
 class OpenCall(msgspec.Struct):
     """A call to the workers, and their answers so far.
 
-    It is complete when each worker has answered; different answers are an error.
+    It is complete when each worker has answered; different answers are an error. Its future then gets the result or
+    the error.
     """
 
     call: Call
@@ -92,8 +93,10 @@ class OpenCalls:
 
     @property
     def since_s(self) -> float:
-        """Time at which the oldest call with a deadline was opened, in seconds of the event loop's clock;
-        infinite if there is none.
+        """Time at which the oldest call with a deadline was opened, in seconds of the event loop's clock; infinite if
+        there is none.
+
+        The supervision kills workers that take too long.
         """
         bounded = (c.opened_s for c in self._open.values() if isinstance(c.call.action, BOUNDED))
         return min(bounded, default=math.inf)
@@ -101,7 +104,7 @@ class OpenCalls:
     def open(self, action: WorkerAction, now: float) -> OpenCall:
         """Give an action a number, and expect an answer from each worker.
 
-        `now` is the time from which its deadline counts.
+        `now` is the time from which its deadline counts. The caller must `close` the call in any case.
         """
         open_call = OpenCall(Call(self._next, action), Future(), now)
         self._open[self._next] = open_call
@@ -142,7 +145,7 @@ class OpenCalls:
     def fail_all(self, error: Exception) -> None:
         """Fail all open calls, because no worker can answer any more.
 
-        Their callers get the error, and may call again after the restart.
+        Their callers get the error, and may call again after the restart. It is safe to call without open calls.
         """
         for open_call in self._open.values():
             open_call.future.fail(error)
@@ -190,7 +193,8 @@ class RestoredState:
     def follow(self, call: Call) -> None:
         """Record the effect of a call that all workers have performed.
 
-        Calls without a lasting effect, such as a probe, change nothing.
+        Calls without a lasting effect, such as a probe, change nothing. The recorded state is sent to restarted
+        workers.
         """
         match call.action:
             case Sleep(level):

@@ -151,7 +151,11 @@ class ProcessDevice:
         return loaded
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
-        """Send a plan to all workers. A plan made before the scheduler received a loss is void and is not sent."""
+        """Send a plan to all workers.
+
+        A plan made before the scheduler received a loss is void and is not sent. The policy computes its sequences
+        again.
+        """
         is_void = self._state is not WorkerState.UP or plan.epoch <= self._lost_epoch
         self._last_epoch = max(self._last_epoch, plan.epoch)
         if is_void:
@@ -165,8 +169,10 @@ class ProcessDevice:
         self._waiting.deadline = self._deadline_s()
 
     def prepare(self, order: PrepareGrammar) -> None:
-        """Ask all workers to compile a grammar. The order is dropped if the workers were lost, since the
-        scheduler will repeat it.
+        """Ask all workers to compile a grammar.
+
+        The order is dropped if the workers were lost, since the scheduler will repeat it. The answer is a
+        `GrammarReady`.
         """
         if self._state is WorkerState.UP:
             self._send_vocabulary(order.grammar)

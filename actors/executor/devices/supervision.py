@@ -151,8 +151,10 @@ class StepDeadlines:
         self._taken: dict[int, deque[float]] = {}  # one deque for each power of two, at most 32
 
     def deadline_s(self, num_tokens: int) -> float:
-        """Return the seconds allowed for a step of this size, from the moment at which it is the oldest
-        unanswered step.
+        """Return the seconds allowed for a step of this size, from the moment at which it is the oldest unanswered
+        step.
+
+        Steps of a new size get a long one, because they may compile kernels.
         """
         if self._fixed_s is not None:
             return self._fixed_s

@@ -80,7 +80,7 @@ class DeviceTask(Generic[Result]):
     def is_ready(self) -> bool:
         """Whether `finish` of a launched task would return immediately.
 
-        True after an error too, because `finish` then raises it at once.
+        True after an error too, because `finish` then raises it at once. The device polls several tasks with it.
         """
         assert self._pending is not None
         try:

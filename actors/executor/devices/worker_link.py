@@ -38,8 +38,10 @@ class WorkerLink:
         return f"<WorkerLink {self.rank}: {self._peer!r}>"
 
     def send(self, data: bytes, file: int | None) -> None:
-        """Send an encoded frame. If the worker has ended, the error is ignored and `receive` finds the end of the
-        connection.
+        """Send an encoded frame.
+
+        If the worker has ended, the error is ignored and `receive` finds the end of the connection. `file` is the
+        descriptor of a memory file for a large payload.
         """
         try:
             self._peer.send(data, file)
@@ -48,6 +50,8 @@ class WorkerLink:
 
     def take(self) -> Frame | None:
         """Take the next complete frame; returns None if there is none yet.
+
+        Frames of a dead worker can still be taken.
 
         Raises:
             WireError: the received bytes are not a frame.
@@ -66,8 +70,9 @@ class WorkerLink:
             self.has_hung_up = True
 
     async def end(self, grace_s: float) -> Exit:
-        """Wait up to `grace_s` seconds for the worker to exit, then kill it. Returns how it ended, once the
-        process is gone.
+        """Wait up to `grace_s` seconds for the worker to exit, then kill it.
+
+        Returns how it ended, once the process is gone. Frames that were not taken are dropped.
         """
         ended = await self._peer.end(grace_s)
         self._frames.close()
@@ -75,8 +80,9 @@ class WorkerLink:
 
 
 async def send_adapter(links: Sequence[WorkerLink], call: Call) -> None:
-    """Send a call that carries an adapter to every worker. Large weights are first written to a memory file, in
-    a thread.
+    """Send a call that carries an adapter to every worker.
+
+    Large weights are first written to a memory file, in a thread. All workers then read the same memory.
     """
     if not isinstance(call.action, LoadAdapter) or len(call.action.files.weights) <= MAX_INLINE:
         send_to_all(links, call)
@@ -90,8 +96,9 @@ async def send_adapter(links: Sequence[WorkerLink], call: Call) -> None:
 
 
 def send_to_all(links: Sequence[WorkerLink], frame: Frame) -> None:
-    """Encode a frame once and send it to every worker. The sockets have room for all plans and calls in flight,
-    see `wire.MAX_INLINE`.
+    """Encode a frame once and send it to every worker.
+
+    The sockets have room for all plans and calls in flight, see `wire.MAX_INLINE`. So sending never waits.
     """
     data, file = encode(frame, num_workers=len(links))
     try:

@@ -39,6 +39,8 @@ class RingFiles(NamedTuple):
 def create_ring(num_entries: int, entry_bytes: int) -> RingFiles:
     """Create a ring of entries of at most `entry_bytes` bytes, with its memory allocated.
 
+    Both sides inherit it from this process.
+
     Raises:
         DeviceStartError: no memory or no descriptors are available.
     """

@@ -148,7 +148,7 @@ class Decoder(Protocol):
     def num_weight_bytes(self) -> int:
         """Return the bytes that all weights take in memory, the embedding included.
 
-        The memory for the KV cache is computed from it.
+        The memory for the KV cache is computed from it. It does not change after loading.
         """
         ...
 

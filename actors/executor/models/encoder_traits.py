@@ -91,7 +91,8 @@ class TaskTraits(msgspec.Struct, frozen=True, kw_only=True):
 class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     """One architecture, with the sizes of one model.
 
-    It is plain data, made from config.json, from which `Encoder` computes any supported family.
+    It is plain data, made from config.json, from which `Encoder` computes any supported family. No code depends on
+    the name of a family.
     """
 
     names: EncoderNames

@@ -57,7 +57,10 @@ class LayerAttention(msgspec.Struct, frozen=True):
 
 
 class StepPlans:
-    """The attention plans of one step for one window, one for each shape of heads. Each is made when it is first needed."""
+    """The attention plans of one step for one window, one for each shape of heads.
+
+    Each is made when it is first needed. Most models have one shape only.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class StepPlans:
     def of(self, ops: CpuOps) -> Any:
         """Return the plan for these operations, and make it on first use.
 
-        Layers with the same shape of heads share one plan.
+        Layers with the same shape of heads share one plan. Others get one of their own.
         """
         plan = self._plans.get(id(ops))
         if plan is None:
@@ -85,7 +88,7 @@ class StepPlans:
 class HfStep(NamedTuple):
     """The part of a step's inputs that the model's own code never receives.
 
-    The attention functions get it from `HfAttention` instead.
+    The attention functions get it from `HfAttention` instead. It is set only during a pass.
     """
 
     tokens: HostTokens
@@ -143,7 +146,8 @@ class HfAttention:
     def run(self, step: HfStep, run: Callable[[], Tensor]) -> Tensor:
         """Call `run`, a pass of the model over a step.
 
-        Meanwhile the model's attention functions find the step's plans and caches here.
+        Meanwhile the model's attention functions find the step's plans and caches here. Passes never overlap, because
+        one thread runs them.
         """
         self._step, self._num_calls = step, 0
         try:

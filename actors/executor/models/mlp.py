@@ -37,7 +37,7 @@ class Mlp(Protocol):
 class GatedMlp:
     """The MLP down(act(gate(x)) · up(x)), with gate and up in one product.
 
-    One product of twice the width reads the input only once.
+    One product of twice the width reads the input only once. Most decoders have this kind.
     """
 
     def __init__(self, gate_up: LinearMethod, down: LinearMethod) -> None:

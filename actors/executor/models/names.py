@@ -17,7 +17,8 @@ Family = Literal[
 class Names(NamedTuple):
     """The names of a decoder's modules in its checkpoint.
 
-    Names within a layer follow the layer's number.  The defaults are Llama's.
+    Names within a layer follow the layer's number.  The defaults are Llama's.  Families with other names have an
+    entry in `NAMES`.
     """
 
     # The prefix of all modules but the head. Some checkpoints omit it.
@@ -153,14 +154,21 @@ LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 def is_of_other_uses(name: str, num_layers: int) -> bool:
-    """Decide whether a tensor may be ignored: it belongs to a layer behind the last one, or to a head for another purpose."""
+    """Decide whether a tensor may be ignored: it belongs to a layer behind the last one, or to a head for another
+    purpose.
+
+    Any other unexpected tensor is an error.
+    """
     found = LAYER_NUMBER.search(name)
     is_behind = found is not None and int(found[1]) >= num_layers
     return is_behind or OF_OTHER_USES.match(name) is not None
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:
-    """Map the names of a text model to the stored names of a multimodal checkpoint. Tensors of other parts are omitted."""
+    """Map the names of a text model to the stored names of a multimodal checkpoint.
+
+    Tensors of other parts are omitted. Checkpoints nest the text model below several prefixes.
+    """
     names = list(stored)
     for style in STYLES:
         first = next(iter(style))

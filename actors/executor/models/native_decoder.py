@@ -207,7 +207,10 @@ class NativeDecoder(Generic[OpsT]):
 
     @property
     def cache_specs(self) -> tuple[KVCacheSpec, ...]:
-        """Return what the layers of this part keep of each token. In a pipeline these are the layers of one stage."""
+        """Return what the layers of this part keep of each token.
+
+        In a pipeline these are the layers of one stage. The other stages allocate their own caches.
+        """
         return kv_cache_specs(self.traits)
 
     def plan(self, *args: Any) -> Any:

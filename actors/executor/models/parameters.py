@@ -38,7 +38,7 @@ class Cut(msgspec.Struct, frozen=True):
     def shape_of(self, whole: Shape) -> Shape:
         """Return the shape of this part of a tensor with the shape `whole`.
 
-        Ranges of rows and of columns apply independently.
+        Ranges of rows and of columns apply independently. Without ranges it is the whole shape.
         """
         num_rows, *columns = whole
         if self.rows is not None:

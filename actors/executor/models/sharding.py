@@ -146,6 +146,8 @@ def shard_traits(traits: DecoderTraits, shard: Shard) -> DecoderTraits:
 def sharded(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> Parameter | None:
     """Return a parameter with the part of it that a rank keeps; None = it keeps nothing.
 
+    Small tensors such as norms are kept by every rank.
+
     Args:
         traits: of the whole model.
     """

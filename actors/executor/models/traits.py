@@ -64,7 +64,8 @@ class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
 class LayerTraits(msgspec.Struct, frozen=True):
     """The traits in which the layers of one model differ.
 
-    Everything else is common to all layers and belongs to `DecoderTraits`.
+    Everything else is common to all layers and belongs to `DecoderTraits`. Models usually repeat a short pattern of
+    them.
     """
 
     # A query sees this many keys including its own, or with bidirectional attention the keys at most this far away.
@@ -113,7 +114,8 @@ class ExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
 class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     """One architecture, with the sizes of one model.
 
-    It is plain data, made from config.json, from which `NativeDecoder` computes any supported family.
+    It is plain data, made from config.json, from which `NativeDecoder` computes any supported family. No code depends
+    on the name of a family.
     """
 
     vocab_size: int
@@ -195,7 +197,7 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     def windows(self) -> tuple[int | None, ...]:
         """Return the distinct attention windows, in the order of the layers.
 
-        A batch plans its attention once for each of them.
+        A batch plans its attention once for each of them. None is full attention.
         """
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
@@ -351,7 +353,7 @@ def layers_of(config: HfConfig, window: int | None, *, pattern: int = 0) -> tupl
 def activation_of(config: HfConfig) -> Activation:
     """Return the activation of the MLP from the usual fields of a config; SiLU by default.
 
-    Raises the errors of `known_activation`.
+    Raises the errors of `known_activation`. Older configs have another field for it.
     """
     return known_activation(config.get("hidden_activation") or config.get("hidden_act") or "silu")
 

@@ -49,13 +49,16 @@ class ModelRunner(Protocol):
         ...
 
     def sleep(self, level: int) -> None:
-        """Give memory back: at level 1 the KV memory, and weights as far as the host keeps them; at level 2 both."""
+        """Give memory back: at level 1 the KV memory, and weights as far as the host keeps them; at level 2 both.
+
+        A runner in this state refuses plans.
+        """
         ...
 
     def wake(self, tags: frozenset[str]) -> None:
         """Load `weights` and `kv_cache`, whichever `tags` names, unless they are loaded.
 
-        Raises the errors of loading if the files have changed.
+        Raises the errors of loading if the files have changed. Plans can run once both are loaded.
         """
         ...
 
@@ -79,7 +82,7 @@ class ModelRunner(Protocol):
     def stop_profile(self) -> None:
         """End the trace and write it to its file.
 
-        Without a trace it only warns, because a client may repeat its request.
+        Without a trace it only warns, because a client may repeat its request. Writing a long trace takes seconds.
         """
         ...
 

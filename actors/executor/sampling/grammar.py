@@ -126,7 +126,7 @@ class GrammarMasks:
     def can_only_end(self, slot: int) -> bool:
         """Whether the mask filled last allows nothing but the end of the output.
 
-        A minimum number of tokens cannot be kept then.
+        A minimum number of tokens cannot be kept then. The output then ends.
         """
         matching = self._in_use.get(slot)
         return matching is not None and matching.can_only_end

@@ -74,7 +74,11 @@ class _Edits(msgspec.Struct):
 
 
 class Penalties:
-    """The edits of all slots. It edits logits in place, one row after another, and only the rows of slots with edits."""
+    """The edits of all slots.
+
+    It edits logits in place, one row after another, and only the rows of slots with edits. They are stored by slot
+    between steps.
+    """
 
     def __init__(self, slots: RequestSlots, grammars: GrammarMasks) -> None:
         self._slots = slots

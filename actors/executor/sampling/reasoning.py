@@ -39,7 +39,11 @@ class ReasoningProgress:
 
     @property
     def forced(self) -> int | None:
-        """Return the only token that may come next, within the opening or the closing mark, or None if there is a choice."""
+        """Return the only token that may come next, within the opening or the closing mark, or None if there is a
+        choice.
+
+        The budget of reasoning tokens decides about the closing mark.
+        """
         if self.is_over:
             return None
         if not self.is_inside:

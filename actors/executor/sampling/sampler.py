@@ -81,7 +81,7 @@ class Sampler:
     def place(self, slot: int, grammar: Grammar | None = None) -> None:
         """Store the sampling parameters of the sequence that took the slot.
 
-        They are prepared once, so that a step only reads numbers.
+        They are prepared once, so that a step only reads numbers. They remain until the next sequence takes it.
         """
         repetition = self._penalties.place(slot)
         s = self._slots.sampling[slot]

@@ -247,7 +247,7 @@ class Match(NamedTuple):
     def num_following(self, config: SpeculativeConfig) -> int:
         """Count the tokens that may be drafted from this place.
 
-        The limit depends on the configuration and on the length of the match.
+        The limit depends on the configuration and on the length of the match. Longer matches are trusted more.
         """
         most, factor = config.num_speculative_tokens, config.suffix_decoding_max_spec_factor
         if factor is not None and config.method == "suffix":

@@ -65,7 +65,7 @@ class Guess(NamedTuple):
     def share(self) -> float:
         """The share of similar places that this shape follows.
 
-        One is added to the places, so that few observations give no certainty.
+        One is added to the places, so that few observations give no certainty. It is the prior of its chance.
         """
         return self.num_right / (self.num_places + 1)
 
@@ -294,7 +294,7 @@ class GrammarDrafts:
     def note(self, slot: int, num_right: int) -> None:
         """Record how many tokens of a slot's draft were right.
 
-        The chances of later guesses of the same kind are adjusted.
+        The chances of later guesses of the same kind are adjusted. Forced tokens do not count.
         """
         sequence = self._sequences[slot]
         for i, each in enumerate(sequence.draft[: num_right + 1]):

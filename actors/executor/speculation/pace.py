@@ -54,7 +54,8 @@ class Shares:
     def note(self, kind: Hashable, *, was_right: bool) -> None:
         """Record whether a case of this kind came true.
 
-        Older observations lose weight, so the estimate follows changes of the text.
+        Older observations lose weight, so the estimate follows changes of the text. The weights decay with each
+        observation.
         """
         right, tried = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = self._fading * right + was_right, self._fading * tried + 1
@@ -98,7 +99,7 @@ class Pace(msgspec.Struct):
     def rests(self) -> bool:
         """Return whether this step has no draft, and count the pause down.
 
-        A pause follows drafts that cost more than they earned.
+        A pause follows drafts that cost more than they earned. Text without repetitions then costs almost nothing.
         """
         if not self.pause:
             return False
@@ -126,7 +127,7 @@ class Pace(msgspec.Struct):
     def note(self, num_matching: int, num_drafted: int, num_right: int) -> None:
         """Record how many tokens of a draft were right.
 
-        After a series of drafts at a loss, drafting pauses, each time for longer.
+        After a series of drafts at a loss, drafting pauses, each time for longer. A good series ends the pauses.
         """
         for i in range(min(num_right + 1, num_drafted)):
             self.shares.note(self._prior(num_matching + i), was_right=i < num_right)

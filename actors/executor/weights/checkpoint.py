@@ -180,7 +180,10 @@ class Checkpoint:
         return widened(layout, name, shape, self._read_parts(layout, name, shape))
 
     def read_into(self, name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
-        """Read a part of a tensor. The file is mapped, so no more of a plain tensor is read from it."""
+        """Read a part of a tensor.
+
+        The file is mapped, so no more of a plain tensor is read from it. Quantised tensors are dequantized first.
+        """
         out.copy_(part_of(self.read(name, shape), cut))
 
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:

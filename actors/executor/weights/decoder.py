@@ -93,7 +93,7 @@ class Source(Protocol):
 class Placement(NamedTuple):
     """How and where weights are kept: dtype, device, format of the products, and part of the model.
 
-    See `load_decoder` for their use.
+    See `load_decoder` for their use. It is the same for all tensors of a model.
     """
 
     dtype: torch.dtype
@@ -258,7 +258,7 @@ def _head(
 def adapted_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
     """Yield the matrices of all layers to which adapters may be added.
 
-    Embeddings, norms and the head are not among them.
+    Embeddings, norms and the head are not among them. The checks of an adapter use the same list.
     """
     for layer in range(len(traits.layers)):
         for parameter in layer_parameters(traits, layer):

@@ -358,7 +358,7 @@ def load_head(
 ) -> Project:
     """Load a classifier: logits = out(norm(act(dense(x)))), as far as the checkpoint has these modules.
 
-    Returns it as a function of hidden states.
+    Returns it as a function of hidden states. Missing modules are skipped.
     """
     dense = _linear(tensors, head.dense, hidden_size, hidden_size) if head.dense else None
     norm: LayerNorm | None = tensors.norm(head.norm, hidden_size, eps) if head.norm else None

@@ -41,7 +41,10 @@ class MappedFiles:
         return dequantized_affine(READERS[tensor.type.name](blocks))
 
     def blocks(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
-        """Return the stored bytes of some rows as a view of the file, [rows, blocks of a row, bytes of a block]."""
+        """Return the stored bytes of some rows as a view of the file, [rows, blocks of a row, bytes of a block].
+
+        Nothing is copied before it is unpacked.
+        """
         if tensor.file not in self._maps:
             # Mode "c" (copy on write) is needed because torch has no tensors of read-only memory.
             self._maps[tensor.file] = np.memmap(tensor.file, dtype=np.uint8, mode="c")

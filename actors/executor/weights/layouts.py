@@ -135,7 +135,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
 def base_of(name: str) -> str:
     """Return the prefix common to the names of a matrix's stored tensors.
 
-    For example, `X.weight` is stored as `X.qweight` and `X.scales`.
+    For example, `X.weight` is stored as `X.qweight` and `X.scales`. `name` is that of the plain matrix.
     """
     return name.removesuffix("weight")
 

@@ -218,7 +218,8 @@ def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight | None:
 def widened(layout: WeightLayout, name: str, shape: Shape, parts: Parts) -> Tensor:
     """Dequantize a tensor exactly, to float32.
 
-    Used for tensors that no product needs, and for kernels without support for the format.
+    Used for tensors that no product needs, and for kernels without support for the format. Rounding to the model's
+    dtype follows later.
     """
     if layout.method == "mxfp4":
         return experts(parts, name)

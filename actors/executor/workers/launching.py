@@ -85,7 +85,7 @@ class Launcher(Protocol):
 class WorkersLauncher(Protocol):
     """Starts all workers of a device, on whichever machines they run.
 
-    A restart calls it again, and may find other machines.
+    A restart calls it again, and may find other machines. Nothing of the earlier start remains then.
     """
 
     async def __call__(self) -> Sequence[Peer]:
@@ -103,8 +103,10 @@ class WorkersLauncher(Protocol):
 
 
 class LocalPeer:
-    """A worker process on this machine, connected by a socket pair; the end of the connection shows the end of
-    the worker.
+    """A worker process on this machine, connected by a socket pair; the end of the connection shows the end of the
+    worker.
+
+    It is killed together with its engine.
     """
 
     max_inline = MAX_INLINE

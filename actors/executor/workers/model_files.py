@@ -44,8 +44,10 @@ class FileSample(msgspec.Struct, frozen=True):
 
 
 def sample_model(config: EngineConfig) -> tuple[FileSample, ...]:
-    """Sample the weights and any code that may be run. Returns nothing for dummy weights or unreadable files,
-    since loading reports those.
+    """Sample the weights and any code that may be run.
+
+    Returns nothing for dummy weights or unreadable files, since loading reports those. The samples of all machines
+    must be equal.
     """
     if config.load_format == "dummy":
         return ()

@@ -333,7 +333,7 @@ class FrameReader:
     def feed(self, data: bytes, files: list[int]) -> None:
         """Add the bytes and descriptors of one read.
 
-        Descriptors arrive with the first byte of their frame, in the same order.
+        Descriptors arrive with the first byte of their frame, in the same order. Frames may be divided anywhere.
         """
         self._bytes += data
         self._files.extend(files)
@@ -381,7 +381,8 @@ class FrameReader:
     def close(self) -> None:
         """Close the memory files of frames never taken.
 
-        Idempotent. Their descriptors would otherwise stay open for the life of the process.
+        Idempotent. Their descriptors would otherwise stay open for the life of the process. No frame can be taken
+        afterwards.
         """
         while self._files:
             os.close(self._files.popleft())

@@ -201,7 +201,7 @@ def system_in_front(chat: Chat) -> Chat:
 def system_in_user(chat: Chat) -> Chat:
     """Put the system's text in front of the first text of the user.
 
-    Used for templates without a system role, such as Gemma's.
+    Used for templates without a system role, such as Gemma's. The conversation keeps its order otherwise.
     """
     systems = _one_system([m for m in chat.messages if _is_system(m)])
     others = [m for m in chat.messages if not _is_system(m)]

@@ -138,6 +138,8 @@ def _twice(render: Callable[[], list[str]]) -> list[str]:
 class TemplateProcess:
     """A child process that renders one conversation at a time, and keeps its compiled templates.
 
+    It is ended after a failure.
+
     Raises:
 
         GenerationError: it cannot be started.

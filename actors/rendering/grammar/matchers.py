@@ -54,7 +54,7 @@ class KeptBySize(Generic[KeyT, ValueT]):
     def get(self, key: KeyT) -> ValueT | None:
         """Return the value of a key and mark it as used now.
 
-        Returns None if it was never stored or has been dropped.
+        Returns None if it was never stored or has been dropped. It takes constant time.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -185,7 +185,7 @@ class Matchers:
     def matcher(self, source: str) -> Any:
         """Return a new matcher for a source, at the beginning of an output.
 
-        It belongs to the caller.  Raises the errors of `compile`.
+        It belongs to the caller.  Raises the errors of `compile`.  Two of them never share state.
         """
         found = self.compile(source).matcher
         return compiled(self._tokens, source) if found is CHECKED else found.deep_copy()
@@ -275,7 +275,7 @@ class ReceivedGrammars:
     def make(self, rules: GrammarRules) -> Grammar:
         """Create the state of a grammar for one sequence from its rules.
 
-        Compiling happens on first use, or earlier by `hold`.
+        Compiling happens on first use, or earlier by `hold`. Each has its own matcher.
         """
         return Grammar(rules, partial(self._matcher, rules.source), self._text_of)
 

@@ -105,6 +105,7 @@ def refused(kind: str, reason: str, code: str) -> GrammarError:
     """Make the error of a grammar of this kind.
 
     Its parameter is `structured_outputs`, and the message names the member, for example `structured_outputs.json`.
+    `code` distinguishes invalid grammars from too complex ones.
     """
     text = f"structured_outputs.{kind}: {reason}"
     return GrammarError(text, parameter="structured_outputs", code=code)

@@ -42,7 +42,8 @@ class _Encoded(msgspec.Struct, frozen=True):
 class PoolingPrompts(Prompts):
     """Renders the prompts of one pooling model.
 
-    It adds the forms that only pooling has, such as pairs of texts for cross-encoders.
+    It adds the forms that only pooling has, such as pairs of texts for cross-encoders. Truncation follows the model's
+    own rules.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ class Form(NamedTuple):
 class Prompts:
     """Renders the prompts of one model: texts, token ids, conversations and embeddings.
 
-    It never changes after its creation, so threads may share it.
+    It never changes after its creation, so threads may share it. Each renderer uses it in its own thread.
     """
 
     def __init__(

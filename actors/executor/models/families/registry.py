@@ -99,6 +99,8 @@ def is_text_part(architecture: str) -> bool:
 def check_text_part(architecture: str) -> None:
     """Check that the text model of a multimodal architecture reads prompts of text like the whole model does.
 
+    A silent difference would give wrong answers.
+
     Raises:
         UnsupportedFeatureError: it does not.
     """

@@ -101,7 +101,10 @@ class DecoderPass:
             )
 
     def logits(self, output: ForwardOutput, batch: Batch) -> tuple[Tensor, np.ndarray]:
-        """Return logits of a batch, and the row in them of each of its samples. They are valid until the next call."""
+        """Return logits of a batch, and the row in them of each of its samples.
+
+        They are valid until the next call. A recorded step has already computed them for all tokens.
+        """
         tokens = batch.samples.tokens
         hidden, logits = output.hidden_TE, output.logits_TV
         if logits is not None:

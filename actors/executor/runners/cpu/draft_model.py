@@ -78,7 +78,10 @@ class DraftModel:
 
     @property
     def cost(self) -> float:
-        """Return the time of a drafted token in steps of the target model: a row of either reads all weights once."""
+        """Return the time of a drafted token in steps of the target model: a row of either reads all weights once.
+
+        The length of drafts depends on it.
+        """
         return self.num_weight_bytes / self._num_target_bytes
 
     def sleep(self, level: int) -> None:
@@ -120,7 +123,7 @@ class DraftModel:
     def keep(self, slot: int, end: int, num_right: int) -> None:
         """Record that the first `num_right` drafts behind position `end` were accepted.
 
-        Keys and values of rejected drafts are overwritten by later steps.
+        Keys and values of rejected drafts are overwritten by later steps. Otherwise the cache has to catch up.
         """
         self._known[slot] = min(self._known[slot], end + num_right)
 

@@ -135,7 +135,10 @@ class HfModel:
 def allocate_kv_cache(
     specs: Sequence[KVCacheSpec], num_blocks: int, *, block_size: int, dtype: torch.dtype
 ) -> KVCache:
-    """Allocate the KV cache in host memory. It is not set to zeros: pages that no sequence has touched take no memory."""
+    """Allocate the KV cache in host memory.
+
+    It is not set to zeros: pages that no sequence has touched take no memory. The system provides them on first use.
+    """
     return KVCache.allocate(
         specs,
         num_blocks=num_blocks,

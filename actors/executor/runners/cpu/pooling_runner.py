@@ -177,7 +177,10 @@ class PoolingRunner:
         self._workers.shutdown()
 
     def execute(self, plan: StepPlan | PoolPlan) -> PoolDone | PendingResult[PoolDone]:
-        """Run one plan: a single pass in this thread if all cores are idle, otherwise each pass in a worker thread."""
+        """Run one plan: a single pass in this thread if all cores are idle, otherwise each pass in a worker thread.
+
+        The results have the order of the entries.
+        """
         assert isinstance(plan, PoolPlan), "this model pools"
         if self._model is None:
             raise RuntimeError("cannot run a step: the weights are not loaded")

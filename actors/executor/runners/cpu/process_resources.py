@@ -37,7 +37,10 @@ def compute_with(num_threads: int, num_elsewhere: int) -> None:
 
 
 def start_nice(start: Callable[[], object]) -> None:
-    """Call `start`, and lower the priority of the native threads that it starts. Does so only on Linux, where threads have one."""
+    """Call `start`, and lower the priority of the native threads that it starts.
+
+    Does so only on Linux, where threads have one. The threads of the event loop then run first.
+    """
     if platform.system() != "Linux":
         start()
         return
@@ -70,7 +73,11 @@ def _threads() -> set[int]:
 
 
 def give_back_free_memory() -> None:
-    """Return freed memory to the system. glibc would keep 900 MB of a 950 MB model; other allocators return it themselves."""
+    """Return freed memory to the system. glibc would keep 900 MB of a 950 MB model; other allocators return it
+    themselves.
+
+    It is called after weights are dropped.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

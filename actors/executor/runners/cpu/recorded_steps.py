@@ -110,7 +110,9 @@ class RecordedDecoderSteps:
         return has_single_tokens and len(batch.tokens.ids_T) <= self._max_rows
 
     def record(self, batch: Batch) -> None:
-        """Record a step of this size unless one is recorded already. Nothing is computed.
+        """Record a step of this size unless one is recorded already.
+
+        Nothing is computed.  Later steps of the size only replay it.
 
         Raises:
             NotRecordableError: torch computes some operation of this model.

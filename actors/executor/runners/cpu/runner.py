@@ -142,7 +142,10 @@ class CpuRunner:
         )
 
     def sleep(self, level: int) -> None:
-        """Discard KV memory at level 1, and the weights too at level 2. Weights at level 1 stay: they are in host memory."""
+        """Discard KV memory at level 1, and the weights too at level 2.
+
+        Weights at level 1 stay: they are in host memory. Waking then needs no file.
+        """
         if level >= 1:
             self.steps = self.states = None
             self._sampler.clear()
@@ -227,9 +230,11 @@ class CpuRunner:
             lengths[0] = held
 
     def execute(self, plan: StepPlan | PoolPlan) -> StepDone:
-        """Run one plan. After an exception the scheduler must send its sequences again.
+        """Run one plan.
 
-        The device's state is then undefined for these sequences only.
+        After an exception the scheduler must send its sequences again.
+
+        The device's state is then undefined for these sequences only. Others may continue.
         """
         assert isinstance(plan, StepPlan), "this model generates"
         return self.compute(plan)[0]

@@ -79,9 +79,11 @@ class StageRunner:
         return self.runner.is_tiny
 
     def close(self) -> None:
-        """Give back the memory and the links to the other workers. Idempotent.
+        """Give back the memory and the links to the other workers.
 
-        Other workers then find their links lost, and end as well.
+        Idempotent.
+
+        Other workers then find their links lost, and end as well. The engine kills any that remain.
         """
         self.runner.close()
         self._links.close()

@@ -51,7 +51,8 @@ class DeviceAdapters:
     def use(self, *, are_used: bool) -> None:
         """Set whether the following launches add adapters.
 
-        Graphs with and without adapters are captured separately, so steps without any are not slower.
+        Graphs with and without adapters are captured separately, so steps without any are not slower. It is set for
+        each step.
         """
         self._are_used = are_used
 

@@ -59,7 +59,7 @@ class Machine(Protocol):
     def to_host(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to pinned memory of the host, and wait for the copy.
 
-        Pinned memory makes the way back faster.
+        Pinned memory makes the way back faster. The original tensor can be freed afterwards.
         """
         ...
 
@@ -85,7 +85,8 @@ class Machine(Protocol):
     def release(self) -> None:
         """Give back memory to which nothing refers any more.
 
-        Waits for the device first, since launched work may still use it.
+        Waits for the device first, since launched work may still use it. It takes milliseconds, so steps never call
+        it.
         """
         ...
 

@@ -44,7 +44,10 @@ class DeviceMasks:
         self._unread.clear()
 
     def catch_up(self, plan: StepPlan) -> None:
-        """Read the tokens of earlier steps if this plan needs them. Must be called before its new sequences take their slots."""
+        """Read the tokens of earlier steps if this plan needs them.
+
+        Must be called before its new sequences take their slots. A matcher must have all tokens before the next mask.
+        """
         if plan.new_sequences or self.any_in(plan):
             self._read()
 

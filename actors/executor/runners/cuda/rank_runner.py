@@ -57,7 +57,9 @@ class RankRunner(CudaRunner):
 
 
 def join_group(machine: Machine, file: int, rank: int, num_ranks: int) -> dist.ProcessGroup:
-    """Join the group of all ranks. Waits until every rank has joined.
+    """Join the group of all ranks.
+
+    Waits until every rank has joined.  The descriptor leads to a file that all ranks share.
 
     Raises:
         UnsupportedFeatureError: torch was built without the backend of collective calls.

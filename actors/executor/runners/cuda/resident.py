@@ -54,7 +54,7 @@ class DeviceModel:
     def to_host(self, decoder: NativeDecoder[TritonOps]) -> None:
         """Move all weights to pinned memory of the host, for a sleep at level 1.
 
-        The device's memory becomes free for other programs.
+        The device's memory becomes free for other programs. `to_device` is the reverse.
         """
         decoder.move(self._machine.to_host)
 

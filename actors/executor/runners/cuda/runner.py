@@ -232,7 +232,8 @@ class CudaRunner:
     ) -> PendingResult[StepDone | None] | StepDone | None:
         """Launch one plan, which only the rank that samples answers.
 
-        After an exception the scheduler must send the plan's sequences again.
+        After an exception the scheduler must send the plan's sequences again. Launching returns before the GPU has
+        finished.
         """
         assert isinstance(plan, StepPlan), "this model generates"
         _, resident = self._model.resident()

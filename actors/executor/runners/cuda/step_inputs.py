@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 def inputs_of(array: Tensor, num_entries: int) -> Inputs:
     """Return views of the first `num_entries` entries of the array [6, width].
 
-    Kernels read them at fixed addresses, which captured graphs require.
+    Kernels read them at fixed addresses, which captured graphs require. Entries beyond them are padding.
     """
     bounds, *others = array.unbind(0)
     return Inputs(

@@ -51,7 +51,9 @@ class LinkAcceptor:
         return f"<LinkAcceptor: {len(self._heard)} heard, {sorted(self._awaited)} awaited>"
 
     def accept_all(self) -> dict[str, int]:
-        """Wait for all links, for at most `LINKS_S` seconds. Returns their descriptors by name.
+        """Wait for all links, for at most `LINKS_S` seconds.
+
+        Returns their descriptors by name.  Each must prove that it has the cluster key.
 
         Raises:
             OSError: a link was not dialled in time.
@@ -118,7 +120,7 @@ class LinkAcceptor:
 class PendingHello:
     """A connection with an incomplete handshake or first message.
 
-    Several are read at the same time, so a slow client delays no other.
+    Several are read at the same time, so a slow client delays no other. It is dropped after a time limit.
     """
 
     def __init__(self, connection: socket.socket, key: bytes) -> None:

@@ -53,7 +53,7 @@ class WrongKeyError(TrouperError):
 class ListenerProof:
     """The listener's side of the mutual proof.
 
-    Pure: it takes and returns bytes, so it can be tested without a network.
+    Pure: it takes and returns bytes, so it can be tested without a network. The dialler has a corresponding class.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -113,6 +113,8 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
 
 def serve_at(address: tuple[str, int], backlog: int) -> socket.socket:
     """Listen at this address only, not on all interfaces.
+
+    Port 0 chooses a free one.
 
     Raises:
 
@@ -200,7 +202,8 @@ class UnprovenConnections:
     def is_welcome(self, address: str, now: float) -> bool:
         """Whether a connection from this address is accepted now.
 
-        Addresses with many recent failures must wait, unless they have proved themselves before.
+        Addresses with many recent failures must wait, unless they have proved themselves before. The limit slows down
+        guessing.
         """
         known = self._of(address)
         if now >= known.window_s + WINDOW_S:

@@ -174,7 +174,8 @@ class ChannelError(Exception):
 def encode(message: Message) -> bytes:
     """Encode a message, preceded by its length.
 
-    The result can be sent as a whole; `length_of` and `decode` are the reverse.
+    The result can be sent as a whole; `length_of` and `decode` are the reverse. Messages larger than `MAX_MESSAGE`
+    are refused by receivers.
     """
     data = _encoder.encode(message)
     return LENGTH.pack(len(data)) + data
@@ -257,7 +258,9 @@ class Channel:
             raise BlockingIOError("the other side does not read")
 
     async def receive(self) -> Message | None:
-        """Wait for a message. Returns None at the end of the connection.
+        """Wait for a message.
+
+        Returns None at the end of the connection.  A cancelled wait is only safe before a message has begun.
 
         Raises:
             ChannelError: the received bytes are not a message.
@@ -296,7 +299,10 @@ class Channel:
         self._socket.send(data)
 
     def detach(self) -> socket.socket:
-        """Take the socket out of the channel. The caller then owns it, for example to pass it to a worker process."""
+        """Take the socket out of the channel.
+
+        The caller then owns it, for example to pass it to a worker process. Nothing is buffered in the channel.
+        """
         self._is_closed = True
         return self._socket
 

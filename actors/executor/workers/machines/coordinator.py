@@ -140,7 +140,7 @@ class HostLink:
     def note(self, message: Message) -> None:
         """Handle a message of the host: settle the question that it answers.
 
-        Answers to questions that nothing waits for are ignored.
+        Answers to questions that nothing waits for are ignored. Each answer settles one.
         """
         match message:
             case Listens(order, port):
@@ -251,7 +251,9 @@ class Coordinator:
         self._expected[order, rank] = Future()
 
     async def worker(self, order: int, rank: int, name: str) -> socket.socket:
-        """Wait for the connection of an expected worker. Its name is used in messages.
+        """Wait for the connection of an expected worker.
+
+        Its name is used in messages.  The caller owns the connection.
 
         Raises:
             DeviceStartError: the worker does not connect in time.

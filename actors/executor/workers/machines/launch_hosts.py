@@ -92,7 +92,10 @@ class LocalGroup:
 
 
 class HostGroup:
-    """The workers on the machine of a host. Each step is an order to the host, and waits for its answer."""
+    """The workers on the machine of a host.
+
+    Each step is an order to the host, and waits for its answer. A lost host is an error of each step.
+    """
 
     def __init__(self, coordinator: Coordinator, host: HostLink, order: int) -> None:
         self._coordinator, self._host, self._order = coordinator, host, order
