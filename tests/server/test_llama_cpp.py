@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.support.infill import MARKS, save_demo
-from trouper import AsyncLLMEngine, EngineArgs
-from trouper.frontends.server.asgi.app import create_app
+from trouper import AsyncLLMEngine, EngineArgs, SamplingParams
+from trouper.frontends.server.asgi.app import App, create_app
 
 from .client import Client
 from .conftest import SMALL
@@ -228,3 +228,72 @@ async def test_completion_refuses_by_name(client, fields, named):
     answer = await client.post("/completion", {"prompt": "x", **SAMPLED, **fields})
     assert answer.status == 400
     assert answer.error["param"] == named
+
+
+async def test_tokenize_in_llama_cpps_form(client):
+    own = (await client.post("/tokenize", {"prompt": "Hello é", "add_special_tokens": False})).json
+    found = (await client.post("/tokenize", {"content": "Hello é"})).json
+    assert found == {"tokens": own["tokens"]}
+    pieces = (await client.post("/tokenize", {"content": "Hello é", "with_pieces": True})).json
+    assert [each["id"] for each in pieces["tokens"]] == own["tokens"]
+    raw = [each["piece"] for each in pieces["tokens"]]
+    assert (
+        b"".join(x.encode() if isinstance(x, str) else bytes(x) for x in raw) == "Hello é".encode()
+    )
+    back = (await client.post("/detokenize", {"tokens": own["tokens"]})).json
+    assert back["content"] == back["prompt"] == "Hello é"
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"content": "x", "prompt": "x"}, "prompt"),
+        ({"content": "x", "return_token_strs": True}, "return_token_strs"),
+        ({"prompt": "x", "with_pieces": True}, "with_pieces"),
+        ({"content": "x", "parse_special": False}, "parse_special"),
+        ({"content": "x" * 200_000}, "content"),
+    ],
+)
+async def test_forms_of_tokenize_do_not_mix(client, fields, parameter):
+    answer = await client.post("/tokenize", fields)
+    assert (answer.status, answer.json["error"]["param"]) == (400, parameter)
+
+
+async def test_apply_template_gives_the_prompt(client):
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    prompt = (await client.post("/apply-template", body)).json["prompt"]
+    assert "Hello" in prompt
+    ids = (await client.post("/tokenize", {**body})).json["tokens"]
+    own = {"content": prompt}
+    assert (await client.post("/tokenize", own)).json["tokens"] == ids
+    answer = await client.post("/apply-template", {"messages": []})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "messages")
+
+
+async def test_props_describe_the_server(client):
+    props = (await client.get("/props")).json
+    (card,) = (await client.get("/v1/models")).json["data"]
+    assert props["default_generation_settings"]["n_ctx"] == card["max_model_len"]
+    assert props["model_path"] == card["id"]
+    assert props["modalities"] == {"vision": False, "audio": False}
+    assert "messages" in props["chat_template"]
+
+
+async def test_slots_show_running_sequences_without_texts(engine, app):
+    admin = Client(App(app.service, is_admin_listener=True))
+    total = (await Client(app).get("/props")).json["total_slots"]
+    idle = (await admin.get("/slots")).json
+    assert [(slot["id"], slot["is_processing"]) for slot in idle] == [
+        (i, False) for i in range(total)
+    ]
+    assert (await admin.get("/slots?fail_on_no_slot=1")).status == 200
+    params = SamplingParams(n=total, max_tokens=400, ignore_eos=True)
+    answers = engine.generate("secret", params)
+    await anext(answers)
+    busy = await admin.get("/slots")
+    assert [slot["is_processing"] for slot in busy.json] == [True] * total
+    assert b"secret" not in busy.body
+    assert (await admin.get("/slots?fail_on_no_slot=1")).status == 503
+    await answers.aclose()
+    assert (await admin.post("/slots/0?action=save", {"filename": "x"})).status == 501
+    assert (await admin.post("/props", {})).status == 501

@@ -36,13 +36,14 @@ from trouper.frontends.server.openai.llama_cpp import (
 )
 from trouper.frontends.server.openai.replies import ChatReply, CompletionReply
 from trouper.frontends.server.openai.requests import (
+    ApplyTemplateRequest,
     ChatBatchRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from trouper.frontends.server.ops import control, operations
+from trouper.frontends.server.ops import control, operations, slots
 from trouper.frontends.server.ops.control import (
     AbortRequest,
     LoadAdapterRequest,
@@ -211,6 +212,11 @@ ROUTES = (
     Route("POST", "/v2/embed", "user", routes.create_cohere_embedding, CohereEmbedRequest, True, pools=True),
     Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest, tokenizes=True),
     Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest, tokenizes=True),
+    Route("POST", "/apply-template", "user", tokens.apply_template, ApplyTemplateRequest, tokenizes=True),
+    Route("GET", "/props", "user", slots.props),
+    Route("POST", "/props", "admin", slots.refuse_change),
+    Route("GET", "/slots", "admin", slots.slots, query={"fail_on_no_slot": {"type": "integer"}}),
+    Route("POST", slots.SLOT, "admin", slots.refuse_change),
     Route(
         "POST", "/sleep", "admin", control.sleep,
         query={"level": {"enum": [0, 1, 2]}, "mode": MODE},
@@ -296,6 +302,8 @@ def _template(path: str) -> str:
     """Return the path of the table for a path with a variable part."""
     if path.startswith(operations.MODELS) and path != operations.MODELS:
         return MODEL
+    if path.startswith("/slots/"):
+        return slots.SLOT
     if path.startswith(RESPONSES) and path != RESPONSES:
         _, slash, action = path.removeprefix(RESPONSES).partition("/")
         return RESPONSE + slash + action

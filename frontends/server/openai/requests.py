@@ -96,9 +96,10 @@ def _put_back_part(part: dict[str, Any], strings: dict[str, memoryview]) -> None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """`POST /tokenize`: a text or a conversation.
+    """`POST /tokenize`: a text or a conversation in vLLM's form, or a text in llama.cpp's.
 
-    A conversation is rendered with the chat template first, exactly as for an answer.
+    A conversation is rendered with the chat template first, exactly as for an answer.  `content` selects llama.cpp's form,
+    whose fields and answer differ.
     """
 
     OTHERS: ClassVar[fields.Others] = fields.NONE
@@ -106,6 +107,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+    parse_special: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
@@ -137,3 +142,23 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
+
+
+class ApplyTemplateRequest(msgspec.Struct, kw_only=True):
+    """`POST /apply-template`: a conversation to render with the chat template."""
+
+    OTHERS: ClassVar[fields.Others] = fields.TEMPLATE
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """Replace placeholders in the parts of a conversation, like `ChatRequest.put_back`."""
+        _put_back_parts(self.messages, strings)

@@ -347,6 +347,9 @@ LLAMA_COMPLETION = Others(
     IN_TEXTS,
 )
 NONE = Others({}, {})
+TEMPLATE = Others(
+    {"json_schema": USE_FORMAT, "grammar": USE_FORMAT}, {"stream": "nothing is generated"}
+)
 ADAPTERS = Others(
     {"is_3d_lora_weight": "weights of experts in one tensor are not read"},
     {"lora_int_id": "is a number of the engine's own; adapters are told apart by lora_name"},
