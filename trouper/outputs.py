@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[np.float32]]
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+# By modality: the first token of each item in the prompt, and its number of tokens.
+Placeholders = dict[str, list[tuple[int, int]]]
 T = TypeVar("T")
 
 
@@ -168,6 +170,7 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int | None = None
     error: RequestError | None = None
     lora_request: LoRARequest | None = None
+    multi_modal_placeholders: Placeholders | None = None
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
         """Merge a later output of the same request into this one.

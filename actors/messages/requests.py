@@ -18,6 +18,7 @@ from trouper.actors.messages.sinks import GenerationSink, MakeVisible, PoolingSi
 from trouper.config.generation import Marks
 from trouper.inputs import PoolingPrompt
 from trouper.lora import LoRARequest
+from trouper.outputs import Placeholders
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
 
@@ -293,6 +294,8 @@ class Track(msgspec.Struct, frozen=True):
     # None if the prompt has no text.
     prompt: str | None = None
     options: RequestOptions = NO_OPTIONS
+    # Of images.
+    placeholders: Placeholders | None = None
 
 
 class Admit(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import anyio
 from trouper.outputs import (
     FinishReason,
     LogprobsOnePosition,
+    Placeholders,
     RequestError,
     RequestStateStats,
 )
@@ -95,10 +96,18 @@ class GenerationSink(ReplySink, Protocol):
     The detokenizer is its only writer after rendering.
     """
 
-    def start(self, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> None:
+    def start(
+        self,
+        prompt: str | None,
+        prompt_token_ids: tuple[int, ...],
+        placeholders: Placeholders | None = None,
+    ) -> None:
         """Note the rendered prompt.
 
         It is called once, before anything else is written.
+
+        Args:
+            placeholders: the first token and the number of tokens of each image.
         """
 
     def note_expected(self, seconds: float, *, is_least: bool, error: float | None) -> None:

@@ -21,6 +21,7 @@ from trouper.outputs import (
     CompletionOutput,
     FinishReason,
     LogprobsOnePosition,
+    Placeholders,
     RequestError,
     RequestOutput,
     RequestStateStats,
@@ -338,6 +339,7 @@ class ReplySlot(Slot[RequestOutput]):
         self._due: set[int] = set()
         self._has_sent = False
         self._prompt: str | None = None
+        self._placeholders: Placeholders | None = None
         self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
         self._num_cached_tokens: int | None = None
         self._request_error: RequestError | None = None
@@ -356,12 +358,17 @@ class ReplySlot(Slot[RequestOutput]):
     def num_tokens(self) -> tuple[int, int]:
         return len(self._prompt_token_ids), sum(mine.num_tokens for mine in self._completions)
 
-    def start(self, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> None:
+    def start(
+        self,
+        prompt: str | None,
+        prompt_token_ids: tuple[int, ...],
+        placeholders: Placeholders | None = None,
+    ) -> None:
         """Note the rendered prompt.
 
         It arrives from the renderer before any token, and each output repeats it.
         """
-        self._prompt = prompt
+        self._prompt, self._placeholders = prompt, placeholders
         if self._wants_prompt_logprobs:
             self._prompt_logprobs = [None]  # of a prompt of one token this is all
         self._start(prompt_token_ids)
@@ -454,6 +461,7 @@ class ReplySlot(Slot[RequestOutput]):
             num_cached_tokens=self._num_cached_tokens,
             error=self._request_error,
             lora_request=self.lora_request,
+            multi_modal_placeholders=self._placeholders,
         )
 
     @property

@@ -99,10 +99,14 @@ class AsyncControls:
         return await self.engine.controls.reset_prefix_cache(preempt=preempt)
 
     async def reset_mm_cache(self) -> None:
-        """Do nothing: prompts are text, so there is no multimodal cache.  For compatibility with vLLM."""
+        """Forget all processed images, and the rows that the vision tower computed of them.  Open requests keep theirs."""
+        prompts = self.engine.prompts
+        if prompts is not None and prompts.images is not None:
+            prompts.images.clear()
 
     async def reset_encoder_cache(self) -> None:
-        """Do nothing: prompts are text, so there is no encoder cache.  For compatibility with vLLM."""
+        """Forget the rows of all images, as `reset_mm_cache` does."""
+        await self.reset_mm_cache()
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load a LoRA adapter.  Returns False if it is already loaded.

@@ -9,12 +9,13 @@ import torch
 
 from tests.support.vision import FAMILIES, VisionModel, image, picture, text
 from trouper import LLM, SamplingParams
+from trouper.actors.executor.media.tower import VisionTower
 from trouper.actors.messages.media import MediaItem
 from trouper.actors.rendering.media.items import ImageItems, media_digests
 from trouper.actors.rendering.media.processor import ImageProcessor
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import ExecutionError, TrouperValidationError, UnsupportedFeatureError
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 64, "block_size": 16,
@@ -73,15 +74,11 @@ class Oracle:
         for completion in output.outputs:
             ids = prompt + list(completion.token_ids)
             expected = self.model.logprobs(ids, inputs)
-            mine = [
-                p and p[t].logprob
-                for p, t in zip(output.prompt_logprobs or (), prompt, strict=True)
-            ]
-            mine += [
-                p[t].logprob for p, t in zip(completion.logprobs, completion.token_ids, strict=True)
-            ]
-            wanted = expected[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
-            assert torch.allclose(torch.tensor(mine[1:]), wanted, atol=1e-4)
+            scored = [*(output.prompt_logprobs or ()), *completion.logprobs][-len(ids) + 1 :]
+            mine = [at[t].logprob for at, t in zip(scored, ids[-len(scored) :], strict=True)]
+            places = torch.arange(len(ids) - len(scored) - 1, len(ids) - 1)
+            wanted = expected[places, torch.tensor(ids[-len(scored) :])]
+            assert torch.allclose(torch.tensor(mine), wanted, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +154,14 @@ def test_another_image_is_another_prefix(llm, llava):
     for seed in (11, 12):
         messages = chat([[image(seed), " the same text behind either image, for several blocks"]])
         llava.check(llm.chat(messages, params(), use_tqdm=False)[0], messages)
+
+
+def test_a_prefix_may_end_inside_an_image(llm, llava):
+    for words in ("one text", "and another"):
+        messages = chat([["A ", image(13), words]])
+        output = llm.chat(messages, params(prompt_logprobs=None), use_tqdm=False)[0]
+        llava.check(output, messages)
+    assert output.num_cached_tokens == 16
 
 
 def test_rows_outlive_a_cache_without_room(llava):
@@ -320,6 +325,39 @@ def test_blocks_are_named_by_key_and_offset():
     # The last block of the first prompt begins elsewhere in the image.
     assert media_digests([item(b"a", 4)], 4)[1] == media_digests([item(b"a", 4)], 4)[1]
     assert len(media_digests([item(b"a", 4)], 4)) == 3
+
+
+def test_a_reset_forgets_processed_images(llm, recorded):
+    prompt = {"prompt": "<image>", "multi_modal_data": {"image": picture(52)}}
+    for _ in range(2):
+        llm.generate(prompt, params(), use_tqdm=False)
+        llm.reset_mm_cache()
+    assert len(recorded) == 2
+
+
+def test_a_failing_tower_ends_only_its_request(llava, monkeypatch):
+    compute = VisionTower.compute
+
+    def failing(self, arrays):
+        if float(arrays["pixel_values"].mean()) < -1:
+            raise RuntimeError("a defect")
+        return compute(self, arrays)
+
+    monkeypatch.setattr(VisionTower, "compute", failing)
+    black = {"prompt": "a<image>", "multi_modal_data": {"image": np.zeros((28, 28, 3), np.uint8)}}
+    prompts = ["a text", black, {"prompt": "b<image>", "multi_modal_data": {"image": picture(1)}}]
+    with opened(llava) as llm:
+        with pytest.raises(ExecutionError, match="a defect") as caught:
+            llm.generate(prompts, params(), use_tqdm=False)
+        assert len(caught.value.request_ids) == 1
+        assert llm.generate(prompts[::2], params(), use_tqdm=False)[1].finished
+
+
+def test_outputs_name_the_places_of_images(llm):
+    given = {"prompt": "a<image>b<image>", "multi_modal_data": {"image": [picture(1)] * 2}}
+    found = llm.generate([given, "a"], params(), use_tqdm=False)
+    assert found[0].multi_modal_placeholders == {"image": [(1, 16), (18, 16)]}
+    assert found[1].multi_modal_placeholders is None
 
 
 def test_equal_images_are_processed_once(llava, recorded):

@@ -119,8 +119,9 @@ class ImageItems:
         return self._config.row_token_id
 
     def clear(self) -> None:
-        """Forget all processed images."""
+        """Forget all processed images.  Their rows are not used again either, because later keys are others."""
         self._cache.clear()
+        self._fingerprint = hashlib.sha256(self._fingerprint).digest()
 
     def place(
         self,

@@ -223,6 +223,7 @@ class Prompts:
                 slot,
                 form.text,
                 message.options,
+                {"image": [(item.first, item.num_tokens) for item in items]} if items else None,
             ),
             Admit(
                 id=message.id,
