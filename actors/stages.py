@@ -14,7 +14,7 @@ P5. The ring of tokens has room for `num_ring_entries` steps, as many as may be 
 P6. At most `max_steps_in_flight` steps are under way.
 
 A ring of tokens that is read only when a token is needed would fill up with those that no stage needs, and one
-with fewer entries than steps in flight can stop all stages: `tests/simulation/stage_protocol.py` finds both.
+with fewer entries than steps in flight can stop all stages: `tests/simulation/stages/stage_protocol.py` finds both.
 """
 
 from collections import deque

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.simulation import stage_protocol
+from tests.simulation.stages import stage_protocol
 from trouper.actors import stages
 from trouper.config import devices
 from trouper.config.args import EngineArgs

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.simulation.pipeline import CHUNKS, DEPTHS, Policy, decode_gain, prompt_gain
+from tests.simulation.stages.pipeline import CHUNKS, DEPTHS, Policy, decode_gain, prompt_gain
 from trouper.actors.messages.steps import DeviceLost
 from trouper.config.parallel import max_steps_in_flight
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .bugs import BUGS
-from .crew_scenario import CrewScenario, draw_crew, draw_with_runs
+from .crew.crew_scenario import CrewScenario, draw_crew, draw_with_runs
 from .explore import Exploration, cancel_everywhere, num_schedules_until_found
-from .pooling_scenario import PoolingScenario, draw_pooling
+from .pooling.pooling_scenario import PoolingScenario, draw_pooling
 from .run import simulate
 from .scenario import Scenario, draw
 

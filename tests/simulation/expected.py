@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from trouper.actors.messages.steps import Sampling
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 
-from .pooling_scenario import PoolingWish
+from .pooling.pooling_scenario import PoolingWish
 from .scenario import EOS, VOCAB_SIZE, Wish
 from .simulated_device import simulated_tokens
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
-from . import crew_bugs, pooling_bugs  # noqa: F401  # they add theirs to BUGS
 from .bugs import BUGS, planted
+from .crew import crew_bugs  # noqa: F401  # they add theirs to BUGS
+from .pooling import pooling_bugs  # noqa: F401  # they add theirs to BUGS
 from .run import simulate
 from .scenario import draw
 from .scheduling import CancelAtStep

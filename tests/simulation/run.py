@@ -9,11 +9,11 @@ import msgspec
 
 import trouper.actors.engine.wiring as engine_module
 
-from .crew_scenario import CrewScenario
-from .crew_world import CrewWorld
+from .crew.crew_scenario import CrewScenario
+from .crew.crew_world import CrewWorld
 from .expected import TOKENIZER
-from .pooling_scenario import PoolingScenario
-from .pooling_world import PoolingWorld
+from .pooling.pooling_scenario import PoolingScenario
+from .pooling.pooling_world import PoolingWorld
 from .scenario import Scenario
 from .scheduling import CancelAtStep, run_deterministically
 from .world import World

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .pooling_scenario import draw_pooling
+from .pooling.pooling_scenario import draw_pooling
 from .run import simulate
 from .scenario import draw
 

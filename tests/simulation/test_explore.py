@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .crew_scenario import CrewScenario
+from .crew.crew_scenario import CrewScenario
 from .explore import cancel_everywhere, explore_seeds
-from .pooling_scenario import PoolingScenario, draw_pooling, draw_pooling_with
+from .pooling.pooling_scenario import PoolingScenario, draw_pooling, draw_pooling_with
 from .run import simulate
 from .scenario import Scenario, draw, draw_with
 

@@ -11,8 +11,8 @@ import pytest
 import trio
 import trio.testing
 
-from tests.simulation.hosts_places import VirtualAnyio
-from tests.simulation.virtual_network import MACHINE, PROGRAM, VirtualNetwork
+from tests.simulation.hosts.hosts_places import VirtualAnyio
+from tests.simulation.hosts.virtual_network import MACHINE, PROGRAM, VirtualNetwork
 from trouper.actors.executor.workers.machines import authentication, channel, coordinator
 from trouper.actors.executor.workers.machines.authentication import (
     LOG_S,

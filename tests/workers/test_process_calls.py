@@ -2,14 +2,14 @@
 
 Calls to several workers: all of them do what is asked, or none does, or they differ.
 
-The exchange of ranks over all interleavings; `tests/simulation/rank_protocol.py` has the moves.
+The exchange of ranks over all interleavings; `tests/simulation/stages/rank_protocol.py` has the moves.
 """
 
 import pytest
 import trio
 import trio.testing
 
-from tests.simulation import rank_protocol
+from tests.simulation.stages import rank_protocol
 from trouper.actors.executor.devices.outstanding import OpenCalls
 from trouper.actors.executor.devices.process import CLOSE_S, ProcessDevice
 from trouper.actors.executor.devices.supervision import (

@@ -20,7 +20,7 @@ items written and read.
 Laws:
   * Parts alternate between two buffers.  A rank writes exchange n + 2 after it has read n + 1, which every rank has
     written, and a rank writes n + 1 after it has read n.  So no part is overwritten while another rank reads it
-    (`tests/simulation/rank_protocol.py` visits all interleavings).
+    (`tests/simulation/stages/rank_protocol.py` visits all interleavings).
   * All ranks make the same exchanges in the same order.  Each has a label, made of its step and its size.  A different
     label under the same number, or a rank that is two exchanges ahead, proves a mismatch: from then on nothing waits, and
     `RankExchange.check` raises.

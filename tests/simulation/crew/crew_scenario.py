@@ -5,7 +5,15 @@ from typing import Literal
 
 import msgspec
 
-from .scenario import DRAFTERS, STEP_S, Dice, Operation, Scenario, draw_with, streams_of
+from tests.simulation.scenario import (
+    DRAFTERS,
+    STEP_S,
+    Dice,
+    Operation,
+    Scenario,
+    draw_with,
+    streams_of,
+)
 
 SIGKILL, SIGSEGV = -9, -11
 End = Literal[

@@ -4,10 +4,12 @@ from collections import Counter
 
 import pytest
 
-from . import crew_bugs, run
+from tests.simulation import run
+from tests.simulation.explore import cancel_everywhere, explore_seeds, num_schedules_until_found
+from tests.simulation.run import simulate
+
+from . import crew_bugs
 from .crew_scenario import Fate, draw_crew, draw_with_runs
-from .explore import cancel_everywhere, explore_seeds, num_schedules_until_found
-from .run import simulate
 
 LIMIT = 500  # schedules in which each planted bug is found; in scenarios of its own it shows sooner
 

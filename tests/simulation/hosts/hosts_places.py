@@ -8,6 +8,8 @@ from typing import Any
 import anyio
 import trio
 
+from tests.simulation.simulated_device import SimulatedDevice
+from tests.simulation.turns import SimulationFault
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.workers.machines import channel, coordinator, host
 from trouper.actors.executor.workers.model_files import MachineFacts
@@ -27,8 +29,6 @@ from trouper.actors.messages.steps import StepPlan
 from trouper.config.parallel import NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 
-from .simulated_device import SimulatedDevice
-from .turns import SimulationFault
 from .virtual_network import MACHINE, PROGRAM, VirtualSocket
 
 KEY = b"a key of these machines"

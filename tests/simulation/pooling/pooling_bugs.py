@@ -6,6 +6,8 @@ import anyio
 import msgspec
 
 import trouper.actors.output.pooler as pooler_module
+from tests.simulation.bugs import BUGS, bug, planted
+from tests.simulation.simulated_encoder import SimulatedEncoder
 from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
@@ -14,9 +16,7 @@ from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.step_budget import PoolingTime
 from trouper.outputs import RequestError
 
-from .bugs import BUGS, bug, planted
 from .pooling_scenario import draw_pooling
-from .simulated_encoder import SimulatedEncoder
 
 __all__ = ["BUGS", "planted"]
 

@@ -7,6 +7,11 @@ import anyio
 import msgspec
 import numpy as np
 
+from tests.simulation.clients import Broken, Story
+from tests.simulation.ports import SimThreads, Watched
+from tests.simulation.scenario import Scenario
+from tests.simulation.simulated_encoder import SimulatedEncoder
+from tests.simulation.world import STEP_S, World, config_of
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.messages.requests import Render, RequestOptions, SequenceId
@@ -19,12 +24,7 @@ from trouper.outputs import PoolingRequestOutput
 from trouper.pooling import LateInteractionParams, PoolingParams
 
 from . import pooling_oracles
-from .clients import Broken, Story
 from .pooling_scenario import PoolingScenario
-from .ports import SimThreads, Watched
-from .scenario import Scenario
-from .simulated_encoder import SimulatedEncoder
-from .world import STEP_S, World, config_of
 
 
 class PoolingCase(Story):

@@ -4,11 +4,17 @@ import math
 import os
 from typing import Any
 
+from tests.simulation import oracles
+from tests.simulation.oracles import (
+    check_case,
+    check_delay,
+    check_finite,
+    check_idle,
+    check_refusal,
+    require,
+)
 from trouper.actors.engine.lifecycle import MEMORY
 from trouper.errors import GenerationError
-
-from . import oracles
-from .oracles import check_case, check_delay, check_finite, check_idle, check_refusal, require
 
 __all__ = [
     "at_rest", "check_case", "check_delay", "check_end", "check_error", "check_failed_start",

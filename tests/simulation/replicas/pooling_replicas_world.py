@@ -1,6 +1,6 @@
 """Replicas that pool, as those of `replicas_world` generate: in every order that a seed draws.
 
-    python -m tests.simulation.pooling_replicas_world --seconds 60
+    python -m tests.simulation.replicas.pooling_replicas_world --seconds 60
 
 A text that a lost replica had is computed again from its start. Each client gets one vector, the one of its text alone, whatever was lost.
 """
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.simulation.simulated_encoder import SimulatedEncoder, simulated_result
+from tests.simulation.turns import SimulationFault, run_for_seconds
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.requests import AdmitPooling, RequestOptions
 from trouper.actors.messages.steps import PoolEntry, PoolPlan
@@ -18,8 +20,6 @@ from trouper.actors.scheduling.replicas import Replicas
 from trouper.pooling import PoolingParams
 
 from .replicas_world import VOCABULARY, ReplicasWorld, Scenario
-from .simulated_encoder import SimulatedEncoder, simulated_result
-from .turns import SimulationFault, run_for_seconds
 
 SIZE = 3  # numbers of a vector
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from tests.simulation.expected import expected_prompt, expected_types
+from tests.simulation.oracles import check_error, check_faults, require
+from tests.simulation.simulated_encoder import simulated_result
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.messages.steps import PoolEntry, PoolPlan
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
 from trouper.actors.scheduling.step_budget import PoolingTime
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.errors import TrouperValidationError
-
-from .expected import expected_prompt, expected_types
-from .oracles import check_error, check_faults, require
-from .simulated_encoder import simulated_result
 
 __all__ = ["at_rest", "check_case", "check_delay", "check_faults", "check_idle"]
 

@@ -1,6 +1,6 @@
 """Stages whose layers are cut into ranks, under the real policy, in every order that a seed draws.
 
-    python -m tests.simulation.ranks_world --seconds 60
+    python -m tests.simulation.stages.ranks_world --seconds 60
 
 To `stages_world` come the ranks of each stage. A rank keeps a value of each position for its head of keys, by a hash that is the
 head's, and its part is a hash that is the rank's. The sum of all parts is the stage's value, so a missing or foreign part
@@ -12,20 +12,12 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from tests.simulation.stages_world import (
-    VOCABULARY,
-    Rules,
-    Scenario,
-    SimulatedStage,
-    StagesWorld,
-    mixed,
-    note_plan,
-)
+from tests.simulation.turns import SimulationFault, run_for_seconds
 from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.messages.steps import StepDone, StepPlan
 from trouper.actors.stages import Feedback, num_ring_entries, sends_tokens
 
-from .turns import SimulationFault, run_for_seconds
+from .stages_world import VOCABULARY, Rules, Scenario, SimulatedStage, StagesWorld, mixed, note_plan
 
 Values = list[list[int]]
 HeadOf = Callable[[int, int, int], int]

@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.simulation.stages_world import Rules, StagesWorld
 from tests.simulation.turns import first_found, played
 from trouper.actors.scheduling.state import step_builder
 from trouper.actors.stages import Feedback, TokenWrite
+
+from .stages_world import Rules, StagesWorld
 
 NUM_SCHEDULES = 500
 

@@ -1,6 +1,6 @@
 """Machines with workers under a real engine, front and hosts, in virtual time, with the faults of machines and networks.
 
-    python -m tests.simulation.hosts_world --seconds 60
+    python -m tests.simulation.hosts.hosts_world --seconds 60
 
 What runs as it is: the engine, `ProcessDevice`, `HostsLauncher`, `RemotePeer`, `Coordinator` with its proofs, `Host`, and every message. Simulated are sockets
 (`virtual_network.py`) and the part of a place that blocks: its workers are tasks that answer frames. Faults come while requests run: a machine cut off for a while,
@@ -18,6 +18,9 @@ from unittest.mock import patch
 import msgspec
 import trio
 
+from tests.simulation.scheduling import run_deterministically
+from tests.simulation.simulated_device import SimulatedDevice, simulated_tokens
+from tests.simulation.turns import SimulationFault, run_for_seconds
 from tests.support.engines import InlineThreads, engine_config
 from trouper.actors.engine.wiring import Engine, open_engine
 from trouper.actors.executor.devices.process import ProcessDevice
@@ -46,9 +49,6 @@ from .hosts_places import (
     WatchedCoordinator,
 )
 from .hosts_scenario import FAULTS_S, VOCABULARY, HostsScenario, MachineFault
-from .scheduling import run_deterministically
-from .simulated_device import SimulatedDevice, simulated_tokens
-from .turns import SimulationFault, run_for_seconds
 from .virtual_network import MACHINE, PROGRAM, VirtualNetwork, VirtualSocket
 
 PATIENCE_S = 400.0  # after the faults, for all that is open: a first step may take 120 s

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.simulation.ranks_world import RankRules, RanksWorld
 from tests.simulation.turns import first_found, played
+
+from .ranks_world import RankRules, RanksWorld
 
 NUM_SCHEDULES = 500
 BUGS = {

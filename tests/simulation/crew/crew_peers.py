@@ -14,6 +14,10 @@ from unittest.mock import patch
 import anyio
 import trio
 
+from tests.simulation.clients import Broken as BrokenOracle
+from tests.simulation.ports import InjectedError, Trouble
+from tests.simulation.scenario import STEP_S, VOCAB_SIZE
+from tests.simulation.simulated_device import MEMORY, SimulatedDevice
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.devices.outstanding import DECISIVE
 from trouper.actors.executor.workers import wire
@@ -37,11 +41,7 @@ from trouper.actors.messages.controls import Sleep, Wake
 from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar, Vocabulary
 from trouper.actors.messages.steps import StepDone, StepFailed, StepPlan
 
-from .clients import Broken as BrokenOracle
 from .crew_scenario import SIGKILL, SIGSEGV, Fate
-from .ports import InjectedError, Trouble
-from .scenario import STEP_S, VOCAB_SIZE
-from .simulated_device import MEMORY, SimulatedDevice
 
 GARBAGE = (b"\x7f" * 9, b"\x09\x04\x00\x00\x00oops", b"\x09\xff\xff\xff\xff")
 NEVER = float("inf")

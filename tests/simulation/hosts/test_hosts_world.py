@@ -2,11 +2,12 @@
 
 import pytest
 
-from tests.simulation.hosts_world import HostsWorld
 from tests.simulation.turns import first_found
 from trouper.actors.executor.devices.supervision import Death
 from trouper.actors.executor.workers.machines import authentication, coordinator, remote_peer
 from trouper.errors import GenerationError
+
+from .hosts_world import HostsWorld
 
 NUM_SCHEDULES = 100
 # What requests end with, and what breaks when two hosts have one number.

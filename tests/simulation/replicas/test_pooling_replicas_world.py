@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.simulation.pooling_replicas_world import PoolingReplicasWorld
 from tests.simulation.turns import first_found, played
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.replicas import Replicas
+
+from .pooling_replicas_world import PoolingReplicasWorld
 
 NUM_SCHEDULES = 500
 

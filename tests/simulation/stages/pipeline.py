@@ -1,6 +1,6 @@
 """Pipelines in virtual time, planned by the real policy: how much faster several stages are than one device.
 
-    python -m tests.simulation.pipeline
+    python -m tests.simulation.stages.pipeline
 
 A stage takes a step when it is free, its plan is made and its inputs are there; of hidden states a ring has room for two.
 With the stall, the first stage waits for the tokens of every step before, even where nobody reads them.

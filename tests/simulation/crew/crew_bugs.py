@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import anyio.lowlevel
 
+from tests.simulation.bugs import bug
 from trouper.actors.executor.devices.outstanding import OpenCalls, RestoredState
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import Death, RestartBudget
@@ -14,7 +15,6 @@ from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.running import Running
 
-from .bugs import bug
 from .crew_scenario import draw_crew, draw_slow_steps, draw_with_killer, draw_with_runs
 
 NAMES: list[str] = []  # of the bugs in this file

@@ -1,7 +1,7 @@
 """Check the messages of pipeline stages over all interleavings: no deadlock, no token of the wrong step.
 
-    python -m tests.simulation.stage_protocol            # 2 to 4 stages, every mask of samples
-    python -m tests.simulation.stage_protocol --faults   # and that known mistakes are found
+    python -m tests.simulation.stages.stage_protocol            # 2 to 4 stages, every mask of samples
+    python -m tests.simulation.stages.stage_protocol --faults   # and that known mistakes are found
 
 Breadth first over the states of a front, its stages and their rings, driven by `stages.py`. A state is left
 by every step that any one of them can take next; a state that is not the end and that none can leave is a deadlock.

@@ -1,7 +1,7 @@
 """Check the exchange of tensor-parallel ranks over all interleavings: no part is read that is being written, none waits for ever.
 
-    python -m tests.simulation.rank_protocol            # 2 to 4 ranks
-    python -m tests.simulation.rank_protocol --faults   # and that known mistakes are found
+    python -m tests.simulation.stages.rank_protocol            # 2 to 4 ranks
+    python -m tests.simulation.stages.rank_protocol --faults   # and that known mistakes are found
 
 The moves are those of `kernels/cpu/fused/rank_sums.py`: a rank writes its part into one of two places, stores the label, counts, waits for
 each peer, compares labels, and reads all parts, one after the other.  Breadth first over the states of all ranks.

@@ -1,6 +1,6 @@
 """A pipeline of simulated stages under the real policy, in every order that a seed draws.
 
-    python -m tests.simulation.stages_world --seconds 60
+    python -m tests.simulation.stages.stages_world --seconds 60
 
 Coordinator, stages and clients take their steps one at a time; which is next is drawn. A stage keeps what it computes in blocks, as a
 model does: a value of each position, a hash of the stage's salt, of what the position is given and of the value before it. The
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from tests.simulation.turns import SimulationFault, TurnsWorld, draw_prompt, run_for_seconds
 from trouper.actors.messages.requests import Admit, RequestOptions
 from trouper.actors.messages.steps import DeviceLost, NewSequence, StepDone, StepPlan
 from trouper.actors.scheduling.policy import Policy
@@ -21,8 +22,6 @@ from trouper.actors.stages import Feedback, is_due, num_ring_entries, sends_toke
 from trouper.config.parallel import max_steps_in_flight
 from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
-
-from .turns import SimulationFault, TurnsWorld, draw_prompt, run_for_seconds
 
 VOCABULARY = 1000
 MAX_KILLS = 8  # of one schedule: slow workers killed more often would never end a step

@@ -1,6 +1,6 @@
 """Replicas of simulated devices under the real policies and routing, in every order that a seed draws.
 
-    python -m tests.simulation.replicas_world --seconds 60
+    python -m tests.simulation.replicas.replicas_world --seconds 60
 
 Clients, plans, answers, losses and returns come one at a time; which is next is drawn. A device that is lost takes its memory and
 all steps with it, and may never come back. Some requests kill each device that computes one of their positions. What every client gets is compared with
@@ -11,6 +11,8 @@ import random
 from collections import Counter, deque
 from typing import Any
 
+from tests.simulation.simulated_device import Conditions, SimulatedDevice, simulated_tokens
+from tests.simulation.turns import SimulationFault, TurnsWorld, draw_prompt, run_for_seconds
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.requests import Admit, RequestOptions
 from trouper.actors.messages.steps import DeviceLost, Sampling, StepFailed
@@ -20,9 +22,6 @@ from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence_table import Shared
 from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
-
-from .simulated_device import Conditions, SimulatedDevice, simulated_tokens
-from .turns import SimulationFault, TurnsWorld, draw_prompt, run_for_seconds
 
 VOCABULARY = 40
 MAX_LOSSES = 8  # drawn ones, of one schedule

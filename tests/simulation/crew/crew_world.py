@@ -9,6 +9,9 @@ from typing import Any
 import anyio
 import msgspec
 
+from tests.simulation.clients import Broken
+from tests.simulation.ports import Watched
+from tests.simulation.world import World, a_grammar, config_of
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import MAX_LOSSES, WorkerState
@@ -18,11 +21,8 @@ from trouper.config.engine_config import EngineConfig
 from trouper.errors import DeviceStartError
 
 from . import crew_oracles
-from .clients import Broken
 from .crew_peers import SimLauncher, SimPeer, WorkerModel
 from .crew_scenario import SIGKILL, CrewScenario
-from .ports import Watched
-from .world import World, a_grammar, config_of
 
 
 class WatchedProcessDevice(Watched, ProcessDevice):

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from .scenario import (
+from tests.simulation.scenario import (
     VOCAB_SIZE,
     Client,
     Dice,

@@ -2,13 +2,14 @@
 
 import pytest
 
-from tests.simulation.replicas_world import ReplicasWorld
 from tests.simulation.turns import first_found, played
 from trouper.actors.scheduling.culprit_search import Quarantine
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.routing import Router
 from trouper.actors.scheduling.state.sequence_table import SequenceTable
+
+from .replicas_world import ReplicasWorld
 
 NUM_SCHEDULES = 500
 
