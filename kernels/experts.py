@@ -66,7 +66,8 @@ class Experts(Protocol):
 class PlainExperts:
     """Experts of arbitrary linear layers, computed one after the other.
 
-    Used for weight formats and shapes that no expert kernel accepts.
+    Used for weight formats and shapes that no expert kernel accepts. Each expert reads only the rows of its own
+    tokens.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts.
 
-    Returns their ids [T, k] int64, the most likely first, and their weights [T, k] float32.
+    Returns their ids [T, k] int64, the most likely first, and their weights [T, k] float32. Ties go to the smaller
+    id, on every device.
     """
     scores_TX = logits_TX.narrow(1, 0, num_experts).float()
     # A stable sort prefers the smaller id if two logits are equal.

@@ -132,7 +132,8 @@ class LoRAWeights(Protocol):
     def clear(self, slot: int) -> None:
         """Empty a slot.
 
-        Its rows get the product of the base layer. The memory stays allocated for the next adapter.
+        Its rows get the product of the base layer. The memory stays allocated for the next adapter. Other slots are
+        not touched.
         """
         ...
 

@@ -251,7 +251,7 @@ class Ops(SharedOps):
     def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         """Normalise in place; rows may be strided.
 
-        Used for the heads of q and k, which are columns of a larger tensor.
+        Used for the heads of q and k, which are columns of a larger tensor. The result replaces the input.
         """
         x_TX.copy_(self.norm(x_TX, weight))
 

@@ -67,7 +67,7 @@ BUDGETS = {
     "actors": Budget(3.5, 25, 25),
     "bench": Budget(4.0, 15, 14),
     "frontends": Budget(3.1, 20, 26),
-    "kernels": Budget(2.5, 18, 20),
+    "kernels": Budget(2.5, 18, 25),
     "scripts": Budget(0.5, 10, 16),
     "trouper": Budget(4.0, 22, 27),
     "docs": Budget(3.0),

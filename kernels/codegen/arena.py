@@ -66,7 +66,8 @@ class Lender(TorchDispatchMode):
     def lent(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return a tensor in the arena if `func` allocates memory, or else None.
 
-        Only allocations without contents are replaced; torch computes everything else itself.
+        Only allocations without contents are replaced; torch computes everything else itself. `func` is an operator
+        of torch.
         """
         if func is torch.ops.aten.empty.memory_format:
             return self._empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())

@@ -50,7 +50,10 @@ class IntegerBuilder(VectorBuilder):
         return self._by_halves(wide, "llvm.x86.avx512.vpdpbusd.256", I32, operands)
 
     def byte_pairs(self, unsigned: Value, signed: Value) -> Value:
-        """Return i16x32 sums of two products of unsigned and signed bytes.  Each sum must fit 16 bits."""
+        """Return i16x32 sums of two products of unsigned and signed bytes.
+
+        Each sum must fit 16 bits.  Without AVX2 they are computed in 16-bit lanes, with the same result.
+        """
         if has_byte_pairs():
             wide = "llvm.x86.avx512.pmaddubs.w.512" if has_wide_byte_pairs() else None
             operands = [(unsigned, I8), (signed, I8)]
@@ -60,7 +63,10 @@ class IntegerBuilder(VectorBuilder):
         return low + (u >> 8 & 0xFF) * (s >> 8)
 
     def lookup_bytes(self, table: Sequence[int], index: Value) -> Value:
-        """Look up the bytes 0 … 15 of `index` in a table of sixteen bytes.  Returns sixteen words of four entries."""
+        """Look up the bytes 0 … 15 of `index` in a table of sixteen bytes.
+
+        Returns sixteen words of four entries.  Without a shuffle instruction the result is the same, but slower.
+        """
         wide = _vector(I8, LANES)
         constant = Value(self, ir.Constant(wide, list(table) * 4))
         if has_byte_pairs():
@@ -143,7 +149,8 @@ _LOWEST, _HIGHEST = -126.0, 127.0
 class MathBuilder(IntegerBuilder):
     """`IntegerBuilder` with elementary functions of vectors: roots, powers and logarithms.
 
-    They are polynomials with coefficients chosen for the precision of float32.
+    They are polynomials with coefficients chosen for the precision of float32. Kernels use them for softmax,
+    activations and sampling.
     """
 
     def sqrt(self, x: Value) -> Value:
@@ -152,7 +159,8 @@ class MathBuilder(IntegerBuilder):
     def exp2(self, x: Value) -> Value:
         """Return 2^x with a relative error of 2e-7.
 
-        Returns 0 below 2^-126 and 2^127 above 2^127; NaN stays NaN.
+        Returns 0 below 2^-126 and 2^127 above 2^127; NaN stays NaN. It is the basis of all exponential functions of
+        kernels.
         """
         bounded = self.select(x > _HIGHEST, _HIGHEST, x)
         if has_scaling():
@@ -170,6 +178,7 @@ class MathBuilder(IntegerBuilder):
         """Return the natural logarithm of positive normal floats.
 
         Other inputs give arbitrary results.  The argument is reduced to about [0.7, 1.4] before the polynomial.
+        Sampling computes its noise with it.
         """
         exponent, half_to_one = self.split_exponent(x)
         is_low = half_to_one < _SQRT_HALF

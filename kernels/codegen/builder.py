@@ -47,7 +47,10 @@ class KernelBuilder(MathBuilder):
 
     @property
     def num_items(self) -> Value:
-        """The number of work items of the call. Threads take items one after the other, so their costs may differ."""
+        """The number of work items of the call.
+
+        Threads take items one after the other, so their costs may differ. `work_items` iterates over their numbers.
+        """
         return self._arguments[2]
 
     def work_items(self, count: Value | None = None) -> Iterator[Value]:
@@ -92,7 +95,8 @@ class KernelBuilder(MathBuilder):
     def call_at(self, address: Value, *arguments: Operand) -> Value:
         """Call a C function at this address.
 
-        It takes integers and addresses and returns an integer.  Kernels use it for system calls.
+        It takes integers and addresses and returns an integer.  Kernels use it for system calls.  The address is an
+        argument of the kernel.
         """
         values = [self.i64(x).ir for x in arguments]
         kind = ir.FunctionType(I64, [I64] * len(values))
@@ -125,7 +129,7 @@ class KernelBuilder(MathBuilder):
     def tile_load(self, tile: int, source: Pointer, stride: Operand) -> None:
         """Load a tile from rows that start `stride` bytes apart.
 
-        The tile's size is that of the configuration in force.  Requires AMX.
+        The tile's size is that of the configuration in force.  Requires AMX.  Rows beyond the tile are not read.
         """
         self._tile("tileloadd64", tile, source.ir, self.i64(stride).ir)
 

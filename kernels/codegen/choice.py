@@ -23,6 +23,8 @@ Choice = Literal["all", "avx-vnni", "avx2", "portable", "torch"]
 def chosen() -> Choice:
     """Return the value of the variable.
 
+    Without the variable it is `all`, the processor's own instructions.
+
     Raises:
         TrouperValidationError: the value is none of the supported words.
     """

@@ -52,7 +52,7 @@ def digest_of(*files: Path) -> str:
 def files_of(*files: Path) -> set[Path]:
     """Return these files and every file of trouper that they import, directly or indirectly.
 
-    Imports are found in the text, so nothing is executed.
+    Imports are found in the text, so nothing is executed. The hash of a kernel covers them.
     """
     found: set[Path] = set()
     waiting = list(files)
@@ -126,7 +126,8 @@ def address_of(name: str, write: Callable[..., None], *options: object) -> tuple
 def cache_folder() -> Path | None:
     """Return the user's private folder for machine code.
 
-    Returns None if no such folder can be created; then every start compiles.
+    Returns None if no such folder can be created; then every start compiles. Each processor and version of llvmlite
+    has its own.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256()

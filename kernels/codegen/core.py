@@ -36,7 +36,10 @@ from trouper.kernels.codegen.units import LANES, Kind
 
 
 class Value:
-    """A number, a vector or a condition at run time.  Python's operators write the instruction for its type."""
+    """A number, a vector or a condition at run time.
+
+    Python's operators write the instruction for its type.  Constants of Python can be an operand of them.
+    """
 
     def __init__(self, code: "CoreBuilder", value: Any) -> None:
         self.code, self._value = code, value
@@ -49,7 +52,8 @@ class Value:
     def type(self) -> Any:
         """The LLVM type of the value.
 
-        Operators use it to choose between instructions for integers, floats and vectors.
+        Operators use it to choose between instructions for integers, floats and vectors. It is known while the kernel
+        is written.
         """
         return self._value.type
 
@@ -116,7 +120,10 @@ Operand = Value | int | float
 
 
 class Var(Value):
-    """A variable at run time: `set` writes it, and every use reads its current value."""
+    """A variable at run time: `set` writes it, and every use reads its current value.
+
+    Loops use variables for everything that changes between repetitions.
+    """
 
     @property
     def ir(self) -> Any:
@@ -131,7 +138,11 @@ class Var(Value):
 
 
 class Pointer:
-    """The address of elements of one kind.  Indices and sums count elements, not bytes."""
+    """The address of elements of one kind.
+
+    Indices and sums count elements, not bytes.  Adding a number gives a pointer; an index loads or stores one
+    element.
+    """
 
     def __init__(self, code: "CoreBuilder", value: Any, kind: Kind) -> None:
         self.code, self.ir = code, value
@@ -146,7 +157,7 @@ class Pointer:
     def of(self, kind: Kind) -> "Pointer":
         """Return the same address as a pointer to elements of another kind.
 
-        Indices then count elements of that kind.
+        Indices then count elements of that kind. It costs no instruction, and allows other reads of the same memory.
         """
         return Pointer(self.code, self.ir, kind)
 
@@ -160,7 +171,8 @@ class Pointer:
     def load(self, index: Operand = 0) -> Value:
         """Load sixteen elements from `index` on.
 
-        Floats become f32x16, and integers of any width i32x16.  The address need not be aligned.
+        Floats become f32x16, and integers of any width i32x16.  The address need not be aligned.  Reading must stay
+        inside the array.
         """
         if self.kind == "bf16":
             halves = Value(
@@ -175,7 +187,8 @@ class Pointer:
     def store(self, index: Operand, x: Value) -> None:
         """Store sixteen elements, converted to the pointer's kind.
 
-        Floats are rounded to bfloat16, and integers keep their lowest bits.
+        Floats are rounded to bfloat16, and integers keep their lowest bits. The address need not be aligned to a
+        vector.
         """
         if self.kind == "bf16":
             self._store(index, self.code.round_bf16(x))
@@ -188,7 +201,8 @@ class Pointer:
     def load_bytes(self, index: Operand = 0) -> Value:
         """Load thirty-two bytes, sign-extended to i16x32.
 
-        It prepares byte weights for products with 16-bit integers.
+        It prepares byte weights for products with 16-bit integers. The address need not be aligned, but all bytes
+        must exist.
         """
         raw = self._load(index, ir.VectorType(ELEMENTS["i8"], 2 * LANES))
         return Value(self.code, self.code.builder.sext(raw, I16X32))
@@ -202,7 +216,8 @@ class Pointer:
     def store_lanes(self, index: Operand, x: Value) -> None:
         """Store a vector of any length without conversion.
 
-        The number of bytes is the vector's own, whatever the pointer's kind.
+        The number of bytes is the vector's own, whatever the pointer's kind. It stores results of `pack_bf16`, for
+        example.
         """
         self._store(index, x.ir)
 
@@ -224,7 +239,10 @@ class Pointer:
 
 
 class CoreBuilder:
-    """A C function with one argument, a pointer to int64, during its construction.  `launch.py` describes the arguments."""
+    """A C function with one argument, a pointer to int64, during its construction.
+
+    `launch.py` describes the arguments.  Its methods append instructions; nothing is executed.
+    """
 
     def __init__(self, name: str) -> None:
         self.module: Any = ir.Module()
@@ -238,7 +256,10 @@ class CoreBuilder:
         self._arguments = Pointer(self, self._function.args[0], "i64")
 
     def finish(self) -> str:
-        """Return the text of the LLVM module. It ends the function, so nothing can be added afterwards."""
+        """Return the text of the LLVM module.
+
+        It ends the function, so nothing can be added afterwards. The compiler translates it to machine code.
+        """
         self.builder.ret_void()
         self._variables.branch(self._body)
         return str(self.module)
@@ -273,7 +294,8 @@ class CoreBuilder:
     def while_(self, variable: Var, limit: Operand) -> Iterator[None]:
         """Repeat the block while variable < limit.
 
-        The block must change the variable.  The condition is tested before each repetition.
+        The block must change the variable.  The condition is tested before each repetition.  It is a loop of the
+        kernel, not of Python.
         """
         with self._repeated() as leave_unless:
             leave_unless(variable < limit)
@@ -303,6 +325,7 @@ class CoreBuilder:
         """Create a variable.
 
         A Python float becomes a float32, and an int an integer of 64 bits.  LLVM turns variables into registers.
+        `set` changes it later.
         """
         first = self._value(value)
         variable = Var(self, self._variables.alloca(first.ir.type))
@@ -342,20 +365,23 @@ class CoreBuilder:
         return Value(self, self.builder.fptrunc(wide, F32))
 
     def f32x16(self, x: Operand) -> Value:
-        """Broadcast one float to all sixteen lanes. A Python number becomes a constant of the machine code."""
+        """Broadcast one float to all sixteen lanes.
+
+        A Python number becomes a constant of the machine code. The lanes are equal until an operation changes them.
+        """
         return self.like(Value(self, ir.Constant(F32X16, ir.Undefined)), x)
 
     def i32x16(self, x: Operand) -> Value:
         """Broadcast one 32-bit integer to all sixteen lanes.
 
-        A Python number becomes a constant of the machine code.
+        A Python number becomes a constant of the machine code. It is usually the other operand of an operator.
         """
         return self.like(Value(self, ir.Constant(I32X16, ir.Undefined)), x)
 
     def i16x32(self, x: Operand) -> Value:
         """Broadcast one 16-bit integer to all thirty-two lanes.
 
-        A Python number becomes a constant of the machine code.
+        A Python number becomes a constant of the machine code. It is usually the other operand of an operator.
         """
         return self.like(Value(self, ir.Constant(I16X32, ir.Undefined)), x)
 
@@ -363,7 +389,10 @@ class CoreBuilder:
         return Pointer(self, self.builder.inttoptr(address.ir, POINTER), kind)
 
     def like(self, model: Value, x: Operand) -> Value:
-        """Convert `x` to the type of `model`.  A number or an element is broadcast to all lanes."""
+        """Convert `x` to the type of `model`.
+
+        A number or an element is broadcast to all lanes.  Operators call it, so their operands can be plain numbers.
+        """
         kind = model.type
         element = kind.element if isinstance(kind, ir.VectorType) else kind
         if not isinstance(x, Value):
@@ -394,7 +423,8 @@ class CoreBuilder:
     def compare(self, operator: str, a: Value, b: Operand) -> Value:
         """Compare numbers or vectors, lane by lane.
 
-        A comparison with NaN is false.  `operator` is Python's spelling, such as "<".
+        A comparison with NaN is false.  `operator` is Python's spelling, such as "<".  The result is one condition,
+        or one for each lane.
         """
         x, y, is_float = self._pair(a, b)
         compare = self.builder.fcmp_ordered if is_float else self.builder.icmp_signed
@@ -412,7 +442,7 @@ class CoreBuilder:
     def maximum(self, a: Operand, b: Operand) -> Value:
         """Return the larger operand, or b if a is NaN.
 
-        The order of operands therefore decides whether NaN is propagated.
+        The order of operands therefore decides whether NaN is propagated. It is two instructions at most.
         """
         a = self._value(a)
         return self.select(a > b, a, b)
@@ -439,14 +469,17 @@ class CoreBuilder:
     def round_bf16(self, x: Value) -> Any:
         """Round sixteen floats to bfloat16, half a register.
 
-        Ties are rounded to even, with or without the processor's own instruction.
+        Ties are rounded to even, with or without the processor's own instruction. The result is a raw value of LLVM.
         """
         if has_bf16_dot():
             return self.builder.fptrunc(x.ir, ir.VectorType(BFloat16(), LANES))
         return self.builder.trunc((self._rounded_bits(x) >> 16).ir, I16X16)
 
     def rounded(self, x: Value, kind: Kind) -> Value:
-        """Return the sixteen floats that a store to memory of this kind and a load would give."""
+        """Return the sixteen floats that a store to memory of this kind and a load would give.
+
+        Kernels that keep numbers in registers thus get the same bits.
+        """
         if kind != "bf16":
             return x
         if has_bf16_dot():

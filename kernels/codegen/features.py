@@ -23,7 +23,7 @@ BEYOND_AVX2 = ("avx512", "avx10", "amx", "avxvnni", "avxifma", "avxneconvert", "
 def has_bf16_dot() -> bool:
     """Test for AVX512-BF16: it multiplies pairs of bfloat16 and rounds to bfloat16.
 
-    Kernels for bfloat16 are otherwise computed in float32 or with integers.
+    Kernels for bfloat16 are otherwise computed in float32 or with integers. It is part of AVX-512 on newer servers.
     """
     return _has("avx512bf16")
 
@@ -31,7 +31,7 @@ def has_bf16_dot() -> bool:
 def has_fma() -> bool:
     """Test whether one instruction multiplies and adds vectors.
 
-    Products are left to torch on processors without it.
+    Products are left to torch on processors without it. It exists in all processors with AVX2 and in AVX-512.
     """
     return _has("fma") and (_has("avx2") or _has("avx512f"))
 
@@ -39,18 +39,25 @@ def has_fma() -> bool:
 def has_permutations() -> bool:
     """Test whether one instruction permutes the thirty-two 16-bit integers of a register.
 
-    Layouts with small tables of weights need it.
+    Layouts with small tables of weights need it. It belongs to AVX512-BW.
     """
     return _has("avx512bw")
 
 
 def has_scaling() -> bool:
-    """Test for the AVX-512 instructions that split a float into exponent and fraction, and join them."""
+    """Test for the AVX-512 instructions that split a float into exponent and fraction, and join them.
+
+    Otherwise `exp2` builds the power of two from bits.
+    """
     return _has("avx512dq")
 
 
 def has_byte_pairs() -> bool:
-    """Test for AVX2: one instruction multiplies bytes and adds neighbouring products, another does so for 16-bit integers."""
+    """Test for AVX2: one instruction multiplies bytes and adds neighbouring products, another does so for 16-bit
+    integers.
+
+    They are the basis of integer products without VNNI.
+    """
     return _has("avx2")
 
 
@@ -63,14 +70,17 @@ def has_wide_byte_pairs() -> bool:
 
 
 def has_byte_dots() -> bool:
-    """Test for VNNI: it adds the products of four bytes, or of two 16-bit integers, to 32 bits."""
+    """Test for VNNI: it adds the products of four bytes, or of two 16-bit integers, to 32 bits.
+
+    It replaces two instructions of `has_byte_pairs` by one.
+    """
     return _has("avxvnni") or has_wide_byte_dots()
 
 
 def has_wide_byte_dots() -> bool:
     """Test for VNNI on a register of 64 bytes.
 
-    Otherwise each half of a register is processed with the narrower instruction.
+    Otherwise each half of a register is processed with the narrower instruction. It is AVX512-VNNI.
     """
     return _has("avx512vnni")
 
@@ -78,7 +88,7 @@ def has_wide_byte_dots() -> bool:
 def num_registers() -> int:
     """Return how many vectors of sixteen floats the processor's registers hold.
 
-    Blocks of products are chosen so that their sums stay in registers.
+    Blocks of products are chosen so that their sums stay in registers. Older processors have half as many.
     """
     return 32 if _has("avx512f") else 8
 
@@ -87,7 +97,8 @@ def num_registers() -> int:
 def has_tiles() -> bool:
     """Test for AMX with bfloat16, and request permission to use it.
 
-    Linux grants the permission once for all threads of the process.
+    Linux grants the permission once for all threads of the process. The result is the same for the life of the
+    process.
     """
     if not (has_bf16_dot() and _has("amx-tile") and _has("amx-bf16")):
         return False

@@ -16,7 +16,7 @@ I16_LANES = 2 * LANES
 class BFloat16(ir.Type):
     """The LLVM type bfloat, which llvmlite does not define.
 
-    It is needed for the signatures of the processor's bfloat16 instructions.
+    It is needed for the signatures of the processor's bfloat16 instructions. Memory holds it as 16-bit integers.
     """
 
     def _to_string(self) -> str:
@@ -47,10 +47,16 @@ SIZES = {"bf16": 2, "f32": 4, "i64": 8, "i32": 4, "i16": 2, "i8": 1}
 
 
 def signed(x: int, width: int) -> int:
-    """Return the signed number with the same bits as x: LLVM's form of a constant of this width."""
+    """Return the signed number with the same bits as x: LLVM's form of a constant of this width.
+
+    LLVM would refuse the unsigned form, for example of 0xFFFF.
+    """
     return (x + 2 ** (width - 1)) % 2**width - 2 ** (width - 1)
 
 
 def rounded_f32(x: float) -> float:
-    """Return the nearest float32 of a Python float. LLVM accepts only constants that are exact in their type."""
+    """Return the nearest float32 of a Python float.
+
+    LLVM accepts only constants that are exact in their type. Kernels compute with it from then on.
+    """
     return struct.unpack("f", struct.pack("f", x))[0]

@@ -33,17 +33,20 @@ _made: "dict[tuple[object, ...], Kernel]" = {}
 class Recorder(Protocol):
     """Receives launches instead of running them; see `recording.Recording`.
 
-    A protocol keeps this module independent of recordings.
+    A protocol keeps this module independent of recordings. Only the thread that records passes its launches to it.
     """
 
     def add(self, address: int, num_threads: int, arguments: tuple[int, ...]) -> None:
-        """Append one launch of a kernel, with its address, number of threads and arguments."""
+        """Append one launch of a kernel, with its address, number of threads and arguments.
+
+        The arguments are the numbers that the kernel will receive again.
+        """
         ...
 
     def keep(self, memory: object) -> None:
         """Keep memory alive to which a launch refers by its address.
 
-        Python would otherwise free it before the recording is repeated.
+        Python would otherwise free it before the recording is repeated. It is released together with the recording.
         """
         ...
 
@@ -51,7 +54,7 @@ class Recorder(Protocol):
 class Kernel:
     """A compiled kernel that can be called like a Python function.
 
-    It keeps the machine code alive, because ctypes does not.
+    It keeps the machine code alive, because ctypes does not. Calls run on torch's threads.
     """
 
     __slots__ = ("_address", "_call", "_code", "name")
@@ -87,7 +90,7 @@ class Kernel:
 def compiled(write: Callable[..., None], *options: object) -> Kernel:
     """Return the kernel that `write(code, *options)` writes.
 
-    It is compiled once in a process, and loaded from disk if it was compiled before.
+    It is compiled once in a process, and loaded from disk if it was compiled before. Several threads may call it.
     """
     from trouper.kernels.codegen.compiler import address_of
 
@@ -101,14 +104,17 @@ def compiled(write: Callable[..., None], *options: object) -> Kernel:
 
 
 def float_bits(x: float) -> int:
-    """Return the bits of a float64 as an integer, the form in which kernels receive floats."""
+    """Return the bits of a float64 as an integer, the form in which kernels receive floats.
+
+    `CoreBuilder.f32_argument` converts them back inside of the kernel.
+    """
     return struct.unpack("q", struct.pack("d", x))[0]
 
 
 def scratch(num_bytes: int) -> int:
     """Return the address of this thread's scratch memory, aligned to cache lines.
 
-    The content is valid until the thread's next call.
+    The content is valid until the thread's next call. Recordings keep it alive for their own launches.
     """
     held: ctypes.Array[Any] | None = getattr(_local, "scratch", None)
     if held is None or len(held) < num_bytes + 64:
@@ -123,7 +129,7 @@ def scratch(num_bytes: int) -> int:
 def recorded_by(recorder: Recorder) -> Generator[None]:
     """Pass this thread's launches to `recorder` inside the block.
 
-    No kernel runs meanwhile, so their outputs have no meaning.
+    No kernel runs meanwhile, so their outputs have no meaning. Other threads launch as usual.
     """
     _local.recorder = recorder
     try:
@@ -134,7 +140,10 @@ def recorded_by(recorder: Recorder) -> Generator[None]:
 
 @functools.cache
 def address_in_torch(name: str) -> int:
-    """Return the address of a C function in libtorch_cpu or one of its libraries, or 0 if it does not exist."""
+    """Return the address of a C function in libtorch_cpu or one of its libraries, or 0 if it does not exist.
+
+    Kernels are launched by functions of torch's own OpenMP library.
+    """
     import torch
 
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"

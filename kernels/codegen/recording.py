@@ -75,12 +75,16 @@ class Recording(Generic[Result]):
     def add(self, address: int, num_threads: int, arguments: tuple[int, ...]) -> None:
         """Append a launch.
 
-        Kernels call this during the recording. Arguments are copied, so addresses in them must stay valid.
+        Kernels call this during the recording. Arguments are copied, so addresses in them must stay valid. The kernel
+        runs only when it is repeated.
         """
         self._launches.append((address, num_threads, arguments))
 
     def keep(self, memory: object) -> None:
-        """Keep memory alive to which a kernel refers by its address. It is freed together with the recording."""
+        """Keep memory alive to which a kernel refers by its address.
+
+        It is freed together with the recording. Scratch memory and plans are kept in this way.
+        """
         self._kept.append(memory)
 
     def replay(self) -> None:

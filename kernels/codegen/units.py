@@ -46,7 +46,10 @@ def is_available() -> bool:
 
 
 def kind_of(dtype: "torch.dtype") -> Kind | None:
-    """Return the kernels' name of a dtype, or None if the kernels of this machine do not support it."""
+    """Return the kernels' name of a dtype, or None if the kernels of this machine do not support it.
+
+    Torch computes all other dtypes, such as float16.
+    """
     kinds: dict[str, Kind] = {"torch.bfloat16": "bf16", "torch.float32": "f32"}
     kind = kinds.get(str(dtype))
     return kind if can_multiply() or (kind == "f32" and is_available()) else None
@@ -62,7 +65,10 @@ def row_kind(dtype: "torch.dtype", width: int, *, native: bool | None = None) ->
 
 
 def can_multiply() -> bool:
-    """Test whether compiled products are faster than torch's in both dtypes. This is the case with AVX2 or more."""
+    """Test whether compiled products are faster than torch's in both dtypes.
+
+    This is the case with AVX2 or more. Otherwise torch computes products.
+    """
     if not is_available():
         return False
     from trouper.kernels.codegen.features import has_fma
@@ -71,7 +77,10 @@ def can_multiply() -> bool:
 
 
 def can_decode() -> bool:
-    """Test whether weights of few bits can be decoded as fast as memory delivers them: with AVX512-BF16."""
+    """Test whether weights of few bits can be decoded as fast as memory delivers them: with AVX512-BF16.
+
+    Otherwise products with rounded rows are used for them.
+    """
     if not is_available():
         return False
     from trouper.kernels.codegen.features import has_bf16_dot
@@ -101,7 +110,7 @@ def integer_unit(fmt: Format, *, has_tiles: bool = True) -> Literal["dots", "til
 def bf16_unit() -> Literal["dots", "tiles"]:
     """Return the instructions that multiply bfloat16 on this machine.
 
-    Tiles are AMX; dots are AVX512-BF16, or a replacement by FMAs.
+    Tiles are AMX; dots are AVX512-BF16, or a replacement by FMAs. It does not change within a process.
     """
     from trouper.kernels.codegen.features import has_tiles
 

@@ -28,17 +28,21 @@ from trouper.kernels.codegen.units import LANES
 class VectorBuilder(CoreBuilder):
     """`CoreBuilder` with instructions on whole vectors: conversions, permutations, masks and reductions.
 
-    A vector has sixteen lanes of 32 bits or thirty-two of 16.
+    A vector has sixteen lanes of 32 bits or thirty-two of 16. Each method is one instruction if the processor has it.
     """
 
     def fma(self, a: Operand, b: Value, c: Value) -> Value:
-        """Return a · b + c, rounded once. The order of roundings is therefore the same on all processors with FMA."""
+        """Return a · b + c, rounded once.
+
+        The order of roundings is therefore the same on all processors with FMA. `a` may be a plain number.
+        """
         return self._intrinsic("llvm.fma.v16f32", F32X16, self.like(c, a).ir, b.ir, c.ir)
 
     def dot(self, a: Value, b: Value, c: Value) -> Value:
         """Return c + the two products of each pair of bfloat16.
 
-        Uses the processor's bfloat16 instruction, or else two FMAs.
+        Uses the processor's bfloat16 instruction, or else two FMAs. The products are exact, and the sum is rounded to
+        float32.
         """
         if not has_bf16_dot():
             (a_low, a_high), (b_low, b_high) = self.unpack_bf16(a), self.unpack_bf16(b)
@@ -47,7 +51,11 @@ class VectorBuilder(CoreBuilder):
         return self._intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", F32X16, c.ir, x, y)
 
     def interleave_bf16(self, low: Value, high: Value) -> Value:
-        """Round two vectors to bfloat16.  Returns pairs: lane i holds the numbers of lane i of both."""
+        """Round two vectors to bfloat16.
+
+        Returns pairs: lane i holds the numbers of lane i of both.  It is the operand form of `dot`, with two inputs
+        in one word.
+        """
         if not has_bf16_dot():
             return self._rounded_bits(low) >> 16 & 0xFFFF | self._rounded_bits(high) & -0x10000
         both = self.as_i16x32(self.pack_bf16(low, high))
@@ -62,7 +70,11 @@ class VectorBuilder(CoreBuilder):
         return self.as_f32x16(words << 16), self.as_f32x16(words & -0x10000)
 
     def pack_bf16(self, first: Value, second: Value) -> Value:
-        """Round two vectors to bfloat16.  Returns thirty-two numbers: the first sixteen, then the second."""
+        """Round two vectors to bfloat16.
+
+        Returns thirty-two numbers: the first sixteen, then the second.  It is the order of numbers in memory, so the
+        result can be stored at once.
+        """
         if not has_bf16_dot():
             low, high = (Value(self, self.round_bf16(x)) for x in (first, second))
             whole = self.shuffle(low, high, range(I16_LANES))
@@ -76,13 +88,19 @@ class VectorBuilder(CoreBuilder):
         return Value(self, self.builder.sitofp(integers.ir, F32X16))
 
     def split_exponent(self, x: Value) -> tuple[Value, Value]:
-        """Split positive normal floats into f · 2^e.  Returns e as i32x16 and f in [½, 1) as f32x16."""
+        """Split positive normal floats into f · 2^e.
+
+        Returns e as i32x16 and f in [½, 1) as f32x16.  Logarithms begin with this step.
+        """
         bits = self.as_i32x16(x)
         f = self.as_f32x16((bits & 0x7FFFFF) | 0x3F000000)
         return (bits >> 23) - 126, f
 
     def lane(self, x: Value, i: int) -> Value:
-        """Return one lane of a vector as a number. The index is known when the kernel is written."""
+        """Return one lane of a vector as a number.
+
+        The index is known when the kernel is written. Vectors of any type are allowed.
+        """
         return Value(self, self.builder.extract_element(x.ir, I32(i)))
 
     def lane_ids(self) -> Value:
@@ -90,12 +108,18 @@ class VectorBuilder(CoreBuilder):
         return Value(self, ir.Constant(I32X16, list(range(LANES))))
 
     def round_i32x16(self, x: Value) -> Value:
-        """Round floats to the nearest integers, ties to even. Numbers beyond 32 bits give arbitrary results."""
+        """Round floats to the nearest integers, ties to even.
+
+        Numbers beyond 32 bits give arbitrary results. Quantization of rows to integers uses it.
+        """
         whole = self._intrinsic("llvm.rint.v16f32", F32X16, x.ir)
         return Value(self, self.builder.fptosi(whole.ir, I32X16))
 
     def lookup_bf16(self, table: Sequence[float], index: Value) -> Value:
-        """Look up pairs of bfloat16: the lowest five bits of each half are the index in a table of 32."""
+        """Look up pairs of bfloat16: the lowest five bits of each half are the index in a table of 32.
+
+        The other bits of an index are ignored.
+        """
         entries = [struct.unpack("i", struct.pack("f", x))[0] >> 16 for x in table]
         constant = Value(self, ir.Constant(I16X32, entries))
         found = self.permute(constant, self.as_i16x32(index))
@@ -104,7 +128,7 @@ class VectorBuilder(CoreBuilder):
     def truncate(self, x: Value, kind: Literal["i32", "i16", "i8"]) -> Value:
         """Keep the lowest bits of an integer.
 
-        The result has the given width, and is stored with a pointer of this kind.
+        The result has the given width, and is stored with a pointer of this kind. Vectors are truncated lane by lane.
         """
         return Value(self, self.builder.trunc(x.ir, ELEMENTS[kind]))
 
@@ -119,7 +143,7 @@ class VectorBuilder(CoreBuilder):
     def permute(self, table: Value, indices: Value) -> Value:
         """Return table[index mod 32] for each of thirty-two 16-bit indices.
 
-        It is one instruction on processors with AVX512-BW.
+        It is one instruction on processors with AVX512-BW. Other processors go through memory.
         """
         # Only tests get here: without the instruction no layout with tables is chosen.
         if not has_permutations():
@@ -135,21 +159,24 @@ class VectorBuilder(CoreBuilder):
     def any(self, conditions: Value) -> Value:
         """Test whether any of sixteen or thirty-two conditions holds.
 
-        The result is one condition, for `when` or `select`.
+        The result is one condition, for `when` or `select`. A kernel can skip rare work with it.
         """
         return self.compare("!=", self._bits(conditions), 0)
 
     def count(self, conditions: Value) -> Value:
         """Count the conditions that hold, among sixteen.
 
-        Together with `compress` it appends selected lanes to an array.
+        Together with `compress` it appends selected lanes to an array. The number is an integer of 64 bits.
         """
         bits = self._bits(conditions)
         number = self._intrinsic("llvm.ctpop.i16", I16, bits.ir)
         return Value(self, self.builder.zext(number.ir, I64))
 
     def compress(self, x: Value, conditions: Value) -> Value:
-        """Move the lanes that satisfy their condition to the front, in order.  The other lanes are arbitrary."""
+        """Move the lanes that satisfy their condition to the front, in order.
+
+        The other lanes are arbitrary.  `count` gives the number of lanes that are valid afterwards.
+        """
         rest = ir.Constant(F32X16, ir.Undefined)
         name = "llvm.experimental.vector.compress.v16f32"
         return self._intrinsic(name, F32X16, x.ir, conditions.ir, rest)
@@ -161,7 +188,7 @@ class VectorBuilder(CoreBuilder):
     def reduce_sum(self, x: Value) -> Value:
         """Add all lanes by folding halves.
 
-        The order is the same on every machine, so sums are reproducible bit for bit.
+        The order is the same on every machine, so sums are reproducible bit for bit. The result is one float.
         """
         return self._horizontal(x, lambda a, b: a + b)
 
@@ -181,7 +208,7 @@ class VectorBuilder(CoreBuilder):
     def shuffle(self, a: Value, b: Value, indices: Sequence[int]) -> Value:
         """Return the lanes `indices` of the concatenation of a and b.
 
-        The indices are known when the kernel is written.
+        The indices are known when the kernel is written. `a` and `b` have the same type.
         """
         mask = ir.Constant(ir.VectorType(I32, len(indices)), list(indices))
         return Value(self, self.builder.shuffle_vector(a.ir, b.ir, mask))
@@ -211,7 +238,8 @@ class VectorBuilder(CoreBuilder):
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """Return the sixteen columns of sixteen rows.
 
-        Four rounds of exchanges take 64 instructions, instead of 256 single loads.
+        Four rounds of exchanges take 64 instructions, instead of 256 single loads. Packing of weights into panels
+        uses it.
         """
         vectors = [Value(self, row.ir) for row in rows]
         for distance in (8, 4, 2, 1):

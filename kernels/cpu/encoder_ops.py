@@ -40,7 +40,7 @@ from trouper.kernels.cpu.memory import num_threads_for
 class TokenEmbedding:
     """The embedding tables of an encoder, and the kernel that adds their rows.
 
-    Words, positions and token types are added in one launch.
+    Words, positions and token types are added in one launch. Missing tables are skipped.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class TokenEmbedding:
 class LayerNorm:
     """One layer norm: its weights, and the kernel that applies them.
 
-    The weights are kept in float32, whatever the dtype of the rows.
+    The weights are kept in float32, whatever the dtype of the rows. The bias is optional.
     """
 
     def __init__(

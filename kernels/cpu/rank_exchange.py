@@ -137,7 +137,10 @@ class RankExchange:
         return z_TE
 
     def sum(self, y_TE: Tensor) -> Tensor:
-        """Return the sum of all ranks' y. Ranks add in the same order, so all of them get the same bits."""
+        """Return the sum of all ranks' y.
+
+        Ranks add in the same order, so all of them get the same bits. It waits for all other ranks.
+        """
         return self.fused_add_norm(None, y_TE)
 
     def norm_heads_(

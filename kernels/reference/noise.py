@@ -40,7 +40,11 @@ def gumbel(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> T
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two uint32 words for each row.  Both depend on all 64 bits of the seed and on the position."""
+    """Return two uint32 words for each row.
+
+    Both depend on all 64 bits of the seed and on the position.  Hashed with a token id they give the noise of this
+    token.
+    """
     low, high = (seeds & 0xFFFFFFFF).astype(np.uint32), (seeds >> 32).astype(np.uint32)
     zero = np.uint32(0)
     mixed = hash32(hash32(positions.astype(np.uint32), low, high), high, low)

@@ -66,7 +66,7 @@ def unit_of(kind: Kind, width: int) -> Unit:
 def scratch_bytes(group: int, width: int) -> int:
     """Count the bytes of scratch memory that each thread needs.
 
-    They hold queries, scores and sums of the tokens of one span.
+    They hold queries, scores and sums of the tokens of one span. It does not depend on the context's length.
     """
     return -(-4 * MOST_TOKENS * group * (2 * width + KEYS + 2) // 64) * 64 + 64
 

@@ -77,7 +77,10 @@ class Tile:
         self._lies_at(code.i64(0))
 
     def part(self, number: Value) -> Self:
-        """Return a part of the tile: the same memory with its own queries and sums."""
+        """Return a part of the tile: the same memory with its own queries and sums.
+
+        Each part has its own softmax state.
+        """
         part = copy.copy(self)
         part._lies_at(number)
         return part
@@ -92,7 +95,7 @@ class Tile:
     def begun(self) -> "contextlib.AbstractContextManager[None]":
         """Configure the state that all tiles of a call share.
 
-        Only AMX needs it; other units return an empty context.
+        Only AMX needs it; other units return an empty context. Blocks of one call run inside it.
         """
         return contextlib.nullcontext()
 
@@ -107,7 +110,10 @@ class Tile:
         return (count * self.group + (step - 1)) // step * step
 
     def read_queries(self, q: Pointer, stride: Value, count: Value) -> None:
-        """Write queries [cells, side] from rows (token, head of the group), padded with zeros."""
+        """Write queries [cells, side] from rows (token, head of the group), padded with zeros.
+
+        Tokens of several heads become rows of one tile.
+        """
         code, width, size = self.code, self.width, self.group * self.width
         plain = self.keys.of(self.kind)
         num_rows, padded = count * self.group, self.padded_rows(count)
@@ -136,12 +142,17 @@ class Tile:
             self.sums.store(i, code.f32x16(0.0))
 
     def add_sinks(self, sinks: Pointer, count: Value) -> None:
-        """Start with the sinks of the group's heads as keys: each has weight one and no value."""
+        """Start with the sinks of the group's heads as keys: each has weight one and no value.
+
+        The softmax then includes them.
+        """
         for r in self.code.loop(0, count * self.group):
             self.largest[r], self.totals[r] = sinks[r % self.group] * LOG2_E, 1.0
 
     def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
         """Write keys [≤ side, PITCH], with zeros up to a multiple of 8.
+
+        They are read from the paged cache once.
 
         Args:
             row_of: returns the address of key i.
@@ -156,7 +167,10 @@ class Tile:
                 keys.store(i * pitch + d, code.f32x16(0.0))
 
     def stage_values(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
-        """Write values [≤ side, D]; for bfloat16, words that pair the values of two consecutive positions."""
+        """Write values [≤ side, D]; for bfloat16, words that pair the values of two consecutive positions.
+
+        They are read from the paged cache once for all queries of the tile.
+        """
         code, width = self.code, self.width
         for i in code.loop(0, count, self.per_cell):
             row = row_of(i)
@@ -173,7 +187,7 @@ class Tile:
     def write_scores(self, num_rows: Value, count: Value) -> None:
         """Write scores [count, side] = keys · queries.
 
-        `softmax` converts them to weights, and `add_values` uses these.
+        `softmax` converts them to weights, and `add_values` uses these. Scores are not scaled yet.
         """
         code = self.code
         for r in code.loop(0, num_rows, self.num_lanes):
@@ -238,7 +252,7 @@ class Tile:
     def add_values(self, num_rows: Value, count: Value) -> None:
         """Add valuesᵀ · weights to sums [D, side].
 
-        The sums of all tiles of keys, divided by the totals, are the output.
+        The sums of all tiles of keys, divided by the totals, are the output. They are kept in float32.
         """
         code, steps = self.code, (count + (self.per_cell - 1)) // self.per_cell
         for r in code.loop(0, num_rows, self.num_lanes):
@@ -273,7 +287,11 @@ class Tile:
 
 
 class AmxTile(Tile):
-    """A tile of bfloat16 that AMX multiplies.  Cells of queries and keys are padded with zeros to a multiple of sixteen."""
+    """A tile of bfloat16 that AMX multiplies.
+
+    Cells of queries and keys are padded with zeros to a multiple of sixteen.  Other operations are those of the plain
+    tile.
+    """
 
     num_lanes = 2 * TILE
 
@@ -294,7 +312,11 @@ class AmxTile(Tile):
                 self.queries.store(c * self.side + r, self.code.i32x16(0))
 
     def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
-        """Write keys.  Scores of keys beyond the last are computed from arbitrary memory and never read."""
+        """Write keys.
+
+        Scores of keys beyond the last are computed from arbitrary memory and never read.  Keys are copied from the
+        paged cache, padded to whole cells.
+        """
         code, whole = self.code, self._cells // LANES * LANES
         for i in code.loop(0, count):
             row = row_of(i).of("i32")
@@ -323,7 +345,10 @@ class AmxTile(Tile):
                     self.values.store((d + i) * (self.side // 2) + first // 2, column)
 
     def write_scores(self, num_rows: Value, count: Value) -> None:
-        """Write scores, for two tiles of keys by two tiles of queries at a time."""
+        """Write scores, for two tiles of keys by two tiles of queries at a time.
+
+        The four sums stay in tile registers until all cells are multiplied.
+        """
         code = self.code
         for r in code.loop(0, num_rows, 2 * TILE):
             for key in code.loop(0, count, 2 * TILE):

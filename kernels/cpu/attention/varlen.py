@@ -43,7 +43,8 @@ class Group(NamedTuple):
     def end(self) -> int:
         """Return the index of the first token behind the group.
 
-        The next group begins there, because groups follow each other without padding.
+        The next group begins there, because groups follow each other without padding. Offsets count tokens of the
+        flat batch.
         """
         return self.first + self.num_sequences * self.length
 
@@ -63,13 +64,16 @@ def is_native(dtype: torch.dtype, width: int) -> bool:
 def positions_of(groups: Sequence[Group]) -> np.ndarray:
     """Return the position of each token in its sequence, [T] int64.
 
-    All sequences of a group have one length, so the positions repeat.
+    All sequences of a group have one length, so the positions repeat. It is the index for tables of positions.
     """
     return np.concatenate([np.tile(np.arange(g.length), g.num_sequences) for g in groups])
 
 
 def tiles_of(groups: Sequence[Group]) -> np.ndarray:
-    """Return [P, 4] int64: first token and number of keys of a sequence, first query, number of queries."""
+    """Return [P, 4] int64: first token and number of keys of a sequence, first query, number of queries.
+
+    Each row is one work item of the attention kernel.
+    """
     return np.array(
         [
             (group.first + i * group.length, group.keys, query, min(ROWS, group.length - query))
@@ -173,7 +177,10 @@ def varlen_attention_reference(
     window: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute one sequence after the other in float64, with all scores at once. Tests compare the kernels with it."""
+    """Compute one sequence after the other in float64, with all scores at once.
+
+    Tests compare the kernels with it. It is slow and simple on purpose.
+    """
     outs: list[Tensor] = []
     for group in groups:
         first, num, length, _ = group

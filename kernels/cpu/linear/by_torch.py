@@ -73,7 +73,7 @@ class OneDNNLinear(LinearMethod):
 class PlainLinear(LinearMethod):
     """torch's own product with a weight in the layout of checkpoints.
 
-    It supports every dtype and shape, so it is the last choice.
+    It supports every dtype and shape, so it is the last choice. Its results may depend on the number of rows.
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:

@@ -85,7 +85,8 @@ class CompressedLinear(LinearMethod):
     def pack(cls, weight: Tensor, bias_O: Tensor | None = None) -> LinearMethod:
         """Compress a weight to twelve bits a number, without loss.
 
-        A weight with too many different exponents becomes a `DenseLinear` instead.
+        A weight with too many different exponents becomes a `DenseLinear` instead. Both multiply with exactly the
+        given numbers.
         """
         num_out, num_in = weight.shape
         packed = _compressed(weight)
@@ -145,7 +146,7 @@ def weight_words(num_out: int, num_in: int) -> int:
 def scratch_bytes(num_rows: int, num_in: int, unit: Unit) -> int:
     """Count the bytes of scratch memory that a thread needs.
 
-    Products with few rows decode in registers and need none.
+    Products with few rows decode in registers and need none. With many rows a thread decodes panels to it once.
     """
     shape = COMPRESSED_BLOCKINGS[unit]
     if num_rows <= shape.most_few:

@@ -94,7 +94,7 @@ class IntegerLinear(LinearMethod):
     def pack(cls, weight: Tensor | IntegerWeight, bias_O: Tensor | None = None) -> Self:
         """Round a plain bfloat16 matrix, or pack the integers of a checkpoint without rounding.
 
-        Both then have the same layout and kernels.
+        Both then have the same layout and kernels. The format is the class's.
         """
         if isinstance(weight, IntegerWeight):
             num_out, num_in = weight.q_OI.shape

@@ -137,7 +137,7 @@ class ByteProduct:
     def take_rows(self, x: Value, records: Value) -> None:
         """Use the rounded rows at these addresses from now on.
 
-        `records` contains the scale of each group of their inputs.
+        `records` contains the scale of each group of their inputs. Every following block multiplies these rows.
         """
         self._x, self._records = self._code.pointer(x, "i32"), self._code.pointer(records, "i32")
 

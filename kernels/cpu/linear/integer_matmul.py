@@ -201,7 +201,8 @@ class _Work(ABC):
 class IntegerDots(_Work):
     """Computes blocks of panels and rows with dots of bfloat16.
 
-    The integers are decoded in registers.  `arguments` are those of `quantized_matmul`.
+    The integers are decoded in registers.  `arguments` are those of `quantized_matmul`.  Scales are applied to the
+    sums.
     """
 
     def __init__(self, *arguments: Any) -> None:

@@ -49,7 +49,7 @@ class PanelStream:
     def at(self, i: Value, more: int = 0) -> Pointer:
         """Return the address of entry i + more.
 
-        `more` is known when the kernel is written, so it costs no instruction.
+        `more` is known when the kernel is written, so it costs no instruction. The step between entries is constant.
         """
         return self._own + i * self._stride + more * self._stride
 
@@ -147,7 +147,10 @@ class ChunkPanel(KeptPanel):
 
 
 class KeepingPanel:
-    """A packed panel that keeps what it decodes, for later blocks of rows. It is read like any other panel."""
+    """A packed panel that keeps what it decodes, for later blocks of rows.
+
+    It is read like any other panel. Its methods are those of `KeptPanel`, so products need no distinction.
+    """
 
     def __init__(self, packed: PackedPanel, kept: KeptPanel) -> None:
         self._packed, self._kept = packed, kept
@@ -164,7 +167,8 @@ class KeepingPanel:
     def decode(self, i: Value, more: int = 0) -> None:
         """Decode a tile of the panel to memory.
 
-        The tile unit can only multiply from memory, not from vector registers.
+        The tile unit can only multiply from memory, not from vector registers. Each tile is decoded once for each
+        block.
         """
         for step in range(TILE // STEP):
             self.pairs(i, more + step)

@@ -128,7 +128,10 @@ def _store(
 
 
 def gathered(x_TI: Tensor, order_I: Tensor) -> Tensor:
-    """Return the columns of x in another order, as a new tensor. Weights with reordered groups of inputs need it."""
+    """Return the columns of x in another order, as a new tensor.
+
+    Weights with reordered groups of inputs need it. GPTQ with `desc_act` is an example.
+    """
     y_TI = x_TI.new_empty(x_TI.shape)
     launch.compiled(gather_columns)(
         len(x_TI),

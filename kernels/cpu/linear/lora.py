@@ -135,7 +135,7 @@ class NativeLoRA(LoRAWeights):
 def can_adapt(part_sizes: Sequence[int], num_in: int, dtype: torch.dtype) -> bool:
     """Test whether the kernels support the dtype, and inputs and parts that fill whole registers.
 
-    Otherwise `PlainLoRA` computes the adapters.
+    Otherwise `PlainLoRA` computes the adapters. The answer is the same for all slots.
     """
     if units.kind_of(dtype) is None or any(size % LANES for size in part_sizes):
         return False

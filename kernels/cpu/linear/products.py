@@ -179,7 +179,7 @@ class Product(ABC):
     def begun(self) -> "contextlib.AbstractContextManager[None]":
         """Configure the state that all blocks of a call share.
 
-        Only tiles need it; other units return an empty context.
+        Only tiles need it; other units return an empty context. Blocks run inside of it.
         """
         return contextlib.nullcontext()
 
@@ -234,7 +234,10 @@ class Dots(Product):
 
 
 class Floats(Dots):
-    """Blocks of float32, in which a word is one input. Products and sums are FMAs, in the order of the inputs."""
+    """Blocks of float32, in which a word is one input.
+
+    Products and sums are FMAs, in the order of the inputs. A panel is read once for a block of rows.
+    """
 
     kind = "f32"
 

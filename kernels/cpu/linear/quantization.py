@@ -81,7 +81,8 @@ def quantize(weight_OI: Tensor, fmt: Format, whole_OI: Tensor | None = None) -> 
 def dequantized(integers: IntegerWeight) -> Tensor:
     """Return the weights in float32.
 
-    They are exactly the numbers with which the kernels multiply, so tests can compare both.
+    They are exactly the numbers with which the kernels multiply, so tests can compare both. Nothing is rounded beyond
+    float32.
     """
     scales_OG = integers.scales_OG
     groups = integers.q_OI.unflatten(1, (scales_OG.shape[1], -1)).float()

@@ -225,7 +225,7 @@ def _put_tokens_kernel(sampled_ptr, rows_ptr, ends_ptr, tokens_ptr, tokens_strid
 def put_tokens_(sampled_R: Tensor, rows_R: Tensor, ends_R: Tensor, tokens: Tensor) -> None:
     """Write the ids that another device has sampled to `tokens`, like `sample` on that device.
 
-    Ranks without logits use it.
+    Ranks without logits use it. All ranks then continue with equal tokens.
     """
     _put_tokens_kernel[(len(sampled_R),)](
         sampled_R, rows_R, ends_R, tokens, tokens.stride(0), **MERGE
