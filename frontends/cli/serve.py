@@ -20,7 +20,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import NodesConfig
 from trouper.config.resolve import resolve
-from trouper.errors import UnsupportedFeatureError, invalid
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.options import expand_options, read_config
@@ -28,9 +28,12 @@ from trouper.frontends.cli.arguments.server_options import variables_of
 from trouper.frontends.server.shared.settings import LARGEST_HEAD, ServeSettings
 
 if TYPE_CHECKING:
+    import socket
+
     from trouper.actors.executor.workers.launching import Launcher
 
 LOOPBACK = "127.0.0.1"
+OLLAMA_PORT = 11434
 
 
 @partial(expand_options, reads_variables=True, engine_defaults={"max_step_ms": None})
@@ -125,9 +128,11 @@ def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | No
             sock = stack.enter_context(bind_unix(settings.uds))
         else:
             sock = stack.enter_context(bind_tcp(settings.host, settings.port))
-        public = Listener(sock, settings.ssl_certfile, settings.ssl_keyfile)
+        public = [Listener(sock, settings.ssl_certfile, settings.ssl_keyfile)]
         # Reports an invalid file before the model is loaded.
-        public.tls_context()
+        public[0].tls_context()
+        if settings.ollama:
+            public.append(Listener(stack.enter_context(_bind_ollama())))
         admin: list[Listener] = []
         if settings.admin_uds is not None:
             admin.append(Listener(stack.enter_context(bind_unix(settings.admin_uds))))
@@ -152,12 +157,23 @@ def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | No
             )
             await server.run(
                 AsyncLLMEngine(config, launcher=launcher),
-                [public],
+                public,
                 admin,
                 settings.loop,
             )
 
         anyio.run(main, backend=settings.loop, backend_options=loop_options(settings.loop))
+
+
+def _bind_ollama() -> "socket.socket":
+    """Listen at Ollama's address.  Raises TrouperValidationError if another program does, which is usually Ollama."""
+    from trouper.frontends.server.http.listeners import bind_tcp
+
+    try:
+        return bind_tcp(LOOPBACK, OLLAMA_PORT)
+    except TrouperValidationError as error:
+        text = f"{error.message}; perhaps Ollama itself is running"
+        raise TrouperValidationError(text, parameter="ollama") from None
 
 
 def _check_keys(settings: ServeSettings) -> None:

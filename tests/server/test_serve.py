@@ -370,3 +370,27 @@ def test_tls_is_served_from_two_files_or_one(certificate, loop, has_one_file):
         with pytest.raises((http.client.HTTPException, OSError)):
             server.request("GET", "/version")  # plain HTTP
         assert stop(server) == 0
+
+
+def test_ollamas_port_in_use_is_explained():
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(socket.create_server(("127.0.0.1", 11434)))
+        except OSError:
+            pass  # another program has it
+        command = [sys.executable, "-m", "trouper", "serve", "--port", "0", "--ollama"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert "127.0.0.1:11434" in ended.stderr
+    assert "perhaps Ollama itself is running" in ended.stderr
+
+
+@pytest.mark.slow
+def test_ollamas_port_serves_the_same_model():
+    with started("--ollama") as server:
+        status, _, here = server.request("GET", "/api/tags")
+        assert status == 200
+        other = http.client.HTTPConnection("127.0.0.1", 11434, timeout=30)
+        other.request("GET", "/api/tags", headers=dict(server.headers))
+        assert json.loads(other.getresponse().read()) == json.loads(here)
+        other.close()

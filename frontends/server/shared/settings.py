@@ -312,6 +312,9 @@ class ServeSettings(ServerSettings, frozen=True, kw_only=True):
     ] = 8000
     root_path: Annotated[str, Opt("Path prefix that a proxy leaves on requests.")] = ""
     uds: Annotated[str | None, Opt("Socket file to listen at instead of host and port.")] = None
+    ollama: Annotated[
+        bool, Opt("Also listen at Ollama's address, 127.0.0.1:11434, without TLS.")
+    ] = False
     admin_uds: Annotated[str | None, Opt("Socket file of a listener with the control routes.")] = (
         None
     )
