@@ -1,11 +1,11 @@
 """The process that decodes and processes images: its results, its limits, and what it cannot reach."""
 
-import io
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.support.image_payloads import saved, slow_jpeg
 from tests.support.vision import VisionModel, picture
 from trouper.actors.rendering.media.confined import ConfinedImages, ImageOrder
 from trouper.actors.rendering.media.files import MAX_PIXELS
@@ -15,12 +15,6 @@ from trouper.errors import MediaError, TrouperValidationError
 
 WHERE = "messages[0].content[1]"
 IMAGE = picture(1)
-
-
-def png(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +44,7 @@ def refusal(images, data, **kwargs):
     return caught.value
 
 
-@pytest.mark.parametrize("given", [png(IMAGE), memoryview(png(IMAGE)), IMAGE])
+@pytest.mark.parametrize("given", [saved(IMAGE), memoryview(saved(IMAGE)), IMAGE])
 def test_process_gives_the_processors_arrays(images, config, given):
     found, num_pixels = images.process(ImageOrder(given, WHERE, {"do_normalize": False}))
     assert num_pixels == 40 * 28
@@ -99,12 +93,7 @@ def test_too_much_memory_ends_only_the_request(config):
 
 @pytest.mark.slow
 def test_too_much_time_ends_only_the_request(images):
-    """A progressive JPEG may repeat a scan of its whole area as often as it likes."""
-    file = io.BytesIO()
-    picture(1).resize((3000, 3000)).convert("L").save(file, "JPEG", progressive=True, quality=1)
-    data = file.getvalue()
-    scan = data[data.rfind(b"\xff\xda") : -2]
-    assert refusal(images, data[:-2] + scan * 2000 + data[-2:]).code == "media_budget"
+    assert refusal(images, slow_jpeg()).code == "media_budget"
     images.process(ImageOrder(IMAGE, WHERE, {}))
 
 

@@ -1,30 +1,25 @@
 """A model that sees, over HTTP: every API sends the same image, and hostile files end nothing but their request."""
 
 import base64
-import io
 
 import anthropic
 import openai
 import pytest
 
+from tests.support.image_payloads import HOSTILE, saved
 from tests.support.vision import VisionModel, picture
 from trouper import AsyncLLMEngine, EngineArgs
 
 from .conftest import SMALL
+from .image_attack import attack_all
 from .process import started
-
-
-def png(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def url(data):
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-FILE = png(picture(1))
+FILE = saved(picture(1))
 B64 = base64.b64encode(FILE).decode()
 TEXT = {"type": "text", "text": "hi"}
 PART = {"type": "image_url", "image_url": {"url": url(FILE)}}
@@ -68,7 +63,7 @@ class TestInMemory:
     async def test_other_image_has_other_logprobs(self, client):
         found = []
         for seed in (1, 2, 1):
-            part = {"image_url": url(png(picture(seed)))}
+            part = {"image_url": url(saved(picture(seed)))}
             body = {"messages": [{"role": "user", "content": [TEXT, part]}], "logprobs": True}
             answer = await client.post("/v1/chat/completions", {**body, **GREEDY})
             found.append([t["logprob"] for t in answer.json["choices"][0]["logprobs"]["content"]])
@@ -140,7 +135,7 @@ class TestInMemory:
         assert answer.json["usage"]["prompt_tokens"] == len("user: <image>assistant: ")
 
     async def test_large_body_is_read_without_a_copy(self, client, seen):
-        noise = png(picture(3, 400, 300))
+        noise = saved(picture(3, 400, 300))
         assert len(noise) > 2**18
         body = {"messages": [{"role": "user", "content": [TEXT, {"image_url": url(noise)}]}]}
         answer = await client.post("/v1/chat/completions", {**body, **GREEDY})
@@ -151,7 +146,7 @@ class TestInMemory:
         [
             (b"%PDF-1.7", "invalid_image"),
             (FILE[: len(FILE) // 2], "invalid_image"),
-            (png(picture(1, 201, 1)), "media_too_large"),
+            (saved(picture(1, 201, 1)), "media_too_large"),
         ],
     )
     async def test_bad_file_is_named(self, client, data, code):
@@ -174,6 +169,11 @@ class TestInMemory:
         body["mm_processor_kwargs"] = {"sise": 1}
         answer = await client.post("/v1/chat/completions", body)
         assert (answer.status, answer.json["error"]["param"]) == (400, "mm_processor_kwargs")
+
+
+@pytest.mark.slow
+def test_hostile_images_change_no_other_answer():
+    assert attack_all(HOSTILE, show=lambda line: None) == 0
 
 
 @pytest.mark.slow
