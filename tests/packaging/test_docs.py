@@ -3,11 +3,14 @@
 import ast
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import anyio
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -39,6 +42,30 @@ def test_the_offline_example_runs(capsys):
     out = capsys.readouterr().out
     positions = [out.index(prompt) for prompt in prompts]
     assert positions == sorted(positions)
+
+
+def test_page_of_images_shows_the_example():
+    page = (ROOT / "docs" / "images.md").read_text()
+    assert (EXAMPLES / "images.py").read_text() in code_blocks(page, "python")
+
+
+@pytest.mark.slow
+def test_example_of_images_runs(tmp_path):
+    make = runpy.run_path(str(EXAMPLES / "tiny_vision_model.py"))["make"]
+    make(tmp_path)
+    line = [sys.executable, str(EXAMPLES / "images.py"), str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert "55 tokens with the image" in done.stdout
+    image = tmp_path / "red.png"
+    Image.new("RGB", (64, 48), "red").save(image)
+    line = [sys.executable, "-m", "trouper", "chat", str(tmp_path), "--image", str(image)]
+    done = subprocess.run(
+        [*line, "-q", "Which colour is this?", "--max-tokens", "4", "--stats"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "55 prompt tokens, 4 tokens" in done.stderr
 
 
 def test_readme_installs_and_answers_in_two_lines():

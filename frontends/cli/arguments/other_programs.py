@@ -200,7 +200,8 @@ VLLM_SHORT = {
     "--device-memory-utilization": "gpu_memory_utilization",
 }  # fmt: skip
 
-_NO_IMAGES = "models take no images here"
+_NO_PROJECTORS = "images need a folder of safetensors, whose tower is read with the model"
+_OF_PROCESSOR = "use --mm-processor-kwargs, or send images in requests"
 _ONE_DEVICE = "a model runs as a whole on one device, the one of --device, or in parts by --tensor-parallel-size"
 _AS_IT_IS = "leave it out, nothing needs it here"
 _NO_SAMPLER = "this sampler is not supported; use --min-p, --top-p or --top-k"
@@ -240,8 +241,10 @@ _LLAMA: tuple[tuple[str, str], ...] = (
     ("--pooling", "use --pooler-config.seq_pooling_type MEAN, CLS or LAST"),
     ("--embd-normalize", "use --pooler-config.use_activation"),
     ("-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload -mmdev --mmproj-device "
-     "--image --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps --video-timestamp-interval --video-ffmpeg-dir "
-     "--media-path", _NO_IMAGES),
+     "--mtmd-batch-max-tokens", _NO_PROJECTORS),
+    ("--image", "it is an option of chat and generate; a server gets images in requests"),
+    ("--image-min-tokens --image-max-tokens --media-path", _OF_PROCESSOR),
+    ("--video-fps --video-timestamp-interval --video-ffmpeg-dir", "models take no videos here"),
     ("--api-key-file", "use --api-key for each key, or TROUPER_API_KEY"),
     ("--ssl-key-file", "use --ssl-keyfile"),
     ("--ssl-cert-file", "use --ssl-certfile"),
