@@ -72,7 +72,10 @@ class Outcome(msgspec.Struct):
         self.last = now
 
     def figures(self) -> dict[str, float]:
-        """Return the latencies in ms; `tpot` exists only with more than one token."""
+        """Return the latencies in ms; `tpot` exists only with more than one token.
+
+        They have vLLM's names, so the two programs' reports can be compared.
+        """
         found = {"e2el": self.ended - self.sent, "client_queue_time": self.sent - self.due}
         if self.first is not None:
             found["ttft"] = self.first - self.sent
@@ -101,7 +104,10 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 async def ask(client: httpx2.AsyncClient, path: str, body: bytes, outcome: Outcome) -> None:
-    """Send a request and record its times in `outcome`; a failure is stored in `outcome.error`, not raised."""
+    """Send a request and record its times in `outcome`; a failure is stored in `outcome.error`, not raised.
+
+    Times are taken when bytes arrive, and parsing waits until the end of the answer.
+    """
     outcome.sent = perf_counter()
     try:
         async with client.stream("POST", path, content=body) as response:

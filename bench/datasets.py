@@ -85,7 +85,10 @@ Encode = Callable[[str], Sequence[int]]
 
 
 class SampleRequest(msgspec.Struct, frozen=True):
-    """One request: token ids, its text if it was made from one, and a schema that the output must match."""
+    """One request: token ids, its text if it was made from one, and a schema that the output must match.
+
+    Every engine gets the same requests, from the same seed.
+    """
 
     prompt_token_ids: tuple[int, ...]
     output_len: int
@@ -141,7 +144,10 @@ def prefix_repetition_requests(
     vocabulary: Sequence[int],
     rng: random.Random,
 ) -> list[SampleRequest]:
-    """Return prompts in random order, of which equally many begin with each of a few long prefixes."""
+    """Return prompts in random order, of which equally many begin with each of a few long prefixes.
+
+    They show the effect of prefix caching, and of routing to the replica with the prefix.
+    """
     if num < num_prefixes:
         raise TrouperValidationError(
             f"{num} prompts cannot share {num_prefixes} prefixes",
@@ -249,7 +255,10 @@ def sharegpt_requests(
 
 
 def check_fit(requests: Sequence[SampleRequest], max_model_len: int) -> None:
-    """Raise TrouperValidationError if a request exceeds the model's context."""
+    """Raise TrouperValidationError if a request exceeds the model's context.
+
+    It runs before the measurement, so a bad combination of options fails at once. The message has all numbers.
+    """
     for number, request in enumerate(requests, 1):
         num_in, num_out = len(request.prompt_token_ids), request.output_len
         if num_in + num_out > max_model_len:

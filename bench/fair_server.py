@@ -35,7 +35,10 @@ TIMEOUT_S = 600.0
 
 
 class Asked:
-    """One streamed request, and the moments of its tokens."""
+    """One streamed request, and the moments of its tokens.
+
+    It uses a plain connection and a thread of its own, because many requests are open at the same time.
+    """
 
     def __init__(self, port: int, dice: random.Random, num_prompt: int, max_tokens: int) -> None:
         self.num_prompt = num_prompt
@@ -47,7 +50,14 @@ class Asked:
         self.sent_s = 0.0
 
     def stream(self) -> "Asked":
-        """Send it, and read to the end.  Raises RuntimeError: the server refuses it."""
+        """Send the request, and read its stream to the end.
+
+        The time of each token is recorded.  It blocks its thread.
+
+        Raises:
+
+            RuntimeError: the server refuses the request.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
         self.sent_s = perf_counter()
         connection.request(
@@ -80,7 +90,11 @@ def measure(
     options: Sequence[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Ask a server in each order; the model is the demo, with more positions, by default."""
+    """Measure fairness on a server, once for each order of prompts.
+
+    `model` is by default the demo model with more positions.  Returns a record for each order and number of long
+    prompts, with ratios to an idle server.
+    """
     results: list[dict[str, Any]] = []
     with _model(model, long_tokens + 1000) as folder:
         for order in orders:
@@ -109,7 +123,10 @@ class _Scene:
         self._dice = random.Random(0)
 
     def warm(self) -> None:
-        """Let the server learn what its steps take."""
+        """Let the server learn what its steps take.
+
+        Its predictions are learnt from steps of several sizes.
+        """
         for num_prompt in (60, 200, 300, 700, 1500, self._long_tokens // 2):
             self._ask(num_prompt).stream()
 

@@ -26,7 +26,10 @@ SATISFIED = 3.0  # times alone
 
 
 def titles(machine: VirtualMachine, num_long: int) -> list[VirtualClient]:
-    """Return short requests spread over the computation of long prompts, all with one key."""
+    """Return short requests spread over the computation of long prompts, all with one key.
+
+    It models a chat program that asks for short titles while documents are summarised.
+    """
     dice, unit = random.Random(5), machine.alone_s(LONG) * num_long
     clients = [VirtualClient(0.001 * i, LONG, 64, "long", "a") for i in range(num_long)]
     for i in range(24):
@@ -36,19 +39,28 @@ def titles(machine: VirtualMachine, num_long: int) -> list[VirtualClient]:
 
 
 def streams(machine: VirtualMachine) -> list[VirtualClient]:
-    """Return 16 streams and ten documents."""
+    """Return 16 streams and ten documents that arrive while they run.
+
+    It models a server with chats and a batch of documents at the same time.
+    """
     chats = [VirtualClient(0.001 * i, 40, 600, "stream", f"u{i % 4}") for i in range(16)]
     return [*chats, *(VirtualClient(2.0 + 0.01 * i, 10_000, 16, "long", "docs") for i in range(10))]
 
 
 def stream_and_prompt(machine: VirtualMachine) -> list[VirtualClient]:
-    """Return 16 streams and one prompt of 20,000 tokens."""
+    """Return 16 streams and one prompt of 20,000 tokens.
+
+    The pauses of the streams show how long one prompt can block them. Nothing else competes with them.
+    """
     chats = [VirtualClient(0.001 * i, 40, 600, "stream", f"u{i % 4}") for i in range(16)]
     return [*chats, VirtualClient(1.0, LONG, 16, "long", "docs")]
 
 
 def agents(machine: VirtualMachine) -> list[VirtualClient]:
-    """Return requests with five keys, a few of them very long, at 70 % of the machine's capacity."""
+    """Return requests with five keys, a few of them very long, at 70 % of the machine's capacity.
+
+    Their lengths follow a heavy-tailed distribution, like the requests of coding agents.
+    """
     dice, arrival_s = random.Random(3), 0.0
     clients: list[VirtualClient] = []
     for _ in range(250):
@@ -64,7 +76,10 @@ def agents(machine: VirtualMachine) -> list[VirtualClient]:
 
 
 def greedy_key(machine: VirtualMachine) -> list[VirtualClient]:
-    """Make twelve long prompts of one key, short requests of another and one long prompt of a third."""
+    """Make twelve long prompts of one key, short requests of another and one long prompt of a third.
+
+    It shows whether one client can take the share of the others.
+    """
     dice, unit, arrival_s = random.Random(4), machine.alone_s(LONG), 1.0
     clients = [VirtualClient(0.01 * i, LONG, 8, "greedy", "mallory") for i in range(12)]
     while arrival_s < 10 * unit:
@@ -76,7 +91,7 @@ def greedy_key(machine: VirtualMachine) -> list[VirtualClient]:
 
 
 def short_only(machine: VirtualMachine) -> list[VirtualClient]:
-    """Make short requests at 56 % of the machine's pace."""
+    """Return short requests at 56 % of the machine's capacity. Fairness must not make the ordinary case slower."""
     dice, arrival_s = random.Random(6), 0.0
     clients: list[VirtualClient] = []
     for _ in range(300):
@@ -113,7 +128,10 @@ def long_batch(machine: VirtualMachine) -> list[VirtualClient]:
 
 
 def flood(machine: VirtualMachine) -> list[VirtualClient]:
-    """Return short requests at 90 % of the machine's capacity, and a long prompt with the same key."""
+    """Return short requests at 90 % of the machine's capacity, and a long prompt with the same key.
+
+    An order by remaining work would starve the long prompt.
+    """
     dice, unit, arrival_s = random.Random(7), machine.alone_s(300), 0.0
     clients = [VirtualClient(0.5, LONG, 8, "long", "a")]
     for _ in range(400):
@@ -146,7 +164,11 @@ ORDERS: dict[str, dict[str, Any]] = {
 def measure(
     workload: str, machine: VirtualMachine, order: str, *, noise: float = 0.1
 ) -> dict[str, Any]:
-    """Play a workload in one order, and describe what its clients saw."""
+    """Run a workload in one order of prompts, in virtual time.
+
+    Returns the first-token times, pauses and shares of its clients.  `noise` is the relative random error of step
+    times.
+    """
     policy = policy_of(machine, **ORDERS[order])
     if policy.turns is not None:
         teach(policy.turns.times, machine)
@@ -160,7 +182,10 @@ def measure(
 
 
 def describe(played: Played, machine: VirtualMachine) -> dict[str, Any]:
-    """Return figures of all clients, and of each kind."""
+    """Return figures of all clients together, and of each kind of client.
+
+    Slowdowns are ratios to the time of the same request on an idle machine.
+    """
     clients = played.clients
     slowdowns = [c.first_token_s / machine.alone_s(c.num_prompt) for c in clients]
     shares = [1 / slowdown for slowdown in slowdowns]

@@ -66,7 +66,10 @@ def profile(
     input_len: int,
     output_len: int,
 ) -> None:
-    """Trace one batch with torch's profiler, after a warm-up batch."""
+    """Trace one batch with torch's profiler, after a warm-up batch.
+
+    The trace is written to the folder of the engine's `profiler_config`. Its time is not part of the results.
+    """
     rng = random.Random(engine_args.seed)
     requests = random_requests(batch_size, input_len, output_len, vocabulary, rng)
     prompts = [list(request.prompt_token_ids) for request in requests]
@@ -90,7 +93,7 @@ def _record(batch_size: int, num_made: int, latencies: list[float]) -> dict[str,
 
 
 def points(records: Sequence[dict[str, Any]]) -> list[Point]:
-    """Return the points of the plot, one for each batch size."""
+    """Return the points of the plot, one for each batch size. They show how latency grows with throughput."""
     return [
         Point(
             record["batch_size"],

@@ -14,7 +14,7 @@ from trouper.config.model import DEMO_MODEL
 
 
 class LocalServer(NamedTuple):
-    """A running server process."""
+    """A running server process on this machine. The id allows measuring its memory and processor time."""
 
     port: int
     pid: int
@@ -48,7 +48,10 @@ def local_server(*arguments: str) -> Iterator[LocalServer]:
 
 @contextmanager
 def demo_of_length(num_positions: int) -> Iterator[str]:
-    """Yield a folder with the demo model, changed to take more positions than it was trained on."""
+    """Yield a folder with the demo model, changed to take more positions than it was trained on.
+
+    Answers have no meaning beyond the trained positions, but their speed is real.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for file in DEMO_MODEL.iterdir():
             (Path(folder) / file.name).symlink_to(file)

@@ -41,11 +41,17 @@ GRACE_S = 20.0
 
 
 class PeerError(TrouperError):
-    """An engine exited or returned an invalid answer."""
+    """An engine exited or returned an invalid answer.
+
+    The comparison ends, because a missing engine would make its table misleading. The message names the engine.
+    """
 
 
 class Workload(NamedTuple):
-    """A number of equal requests, with their numbers of prompt and output tokens."""
+    """A number of equal requests, with their numbers of prompt and output tokens.
+
+    Equal requests make the result independent of the order in which an engine runs them.
+    """
 
     num: int
     input_len: int
@@ -124,14 +130,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(NamedTuple):
-    """The time of a workload, and the number of tokens that the engine generated."""
+    """The time of a workload, and the number of tokens that the engine generated.
+
+    The number is checked, so an engine that stops early is not counted as faster.
+    """
 
     seconds: float
     num_output_tokens: int
 
 
 class PeerEngine(Protocol):
-    """An engine with its model loaded."""
+    """An engine with its model loaded.
+
+    All engines of a comparison stay loaded, and only one of them computes at a time. `ready_s` is the time to load
+    it.
+    """
 
     ready_s: float
     version: str
@@ -142,14 +155,20 @@ class PeerEngine(Protocol):
 
 
 class ProcessPeer:
-    """`runner.py` in the engine's own environment; the process is stopped while it is not measured."""
+    """`runner.py` in the engine's own environment; the process is stopped while it is not measured.
+
+    The environments can be different, because engines need different versions of torch.
+    """
 
     def __init__(self, name: str, process: "subprocess.Popen[str]", log: Any) -> None:
         self._name, self._process, self._log = name, process, log
         self.ready_s, self.version = 0.0, ""
 
     def load(self, options: dict[str, Any]) -> None:
-        """Load the model; `ready_s` includes the imports."""
+        """Load the model in the engine's process.
+
+        `ready_s` includes the imports, since a user waits for these as well. The process is stopped until its turn.
+        """
         started = perf_counter()
         self.version = self._ask(options)["version"]
         self.ready_s = perf_counter() - started
@@ -198,7 +217,10 @@ class ProcessPeer:
 
 
 class LlamaBinary:
-    """llama.cpp's own `llama-batched-bench`: prompts of its making, and of the same lengths."""
+    """llama.cpp's own `llama-batched-bench`: prompts of its making, and of the same lengths.
+
+    It is the peer's own benchmark, so it can confirm our figures. It prints its own times.
+    """
 
     ready_s, version = 0.0, "llama-batched-bench"
 

@@ -24,7 +24,10 @@ SECRETS = ("--api-key", "--hf-token")
 
 
 def about(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return versions, processor, GPUs and the command line without keys, for the head of a report."""
+    """Return versions, processor, GPUs and the command line without keys, for the head of a report.
+
+    API keys in the command are removed, because reports are published.
+    """
     versions = {"trouper": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -51,7 +54,10 @@ def cpu_name() -> str:
 
 
 def gpus() -> list[str]:
-    """Return the name, driver and memory of each NVIDIA GPU, as reported by nvidia-smi."""
+    """Return the name, driver and memory of each NVIDIA GPU, as reported by nvidia-smi.
+
+    The list is empty without the program or without GPUs. It is for the report's head.
+    """
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     if shutil.which(query[0]) is None:
         return []
@@ -79,7 +85,10 @@ def write(path: str, report: dict[str, Any]) -> None:
 
 
 def check_writable(parameter: str, path: str | None) -> None:
-    """Raise TrouperValidationError if a file cannot be written, before a measurement whose result would be lost."""
+    """Raise TrouperValidationError if a file cannot be written, before a measurement whose result would be lost.
+
+    It does not change an existing file. The message names the option.
+    """
     try:
         if path is not None:
             Path(path).open("a").close()
@@ -111,14 +120,21 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return (largest - smallest) / median, a measure of the uncertainty of a few repeats."""
+    """Return (largest - smallest) / median, a measure of the uncertainty of a few repeats.
+
+    Differences smaller than this have no meaning. It is relative to the median.
+    """
     return (max(values) - min(values)) / statistics.median(values)
 
 
 def summary(
     values: Sequence[float], percentiles: Sequence[float] = PERCENTILES
 ) -> dict[str, float]:
-    """Return mean, median, std, max and the percentiles as `p<q>`; empty without values."""
+    """Return mean, median, std, max and the percentiles as `p<q>`.
+
+    The result is empty without values, for example if all requests failed. The standard deviation is that of the
+    population.
+    """
     if not values:
         return {}
     figures = {
@@ -131,7 +147,10 @@ def summary(
 
 
 def repeats(seconds: Sequence[float]) -> dict[str, object]:
-    """Return the median, the spread and all values of a repeated measurement, in seconds."""
+    """Return the median, the spread and all values of a repeated measurement, in seconds.
+
+    All values are included, so readers can judge the variation themselves.
+    """
     return {
         "median_s": round(statistics.median(seconds), 6),
         "spread": round(spread(seconds), 4),
@@ -140,7 +159,10 @@ def repeats(seconds: Sequence[float]) -> dict[str, object]:
 
 
 def num_good(requests: Sequence[Mapping[str, float]], objectives: Mapping[str, float]) -> int:
-    """Count the requests that meet all objectives; a missing figure counts as met."""
+    """Count the requests that meet all objectives; a missing figure counts as met.
+
+    Goodput counts only such requests.
+    """
     return sum(
         all(request.get(name, 0.0) <= limit for name, limit in objectives.items())
         for request in requests
@@ -148,7 +170,10 @@ def num_good(requests: Sequence[Mapping[str, float]], objectives: Mapping[str, f
 
 
 class Latency(NamedTuple):
-    """The median and the 99th percentile of one latency."""
+    """The median and the 99th percentile of one latency, in milliseconds.
+
+    Users notice the slow requests more than the average one. A plot has one line for each of both.
+    """
 
     median_ms: float
     p99_ms: float
@@ -163,7 +188,11 @@ class Point(NamedTuple):
 
 
 def check_available() -> None:
-    """Raise UnsupportedFeatureError if matplotlib is missing; call it before the measurement."""
+    """Raise UnsupportedFeatureError if matplotlib is missing; call it before the measurement.
+
+    A missing package would otherwise be noticed only after the measurement. The message contains the command to
+    install it.
+    """
     if find_spec("matplotlib") is None:
         raise UnsupportedFeatureError(f"--plot needs matplotlib: {install_hint('bench')}")
 

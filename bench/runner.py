@@ -29,7 +29,11 @@ LLAMA_BATCH, LLAMA_MICRO_BATCH = 2048, 512
 
 
 class Offline:
-    """`LLM` of vLLM or trouper, which have the same interface."""
+    """The class `LLM` of vLLM or trouper.
+
+    They have the same interface, so one adapter measures both in the same way. The imported module decides which one
+    it is.
+    """
 
     def __init__(self, options: dict[str, Any], api: str) -> None:
         os.environ.setdefault(f"{api.upper()}_CPU_KVCACHE_SPACE", str(KV_CACHE_GIB))
@@ -71,7 +75,10 @@ class Offline:
 
 
 class Transformers:
-    """`generate` of transformers, with left padding for shorter prompts."""
+    """`generate` of transformers, with left padding for shorter prompts.
+
+    It processes one batch at a time, as most scripts with transformers do. Padded positions are computed, too.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._torch = import_module("torch")
@@ -146,7 +153,10 @@ def _transformers_model(options: dict[str, Any]) -> tuple[str, Any]:
 
 
 class LlamaCpp:
-    """llama.cpp through the C interface of llama-cpp-python, with a unified KV cache for each workload."""
+    """llama.cpp through the C interface of llama-cpp-python, with a unified KV cache for each workload.
+
+    Several sequences are decoded together, as its server does. No server is involved.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._api, self._numpy = import_module("llama_cpp"), import_module("numpy")

@@ -29,7 +29,10 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 class ServerError(TrouperError):
-    """No server answered, or none of its answers was complete."""
+    """No server answered, or none of its answers was complete.
+
+    A report without a single completed request would have no meaning. The message contains the most frequent error.
+    """
 
 
 class RequestLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +52,14 @@ class RequestLoad(msgspec.Struct, frozen=True, kw_only=True):
     extra_body: dict[str, Any] = {}
 
     def check(self) -> None:
-        """Raise TrouperValidationError for an invalid value."""
+        """Check all values before the first request is sent.
+
+        Nothing has been sent by then.
+
+        Raises:
+
+            TrouperValidationError: a value is invalid; the message names its option.
+        """
         if not self.url.startswith(("http://", "https://")):
             raise TrouperValidationError(
                 "must begin with http:// or https://", parameter="url", value=self.url
@@ -64,7 +74,10 @@ class RequestLoad(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def body(self, request: SampleRequest) -> bytes:
-        """Return the body of a request; the server's own sampling applies unless `extra_body` changes it."""
+        """Return the body of a request; the server's own sampling applies unless `extra_body` changes it.
+
+        All bodies are encoded before the measurement, so that the client needs little time during it.
+        """
         if self.endpoint == "chat":
             prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.text}]}
         else:
@@ -122,7 +135,10 @@ async def send_all(
     requests: Sequence[SampleRequest],
     step: Callable[[], object] = lambda: None,
 ) -> list[Outcome]:
-    """Send each request at its arrival time, and return the outcomes in the order of the requests."""
+    """Send each request at its arrival time, and return the outcomes in the order of the requests.
+
+    A limit of concurrency delays requests in the client, and this time is reported separately.
+    """
     rng = random.Random(load.seed)
     times = arrival_times(len(requests), load.request_rate, rng, burstiness=load.burstiness)
     places = anyio.CapacityLimiter(load.max_concurrency or math.inf)
@@ -161,7 +177,10 @@ async def measure(
 
 
 def evaluate(outcomes: Sequence[Outcome], duration: float, load: RequestLoad) -> dict[str, Any]:
-    """Summarize the outcomes under vLLM's keys; latencies are in ms and include only completed requests."""
+    """Summarize the outcomes under vLLM's keys; latencies are in ms and include only completed requests.
+
+    Failed requests are counted by their errors. Throughputs are per second.
+    """
     done = [outcome for outcome in outcomes if outcome.error is None]
     errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
     figures = [outcome.figures() for outcome in done]
@@ -191,7 +210,10 @@ def evaluate(outcomes: Sequence[Outcome], duration: float, load: RequestLoad) ->
 
 
 def most_at_once(outcomes: Sequence[Outcome]) -> int:
-    """The most requests that were open at one moment."""
+    """Return the largest number of requests that were open at one moment.
+
+    It may be below the allowed concurrency, if the server is fast enough.
+    """
     edges = [(o.sent, 1) for o in outcomes] + [(o.ended, -1) for o in outcomes]
     highest = now = 0
     for _, change in sorted(edges):
@@ -201,7 +223,14 @@ def most_at_once(outcomes: Sequence[Outcome]) -> int:
 
 
 def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
-    """`ttft:200`: at most 200 ms.  Raises TrouperValidationError."""
+    """Parse objectives such as `ttft:200`, a time to first token of at most 200 ms.
+
+    Times are milliseconds.
+
+    Raises:
+
+        TrouperValidationError: an unknown name, or an invalid number.
+    """
     objectives: dict[str, float] = {}
     for text in texts:
         name, _, limit = text.partition(":")

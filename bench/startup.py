@@ -27,11 +27,17 @@ CACHES = ("PYTHONPYCACHEPREFIX", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CAC
 
 
 class StartError(TrouperError):
-    """A timed command failed."""
+    """A timed command failed, so its time has no meaning.
+
+    The message contains the command and the end of its output. Other commands are not timed any more.
+    """
 
 
 def commands(model: str | None, max_tokens: int) -> dict[str, list[str]]:
-    """Return the commands to time, by their names in the report."""
+    """Return the commands to time, by their names in the report.
+
+    Starting only Python is the lower limit of all of them. `model` is by default the demo model.
+    """
     trouper = [sys.executable, "-m", "trouper"]
     generate = [*trouper, "generate", PROMPT, "--max-tokens", str(max_tokens), "--no-echo"]
     return {
@@ -76,7 +82,10 @@ def _cold(command: Sequence[str]) -> float:
 
 @contextmanager
 def empty_caches() -> Iterator[dict[str, str]]:
-    """Yield an environment with empty caches, except for the hub's downloads."""
+    """Yield an environment with empty caches, except for the hub's downloads.
+
+    Kernels are then compiled again, as on a user's first start. They are removed after the block.
+    """
     cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     hub = os.environ.get("HF_HOME", str(Path(cache) / "huggingface"))
     with tempfile.TemporaryDirectory() as folder:
@@ -91,6 +100,8 @@ def timed(command: Sequence[str], environment: Mapping[str, str] | None = None) 
 
 def until_ready(command: Sequence[str], environment: Mapping[str, str] | None = None) -> float:
     """Return the seconds from the start of a server to the first 200 of `/health/ready`, and stop it.
+
+    Loading the model is included.
 
     Raises:
         StartError: the server exited.

@@ -31,7 +31,10 @@ EDGE = 0.1
 
 
 class TimedStep(NamedTuple):
-    """The start and end of a step on the device's thread; `batch_size` is 0 unless it is a pure decode step."""
+    """The start and end of a step on the device's thread; `batch_size` is 0 unless it is a pure decode step.
+
+    Times are seconds of a monotonic clock.
+    """
 
     batch_size: int
     begin_s: float
@@ -39,7 +42,10 @@ class TimedStep(NamedTuple):
 
 
 class Watch(msgspec.Struct):
-    """The steps of a run, and the seconds of each call of the policy."""
+    """The steps of a run, and the seconds of each call of the policy.
+
+    The wrapped methods append to it while the engine runs. It belongs to one run.
+    """
 
     steps: list[TimedStep] = msgspec.field(default_factory=list)
     plan_s: list[float] = msgspec.field(default_factory=list)
@@ -62,14 +68,20 @@ class Watch(msgspec.Struct):
 
 
 def longest_row(steps: Sequence[TimedStep], batch_size: int) -> list[TimedStep]:
-    """Return the longest sequence of consecutive steps in which exactly `batch_size` sequences decode."""
+    """Return the longest sequence of consecutive steps in which exactly `batch_size` sequences decode.
+
+    Steps with prompts or with another number of sequences interrupt it. Times between its steps can be added.
+    """
     rows = groupby(steps, key=lambda step: step.batch_size == batch_size)
     return max((list(row) for is_wanted, row in rows if is_wanted), key=len, default=[])
 
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Time the steps of all engines in this process during the block, by wrapping the methods of their classes."""
+    """Time the steps of all engines in this process during the block, by wrapping the methods of their classes.
+
+    The methods are restored afterwards.
+    """
     watch = Watch()
     plain_step, plain = ModelHost.execute, {name: getattr(Policy, name) for name in POLICY}
 
@@ -144,7 +156,10 @@ def breakdown(
 
 
 def gpu_figures(events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Sum the GPU's events in the middle of a Chrome trace; empty without such events."""
+    """Sum the GPU's events in the middle of a Chrome trace; empty without such events.
+
+    The edges of the trace are cut off, because the profiler starts and stops there.
+    """
     events = sorted(
         (event for event in events if event.get("cat") in GPU_EVENTS), key=lambda event: event["ts"]
     )
@@ -175,7 +190,10 @@ def gpu_figures(events: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 @contextmanager
 def profile_folder(engine_args: Any) -> Iterator[str]:
-    """Yield a folder for the engine's profiles, and remove it after the block."""
+    """Yield a folder for the engine's profiles, and remove it after the block.
+
+    The engine's arguments are changed to write its traces there. Traces can be large.
+    """
     with TemporaryDirectory() as folder:
         engine_args.profiler_config = {"torch_profiler_dir": folder}
         yield folder

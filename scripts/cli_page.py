@@ -25,7 +25,10 @@ Panels = dict[str, list[Row]]
 
 
 def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the full name and the command of each leaf below a command group."""
+    """Yield the full name and the command of each leaf below a command group.
+
+    The page has one section for each of them, in the order of the help.
+    """
     for name in sorted(command.list_commands(None)):
         below = command.get_command(None, name)
         if hasattr(below, "commands"):
@@ -35,7 +38,10 @@ def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
 
 
 def panels_of(command: Any, context: Any) -> Panels:
-    """Return the rows of a command's parameters, grouped by the help panel that each parameter names; parameters without a panel come first."""
+    """Return the rows of a command's parameters, grouped by help panel.
+
+    Parameters without a panel come first.  A page shows the panels in the same order as the help.
+    """
     found: Panels = {"": []}
     for param in command.params:
         record = param.get_help_record(context)
@@ -56,7 +62,10 @@ def code(names: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return the text with Markdown's special characters escaped."""
+    """Return the text with Markdown's special characters escaped.
+
+    The page must show option names and defaults exactly as they are typed at a terminal, also within a table.
+    """
     return re.sub(r"([|<>*_\[\]])", r"\\\1", text)
 
 

@@ -263,7 +263,10 @@ class Model(nn.Module):
 
 
 def rate(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: it warms up, stays constant, and then falls linearly to zero."""
+    """Return the factor of the learning rate for a step.
+
+    It warms up, stays constant, and then falls linearly to zero, so that training can be stopped at a known time.
+    """
     return min((step + 1) / WARMUP, 1.0, (steps - step) / ((1 - HOLD) * steps))
 
 
@@ -279,7 +282,10 @@ def optimizers(model: Model) -> list[torch.optim.Optimizer]:
 
 
 class Workers:
-    """Compute the gradients of a model in worker processes; the model is in shared memory."""
+    """Compute the gradients of a model in worker processes.
+
+    The model is in shared memory, so only rows of token ids and losses are sent between the processes.
+    """
 
     def __init__(self, model: Model, num_workers: int) -> None:
         model.share_memory()
@@ -293,7 +299,10 @@ class Workers:
             spawn.Process(target=grind, args=ends, daemon=True).start()
 
     def differentiate(self, ids: np.ndarray) -> float:
-        """Return the loss of a batch and set the gradients of the parameters."""
+        """Return the loss of a batch and set the gradients of the parameters.
+
+        The batch is divided among the workers, and their gradients are averaged in shared memory.
+        """
         micros = np.split(ids, len(self._grads))
         for task in enumerate(micros):
             self._tasks.put(task)
@@ -325,13 +334,19 @@ def grind(model: Model, grads: Tensor, tasks: SimpleQueue, done: SimpleQueue) ->
 
 
 def views(flat: Tensor, model: Model) -> list[Tensor]:
-    """Return views of one row of gradients, in the shapes of the parameters."""
+    """Return views of one row of gradients, in the shapes of the parameters.
+
+    All gradients of a worker are one row, so that they can be added in one operation.
+    """
     sizes = [p.numel() for p in model.parameters()]
     return [v.view_as(p) for v, p in zip(flat.split(sizes), model.parameters(), strict=True)]
 
 
 class Run:
-    """Hold a model, its optimizers and their progress; save and load them as a checkpoint."""
+    """Hold a model, its optimizers and their progress; save and load them as a checkpoint.
+
+    Training takes many hours, so an interrupted run must be able to continue from its last state.
+    """
 
     def __init__(self, seed: int, checkpoint: Path) -> None:
         torch.manual_seed(seed)
@@ -450,7 +465,11 @@ def export(model: Model, bpe: Tokenizer, out: Path) -> None:
 
 
 def load(out: Path) -> tuple[Model, Tokenizer]:
-    """The folder's own weights, widened to float32."""
+    """Load the folder's own weights, widened to float32.
+
+    The verification compares losses of this file, not of the training run, because weights are rounded when they are
+    saved.
+    """
     model = Model()
     tensors = load_file(out / "model.safetensors")
     model.load_state_dict({n.removeprefix("model."): t.float() for n, t in tensors.items()})
@@ -603,7 +622,10 @@ copyright (c) 2001 and later, Python Software Foundation; all rights reserved.
 
 
 def verify(out: Path, held_out: dict[str, str]) -> None:
-    """Check that transformers reads the folder and computes the same ids and the same loss."""
+    """Check that transformers reads the folder and computes the same ids and the same loss.
+
+    A difference would mean that the folder's files describe another model.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, bpe = load(out)

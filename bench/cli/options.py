@@ -33,7 +33,10 @@ def reporting(text: str, *names: str, **more: Any) -> Any:
 
 @dataclasses.dataclass
 class DatasetOptions:
-    """Options for the requests of a benchmark, with vLLM's names."""
+    """Options for the requests of a benchmark, with vLLM's names.
+
+    The same options work for offline benchmarks and for a server's clients, so results can be compared.
+    """
 
     dataset_name: Annotated[
         Literal["sharegpt", "random", "prefix_repetition", "edit", "schema"],
@@ -159,7 +162,10 @@ class DatasetOptions:
 
 @dataclasses.dataclass
 class GeometryOptions:
-    """Options for the model of a benchmark that depends only on the sizes of weights, not on their values."""
+    """Options for the model of a benchmark that depends only on the sizes of weights, not on their values.
+
+    Random weights are as fast as trained ones, so nothing has to be downloaded.
+    """
 
     model: Annotated[
         str,
@@ -171,7 +177,10 @@ class GeometryOptions:
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16"
 
     def args(self) -> EngineArgs:
-        """Return arguments for an engine with this model and without a tokenizer."""
+        """Return arguments for an engine with this model and without a tokenizer.
+
+        Prompts are given as token ids, so no time is spent on tokenizing.
+        """
         return EngineArgs(
             model=self.model,
             load_format=self.load_format,
@@ -182,19 +191,29 @@ class GeometryOptions:
 
 @dataclasses.dataclass
 class ReportOptions:
-    """Options for the destination and format of the results."""
+    """Options for the destination and format of the results.
+
+    Every report contains the command, the versions and the machine. Without them a table is printed, made for
+    reading.
+    """
 
     output_json: Annotated[str | None, reporting("Write a JSON report.", metavar="FILE")] = None
     as_json: Annotated[bool, reporting("Print the report instead of the table.", "--json")] = False
 
     def check(self) -> None:
-        """Raise TrouperValidationError if the report cannot be written; call it before the measurement."""
+        """Raise TrouperValidationError if the report cannot be written; call it before the measurement.
+
+        A result of an hour of measurement would otherwise be lost at its end.
+        """
         from trouper.bench.report import check_writable
 
         check_writable("output_json", self.output_json)
 
     def finish(self, ctx: typer.Context, record: dict[str, Any], lines: Iterable[str]) -> None:
-        """Print the results, and write them with the command, versions and machine to `--output-json`."""
+        """Print the results, and write them with the command, versions and machine to `--output-json`.
+
+        With `--json` the report itself is printed in place of the lines.
+        """
         from trouper.bench import report
 
         full = {"about": report.about(ctx.obj["arguments"]), **record}
@@ -226,14 +245,21 @@ def tokenizer_of(folder: str | None) -> "tuple[Tokenizer, list[int]]":
 
 
 def note(text: str) -> None:
-    """Print a line of progress on stderr, if it is a terminal."""
+    """Print a line of progress on stderr, if it is a terminal.
+
+    Redirected output thus contains no progress, and stdout contains results only. Each line describes one finished
+    part.
+    """
     if output.is_terminal(sys.stderr):
         print(text, file=sys.stderr)
 
 
 @contextmanager
 def terminable() -> Generator[None]:
-    """Let SIGTERM raise an exception in the block, like Ctrl-C, so that child processes end as well."""
+    """Let SIGTERM raise an exception in the block, like Ctrl-C, so that child processes end as well.
+
+    Otherwise a terminated benchmark would leave servers behind.
+    """
 
     def end(number: int, _: object) -> None:
         raise output.Interrupted(number)

@@ -44,7 +44,10 @@ class Goal(NamedTuple):
         return f"{self.model} {self.kind}{suffix}"
 
     def shrunk(self) -> "Goal":
-        """Return a tiny version of the case, to test the procedure in seconds."""
+        """Return a tiny version of the case, to test the procedure in seconds.
+
+        The tests run the whole procedure with it on a CPU. Its kind stays the same.
+        """
         batch, length = min(self.batch_size, TINY_BATCH), min(self.length, TINY_LENGTH)
         return self._replace(model="tiny", batch_size=batch, length=length)
 
@@ -88,11 +91,17 @@ class Costs(NamedTuple):
         return cls(num_layers * layer, hidden * int(config["vocab_size"]), kv_bytes, flops)
 
     def decode_s(self, num_keys: int, roofs: "Ceilings") -> float:
-        """Return the minimum seconds of a decode step; `num_keys` counts the keys of all sequences."""
+        """Return the minimum seconds of a decode step; `num_keys` counts the keys of all sequences.
+
+        Memory is the limit of decoding: every weight and every key is read once.
+        """
         return (2 * (self.layers + self.head) + num_keys * self.kv_bytes) / roofs.bytes_s
 
     def serial_decode_s(self, batch_size: int, num_keys: int, roofs: "Ceilings") -> float:
-        """Return the seconds of products and then attention, each at the limit that binds it."""
+        """Return the seconds of products and then attention, each at the limit that binds it.
+
+        It is a more realistic limit than `decode_s`, because products and attention do not overlap.
+        """
         num_params = self.layers + self.head
         products = max(2 * num_params / roofs.bytes_s, 2 * batch_size * num_params / roofs.flops_s)
         return products + num_keys * self.kv_bytes / roofs.bytes_s
@@ -107,14 +116,20 @@ class Ceilings(NamedTuple):
 
 
 def workload(num: int, longest: int) -> tuple[list[list[int]], list[int]]:
-    """Return prompts and output lengths; 256 of up to 1,024 have 142,827 input and 133,966 output tokens."""
+    """Return prompts and output lengths; 256 of up to 1,024 have 142,827 input and 133,966 output tokens.
+
+    The lengths are drawn from a fixed seed, so all engines get the same work.
+    """
     rng, least = Random(0), min(100, longest // 2)
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(least, longest))] for _ in range(num)]  # fmt: skip
     return prompts, [rng.randint(least, longest) for _ in range(num)]
 
 
 def floor_s(goal: Goal, roofs: Ceilings) -> float:
-    """Return the minimum seconds of a decode step, a prefill, or a whole workload."""
+    """Return the minimum seconds of a decode step, a prefill, or a whole workload.
+
+    No implementation can be faster, because it counts only the necessary bytes and FLOPs.
+    """
     costs = Costs.of(GEOMETRIES[goal.model])
     if goal.kind == "decode":
         return costs.decode_s(goal.batch_size * goal.length, roofs)
@@ -129,7 +144,10 @@ def floor_s(goal: Goal, roofs: Ceilings) -> float:
 
 
 def num_tokens(goal: Goal) -> int:
-    """Return the tokens generated in the time of `floor_s`, or the prompt tokens of a prefill."""
+    """Return the tokens generated in the time of `floor_s`, or the prompt tokens of a prefill.
+
+    Divided by the seconds it is the throughput in the table.
+    """
     if goal.kind == "workload":
         return sum(workload(goal.batch_size, goal.length)[1])
     return goal.length if goal.kind == "prefill" else goal.batch_size

@@ -49,7 +49,10 @@ def engine_args(goals: Sequence[Goal]) -> EngineArgs:
 
 
 def measure(goals: Sequence[Goal]) -> Iterator[dict[str, Any]]:
-    """Measure the goals and yield a record for each."""
+    """Measure the goals of one model, and yield a record for each.
+
+    One engine runs all of them, so its memory must suffice for the largest.
+    """
     args = engine_args(goals)
     with steps.profile_folder(args) as folder, LLM.from_engine_args(args) as llm:
         for goal in goals:
@@ -110,7 +113,10 @@ def _peer_seconds(peer: PeerEngine, goal: Goal) -> float:
 
 
 def decode_prompts(goal: Goal) -> tuple[list[list[int]], int]:
-    """Draw prompts, and return how many tokens to generate so that the goal's context is in the middle."""
+    """Draw prompts, and return how many tokens to generate so that the goal's context is in the middle.
+
+    The average length of the context during the steps is then that of the goal.
+    """
     num_steps = min(DECODE_STEPS, goal.length // 2)
     return _random_prompts(goal, goal.length - num_steps // 2, 0), num_steps
 

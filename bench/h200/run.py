@@ -37,7 +37,10 @@ BENCH = ("-m", "trouper", "bench")
 
 
 class GpuJob(NamedTuple):
-    """A process to run; `command` follows the interpreter and writes a report to REPORT, unless it is only a test."""
+    """A process to run; `command` follows the interpreter and writes a report to REPORT, unless it is only a test.
+
+    Each job runs in its own process, so a crash costs only its own result.
+    """
 
     name: str
     limit_s: float
@@ -46,7 +49,10 @@ class GpuJob(NamedTuple):
 
 
 def jobs(*, is_tiny: bool) -> list[GpuJob]:
-    """Return the jobs to run, the most informative ones first."""
+    """Return the jobs to run, the most informative ones first.
+
+    The time on a rented GPU may end early.  `is_tiny` replaces all models by tiny ones, to test the procedure.
+    """
     tests = ("tests/kernels/cuda", "tests/parity")
     if is_tiny:
         tests = ("tests/kernels/cuda/test_act_and_mul.py",)
@@ -123,7 +129,10 @@ def _dummy(model: str) -> tuple[str, ...]:
 
 
 def missing_packages() -> list[str]:
-    """List the packages that pyproject.toml names for running and testing and this environment lacks."""
+    """List the packages that pyproject.toml names for running and testing and this environment lacks.
+
+    They are printed at the start, because a missing one fails only some of the jobs.
+    """
     project = tomllib.loads(PROJECT.read_text())["project"]
     more = project["optional-dependencies"]
     wanted = [*project["dependencies"], *more["cuda"], *more["test"]]
@@ -138,7 +147,10 @@ def _has(package: str) -> bool:
 
 
 def run_jobs(wanted: Sequence[GpuJob], folder: Path, budget_s: float) -> Iterator[str]:
-    """Run the jobs without a report while the time budget lasts; yield a line for each job."""
+    """Run the jobs without a report while the time budget lasts; yield a line for each job.
+
+    A later run continues with the jobs that have no report.
+    """
     end = monotonic() + budget_s
     for job in wanted:
         path = folder / f"{job.name}.json"
@@ -200,7 +212,10 @@ def last_line(log: Path) -> str:
 
 
 def goals_table(folder: Path) -> str:
-    """Return the table of goals from the reports in a folder."""
+    """Return the table of goals from the reports in a folder, as Markdown.
+
+    Limits measured on the machine replace those of its data sheet. It has one row for each goal.
+    """
     ours, theirs = _results(folder, "goals-*"), _results(folder, f"{PEER}-*")
     roofs = [
         json.loads(path.read_text())["roofs"] for path in sorted(folder.glob("kernels-*.json"))

@@ -29,7 +29,10 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """One kernel as the driver would have loaded it."""
+    """One kernel as the driver would have loaded it, with its use of resources.
+
+    Spilled registers or unused matrix units show a bad configuration, even without a GPU.
+    """
 
     kernel: str
     case: str
@@ -50,7 +53,10 @@ class Compiled(msgspec.Struct, frozen=True):
 
 
 class OfflineDriver:
-    """Replaces Triton's driver, with only the methods that a launch uses."""
+    """Replaces Triton's driver, with only the methods that a launch uses.
+
+    It keeps the machine code of each launch instead of running it. No CUDA driver is needed.
+    """
 
     def __init__(self) -> None:
         self.loaded: list[tuple[str, bytes, int]] = []  # name, machine code, shared bytes
@@ -77,7 +83,14 @@ class OfflineDriver:
 
 
 def compile_all(kernel: str = "", case: str = "") -> Iterator[Compiled]:
-    """Compile the cases with these texts in their names."""
+    """Compile the cases with these texts in their names, and yield the results.
+
+    Compiling needs no GPU.
+
+    Raises:
+
+        RuntimeError: TRITON_INTERPRET is set, so nothing would be compiled.
+    """
     if INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, and nothing would be compiled")
     driver = OfflineDriver()

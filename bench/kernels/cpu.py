@@ -73,7 +73,10 @@ def kv_write(s: Shapes) -> Iterator[Case]:
 
 
 def gemm(s: Shapes, *, is_compressed: bool = True) -> Iterator[Case]:
-    """Yield the four matrix products of a layer, and the logits of one token."""
+    """Yield the four matrix products of a layer, and the logits of one token.
+
+    With `is_compressed`, bfloat16 weights are also measured in twelve bits. Each has its own shape.
+    """
     heads = s.num_q * s.width
     qkv = heads + 2 * s.num_kv * s.width
     for num, inputs, outputs in (
@@ -118,7 +121,10 @@ def noise(s: Shapes) -> Iterator[Case]:
 
 
 def draws(s: Shapes) -> Iterator[Case]:
-    """Yield the sampling of one token per row from the whole vocabulary, with top-k 50, and with top-p 0.9."""
+    """Yield the sampling of one token per row from the whole vocabulary, with top-k 50, and with top-p 0.9.
+
+    The limit is the memory of the logits, since each is read at least once.
+    """
     logits, positions = 3 * torch.randn(s.num_tokens, s.vocab), np.arange(s.num_tokens)
     few, nothing = positions[:NUM_CHECKED_ROWS], np.zeros((s.num_tokens, 1), dtype=np.int64)
     no_masks = np.zeros(s.num_tokens, dtype=np.int64)
@@ -140,7 +146,10 @@ def draws(s: Shapes) -> Iterator[Case]:
 
 
 def decode_attention(s: Shapes) -> Iterator[Case]:
-    """Yield attention in which every token is the newest of its own sequence."""
+    """Yield attention in which every token is the newest of its own sequence.
+
+    It is limited by reading keys and values, so the time should grow with the context only.
+    """
     starts, counts = [s.context - 1] * s.num_tokens, [1] * s.num_tokens
     num_bytes = 2 * s.item * s.num_kv * s.context * s.num_tokens * s.width
     num_flops = 4 * s.num_q * s.context * s.num_tokens * s.width
@@ -149,7 +158,10 @@ def decode_attention(s: Shapes) -> Iterator[Case]:
 
 
 def prefill_attention(s: Shapes) -> Iterator[Case]:
-    """Yield attention in which all tokens are one prompt."""
+    """Yield attention in which all tokens are one prompt, without a cached prefix.
+
+    It is limited by arithmetic, and half of the scores are masked.
+    """
     num = s.num_tokens
     num_bytes = 2 * s.item * num * s.width * (s.num_q + s.num_kv)
     num_flops = 2 * s.num_q * num * (num + 1) * s.width
@@ -184,7 +196,10 @@ def _attention(
 
 
 def qk_norm_rope_kv_write(s: Shapes) -> Iterator[Case]:
-    """Yield the norm and rotation of q and k with the write to the cache; only q is checked."""
+    """Yield the norm and rotation of q and k with the write to the cache; only q is checked.
+
+    It is one launch for four operations that would otherwise each read the tensor.
+    """
     num_heads = s.num_q + 2 * s.num_kv
     qkv = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
     weight = torch.ones(s.num_q + s.num_kv, s.width, dtype=s.dtype)
@@ -276,7 +291,10 @@ def rope(s: Shapes) -> Iterator[Case]:
 
 
 def whole_attention(s: Shapes) -> Iterator[Case]:
-    """Yield an encoder's attention, for sequences of at most 128 tokens."""
+    """Yield an encoder's attention, for sequences of at most 128 tokens.
+
+    All tokens see each other, and there is no cache. It is limited by arithmetic.
+    """
     length = min(s.num_tokens, 128)
     groups = [Group(0, s.num_tokens // length, length)]
     num_tokens = groups[0].num_sequences * length
@@ -305,7 +323,10 @@ def layer_norm(s: Shapes) -> Iterator[Case]:
 
 
 def sum_of_ranks(s: Shapes) -> Iterator[Case]:
-    """Yield the sum of two ranks in shared memory with residual and norm, as in a recorded step."""
+    """Yield the sum of two ranks in shared memory with residual and norm, as in a recorded step.
+
+    Nothing is measured on machines that do not support the kernel.
+    """
     if not _has_shared_sum(s):
         return
     from trouper.bench.kernels import shared_sum as core
@@ -324,7 +345,10 @@ def sum_of_ranks(s: Shapes) -> Iterator[Case]:
 
 
 def sum_by_gloo(s: Shapes) -> Iterator[Case]:
-    """Yield the sum of two ranks by gloo, without residual and norm."""
+    """Yield the sum of two ranks by gloo, torch's collective library for CPUs.
+
+    It has no residual and norm, so it does less work than `sum_of_ranks`.
+    """
     if not _has_shared_sum(s):
         return
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]

@@ -80,7 +80,10 @@ class _Adapted(NamedTuple):
         return cls(weights, parts, x, *rows, bound, num_loras)
 
     def shrunk(self) -> Tensor:
-        """Return the reference of the first rows' h."""
+        """Return the reference of the first rows' h, in float64.
+
+        Only some rows are checked, because the reference runs on the CPU. They are equal for each row.
+        """
         x = self.x[:NUM_CHECKED].cpu().double()
         h = torch.cat([x @ part.a_RI.double().T for part in self.parts], dim=1)
         return h.float().to(self.x.device)
@@ -143,7 +146,10 @@ TOP_K, TOP_P, NUM_LOGPROBS = 50, 0.9, 20
 
 
 def products(s: Shapes) -> Iterator[Case]:
-    """Yield cuBLAS products: the four of a layer, and the head."""
+    """Yield cuBLAS products: the four of a layer, and the head.
+
+    They are the limit that the other kernels should not exceed in time. Each case has the shape of a model's layer.
+    """
     heads = s.num_q * s.width
     for num, inputs, outputs in (
         (s.num_tokens, s.hidden, heads + 2 * s.num_kv * s.width),
@@ -186,7 +192,10 @@ class _Cache(NamedTuple):
         return cls((q, cache, *(ids(s, n) for n in numbers)), options)
 
     def reference(self, column: int, num: int) -> Tensor:
-        """Compute attention for the last `num` tokens of an entry."""
+        """Compute attention for the last `num` tokens of an entry.
+
+        It reads the paged cache on the CPU, in float64. Keys behind the tokens are masked.
+        """
         q, cache, bounds, _, starts, blocks = self.arguments
         end = int(bounds[column + 1])
         length = int(starts[column]) + end - int(bounds[column])
@@ -203,7 +212,10 @@ class _Cache(NamedTuple):
 
 
 def decode(s: Shapes) -> Iterator[Case]:
-    """Yield attention in which every token is the newest of its own sequence."""
+    """Yield attention in which every token is the newest of its own sequence.
+
+    It is limited by reading keys and values. Splitting along the keys keeps the whole device busy.
+    """
     step = _Cache.of(s, [s.context - 1] * s.num_tokens, [1] * s.num_tokens)
     num = s.num_tokens
     yield Case(
@@ -216,7 +228,10 @@ def decode(s: Shapes) -> Iterator[Case]:
 
 
 def prefill(s: Shapes) -> Iterator[Case]:
-    """Yield attention in which all tokens are one prompt."""
+    """Yield attention in which all tokens are one prompt.
+
+    Only the last tokens are checked, because they see the most keys. It is limited by arithmetic.
+    """
     num = s.num_tokens
     if num == 1:
         return
@@ -323,7 +338,10 @@ class _Draw(NamedTuple):
 
 
 def edits(s: Shapes) -> Iterator[Case]:
-    """Yield the penalties, applied to every row."""
+    """Yield the penalties, applied to every row of logits.
+
+    Requests with penalties read and write the whole vocabulary in each step. Tokens of the history are counted, too.
+    """
     d = _Draw.of(s, repetition=1.1, is_edited=1, history=2)
 
     def reference() -> Tensor:

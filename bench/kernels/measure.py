@@ -28,7 +28,11 @@ NUM_CHECKED_OUTPUTS = 1024
 
 
 class WrongResultError(TrouperError):
-    """A kernel's result differs from its reference's."""
+    """A kernel's result differs from its reference's.
+
+    Its speed is then not reported, because a wrong kernel may be fast for the wrong reason. The message names the
+    case.
+    """
 
 
 class Shapes(NamedTuple):
@@ -53,7 +57,10 @@ class Shapes(NamedTuple):
     device: str = "cpu"
 
     def copies(self, num_bytes: int) -> int:
-        """Return how many copies of an array fill `cold_bytes`, so that it comes from memory as in a real step."""
+        """Return how many copies of an array fill `cold_bytes`, so that it comes from memory as in a real step.
+
+        Successive calls use different copies.
+        """
         return max(1, self.cold_bytes // num_bytes)
 
     @property
@@ -61,7 +68,7 @@ class Shapes(NamedTuple):
         return self.dtype.itemsize
 
     def ops(self) -> CpuOps:
-        """Create the operations for a model of these shapes."""
+        """Create the operations for a model of these shapes. They are the same objects that an engine uses."""
         return make_ops(
             OpsConfig(
                 dtype=self.dtype,
@@ -81,7 +88,10 @@ class Shapes(NamedTuple):
 
     @classmethod
     def of(cls, config: dict[str, Any], **more: Any) -> "Shapes":
-        """Read the sizes of a model from its config.json."""
+        """Read the sizes of a model from its config.json.
+
+        `more` are the other fields, such as the number of tokens and the dtype. Missing fields are derived.
+        """
         num_q = int(config["num_attention_heads"])
         return cls(
             hidden=int(config["hidden_size"]),
@@ -117,7 +127,10 @@ Operation = Callable[[Shapes], Iterable[Case]]
 def shapes(
     config: dict[str, Any] | None, num_tokens: Sequence[int], *, dtype: str, **more: Any
 ) -> list[Shapes]:
-    """Return the shapes of a step for each number of tokens; without a config.json those of Qwen3-0.6B."""
+    """Return the shapes of a step for each number of tokens; without a config.json those of Qwen3-0.6B.
+
+    They determine the sizes of all measured operations.
+    """
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), **more}
     make = Shapes if config is None else partial(Shapes.of, config)
     return [make(num_tokens=num, **options) for num in num_tokens]

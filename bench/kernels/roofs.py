@@ -20,13 +20,19 @@ NUM_SAMPLES = 7
 
 
 class Roofs(NamedTuple):
-    """The limits of a machine, in bytes and floating-point operations per second."""
+    """The limits of a machine, in bytes and floating-point operations per second.
+
+    They are measured on this machine, not taken from a data sheet. Results are compared with them.
+    """
 
     bytes_s: float
     flops_s: float
 
     def share(self, num_bytes: float, num_flops: float, seconds: float) -> float:
-        """Return the least time that either limit allows, divided by the measured time."""
+        """Return the least time that either limit allows, divided by the measured time.
+
+        1 means that the operation is as fast as the machine allows.
+        """
         return max(num_bytes / self.bytes_s, num_flops / self.flops_s) / seconds
 
 
@@ -46,19 +52,29 @@ def measure_roofs(dtype: torch.dtype, *, read_bytes: int = 2**29, gemm: int = 20
 
 
 def seconds_of(call: Callable[[], object], sample_s: float = SAMPLE_S) -> float:
-    """Return the median time of one call in seconds."""
+    """Return the median time of one call in seconds.
+
+    The median of several samples is hardly affected by interruptions of a shared machine. `sample_s` is the time of
+    one sample.
+    """
     return median(samples(call, sample_s))
 
 
 def once(call: Callable[[], object]) -> float:
-    """Return the time of a single call in seconds, for calls too slow to repeat."""
+    """Return the time of a single call in seconds, for calls too slow to repeat.
+
+    The interpreter of Triton takes seconds for each call. It includes everything.
+    """
     started = perf_counter()
     call()
     return perf_counter() - started
 
 
 def samples(call: Callable[[], object], sample_s: float = SAMPLE_S) -> list[float]:
-    """Return `NUM_SAMPLES` times of one call, each the mean over at least `sample_s` seconds."""
+    """Return `NUM_SAMPLES` times of one call, each the mean over at least `sample_s` seconds.
+
+    The first calls warm up caches and are not counted. Each is in seconds.
+    """
     call()
     started = perf_counter()
     call()
@@ -80,7 +96,10 @@ FLUSH_BYTES = 2**29
 
 
 class DeviceClock:
-    """Returns the median seconds of one call on the CUDA device."""
+    """Returns the median seconds of one call on the CUDA device.
+
+    It uses events of the device, because calls return before the work is done.
+    """
 
     def __init__(self) -> None:
         self._flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")

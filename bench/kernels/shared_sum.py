@@ -46,7 +46,10 @@ class Sums:
         self._memory = mmap.mmap(-1, self._sizes.num_bytes)
 
     def recorded(self, rank: int) -> Callable[[], Tensor]:
-        """Return a call of `NUM_SUMS` sums, each with residual and norm, on this rank."""
+        """Return a call of `NUM_SUMS` sums, each with residual and norm, on this rank.
+
+        The engine replays its steps in the same form. Nothing runs before the call.
+        """
         exchange = RankExchange(rank, self._sizes, self._memory)
         x_TE, y_TE = self._residuals[rank], self.parts[rank]
 
@@ -66,7 +69,10 @@ class Sums:
         return call
 
     def by_gloo(self, rank: int, store: Any) -> Callable[[], Tensor]:
-        """Return a call of one sum by gloo on this rank: no residual, no norm."""
+        """Return a call of one sum by gloo on this rank: no residual, no norm.
+
+        Processes that share no memory use it. The store lets the ranks find each other.
+        """
         group: Any = dist.ProcessGroupGloo(store, rank, NUM_RANKS, timeout=TIMEOUT)
         y_TE = torch.empty_like(self.parts[rank])
 
@@ -78,7 +84,10 @@ class Sums:
         return call
 
     def normed_reference(self) -> Tensor:
-        """Return the norm of the residual after the first `NUM_SUMS` sums."""
+        """Return the norm of the residual after the first `NUM_SUMS` sums.
+
+        It is computed in float64, and compared with the measured result. All sums have equal inputs.
+        """
         x = NUM_SUMS * self.sum_reference()
         return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weight.double()
 
@@ -88,7 +97,10 @@ class Sums:
 
 @contextmanager
 def both(make: Callable[[int], Callable[[], Tensor]]) -> Generator[Callable[[], Tensor]]:
-    """Yield the first rank's call; the second repeats its own in a thread."""
+    """Yield the first rank's call; the second repeats its own in a thread.
+
+    The ranks wait for each other, so one thread could not measure a sum.
+    """
     num_threads = torch.get_num_threads()
     # One thread for each rank, because there are at least as many ranks as cores.
     torch.set_num_threads(1)

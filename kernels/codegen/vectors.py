@@ -41,8 +41,7 @@ class VectorBuilder(CoreBuilder):
     def dot(self, a: Value, b: Value, c: Value) -> Value:
         """Return c + the two products of each pair of bfloat16.
 
-        Uses the processor's bfloat16 instruction, or else two FMAs. The products are exact, and the sum is rounded to
-        float32.
+        Uses the processor's bfloat16 instruction, or else two FMAs of float32, with slightly different rounding.
         """
         if not has_bf16_dot():
             (a_low, a_high), (b_low, b_high) = self.unpack_bf16(a), self.unpack_bf16(b)

@@ -66,7 +66,10 @@ def _show(results: dict[str, Any]) -> None:
 
 
 def beside_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Output tokens a second of the batch with adapters in both engines, and how many times as fast trouper is."""
+    """Compare the batch with adapters in both engines.
+
+    Returns the output tokens per second of both, and how many times as fast trouper is.
+    """
     config = resolve(EngineArgs(options.model, load_format=options.load_format), offline=True)
     numbers = range(1, options.adapters + 1)
     paths = [write_adapter(folder / str(i), config.model, options.rank, i) for i in numbers]
@@ -94,7 +97,11 @@ def beside_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One record for each case: median tokens a second of both engines, and their ratio."""
+    """Measure each case with and without adapters.
+
+    Returns one record for each: the median tokens per second of both engines, and their ratio. Rounds of both
+    alternate.
+    """
     common: dict[str, Any] = {
         "load_format": options.load_format, "skip_tokenizer_init": True, "dtype": "bfloat16",
         "max_num_seqs": 16, "max_model_len": options.input_len + options.output_len,
@@ -115,7 +122,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def write_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> str:
-    """Write a random adapter of every projection, as PEFT does."""
+    """Write a random adapter of every projection, in PEFT's format.
+
+    Returns the folder.  The same seed gives the same adapter.  All projections have the same rank.
+    """
     generator = torch.Generator().manual_seed(seed)
     traits = decoder_traits(model.hf_config, model.architecture)
     tensors: dict[str, Tensor] = {}

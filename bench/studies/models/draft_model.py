@@ -72,7 +72,10 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: Tensors) -> None
 def first_layers(
     config: dict[str, Any], tensors: Tensors, num_layers: int
 ) -> tuple[dict[str, Any], Tensors]:
-    """Leave the layers behind the first ones out."""
+    """Return a model with only its first layers.
+
+    It is a draft model of any size for the whole model, without training. Embedding and head are kept.
+    """
     kept = {name: x for name, x in tensors.items() if layer_of(name) < num_layers}
     config = {**config, "num_hidden_layers": num_layers}
     if config.get("layer_types"):
@@ -81,7 +84,10 @@ def first_layers(
 
 
 def weakened(tensors: Tensors, num_layers: int, share: float) -> Tensors:
-    """Multiply what the layers behind the first ones add."""
+    """Scale the contributions of the layers behind the first ones.
+
+    With a small share, the first layers predict almost the same tokens, so drafts are accepted often.
+    """
     return {
         name: x * share if layer_of(name) >= num_layers and name.endswith(ADDING) else x
         for name, x in tensors.items()
@@ -89,7 +95,10 @@ def weakened(tensors: Tensors, num_layers: int, share: float) -> Tensors:
 
 
 def layer_of(name: str) -> int:
-    """Return the layer of a parameter; -1 of those outside."""
+    """Return the number of the layer to which a parameter belongs.
+
+    Returns -1 for parameters outside of the layers, such as the embedding. Names are those of the checkpoint.
+    """
     _, found, rest = name.partition("layers.")
     return int(rest.partition(".")[0]) if found else -1
 

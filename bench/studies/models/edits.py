@@ -117,7 +117,10 @@ def labelled(
 
 
 def write_folder(gguf: str | Path, folder: Path) -> None:
-    """Write the model of a file as a folder of bfloat16."""
+    """Write the model of a GGUF file as a folder of bfloat16. vLLM then runs the same weights as llama.cpp.
+
+    Quantised numbers are dequantized exactly first.
+    """
     model = resolve(EngineArgs(str(gguf)), offline=True).model
     config = {k: v for k, v in model.hf_config.items() if k != "quantization_config"}
     traits = decoder_traits(config, model.architecture)

@@ -25,7 +25,10 @@ METHODS = ("int8", "int4")
 
 
 def measure(model: str | None, *, num_chars: int, num_files: int) -> list[dict[str, Any]]:
-    """One record for the plain weights and each method; bfloat16."""
+    """Measure the loss of quality of each method of rounding.
+
+    Returns one record for the plain bfloat16 weights and one for each method. All use the same texts.
+    """
     folder = Path(trouper.__file__).parent
     texts = [(folder / name).read_text()[:num_chars] for name in FILES[:num_files]]
     plain, token_ids = distributions(model, None, texts)
@@ -39,7 +42,10 @@ def measure(model: str | None, *, num_chars: int, num_files: int) -> list[dict[s
 def distributions(
     model: str | None, quantization: str | None, texts: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities [positions, vocabulary] and the tokens that followed [positions]."""
+    """Compute the model's predictions for some texts.
+
+    Returns log-probabilities [positions, vocabulary] and the tokens that followed [positions].
+    """
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
     with LLM(
         model, dtype="bfloat16", quantization=quantization, max_logprobs=-1, max_model_len=1024

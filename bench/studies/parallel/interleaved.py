@@ -19,7 +19,10 @@ class Seconds(NamedTuple):
 
 
 class InTurn:
-    """Two open engines, for example a whole model and a divided one."""
+    """Two open engines, for example a whole model and a divided one.
+
+    They are measured alternately, so that a slower machine affects both. Only one of them computes at a time.
+    """
 
     def __init__(self, whole: Engine, cut: Engine) -> None:
         self._engines = whole, cut
@@ -43,7 +46,10 @@ class InTurn:
 
 @asynccontextmanager
 async def in_turn(whole: EngineConfig, cut: EngineConfig) -> AsyncGenerator[InTurn]:
-    """Have both open, each in workers of its own."""
+    """Open both engines at the same time, each in its own worker processes.
+
+    Yields them for alternating measurements.
+    """
     async with (
         open_engine(whole, ProcessDevice(whole)) as one,
         open_engine(cut, ProcessDevice(cut)) as several,

@@ -41,7 +41,10 @@ PREFIX_TOKENS, OWN_TOKENS = 480, 32  # of a prompt
 
 
 class InstantDevice:
-    """A device that computes nothing: each plan is answered at once, with one and the same token."""
+    """A device that computes nothing: each plan is answered at once, with one and the same token.
+
+    The measured time is therefore that of the server's own work.
+    """
 
     def __init__(self) -> None:
         self._plans: deque[StepPlan] = deque()  # at most `max_steps_in_flight`
@@ -75,7 +78,7 @@ class InstantDevice:
 
 
 def config_of(args: EngineArgs, num_replicas: int) -> EngineConfig:
-    """Resolve an engine with this many replicas."""
+    """Resolve an engine with this many replicas. It has no tokenizer, so outputs are token ids only."""
     args = EngineArgs(**{**vars(args), "data_parallel_size": num_replicas})
     config = resolve(args)
     return msgspec.structs.replace(config, block_size=BLOCK_SIZE, tokenizer=None)

@@ -32,7 +32,10 @@ PERCENTILES = (50.0, 99.0, 99.9)
 
 
 class Heartbeat:
-    """A task that records the delay of each of its wake-ups, in ms."""
+    """A task that records the delay of each of its wake-ups, in ms.
+
+    A large delay means that some code has blocked the event loop.
+    """
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s

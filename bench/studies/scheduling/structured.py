@@ -107,7 +107,7 @@ async def measure(
 
 
 def missed(record: Mapping[str, Any]) -> list[str]:
-    """Name the bounds that a record does not keep."""
+    """Return the names of the bounds that a record does not keep. The study fails if there are any."""
     kept = {
         "ratio": record["ratio"] >= BOUNDS["ratio"],
         "new_schema_ms": record["new_schema_ms"] <= BOUNDS["new_schema_ms"],

@@ -25,7 +25,10 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class ClientCall:
-    """One request; moments are seconds on the client's clock."""
+    """One request of a client, with its outcome.
+
+    Times are seconds on the client's clock: when it was sent, its first byte and its end.
+    """
 
     __slots__ = ("ended", "first", "kind", "on_end", "outcome", "request", "sent", "wire")
 
@@ -116,14 +119,20 @@ class Callers:
         self._numbers = count()
 
     def call(self, request: bytes, kind: str, on_end: Callable[[ClientCall], object]) -> ClientCall:
-        """`on_end` hears of its end, unless it is dropped."""
+        """Send a request on an idle or a new connection.
+
+        `on_end` is called at its end, unless the call is dropped. The result can be passed to `drop`.
+        """
         call = ClientCall(kind, on_end, request)
         self.num_open += 1
         self._begin(call, self._idle.pop() if self._idle else self._connect())
         return call
 
     def drop(self, call: ClientCall) -> None:
-        """Disconnect, whatever has come; nothing when it has ended."""
+        """Disconnect in the middle of an answer, as an impatient client does.
+
+        Does nothing for a call that has ended. The server must then free its resources.
+        """
         if call.outcome == "open":
             self._end(call, "dropped", keeps=False)
 

@@ -36,7 +36,10 @@ Ask = Callable[[], Awaitable[None]]
 async def client_of(
     engine: AsyncLLMEngine, path: str, content: dict[str, Any], folder: Path
 ) -> AsyncGenerator[Ask]:
-    """Posts the content to the path; `folder` keeps the request."""
+    """Run a client process that posts the content to the path.
+
+    Yields a function that sends the request once.  The request is stored in `folder`.
+    """
     request, body = folder / "request", json.dumps(content).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -70,7 +70,10 @@ def main() -> None:
 
 
 class Record:
-    """Heartbeats and tokens, filed under what goes on."""
+    """Gaps of the event loop and times between tokens.
+
+    They are recorded separately for the times with and without large prompts. Both are in milliseconds.
+    """
 
     def __init__(self) -> None:
         self.state = "warm"
@@ -84,7 +87,10 @@ class Record:
             self.gap_ms[self.state].append(1000 * max(0.0, perf_counter() - due))
 
     async def stream(self, engine: AsyncLLMEngine) -> None:
-        """One request after the other, for ever."""
+        """Run one request after the other until cancelled.
+
+        The time between two tokens is recorded under the present situation.
+        """
         params = SamplingParams(
             max_tokens=1000, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -99,7 +105,10 @@ class Record:
                     last = now
 
     def take(self) -> dict[str, Any]:
-        """All since the last call."""
+        """Return the figures since the last call, and begin anew.
+
+        Gaps and latencies are summarised in milliseconds.
+        """
         found: dict[str, Any] = {}
         for kind, values in (("gap", self.gap_ms), ("itl", self.itl_ms)):
             before, beside = values.pop("before"), values.pop("beside")
@@ -111,7 +120,10 @@ class Record:
 async def measure(
     folder: Path, num_streams: int, num_requests: int, pause_s: float
 ) -> dict[str, Any]:
-    """Figures by way and number of rows."""
+    """Measure each way of sending embeddings, for each number of rows.
+
+    Returns the figures of the event loop and of the streams. Streams run all the time.
+    """
     arguments = EngineArgs(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
         enable_prompt_embeds=True, max_num_seqs=num_streams + 2, max_model_len=MODEL_LEN,

@@ -38,7 +38,10 @@ MAX_KILLS = 1000
 
 
 class StreamedRun:
-    """Outputs of the streams of one run, and their longest silences."""
+    """Outputs of the streams of one run, and their longest silences.
+
+    The outputs of two runs must be equal, with and without kills. A silence ends with the next token.
+    """
 
     def __init__(self) -> None:
         self.token_ids: dict[int, tuple[int, ...]] = {}
@@ -47,7 +50,10 @@ class StreamedRun:
 
 
 async def stream(engine: Engine, number: int, num_tokens: int, run: StreamedRun) -> None:
-    """Read one request; the even ones are greedy, the odd ones seeded."""
+    """Read one request to its end, and record its tokens and its longest silence.
+
+    Even requests are greedy and odd ones seeded, so both can be repeated.
+    """
     params = SamplingParams(
         temperature=number % 2, seed=number, max_tokens=num_tokens, ignore_eos=True
     )
@@ -68,7 +74,7 @@ async def stream(engine: Engine, number: int, num_tokens: int, run: StreamedRun)
 async def run_streams(
     engine: Engine, requests: range, num_tokens: int, num_streams: int
 ) -> StreamedRun:
-    """Stream all requests, `num_streams` at a time."""
+    """Stream all requests, `num_streams` at a time. Returns their outputs in the order of the requests."""
     run, limiter = StreamedRun(), anyio.CapacityLimiter(num_streams)
 
     async def one(number: int) -> None:
