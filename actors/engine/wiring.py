@@ -46,7 +46,8 @@ from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence_table import Shared
-from trouper.config.context import context_line, fitted
+from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
+from trouper.config.context import context_line, fitted, states_line, with_state_rows
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.extras import install_hint
@@ -288,10 +289,22 @@ def _make_policy(config: EngineConfig, info: DeviceInfo) -> AnyPolicy:
         return poolers[0] if num_replicas == 1 else Replicas(poolers, step_tokens)
     shared, caches = Shared(), scheduler.enable_prefix_caching
     policies = [
-        Policy(scheduler, KVBlocks(info.num_blocks, info.block_size, caches), shared)
+        Policy(
+            scheduler,
+            KVBlocks(info.num_blocks, info.block_size, caches),
+            shared,
+            _make_states(info, has_cache=caches),
+        )
         for _ in range(num_replicas)
     ]
     return policies[0] if num_replicas == 1 else Replicas(policies, step_tokens, info.block_size)
+
+
+def _make_states(info: DeviceInfo, *, has_cache: bool) -> StateSnapshots | None:
+    if not info.state_bytes:
+        return None
+    sizes = info.num_state_rows, info.num_snapshots, info.block_size
+    return StateSnapshots(*sizes, has_cache=has_cache)
 
 
 def _replica_statistics(
@@ -410,6 +423,9 @@ async def _load(
     config = fitted(config, info.num_blocks - 1, info.longest)  # all but the null block
     if (line := context_line(config, info.longest)) is not None:
         logger.warning(line)
+    if (line := states_line(config, info.num_state_rows, info.state_bytes)) is not None:
+        logger.warning(line)
+    config = with_state_rows(config, info.num_state_rows)
     return config, info, tokenizer
 
 

@@ -120,6 +120,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks_free: int = 0
     # Without the null block.
     num_blocks_total: int = 0
+    # Snapshots of recurrent states that prompts may begin with, and how many were saved and evicted so far.
+    num_state_snapshots: int = 0
+    num_state_saves: int = 0
+    num_state_evictions: int = 0
+    # Tokens whose KV was cached, but which were computed again for lack of a state.
+    num_state_misses: int = 0
     # A share: 0 … 1.
     kv_cache_usage: float = 0.0
 

@@ -47,6 +47,7 @@ from trouper.actors.scheduling.state.grammar_ledger import MAX_DEATHS
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import Request, Sequence, State
 from trouper.actors.scheduling.state.sequence_table import SequenceTable, Shared
+from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.state.step_builder import (
     InFlightStep,
     InFlightSteps,
@@ -77,11 +78,23 @@ class Policy(PolicyBase[InFlightStep, Request]):
     in_flight: InFlightSteps
 
     def __init__(
-        self, config: SchedulerConfig, blocks: KVBlocks, shared: Shared | None = None
+        self,
+        config: SchedulerConfig,
+        blocks: KVBlocks,
+        shared: Shared | None = None,
+        states: StateSnapshots | None = None,
     ) -> None:
+        """Make the policy of one replica.
+
+        Args:
+            states: the rows of recurrent states on its device; None if the model keeps only keys and values.
+        """
         super().__init__(config, InFlightSteps())
         self.blocks = blocks
-        self.table = SequenceTable(config, blocks, shared)
+        self.states = states
+        if states is not None:
+            blocks.on_forget = states.rows.drop
+        self.table = SequenceTable(config, blocks, shared, states)
         # Without turns, prompts are computed in the order of arrival, in steps up to the token budget.
         self.turns: PromptTurns | None = None
         if config.max_step_ms != 0:
@@ -283,6 +296,8 @@ class Policy(PolicyBase[InFlightStep, Request]):
         if start < sequence.num_prompt:
             self._num_prompt_tokens += min(end, sequence.num_prompt) - start
         self.table.running.register(sequence)
+        if self.states is not None:
+            self.states.land(sequence, end)
         if sequence.request.deferred and end >= sequence.num_prompt:
             self.table.release_siblings(sequence.request)
 
@@ -295,12 +310,22 @@ class Policy(PolicyBase[InFlightStep, Request]):
         When the device is out of memory, later steps become smaller.  Preempting a sequence would not help: a free KV block
         gives the device no memory back.  In all other cases, and if steps cannot become smaller, a bisection looks for the
         culprit.  The culprit ends with `message` when it fails in a step without other sequences.
+
+        Recurrent states cannot be computed a second time in place, as keys can.  So the failed step's sequences begin again, and
+        the search goes by their positions.
         """
         suspects = self._undo(failed)
-        for later in self.in_flight:
-            self._undo(later)
+        undone = [sequence for later in self.in_flight for sequence in self._undo(later)]
+        if self.states is not None:
+            self._begin_again(suspects, undone)
         num_tokens = sum(end - start for _, _, start, end, _ in failed.entries)
         if is_out_of_memory and self._planner.token_budget.shrink(num_tokens):
+            return
+        if self.states is not None:
+            ends = [(sequence, end) for sequence, _, _, end, _ in failed.entries]
+            found = self._quarantine.lose(ends)
+            if found is not None:
+                self.table.fail_request(found[0], RequestError("execution_error", message))
             return
         if not self._bisection.is_testing:
             self._bisection.suspect(suspects)
@@ -308,6 +333,24 @@ class Policy(PolicyBase[InFlightStep, Request]):
         culprit = self._bisection.failed()
         if culprit is not None and culprit.state is not State.FINISHED:
             self.table.fail(culprit, RequestError("execution_error", message))
+
+    def _begin_again(
+        self,
+        torn: collections.abc.Sequence[Sequence],
+        undone: collections.abc.Sequence[Sequence],
+    ) -> None:
+        """Preempt the sequences whose recurrent states are unusable after a failed step.
+
+        Args:
+            torn: sequences of the failed step; their states may contain half of it.
+            undone: sequences of later steps, which did not run.  If a state was to be restored for one, it was not, and its row may
+                belong to another sequence by now.
+        """
+        for sequence in torn:
+            self.table.running.preempt(sequence)
+        for sequence in undone:
+            if sequence.request_slot >= 0 and sequence.marks.restore >= 0:
+                self.table.running.preempt(sequence)
 
     def _lose_plans(
         self, plans: collections.abc.Sequence[InFlightStep], loss: DeviceLost, *, has_suspects: bool
@@ -322,7 +365,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
                 self._undo(plan)
         self._bisection.suspect(())
         self.table.running.lose_all()
-        self.blocks.reset_cache()
+        self._reset_cache()
         num_explained = 0
         if key := self.table.grammars.forget(is_their_doing=not loss.is_from_outside):
             self.table.fail_grammar(key, RequestError("poisoned_request", loss.message))
@@ -356,7 +399,13 @@ class Policy(PolicyBase[InFlightStep, Request]):
         if reset_running:
             for sequence in self.table.running.snapshot():
                 self.table.running.preempt(sequence, drop_results=True)
-        return self.blocks.reset_cache()
+        return self._reset_cache()
+
+    def _reset_cache(self) -> bool:
+        is_done = self.blocks.reset_cache()
+        if is_done and self.states is not None:
+            self.states.reset()
+        return is_done
 
     def next_grammar(self) -> PrepareGrammar | None:
         """Return a grammar that the device shall prepare; while a culprit is looked for, only one of the requests in question."""
@@ -438,6 +487,8 @@ class Policy(PolicyBase[InFlightStep, Request]):
             if preemption_epoch == sequence.preemption_epoch:
                 sequence.num_computed = sequence.num_computed_on_device
                 sequence.is_slot_stale = True  # the device's copy of the slot may be ahead
+                if self.states is not None:
+                    self.states.undo(sequence)
                 if self.turns is not None:
                     self.turns.note_undone(sequence)
                 still_running.append(sequence)

@@ -53,6 +53,7 @@ class StepPlanner:
         num_competing = len(table.running) + len(table.waiting)
         builder = StepBuilder(self._config, num_competing, self.token_budget.num_tokens)
         builder.unknown = in_flight.unknown_tokens()
+        builder.states = table.running.states
         if num_competing == 1:
             builder.max_count = min(builder.max_count, self._longest_lone_chunk())
         return builder

@@ -423,12 +423,12 @@ def test_vllms_names_of_kernels_are_those_of_method(folder):
     assert resolve(EngineArgs(path, quantization="gptq_marlin")).quantization is None
 
 
-def test_model_with_recurrent_state_is_refused_for_it(folder):
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba", "xlstm", "kimi_linear"])
+def test_recurrent_models_need_no_number_of_positions(folder, kind):
     sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
-    for kind in ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlstm"):
-        config = {"architectures": ["XForCausalLM"], "model_type": kind, **sizes}
-        with pytest.raises(UnsupportedFeatureError, match="recurrent state"):
-            resolve(EngineArgs(folder(config)))
+    path = folder({"architectures": ["XForCausalLM"], "model_type": kind, **sizes})
+    assert resolve(EngineArgs(path)).max_model_len == 32768
+    assert resolve(EngineArgs(path, max_model_len=100_000)).max_model_len == 100_000
 
 
 @pytest.mark.parametrize(

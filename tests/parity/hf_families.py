@@ -48,15 +48,47 @@ FAMILIES = {
         "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB},
     "gemma4_unified_text": ALTERNATING | {"hidden_size_per_layer_input": 0},
 }  # fmt: skip
+# Of recurrent families, under the names of all; the state decays within tens of tokens.
+RECURRENT_SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "state_size": 16, "expand": 2,
+    "time_step_rank": 8, "n_groups": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16,
+    "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16, "chunk_size": 16, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+HYBRID_LAYERS = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+}
+HYBRIDS = {
+    "qwen3_next": {"head_dim": 32}, "qwen3_5_text": {"head_dim": 32}, "qwen3_5_moe_text": {"head_dim": 32},
+    "olmo_hybrid": {"head_dim": None},
+    "kimi_linear": HYBRID_LAYERS | {
+        "linear_num_heads": 4, "linear_head_dim": 16, "num_key_value_heads": 4, "q_lora_rank": None, "head_dim": None},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"], "conv_L_cache": 3, "num_dense_layers": 1},
+    "mamba": {}, "falcon_mamba": {}, "mamba2": {"head_dim": 16, "num_heads": 8},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 96, "mamba_n_groups": 1},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_groups": 1},
+    "jamba": {
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2, "mamba_dt_rank": 8},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 16,
+        "ssm_state_size": 16, "conv_kernel": 4, "num_hidden_layers": None},
+    "zamba2": {
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"], "num_key_value_heads": 4, "mamba_ngroups": 1,
+        "mamba_headdim": 16, "n_mamba_heads": 8, "adapter_rank": 8, "head_dim": None},
+}  # fmt: skip
 # Families that are refused, with words of the reason.
 OWN_ATTENTION = "attention of its own"
 NOT_CAUSAL = "is_decoder=false"
-REFUSED = dict.fromkeys(["bart", "big_bird", "biogpt", "falcon", "gpt_neo", "gpt_neox_japanese", "openai-gpt", "rembert", "roformer", "stablelm", "trocr", "xglm"], OWN_ATTENTION) | dict.fromkeys(["bert", "camembert", "electra", "roberta", "xlm-roberta-xl"], NOT_CAUSAL) | {"deepseek_v32": "'indexed_attention'", "lfm2_moe": "'conv'", "minimax": "'linear_attention'"}  # fmt: skip
+REFUSED = dict.fromkeys(["bart", "big_bird", "biogpt", "falcon", "gpt_neo", "gpt_neox_japanese", "openai-gpt", "rembert", "roformer", "stablelm", "trocr", "xglm"], OWN_ATTENTION) | dict.fromkeys(["bert", "camembert", "electra", "roberta", "xlm-roberta-xl"], NOT_CAUSAL) | {"deepseek_v32": "'indexed_attention'", "recurrent_gemma": "RecurrentGemma", "rwkv": "RwkvSelfAttention", "minimax": "'linear_attention'"}  # fmt: skip
 REFUSED_FIELDS = {
     "gpt_neo": {
         "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
         "num_hidden_layers": None, "num_attention_heads": None},
-    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "rwkv": {"attention_hidden_size": 64, "context_length": 64},
 }  # fmt: skip
 
 
@@ -67,8 +99,11 @@ def architecture_of(model_type):
 def tiny_config(model_type):
     cls = CONFIG_MAPPING[model_type]
     known = {*inspect.signature(cls.__init__).parameters, *cls.attribute_map}
+    small = SMALL
     changes = FAMILIES.get(model_type) or REFUSED_FIELDS.get(model_type, {})
-    fields = {name: value for name, value in SMALL.items() if name in known} | changes
+    if model_type in HYBRIDS:
+        small, changes = SMALL | RECURRENT_SMALL, HYBRIDS[model_type]
+    fields = {name: value for name, value in small.items() if name in known} | changes
     kept_none = {"attention_chunk_size"}
     return cls(**{k: v for k, v in fields.items() if v is not None or k in kept_none})
 
@@ -79,8 +114,12 @@ def tiny_model(model_type, folder):
     cls = getattr(transformers, architecture_of(model_type))
     config = tiny_config(model_type)
     model = cls._from_config(config, dtype=torch.float32, attn_implementation="eager")
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data = torch.rand_like(parameter) * 1.5
+        elif name.endswith(("dt_bias", "dt_proj.bias")):
+            parameter.data = torch.randn_like(parameter) * 0.5 - 1
+        elif parameter.ndim == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
         else:
             parameter.data = torch.randn_like(parameter) * 1.2 / parameter.shape[-1] ** 0.5

@@ -11,7 +11,7 @@ from trouper.config.checks import ROUNDED
 from trouper.config.gguf.names import ENCODER_NAMES
 from trouper.config.gguf.names import FAMILIES as GGUF
 
-from .hf_families import FAMILIES, NOT_CAUSAL, OWN_ATTENTION, REFUSED, architecture_of
+from .hf_families import FAMILIES, HYBRIDS, NOT_CAUSAL, OWN_ATTENTION, REFUSED, architecture_of
 
 REASONS = {
     OWN_ATTENTION: "attention that cannot be exchanged",
@@ -24,11 +24,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 def lists():
     """The text between the marks of each list, by its name."""
     fallback = {architecture_of(family) for family in FAMILIES} - DECODERS.keys()
+    recurrent = {architecture_of(family) for family in HYBRIDS}
     return {
         "own": named(DECODERS),
         "text": named(TEXT_MODELS),
         "encoders": named(ENCODERS),
         "transformers": named(fallback),
+        "recurrent": named(recurrent),
         "refused": "\n".join(f"* {reason}: {named(names)}" for reason, names in refused().items()),
         "gguf": named([*GGUF, *ENCODER_NAMES]),
         "checkpoints": named(QUANTIZED),

@@ -17,7 +17,7 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.inputs import TokensPrompt
 
 from .driver import Driver, engine_config, hf_runner, random_prompts
-from .hf_families import FAMILIES, REFUSED, VOCAB, architecture_of, tiny_model
+from .hf_families import FAMILIES, HYBRIDS, REFUSED, VOCAB, architecture_of, tiny_model
 
 # One of each kind: experts; learned positions and turned weights; sinks and windows; keys and values of other widths;
 # layers of other shapes.
@@ -62,7 +62,18 @@ def test_chunks_and_batches_equal_eager_attention(family, tmp_path):
     check(model, sequences)
 
 
-@pytest.mark.parametrize("family", families(REFUSED, ("bert", "falcon", "lfm2_moe")))
+@pytest.mark.parametrize("family", families(HYBRIDS, ("qwen3_5_text", "jamba")))
+def test_recurrent_models_equal_their_full_forward(family, tmp_path):
+    model = tiny_model(family, tmp_path)
+    runner = hf_runner(engine_config(tmp_path, model_impl="transformers", max_model_len=128))
+    driver = Driver(runner, chunk=11, shuffle=1, stagger=2)
+    sequences = driver.run(random_prompts((1, 7, 40, 23), VOCAB), 12, ALL_LOGPROBS)
+    check(model, sequences)
+    # The slots are used again, by sequences in another order.
+    check(model.float(), driver.run(random_prompts((31, 2, 9), VOCAB), 8, ALL_LOGPROBS))
+
+
+@pytest.mark.parametrize("family", families(REFUSED, ("bert", "falcon", "rwkv")))
 def test_other_families_are_refused_by_name(family, tmp_path):
     tiny_model(family, tmp_path)
     runner = hf_runner(engine_config(tmp_path, max_model_len=64, runner="generate"))

@@ -265,6 +265,32 @@ def fitted(config: EngineConfig, num_blocks: int, longest: int | None = None) ->
     )
 
 
+def with_state_rows(config: EngineConfig, num_rows: int) -> EngineConfig:
+    """Lower the number of running sequences to the recurrent states that the devices can hold.
+
+    Args:
+        num_rows: states of running sequences; 0 if the model keeps none.
+    """
+    scheduler = config.scheduler
+    if not num_rows or num_rows >= scheduler.max_num_seqs:
+        return config
+    most_active = min(scheduler.max_num_active_seqs, num_rows)
+    lowered = msgspec.structs.replace(
+        scheduler, max_num_seqs=num_rows, max_num_active_seqs=most_active
+    )
+    return msgspec.structs.replace(config, scheduler=lowered)
+
+
+def states_line(config: EngineConfig, num_rows: int, row_bytes: int) -> str | None:
+    """Describe a number of sequences that their recurrent states limit.  Returns None if they do not."""
+    if not num_rows or num_rows >= config.scheduler.max_num_seqs:
+        return None
+    return (
+        f"states take {row_bytes / 1e6:.3g} MB a sequence: at most {num_rows} run at once; "
+        "--kv-cache-memory-bytes for more"
+    )
+
+
 def context_line(config: EngineConfig, longest: int | None = None) -> str | None:
     """Describe a context that is shorter than the model's: why, and how to get more.  Returns None for a full one."""
     length, whole = config.max_model_len, config.model.max_position_embeddings

@@ -20,6 +20,13 @@ from trouper.config.checkpoint.pooler import (
     pooler_spec,
 )
 from trouper.config.checkpoint.presets import GEOMETRIES
+from trouper.config.checkpoint.recurrent import (
+    MIXED,
+    OPEN_POSITIONS,
+    PURE,
+    num_attention_layers,
+)
+from trouper.config.checks import human_int
 from trouper.config.generation import (
     GENERATION,
     Frontend,
@@ -38,9 +45,6 @@ DTYPES = {
     "float": "float32", "float32": "float32", "fp32": "float32",
 }  # fmt: skip
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Their configs have no number of positions.
-RECURRENT = ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlstm")
-RECURRENT_STATE = "it keeps a recurrent state, not keys and values alone"
 _STRETCHED = ("gemma3", "gemma3_text")
 # Their position table begins behind the index of the padding token.
 _OFFSET_POSITIONS = (
@@ -121,7 +125,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             source_config=raw,
             vocab_size=_needed(fields, "vocab_size", path),
             hidden_size=fields.hidden_size or 0,
-            max_position_embeddings=_num_positions(fields, path),
+            max_position_embeddings=_num_positions(fields, path, args.max_model_len),
             dtype=fields.dtype or "float32",
             eos_token_ids=tuple(eos if isinstance(eos, list) else [eos] if eos is not None else ()),
             default_sampling=default_sampling(
@@ -191,11 +195,15 @@ def _needed(fields: HfFields, name: str, path: Path) -> int:
     return value
 
 
-def _num_positions(fields: HfFields, path: Path) -> int:
-    """Return the number of tokens of the longest sequence.  Some encoders reserve the first rows for padding."""
-    if fields.max_position_embeddings is None and fields.model_type in RECURRENT:
-        rule = f"{fields.model_type} cannot be served: {RECURRENT_STATE}"
-        raise UnsupportedFeatureError(rule, parameter="model")
+def _num_positions(fields: HfFields, path: Path, wanted: Any) -> int:
+    """Return the number of tokens of the longest sequence.  Some encoders reserve the first rows for padding.
+
+    Recurrent models may have no limit; then any length that the user gave is accepted.
+    """
+    if fields.max_position_embeddings is None and fields.model_type in (*PURE, *MIXED):
+        is_open = wanted is None or str(wanted).strip().lower() in ("auto", "-1")
+        given = 0 if is_open else human_int(wanted, "max_model_len")
+        return min(max(OPEN_POSITIONS, given), MOST_POSITIONS)
     num_positions = max(_needed(fields, "max_position_embeddings", path), _stretched(fields))
     if fields.model_type in _OFFSET_POSITIONS:
         is_fixed = fields.model_type == "mpnet" or fields.pad_token_id is None
@@ -273,6 +281,7 @@ def kv_bytes_per_token(model: ModelConfig, dtype: str, num_ranks: int = 1) -> in
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
         num_kv_heads = -(-num_kv_heads // num_ranks)
-        return int(config["num_hidden_layers"]) * 2 * num_kv_heads * head_dim * ITEM_BYTES[dtype]
+        num_layers = num_attention_layers(config)
+        return num_layers * 2 * num_kv_heads * head_dim * ITEM_BYTES[dtype]
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None

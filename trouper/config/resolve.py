@@ -9,6 +9,7 @@ from typing import Any, cast
 from trouper.config.adapters import lora_config
 from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.pooler import PoolerSpec
+from trouper.config.checkpoint.recurrent import check_states
 from trouper.config.checks import (
     METHOD_ALIASES,
     ROUNDED,
@@ -100,6 +101,7 @@ def resolve(
     block_size = args.block_size or DEFAULT_BLOCK_SIZES[device]
     speculation = speculative_config(args.speculative_config, device, pools=pooler is not None)
     draft = draft_model(args, model, speculation)
+    check_states(model.hf_config, _unsupported_with_states(args, device, pooler))
     num_nodes = 1 if nodes is None else nodes.num_nodes
     context_sizes = Sizes(
         longest=model.max_position_embeddings,
@@ -172,6 +174,19 @@ def _served_names(args: EngineArgs) -> tuple[str, ...]:
     """Return the model's names for clients; empty means the engine's own name."""
     names = args.served_model_name or ()
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _unsupported_with_states(
+    args: EngineArgs, device: DeviceKind, pooler: PoolerSpec | None
+) -> dict[str, Any]:
+    """Return the options in use, by name, that the engine lacks for models with recurrent states."""
+    sizes = {name: getattr(args, name) for name in SEVERAL_WORKERS[:2]}
+    return {
+        "speculative_config": args.speculative_config,
+        **{name: size if size > 1 else 0 for name, size in sizes.items()},
+        "device": device if device != "cpu" else "",
+        "runner": "pooling" if pooler is not None else "",
+    }
 
 
 def _token_bytes(

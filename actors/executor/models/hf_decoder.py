@@ -10,6 +10,7 @@ is the model itself with the body replaced by a module that returns given states
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices, StateSpec, StepStates
 from trouper.actors.executor.models.hf_attention import HfAttention, HfStep, StepPlans
+from trouper.actors.executor.models.hf_states import HfMixers
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.ops import HostTokens, Integers
@@ -37,8 +39,11 @@ class HfDecoder:
         self._model, self._attention = model, attention
         self._embed = cast("nn.Module", cast("Any", model).get_input_embeddings())
         self.body = cast("nn.Module", getattr(model, _body_name(model)))
-        self._states = _GivenStates()
+        self._states = _GivenStates(self.body)
         setattr(model, _body_name(model), self._states)
+        self._mixers = HfMixers(dtype)
+        # The body gets a cache object only if its mixers ask for one.
+        self._cache = {"cache": self._mixers.cache} if self._mixers.attach(self.body) else {}
         self._first_token = torch.zeros((1, 1), dtype=torch.long)
 
     def __repr__(self) -> str:
@@ -64,8 +69,8 @@ class HfDecoder:
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """Return (): models with recurrent mixers are refused."""
-        return ()
+        """Return the states that the mixers kept when the model was loaded."""
+        return self._mixers.specs
 
     @property
     def is_recordable(self) -> bool:
@@ -124,9 +129,11 @@ class HfDecoder:
         inputs: dict[str, Tensor] = {"input_ids": tokens.ids_T[None]}
         if embeds:
             inputs = {"inputs_embeds": self._with_embeds(tokens.ids_T, embeds)}
-        hidden_TE = self._attention.run(
-            HfStep(tokens, plans, caches), lambda: self._hidden(tokens.positions_T, inputs)
-        )
+
+        def compute() -> Tensor:
+            return self._mixers.run(states, lambda: self._hidden(tokens.positions_T, inputs))
+
+        hidden_TE = self._attention.run(HfStep(tokens, plans, caches), compute)
         return hidden_TE if read is None else hidden_TE.index_select(0, read.tokens_R)
 
     def logits(self, hidden_RE: Tensor, head: LinearMethod | None = None) -> Tensor:
@@ -154,7 +161,13 @@ class HfDecoder:
         """
         positions_T = torch.arange(num_tokens)
         ids = {"input_ids": torch.zeros_like(positions_T)[None]}
-        self._attention.learn(lambda: self._hidden(positions_T, ids))
+
+        def compute() -> None:
+            self._mixers.learn(lambda: self._hidden(positions_T, ids), num_tokens)
+
+        self._attention.learn(compute)
+        if not self._attention.layers and not self._mixers.specs:
+            raise UnsupportedFeatureError("its layers do not call transformers' AttentionInterface")
 
     def wrap_linears(
         self, wrap: Callable[[str, LinearMethod], LinearMethod], row_counts: set[int]
@@ -177,7 +190,11 @@ class HfDecoder:
 
     def _hidden(self, positions_T: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         output = self.body(
-            **inputs, position_ids=positions_T[None], use_cache=False, return_dict=True
+            **inputs,
+            **self._cache,
+            position_ids=positions_T[None],
+            use_cache=False,
+            return_dict=True,
         )
         if self._states.output is None:
             self._states.output = replace(output, last_hidden_state=None)
@@ -249,10 +266,15 @@ class HfLinear(nn.Module):
 
 
 class _GivenStates(nn.Module):
-    """Replaces a model's body, and returns the hidden states that it is given."""
+    """Replaces a model's body, and returns the hidden states that it is given.
 
-    def __init__(self) -> None:
+    It has the body's other attributes, because some heads read them (Falcon-H1's multipliers).
+    """
+
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
+        # Not the body itself, which would become a second submodule of the model.
+        self._attribute: Callable[[str], Any] = partial(getattr, body)
         self.hidden_RE: Tensor | None = None
         # An output of the body, from which other outputs are copied.
         self.output: Any = None
@@ -261,6 +283,12 @@ class _GivenStates(nn.Module):
     def decoder(self) -> Any:
         """Replace the body's decoder too, which some heads call (OPT)."""
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return self.__dict__["_attribute"](name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         assert self.hidden_RE is not None

@@ -32,7 +32,7 @@ ALIGNMENT = 64
 NOTHING = -1
 
 
-class StateRows(NamedTuple):
+class StateBudget(NamedTuple):
     """The rows of a pool: of running sequences, behind them of snapshots, and the bytes of each row."""
 
     num_live: int = 0
@@ -71,6 +71,12 @@ class StatePool:
         """Copy a row over another one, with its position."""
         self._rows[target] = self._rows[source]
         self.positions[target] = self.positions[source]
+
+    def fill(self, row: int, value: float) -> None:
+        """Overwrite the states of a row, for checks and tests."""
+        for view in (view for mixer in self.mixers.values() for view in mixer):
+            if view is not None:
+                view[row].fill_(value)
 
     def begin(self, rows: np.ndarray, starts: np.ndarray) -> None:
         """Note that a pass begins to move these rows forward from these positions.
@@ -139,7 +145,7 @@ def _layout(
 
 def num_state_rows(
     config: EngineConfig, specs: Sequence[StateSpec], dtype: torch.dtype
-) -> StateRows:
+) -> StateBudget:
     """Divide the memory of the KV cache among the states of running sequences, snapshots, and blocks, which get the rest.
 
     A user's own `max_num_seqs` is kept or refused. Otherwise as many sequences run at once as have room for their states.
@@ -148,15 +154,14 @@ def num_state_rows(
         TrouperValidationError: the states do not fit; the message contains the largest `max_num_seqs` that does.
     """
     if not specs:
-        return StateRows()
+        return StateBudget()
     row_bytes = _layout(specs, dtype)[1]
     wanted, longest = config.scheduler.max_num_seqs, config.max_model_len
-    num_blocks = config.num_blocks or min(
-        MAX_PREFIX_BLOCKS, wanted * -(-longest // config.block_size)
-    )
+    # A snapshot belongs to a block. The number must not depend on `num_blocks`, which a restarted worker is given.
+    num_blocks = min(MAX_PREFIX_BLOCKS, wanted * -(-longest // config.block_size))
     most_snapshots = max(LEAST_SNAPSHOTS, num_blocks)
     if config.kv_cache_bytes is None:
-        return StateRows(wanted, most_snapshots, row_bytes)
+        return StateBudget(wanted, most_snapshots, row_bytes)
     fitting = int(config.kv_cache_bytes * LIVE_SHARE) // row_bytes
     if fitting < 1 or (fitting < wanted and not config.is_num_seqs_open):
         raise TrouperValidationError(
@@ -167,7 +172,7 @@ def num_state_rows(
             value=wanted,
         )
     num_snapshots = int(config.kv_cache_bytes * SNAPSHOT_SHARE) // row_bytes
-    return StateRows(
+    return StateBudget(
         min(wanted, fitting),
         min(max(num_snapshots, LEAST_SNAPSHOTS), most_snapshots),
         row_bytes,

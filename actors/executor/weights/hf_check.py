@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trouper.actors.executor.models.decoder import windows_of
+from trouper.actors.executor.models.decoder import StepStates, windows_of
 from trouper.actors.executor.models.hf_decoder import HfDecoder
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.kv_memory import KVCache
+from trouper.actors.executor.steps.state_memory import StatePool
 from trouper.config.model import ModelConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.ops import HostTokens
@@ -65,10 +66,14 @@ def own_code(model: ModelConfig, code_path: str | None) -> tuple[Any, Any]:
 
 TRIAL_TOKENS = 5
 LENGTHS = (13, 9)
-# (sequence, tokens) of each entry of each step.
-STEPS = (((0, 7), (1, 3)), ((0, 1), (1, 5)), ((0, 5), (1, 1)))
+# (sequence, row, tokens) of each entry of each step. A row has its own blocks, and its own recurrent states.
+STEPS = (((0, 0, 7), (1, 1, 3)), ((0, 0, 1), (1, 1, 5)), ((0, 0, 5), (1, 1, 1)))
+# Then, in a model with recurrent states, the second sequence begins in the row that the first one has left.
+REUSE = ((1, 0, 6),)
+# Between two steps, the states of row 0 are saved in this row, lost, and restored.
+SPARE_ROW = 2
 # The tokens of all passes through replaced layers, in the trial and in the steps.
-ROW_COUNTS = {TRIAL_TOKENS, *(sum(num for _, num in entries) for entries in STEPS)}
+ROW_COUNTS = {TRIAL_TOKENS, *(sum(num for *_, num in entries) for entries in (*STEPS, REUSE))}
 # Relative to the norm of a row of logits. Rounding causes errors of 1e-6 and 1e-2; positions wrong by one cause 0.1 or more.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
 
@@ -105,26 +110,23 @@ def check_logits(decoder: HfDecoder, expected: Sequence[Tensor], block_size: int
         UnsupportedFeatureError: they differ by more than rounding explains.
     """
     tolerance = TOLERANCES[decoder.dtype]
-    vocab_size = expected[0].shape[1]
-    prompts = random_tokens(vocab_size)
-    num_blocks = -(-max(LENGTHS) // block_size)
-    # The blocks of the second sequence precede those of the first.
-    block_ids = np.arange(len(LENGTHS) * num_blocks).reshape(len(LENGTHS), num_blocks)[::-1].copy()
-    caches = KVCache.allocate(
-        decoder.cache_specs,
-        num_blocks=block_ids.size,
-        block_size=block_size,
-        empty=lambda shape: torch.full(shape, torch.nan, dtype=decoder.dtype),
-    ).layers
+    memory = _Memory(decoder, block_size)
+    prompts = random_tokens(expected[0].shape[1])
+    has_states = bool(decoder.state_specs)
     done = [0] * len(LENGTHS)
-    for entries in STEPS:
-        rows, counts = (np.array(column, np.int64) for column in zip(*entries, strict=True))
-        starts = np.array([done[row] for row, _ in entries])
-        spans = [(row, done[row], done[row] + count) for row, count in entries]
-        hidden_TE = _forward(decoder, prompts, block_ids, (rows, starts, counts), caches)
-        logits = torch.split(decoder.logits(hidden_TE), [count for _, count in entries])
-        for (row, first, end), found in zip(spans, logits, strict=True):
-            wanted = expected[row][first:end]
+    for number, entries in enumerate((*STEPS, REUSE) if has_states else STEPS):
+        if entries is REUSE:
+            done[1] = 0
+        if has_states and number == 1:
+            memory.save_and_restore()
+        spans = [(sequence, done[sequence], done[sequence] + n) for sequence, _, n in entries]
+        token_ids = np.concatenate([prompts[sequence][i:j] for sequence, i, j in spans])
+        rows, counts = (np.array([e[i] for e in entries], np.int64) for i in (1, 2))
+        starts = np.array([first for _, first, _ in spans], np.int64)
+        hidden_TE = memory.forward(token_ids, rows, starts, counts)
+        logits = torch.split(decoder.logits(hidden_TE), counts.tolist())
+        for (sequence, first, end), found in zip(spans, logits, strict=True):
+            wanted = expected[sequence][first:end]
             norm = cast("Callable[..., Tensor]", cast("Any", torch.linalg).vector_norm)
             errors = norm(found - wanted, dim=1) / norm(wanted, dim=1).clamp_min(1e-9)
             error = float(errors.median())
@@ -133,26 +135,46 @@ def check_logits(decoder: HfDecoder, expected: Sequence[Tensor], block_size: int
                     f"its logits at positions {first} to {end - 1} differ by {error:.2g} of their size "
                     "from those of its own attention"
                 )
-            done[row] = end
+            done[sequence] = end
 
 
-def _forward(
-    decoder: HfDecoder,
-    prompts: Sequence[np.ndarray],
-    block_ids: np.ndarray,
-    entries: tuple[np.ndarray, np.ndarray, np.ndarray],
-    caches: Sequence[Tensor],
-) -> Tensor:
-    block_size = caches[0].shape[2] // block_ids.size
-    spans = [
-        (int(r), np.arange(s, s + c, dtype=np.int64)) for r, s, c in zip(*entries, strict=True)
-    ]
-    ids = np.concatenate([prompts[row][positions] for row, positions in spans])
-    slots = np.concatenate(
-        [block_ids[row, p // block_size] * block_size + p % block_size for row, p in spans]
-    )
-    positions = np.concatenate([p for _, p in spans])
-    tokens = HostTokens(*map(from_numpy, (ids, positions, slots)))
-    windows = windows_of(decoder.cache_specs)
-    plans = {window: decoder.plan(block_ids, *entries, window) for window in windows}
-    return decoder.forward(tokens, plans, caches)
+class _Memory:
+    """The KV cache and the recurrent states of the check, full of NaN at first."""
+
+    def __init__(self, decoder: HfDecoder, block_size: int) -> None:
+        self._decoder, self._block_size = decoder, block_size
+        num_blocks = -(-max(LENGTHS) // block_size)
+        # The blocks of the second row precede those of the first.
+        numbers = np.arange(len(LENGTHS) * num_blocks).reshape(len(LENGTHS), num_blocks)
+        self._block_ids = numbers[::-1].copy()
+        self._caches = KVCache.allocate(
+            decoder.cache_specs,
+            num_blocks=self._block_ids.size,
+            block_size=block_size,
+            empty=lambda shape: torch.full(shape, torch.nan, dtype=decoder.dtype),
+        ).layers
+        self._states = StatePool(decoder.state_specs, SPARE_ROW + 1, decoder.dtype)
+        for row in range(SPARE_ROW + 1):
+            self._states.fill(row, torch.nan)
+
+    def forward(
+        self, token_ids: np.ndarray, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
+    ) -> Tensor:
+        """Compute the hidden states of a step."""
+        size, firsts = self._block_size, np.cumsum(counts) - counts
+        positions = np.arange(len(token_ids)) - np.repeat(firsts - starts, counts)
+        blocks = self._block_ids[np.repeat(rows, counts), positions // size]
+        arrays = token_ids, positions, blocks * size + positions % size
+        decoder = self._decoder
+        windows = windows_of(decoder.cache_specs)
+        plans = {w: decoder.plan(self._block_ids, rows, starts, counts, w) for w in windows}
+        states = StepStates(firsts, counts, rows, starts, self._states.mixers)
+        return decoder.forward(
+            HostTokens(*map(from_numpy, arrays)), plans, self._caches, states=states
+        )
+
+    def save_and_restore(self) -> None:
+        """Copy the states of row 0 to the spare row and back, and lose them in between."""
+        self._states.copy(0, SPARE_ROW)
+        self._states.fill(0, torch.nan)
+        self._states.copy(SPARE_ROW, 0)

@@ -25,6 +25,13 @@ from trouper.actors.executor.models.families.registry import (
 )
 from trouper.actors.executor.models.hf_attention import NAME, HfAttention
 from trouper.actors.executor.models.hf_decoder import HfDecoder
+from trouper.actors.executor.models.hf_states import (
+    SINCE,
+    UNKNOWN_STATE,
+    check_mixer,
+    keeper_near,
+    mixers_near,
+)
 from trouper.actors.executor.models.names import is_of_other_uses, key_mapping, text_names
 from trouper.actors.executor.models.parameters import Parameter
 from trouper.actors.executor.weights.checkpoint import Checkpoint
@@ -40,7 +47,7 @@ from trouper.actors.executor.weights.hf_linears import exchange, linear_layers, 
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.config.engine_config import EngineConfig
-from trouper.config.model import RECURRENT_STATE, ModelConfig
+from trouper.config.model import ModelConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
 from trouper.kernels.linear import LinearMethod
@@ -48,8 +55,10 @@ from trouper.kernels.linear import LinearMethod
 logger = logging.getLogger(__name__)
 KNOWN_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-    | {"dense", "sparse", "moe"}  # kinds of MLP
+    | {"dense", "sparse", "moe", "mlp"}  # kinds of MLP
 )
+# Kinds of layers that keep a state, if a mixer of the class has the library's protocol for states.
+RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 # Fields by which text models scale or cap their logits, and the values that leave them as they are.
 PLAIN_HEAD = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
 # Rotary embeddings with frequencies that depend on the longest sequence of a batch.
@@ -193,9 +202,8 @@ def check_class(cls: Any, hf_config: Any) -> None:
     Raises:
         UnsupportedFeatureError: its attention cannot be replaced, or it keeps a state other than keys and values.
     """
-    if getattr(cls, "_is_stateful", False):
-        raise UnsupportedFeatureError(RECURRENT_STATE)
-    if not getattr(cls, "_supports_attention_backend", False):
+    has_mixers = _check_mixers(cls)
+    if not getattr(cls, "_supports_attention_backend", False) and not has_mixers:
         raise UnsupportedFeatureError(
             "its class has an attention of its own that cannot be exchanged"
         )
@@ -210,10 +218,32 @@ def check_class(cls: Any, hf_config: Any) -> None:
     if getattr(text, "is_causal", True) is False:
         raise UnsupportedFeatureError(SEES_AHEAD)
     for kind in getattr(text, "layer_types", None) or ():
-        if kind not in KNOWN_LAYERS:
+        if kind not in KNOWN_LAYERS and not (has_mixers and kind in RECURRENT_LAYERS):
             raise UnsupportedFeatureError(
                 f"its layers of type {kind!r} keep another state than keys and values"
             )
+
+
+def _check_mixers(cls: Any) -> bool:
+    """Return whether a class has recurrent mixers, after checking that the engine can keep their states.
+
+    Raises:
+        UnsupportedFeatureError: it keeps a state that the engine does not know.
+    """
+    mixers = mixers_near(cls)
+    for mixer in mixers:
+        check_mixer(*mixer)
+    if mixers or not getattr(cls, "_is_stateful", False):
+        return bool(mixers)
+    import transformers
+
+    version = cast("Any", transformers).__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < SINCE:
+        needed = ".".join(map(str, SINCE))
+        raise UnsupportedFeatureError(
+            f"it needs transformers {needed} or newer; {version} is installed"
+        )
+    raise UnsupportedFeatureError(UNKNOWN_STATE.format(keeper_near(cls)))
 
 
 def _hf_config(model: ModelConfig) -> Any:

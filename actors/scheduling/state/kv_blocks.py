@@ -16,7 +16,7 @@ Laws:
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 # The parent of the first block of a sequence.  It is constant, so hashes are equal in all runs.
 FIRST_PARENT = bytes(32)
@@ -50,6 +50,8 @@ class KVBlocks:
         self._hashes: list[bytes | None] = [None] * num_blocks
         # Blocks with equal content may coexist.  The first one is offered.
         self._cached: dict[bytes, list[int]] = {}
+        # Called with the hash of each prefix that is forgotten, except by `reset_cache`.
+        self.on_forget: Callable[[bytes], None] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -205,3 +207,5 @@ class KVBlocks:
         equal.remove(block)
         if not equal:
             del self._cached[name]
+            if self.on_forget is not None:
+                self.on_forget(name)

@@ -11,9 +11,12 @@ Laws:
    sequence runs, and it runs to its end.
 """
 
+from typing import NamedTuple
+
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import Sequence, State
+from trouper.actors.scheduling.state.state_snapshots import NO_ROW, StateSnapshots
 from trouper.actors.scheduling.state.step_builder import StepBuilder
 from trouper.actors.scheduling.state.waiting import Queue
 from trouper.config.scheduler_config import SchedulerConfig
@@ -27,9 +30,17 @@ class Running:
     They hold all request slots and KV blocks in use, so resources are accounted for in this class only.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: KVBlocks, returning: Queue) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: KVBlocks,
+        returning: Queue,
+        states: StateSnapshots | None = None,
+    ) -> None:
         self._config = config
         self._blocks = blocks
+        # None if the model keeps only keys and values.
+        self.states = states
         # The queue of preempted sequences.
         self._returning = returning
         self._is_fcfs = config.policy == "fcfs"
@@ -86,12 +97,17 @@ class Running:
         A cached prefix is shared instead of computed.  Returns False, and changes nothing, if the sequence must wait.
         """
         config, blocks = self._config, self._blocks
-        shared, start, source = self._prefix(sequence)
+        prefix = self._prefix(sequence)
+        shared, start = prefix.blocks, prefix.start
         count = min(sequence.num_tokens - start, builder.max_count)
         # Chunked prefill off: no prompt is split to fit.  (What exceeds a whole step is; it would never run.)
         if not config.enable_chunked_prefill and builder.budget < count <= builder.capacity:
             return False
         count = min(count, builder.budget)
+        if self.states is not None:
+            # The junction of this start counts, not that of an earlier one.
+            sequence.marks.junction = prefix.junction
+            count = self.states.cut(sequence, start, count)
         wanted = sequence.num_tokens if config.reserve_full_isl else start + count
         needed = blocks.num_for(wanted) - len(shared) + blocks.num_idle(shared)
         if needed + (self._spare(sequence) if self._sequences else 0) > blocks.num_free:
@@ -99,8 +115,10 @@ class Running:
         blocks.share(shared)
         fresh = blocks.allocate(blocks.num_for(start + count) - len(shared))
         assert fresh is not None  # counted above
-        if source is not None:
-            builder.copies.append((source, fresh[0]))
+        if prefix.source is not None:
+            builder.copies.append((prefix.source, fresh[0]))
+        if self.states is not None:
+            self.states.begin(sequence, start, prefix.row)
         sequence.blocks = [*shared, *fresh]
         sequence.num_registered = len(shared)
         sequence.num_computed_on_device = len(shared) * blocks.block_size
@@ -110,6 +128,8 @@ class Running:
         self._count_lookup(sequence, start)
         sequence.state = State.RUNNING
         self._sequences[sequence.id] = sequence
+        if self.states is not None:
+            self.states.note_start(sequence.request)
         builder.add(sequence, count)
         return True
 
@@ -126,6 +146,8 @@ class Running:
             if sequence.request_slot < 0 or known >= sequence.limit:
                 continue  # preempted a moment ago; or sure to end with what is in flight
             count = min(known - sequence.num_computed, builder.budget, max_count)
+            if count > 1 and self.states is not None:
+                count = self.states.cut(sequence, sequence.num_computed, count)
             end = sequence.num_computed + count
             if builder.unknown and (unknown := builder.unknown.get(sequence.id)):
                 # As far as its drafts may take it, and at no other's expense; else it waits for the answer.
@@ -215,6 +237,8 @@ class Running:
         del self._sequences[sequence.id]
         self._free_slots.append(sequence.request_slot)
         sequence.request_slot = -1
+        if self.states is not None:
+            self.states.leave(sequence)
         self._blocks.free(sequence.blocks)
         sequence.blocks = []
 
@@ -237,8 +261,7 @@ class Running:
 
         It is the length of its cached prefix, at this moment.
         """
-        _, start, _ = self._prefix(sequence)
-        return start
+        return self._prefix(sequence).start
 
     def has_longer_prefix(self, sequence: Sequence, start: int) -> bool:
         """Whether the cache has the block behind position `start` of a queued sequence.  Takes O(1) after its blocks are hashed."""
@@ -246,6 +269,8 @@ class Running:
         end = start // blocks.block_size + 1
         if not blocks.enable_prefix_caching or _skips_cache(sequence):
             return False
+        if self.states is not None:
+            return self.expected_start(sequence) > start
         if start % blocks.block_size or end * blocks.block_size >= sequence.num_tokens:
             return False
         return bool(blocks.match(sequence.hash_blocks(end, blocks.block_size)[-1:]))
@@ -265,23 +290,29 @@ class Running:
             key=lambda sequence: (sequence.num_evictions < MAX_EVICTIONS, sequence.order),
         )
 
-    def _prefix(self, sequence: Sequence) -> tuple[list[int], int, int | None]:
-        """Find the blocks to share, the first position to compute, and the block to copy for a fork.
+    def _prefix(self, sequence: Sequence) -> "_Prefix":
+        """Find the part of a sequence that is computed already, without changing anything.
 
         A fork computes only the last prompt token.  The leader continues to write to its last, partly filled prompt block, so the
         fork gets a copy of it.  The prefix cache shares only whole blocks.
         """
-        blocks = self._blocks
-        leader = _fork_leader(sequence)
-        if leader is not None:
-            start = sequence.num_prompt - 1
+        blocks, states = self._blocks, self.states
+        leader, start = _fork_leader(sequence), sequence.num_prompt - 1
+        row = NO_ROW if states is None else states.fork_row(sequence.request)
+        if leader is not None and (states is None or row >= 0 or start == 0):
             num_shared, rest = divmod(start, blocks.block_size)
-            return leader.blocks[:num_shared], start, leader.blocks[num_shared] if rest else None
+            source = leader.blocks[num_shared] if rest else None
+            return _Prefix(leader.blocks[:num_shared], start, source, row)
         if not blocks.enable_prefix_caching or _skips_cache(sequence):
-            return [], 0, None
+            return _Prefix([], 0)
         longest = (sequence.num_tokens - 1) // blocks.block_size
-        hit = blocks.match(sequence.hash_blocks(longest, blocks.block_size))
-        return hit, len(hit) * blocks.block_size, None
+        hashes = sequence.hash_blocks(longest, blocks.block_size)
+        cached = blocks.match(hashes)
+        if states is None:
+            return _Prefix(cached, len(cached) * blocks.block_size)
+        hit = states.hit(hashes, len(cached))
+        start = hit.num_blocks * blocks.block_size
+        return _Prefix(cached[: hit.num_blocks], start, None, hit.row, hit.junction)
 
     def _count_lookup(self, sequence: Sequence, num_cached: int) -> None:
         """Count a prefix lookup once for each sequence.  Lookups after a preemption have their own counters."""
@@ -295,6 +326,21 @@ class Running:
             sequence.num_cached = num_cached
             self.num_queries += sequence.num_tokens
             self.num_hits += num_cached
+
+
+class _Prefix(NamedTuple):
+    """The part of a sequence that is computed already."""
+
+    # The blocks to share.
+    blocks: list[int]
+    # The first position to compute.
+    start: int
+    # The block to copy for a fork.
+    source: int | None = None
+    # The row of the recurrent state at `start`.
+    row: int = NO_ROW
+    # The position up to which KV is cached without a state.
+    junction: int = 0
 
 
 def _fork_leader(sequence: Sequence) -> Sequence | None:

@@ -95,6 +95,19 @@ class Request(msgspec.Struct, eq=False):
         return grammar is not None and token in grammar.eos_token_ids
 
 
+class StateMarks(msgspec.Struct, eq=False):
+    """Notes of the rules of recurrent states about one sequence.  They stay empty for models without such states."""
+
+    # The row of the state with which the sequence begins, until its first step is answered; -1 for none.
+    restore: int = -1
+    # Up to this position others have computed its KV, but there is no state.  0 for none.
+    junction: int = 0
+    # The position behind which its state was last saved.
+    last_saved: int = 0
+    # The rows that steps in flight write, by position.
+    saving: dict[int, int] = {}
+
+
 class Sequence(msgspec.Struct, eq=False, kw_only=True):
     """One growing list of tokens: the prompt and one output.
 
@@ -140,6 +153,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     is_ghost: bool = False
     # Prompt tokens found in the prefix cache at its first start.
     num_cached: int = 0
+    marks: StateMarks = msgspec.field(default_factory=StateMarks)
     # Not put out yet.
     prompt_logprobs: list[TokenLogprobs]
     # Received so far.

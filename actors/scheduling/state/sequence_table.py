@@ -21,6 +21,7 @@ from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.outbox import SchedulerOutputs
 from trouper.actors.scheduling.state.running import Running
 from trouper.actors.scheduling.state.sequence import Request, Sequence, State, open_request
+from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.state.step_builder import StepBuilder
 from trouper.actors.scheduling.state.waiting import Queue, Waiting
 from trouper.config.scheduler_config import SchedulerConfig
@@ -45,10 +46,14 @@ class SequenceTable:
     """
 
     def __init__(
-        self, config: SchedulerConfig, blocks: KVBlocks, shared: Shared | None = None
+        self,
+        config: SchedulerConfig,
+        blocks: KVBlocks,
+        shared: Shared | None = None,
+        states: StateSnapshots | None = None,
     ) -> None:
         self.waiting = Waiting(is_fcfs=config.policy == "fcfs")
-        self.running = Running(config, blocks, self.waiting.returning)
+        self.running = Running(config, blocks, self.waiting.returning, states)
         self.grammars = GrammarLedger()
         self._shared = shared or Shared()
         self.outputs = self._shared.outputs
@@ -101,6 +106,7 @@ class SequenceTable:
             "recompute_cache_queries": running.num_recompute_queries,
             "recompute_cache_hits": running.num_recompute_hits,
             "num_lost_tokens": running.num_lost_tokens,
+            **({} if running.states is None else running.states.statistics()),
             "adapters": None if self._config.max_loras is None else self._adapter_stats(),
         }
 
@@ -201,8 +207,7 @@ class SequenceTable:
         ]
         ids: set[SequenceId] = set()
         for request in requests:
-            del self.requests[request.admit.id]
-            self.grammars.leave(request.admit)
+            self._forget(request)
             self.num_deferred -= len(request.deferred)
             ids.update(s.id for s in request.sequences if s.state is not State.FINISHED)
         for id in ids:
@@ -389,10 +394,15 @@ class SequenceTable:
             self.release_siblings(request)
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
-            del self.requests[request.admit.id]
-            self.grammars.leave(request.admit)
+            self._forget(request)
             # Breaks the reference cycle, so the request is freed at once.
             request.sequences.clear()
+
+    def _forget(self, request: Request) -> None:
+        del self.requests[request.admit.id]
+        self.grammars.leave(request.admit)
+        if self.running.states is not None:
+            self.running.states.close(request.admit.id)
 
 
 # The most sequences that one step sets aside.

@@ -19,6 +19,7 @@ import msgspec
 from trouper.actors.messages.requests import RequestId, SequenceId
 from trouper.actors.messages.steps import NewSequence, StepDone, StepPlan
 from trouper.actors.scheduling.state.sequence import Sequence
+from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.actors.stages import decode_quota, is_due
 from trouper.config.scheduler_config import SchedulerConfig
@@ -149,6 +150,7 @@ class StepBuilder:
         "max_lookahead",
         "new_blocks",
         "sequences",
+        "states",
         "unknown",
     )
 
@@ -174,6 +176,8 @@ class StepBuilder:
         self.lookaheads: list[int] = []
         # Tokens that drafts in flight may add to each sequence.
         self.unknown: dict[SequenceId, int] = {}
+        # None if the model keeps only keys and values.
+        self.states: StateSnapshots | None = None
 
     def add(self, sequence: Sequence, count: int, lookahead: int = 0) -> None:
         """Schedule `count` tokens of a sequence, and at most `lookahead` drafts behind them.
@@ -207,6 +211,7 @@ class StepBuilder:
         num_sampled: list[int] = []
         new_sequences: list[NewSequence] = []
         entries: list[StepEntry] = []
+        saves: list[tuple[int, int]] = []
         reads = 0
         for sequence, count in zip(self.sequences, self.counts, strict=True):
             start = sequence.num_computed
@@ -224,6 +229,8 @@ class StepBuilder:
             num_sampled.append(samples)
             entries.append((sequence, sequence.preemption_epoch, start, end, samples))
             sequence.num_computed = end
+            if self.states is not None and (row := self.states.save(sequence, end)) >= 0:
+                saves.append((sequence.request_slot, row))
             sequence.num_in_flight += samples
         lookaheads = self.lookaheads if any(self.lookaheads) else []
         unknown = self.unknown
@@ -241,6 +248,7 @@ class StepBuilder:
             reads=reads,
             num_lookahead_tokens=tuple(lookaheads),
             num_unknown_tokens=unknowns,
+            saves=tuple(saves),
         )
         return plan, InFlightStep(step=step, entries=entries, lookaheads=lookaheads)
 
@@ -271,6 +279,7 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         grammar=admit.grammar,
         adapter_slot=0 if admit.adapter is None else admit.adapter.slot,
         family=f"{number} {scope} {salt}" if number or scope or salt else "",
+        state_row=sequence.marks.restore,
     )
 
 

@@ -1,0 +1,317 @@
+"""Snapshots of recurrent states: rows of the device's state pool, and the rules by which sequences write and read them.
+
+A recurrent mixer keeps one state for all tokens so far, so a cached prefix is only usable where a copy of the state exists.
+Row i belongs to request slot i. The rows behind the slots are snapshots: each contains the state at a block boundary and has the
+hash of the block that ends there, or it is held for the siblings of one request (a *fork*).
+
+Laws:
+1. A row is free, pending (a step in flight writes it), offered under a hash, or a fork.
+2. A row is offered only after the step that wrote it was answered, under the hash of the position for which it was planned.
+3. A hit consists of the longest run of cached blocks whose last block has a snapshot. Without a snapshot there is no hit.
+4. A row that is given back may still be written by a step in flight. Steps run in order, so its next owner writes later.
+5. Rows are never a reason to wait: without a row, a state is not saved.
+
+Rows are few and large, so they are written rarely: at the last boundary before the last known token, at the boundary up to which
+others have computed the prompt's KV (a *junction*), and else after `interval` tokens.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from typing import Any, NamedTuple
+
+from trouper.actors.messages.requests import RequestId
+from trouper.actors.scheduling.state.sequence import Request, Sequence, State
+
+# Tokens between two snapshots of one growing sequence.
+SNAPSHOT_INTERVAL = 512
+NO_ROW = -1
+
+
+class SnapshotRows:
+    """The rows of snapshots, numbered from `first`.
+
+    It knows neither sequences nor positions: the owner of a taken row offers it or gives it back.
+    """
+
+    def __init__(self, first: int, count: int) -> None:
+        self._free = list(reversed(range(first, first + count)))
+        # The least recently used first.
+        self._offered: OrderedDict[bytes, int] = OrderedDict()
+        self.num_saves = self.num_evictions = 0
+
+    @property
+    def num_offered(self) -> int:
+        """Count the snapshots that a prompt may begin with."""
+        return len(self._offered)
+
+    @property
+    def num_free(self) -> int:
+        """Count the rows without an owner."""
+        return len(self._free)
+
+    def find(self, hashes: Items[bytes]) -> tuple[int, int]:
+        """Return how many of the blocks the longest snapshot covers, and its row; (0, -1) if there is none.
+
+        It changes nothing, because a sequence may look and not start.
+        """
+        for count in range(len(hashes), 0, -1):
+            row = self._offered.get(hashes[count - 1])
+            if row is not None:
+                return count, row
+        return 0, NO_ROW
+
+    def touch(self, name: bytes) -> None:
+        """Note that a snapshot is used now, so that others give way before it."""
+        self._offered.move_to_end(name)
+
+    def take(self, name: bytes | None = None) -> int:
+        """Take a row to write to, if necessary that of the least recently used snapshot.
+
+        Args:
+            name: the hash under which the row will be offered, if it is known yet.
+
+        Returns:
+            -1 if this snapshot exists already, or if all rows are pending or forks.
+        """
+        if name is not None and name in self._offered:
+            self.touch(name)
+            return NO_ROW
+        if self._free:
+            row = self._free.pop()
+        elif self._offered:
+            row = self._offered.popitem(last=False)[1]
+            self.num_evictions += 1
+        else:
+            return NO_ROW
+        self.num_saves += 1
+        return row
+
+    def offer(self, row: int, name: bytes) -> None:
+        """Offer a row that a step has written.
+
+        Two sequences may have computed the same prefix at the same time. Then the second copy is given back.
+        """
+        if name in self._offered:
+            self._free.append(row)
+        else:
+            self._offered[name] = row
+
+    def give_back(self, row: int) -> None:
+        """Free a row. A step in flight may still write it, before any step that the next owner plans."""
+        self._free.append(row)
+
+    def drop(self, name: bytes) -> None:
+        """Free the snapshot of a block that the prefix cache has forgotten.
+
+        Without the keys of its last block no sequence can begin there.
+        """
+        row = self._offered.pop(name, None)
+        if row is not None:
+            self._free.append(row)
+
+    def reset(self) -> None:
+        """Free all snapshots."""
+        self._free.extend(self._offered.values())
+        self._offered.clear()
+
+
+class StateHit(NamedTuple):
+    """The cached prefix of a sequence: its number of blocks, the row of its state, and the position of the junction."""
+
+    num_blocks: int
+    row: int
+    junction: int
+
+
+class StateSnapshots:
+    """Decide for each sequence when its state is saved, and from which state it begins.
+
+    Args:
+        num_slots: the rows of running sequences, which precede the snapshots.
+        num_rows: the rows of snapshots.
+        block_size: tokens of a KV block.
+        has_cache: whether snapshots are shared as prefixes. Forks are made in any case.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_rows: int,
+        block_size: int,
+        *,
+        has_cache: bool,
+        interval: int = SNAPSHOT_INTERVAL,
+    ) -> None:
+        self.rows = SnapshotRows(num_slots, num_rows)
+        self._block_size, self._has_cache, self._interval = block_size, has_cache, interval
+        # The states of prompts without their last token, for siblings that have not started.
+        self._forks: dict[RequestId, int] = {}
+        # Tokens whose KV was in the cache, but whose state was not.
+        self.num_state_misses = 0
+
+    def __repr__(self) -> str:
+        rows = self.rows
+        return f"<StateSnapshots: {rows.num_offered} offered, {len(self._forks)} forks, {rows.num_free} free>"
+
+    def statistics(self) -> dict[str, Any]:
+        """Describe the snapshots in the fields of `SchedulerStats`."""
+        rows = self.rows
+        return {
+            "num_state_snapshots": rows.num_offered,
+            "num_state_saves": rows.num_saves,
+            "num_state_evictions": rows.num_evictions,
+            "num_state_misses": self.num_state_misses,
+        }
+
+    # Where a sequence begins
+
+    def hit(self, hashes: Items[bytes], num_cached: int) -> StateHit:
+        """Find the prefix that a sequence may begin with.
+
+        Args:
+            hashes: of its blocks.
+            num_cached: the leading blocks whose KV is in the cache.
+        """
+        count, row = self.rows.find(hashes[:num_cached])
+        junction = num_cached * self._block_size if num_cached > count else 0
+        return StateHit(count, row, junction)
+
+    def fork_row(self, request: Request) -> int:
+        """Return the row with the state of the prompt without its last token; -1 if there is none.
+
+        Siblings compute only the last token, as with keys and values.
+        """
+        return self._forks.get(request.admit.id, NO_ROW)
+
+    def begin(self, sequence: Sequence, start: int, row: int) -> None:
+        """Note that a sequence begins at a position, with the state of a row unless it is -1.
+
+        The device copies that row into the slot before the sequence's first step.
+        """
+        marks = sequence.marks
+        marks.restore, marks.last_saved = row, start
+        if marks.junction:
+            self.num_state_misses += marks.junction - start
+        if row >= 0 and start % self._block_size == 0 and row != self.fork_row(sequence.request):
+            self.rows.touch(sequence.hashes[start // self._block_size - 1])
+
+    # Where a chunk ends, and what is saved there
+
+    def cut(self, sequence: Sequence, start: int, count: int) -> int:
+        """Shorten a chunk of `count` tokens so that it ends where a snapshot is worth its row.
+
+        A state can be saved only behind a step, so the step must end there. A chunk that ends elsewhere for lack of budget ends at a
+        block boundary.
+        """
+        size, end = self._block_size, start + count
+        fork = self._fork_point(sequence)
+        points = [fork]
+        if self._has_cache:
+            points += [sequence.marks.junction, self._last_boundary(sequence)]
+        inside = [point for point in points if start < point < end]
+        if inside:
+            return min(inside) - start
+        if not self._has_cache or end == fork or end >= sequence.num_tokens:
+            return count
+        boundary = end // size * size
+        return boundary - start if boundary > start else count
+
+    def save(self, sequence: Sequence, end: int) -> int:
+        """Take a row for the state behind position `end` of a planned sequence; -1 if it is not worth one.
+
+        Called once the step is final, because a sequence that leaves it would leave its row behind.
+        """
+        if end == self._fork_point(sequence):
+            row = self.rows.take()
+        elif self._has_cache and end % self._block_size == 0 and self._is_due(sequence, end):
+            name = None
+            # The tokens in flight are not known yet.
+            if end <= sequence.num_tokens:
+                name = self._name(sequence, end)
+            row = self.rows.take(name)
+            sequence.marks.last_saved = end
+        else:
+            return NO_ROW
+        if row >= 0:
+            sequence.marks.saving[end] = row
+        return row
+
+    def _is_due(self, sequence: Sequence, end: int) -> bool:
+        marks = sequence.marks
+        is_point = end in (marks.junction, self._last_boundary(sequence))
+        return is_point or end - marks.last_saved >= self._interval
+
+    def _last_boundary(self, sequence: Sequence) -> int:
+        return (sequence.num_tokens - 1) // self._block_size * self._block_size
+
+    def _fork_point(self, sequence: Sequence) -> int:
+        """Return where siblings begin if they wait for this prompt, or 0.
+
+        At a block boundary the snapshot of the prefix cache serves them.
+        """
+        request, point = sequence.request, sequence.num_prompt - 1
+        leads = sequence.index == 0 and bool(request.deferred) and not sequence.output
+        is_shared = self._has_cache and point % self._block_size == 0
+        if not leads or is_shared or request.admit.id in self._forks:
+            return 0
+        return point
+
+    def _name(self, sequence: Sequence, end: int) -> bytes:
+        return sequence.hash_blocks(end // self._block_size, self._block_size)[-1]
+
+    # What becomes of it
+
+    def land(self, sequence: Sequence, end: int) -> None:
+        """Note that the step which brought a running sequence to position `end` was answered.
+
+        Its saved state exists now, and all tokens up to `end` are known, so it is offered.
+        """
+        marks = sequence.marks
+        marks.restore = NO_ROW
+        row = marks.saving.pop(end, NO_ROW) if marks.saving else NO_ROW
+        if row < 0:
+            return
+        if end == self._fork_point(sequence):
+            self._forks[sequence.request.admit.id] = row
+        elif self._has_cache and end % self._block_size == 0:
+            self.rows.offer(row, self._name(sequence, end))
+        else:
+            # The siblings have ended meanwhile.
+            self.rows.give_back(row)
+
+    def undo(self, sequence: Sequence) -> None:
+        """Give back the rows that cancelled steps would have written.
+
+        The sequence is planned again from its last answered position, and takes new rows then.
+        """
+        marks = sequence.marks
+        for end in [end for end in marks.saving if end > sequence.num_computed_on_device]:
+            self.rows.give_back(marks.saving.pop(end))
+        marks.last_saved = min(marks.last_saved, sequence.num_computed_on_device)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Give back the pending rows of a sequence that loses its slot."""
+        marks = sequence.marks
+        for row in marks.saving.values():
+            self.rows.give_back(row)
+        marks.saving.clear()
+        marks.restore = NO_ROW
+
+    def note_start(self, request: Request) -> None:
+        """Give the fork of a request back when its last sibling has started."""
+        if request.admit.id in self._forks and not any(
+            sibling.state is State.WAITING for sibling in request.sequences
+        ):
+            self.close(request.admit.id)
+
+    def close(self, id: RequestId) -> None:
+        """Give the fork of a request back."""
+        row = self._forks.pop(id, NO_ROW)
+        if row >= 0:
+            self.rows.give_back(row)
+
+    def reset(self) -> None:
+        """Forget all snapshots and forks, because the device's memory is lost or the prefix cache is reset."""
+        self.rows.reset()
+        for id in list(self._forks):
+            self.close(id)

@@ -1,0 +1,90 @@
+"""Read from config.json whether a model has recurrent layers, and how many layers keep keys and values.
+
+Each family has its own fields for this.  They serve estimates and early refusals; the layers themselves are known only after
+the model is loaded.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from trouper.errors import UnsupportedFeatureError
+
+# Every layer is recurrent.
+PURE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
+# Every layer has a recurrent mixer and attention.
+PARALLEL = ("falcon_h1",)
+# Some layers are recurrent, whatever the fields say.
+MIXED = (
+    "jamba", "bamba", "zamba", "zamba2", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
+    "nemotron_h", "olmo_hybrid", "kimi_linear", "minimax", "recurrent_gemma", "lfm2", "lfm2_moe", "lfm3",
+)  # fmt: skip
+# Kinds of layers in `layer_types` and `layers_block_type` that keep no keys and values.
+RECURRENT_KINDS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
+WITHOUT_KEYS = RECURRENT_KINDS | {"mlp", "moe"}
+# Configs of recurrent models may lack a number of positions, because they can compute any.
+OPEN_POSITIONS = 32768
+
+
+def keeps_state(config: Mapping[str, Any]) -> bool:
+    """Whether layers of a model keep a recurrent state."""
+    kinds = _kinds(config)
+    if kinds is not None and config.get("model_type") not in (*PURE, *PARALLEL):
+        return not RECURRENT_KINDS.isdisjoint(kinds)
+    return config.get("model_type") in (*PURE, *PARALLEL, *MIXED)
+
+
+def num_attention_layers(config: Mapping[str, Any]) -> int:
+    """Count the layers that keep keys and values.
+
+    Raises:
+        KeyError: config.json has no number of layers.
+        TypeError, ValueError, ZeroDivisionError: a field has a wrong value.
+    """
+    kinds, kind = _kinds(config), config.get("model_type")
+    if kind in PURE:
+        return 0
+    if kinds is not None and not RECURRENT_KINDS.isdisjoint(kinds):
+        return sum(each not in WITHOUT_KEYS for each in kinds)
+    num_layers = int(config["num_hidden_layers"])
+    if kind == "jamba":
+        period, offset = int(config["attn_layer_period"]), int(config["attn_layer_offset"])
+        return sum(i % period == offset for i in range(num_layers))
+    if kind == "bamba":
+        return len(config.get("attn_layer_indices") or ())
+    if kind in MIXED and config.get("full_attention_interval"):
+        return num_layers // int(config["full_attention_interval"])
+    if kind in MIXED and isinstance(config.get("full_attn_idxs"), list):
+        return len(config["full_attn_idxs"])
+    return num_layers
+
+
+def check_states(config: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Check that no option was given that the engine lacks for recurrent models.
+
+    Args:
+        asked: options by name, with values that are false unless the option is in use.
+
+    Raises:
+        UnsupportedFeatureError: one is in use; the error names it.
+    """
+    if not keeps_state(config):
+        return
+    for name, value in asked.items():
+        if value:
+            raise UnsupportedFeatureError(
+                f"{name}={value!r}: not with a model that keeps recurrent states yet "
+                f"({config.get('model_type')})",
+                parameter=name,
+            )
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str] | None:
+    for name in ("layer_types", "layers_block_type"):
+        kinds: Any = config.get(name)
+        if isinstance(kinds, list):
+            return [str(kind) for kind in cast("list[Any]", kinds)]
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+        return [letters.get(letter, "attention") for letter in pattern]
+    return None
