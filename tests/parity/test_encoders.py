@@ -77,6 +77,7 @@ ENCODERS = {
     "t5": ("T5", T5),
     "t5-gated": ("T5", T5 | {"feed_forward_proj": "gated-gelu", "d_kv": 8}),
     "mt5": ("MT5", T5 | {"relative_attention_max_distance": 20}),
+    "umt5": ("UMT5", T5 | {"relative_attention_max_distance": 20}),
 }  # fmt: skip
 DECODERS = {
     "llama": ("Llama", {"num_key_value_heads": 2}),
@@ -97,7 +98,7 @@ CLASSIFYING = [kind for kind in ENCODERS if "t5" not in kind]
 # Sizes for the native kernels under the names of families that have names of their own.
 NARROW = {
     "distilbert": {"dim": 64, "hidden_dim": 96},
-    **{key: {"d_model": 64, "d_ff": 96, "d_kv": 16} for key in ("t5", "t5-gated", "mt5")},
+    **{key: {"d_model": 64, "d_ff": 96, "d_kv": 16} for key in ("t5", "t5-gated", "mt5", "umt5")},
 }
 LENGTHS = (1, 3, 3, 9, 20, 20, 20, 41)
 

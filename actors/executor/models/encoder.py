@@ -91,7 +91,8 @@ class EncoderExperts:
 class EncoderLayer:
     """The weights of one layer; `attention_norm` is None where ModernBERT's first layer has none.
 
-    `distances` are the keys and the queries of DeBERTa's distances, [2 · span, N, D] each.
+    `distances` are the keys and the queries of DeBERTa's distances, [2 · span, N, D] each. `relative_bias` [buckets, N] is the table of
+    UMT5's layers; the layers of T5 share one.
     """
 
     def __init__(
@@ -105,8 +106,10 @@ class EncoderLayer:
         mlp_norm: Norm,
         distances: tuple[Tensor | None, Tensor | None] = (None, None),
         experts: EncoderExperts | None = None,
+        relative_bias: Tensor | None = None,
     ) -> None:
         self.distances, self.experts = distances, experts
+        self.relative_bias = relative_bias
         self.qkv, self.o, self.up, self.down = qkv, o, up, down
         self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
 
@@ -133,11 +136,14 @@ class Encoder:
         self.dtype = embedding.dtype
         self._embedding, self._norm, self._projection = embedding, norm, projection
         self._layers, self._final_norm = layers, final_norm
-        self._bias = (
-            None
-            if relative_bias is None
-            else spread_bias(relative_bias, max_model_len, traits.max_distance)
-        )
+        # By layer.  Each takes 2 × max_model_len numbers for each head.
+        shared = self._spread(relative_bias, max_model_len)
+        self._biases = [
+            shared
+            if layer.relative_bias is None
+            else self._spread(layer.relative_bias, max_model_len)
+            for layer in layers
+        ]
         self.is_native = traits.distances is None and is_native(self.dtype, traits.head_dim)
         # Whether its launches can be recorded and replayed: every operation is a compiled kernel.
         self.is_recordable = (
@@ -146,6 +152,11 @@ class Encoder:
         self._rope_tables = [
             make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
         ]
+
+    def _spread(self, bias_BN: Tensor | None, num_positions: int) -> Tensor | None:
+        if bias_BN is None:
+            return None
+        return spread_bias(bias_BN, num_positions, self.traits.max_distance)
 
     @property
     def num_bytes(self) -> int:
@@ -214,7 +225,8 @@ class Encoder:
         for i, layer in enumerate(self._layers):
             rotation = rotations[self.traits.layer_ropes[i]] if rotations else None
             window = self.traits.windows[i] if self.traits.windows else None
-            attend = partial(self._attend, layer, rotation, window, groups, tiles)
+            bias = self._biases[i]
+            attend = partial(self._attend, layer, rotation, window, bias, groups, tiles)
             if self.traits.norm_first:
                 y_TE = x_TE if layer.attention_norm is None else layer.attention_norm(x_TE)
                 x_TE = layer.o.apply_add(attend(y_TE), x_TE)
@@ -230,6 +242,7 @@ class Encoder:
         layer: EncoderLayer,
         rotation: Tensor | None,
         window: int | None,
+        bias: Tensor | None,
         groups: Sequence[Group],
         tiles: np.ndarray | None,
         x_TE: Tensor,
@@ -245,7 +258,7 @@ class Encoder:
             groups,
             scale=traits.scale,
             window=window,
-            bias=self._bias,
+            bias=bias,
             tiles=tiles,
         )
 

@@ -32,6 +32,8 @@ class EncoderNames(msgspec.Struct, frozen=True, kw_only=True):
     projection: str = ""  # from the width of the embedding to that of the layers
     final_norm: str = ""
     relative_bias: str = ""
+    # The same within each layer, where every layer has a table of its own.
+    layer_bias: str = ""
     distances: str = ""  # a table, whose norm is `distance_norm`
     distance_norm: str = ""
     distance_projections: tuple[str, str] = ("", "")  # of a layer: to keys, to queries

@@ -249,13 +249,16 @@ def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) ->
         projection=tensors.linear((names.projection,), hidden, width) if names.projection else None,
         layers=[layers[names.layer.format(i)] for i in range(traits.num_layers)],
         final_norm=tensors.any_norm(names.final_norm, hidden, traits) if names.final_norm else None,
-        relative_bias=tensors.read(
-            f"{names.relative_bias}.weight", (traits.relative_buckets, traits.num_heads)
-        )
-        if names.relative_bias
-        else None,
+        relative_bias=_relative_bias(tensors, traits, "", names.relative_bias),
         max_model_len=max_model_len,
     )
+
+
+def _relative_bias(tensors: Tensors, traits: EncoderTraits, at: str, name: str) -> Tensor | None:
+    """Read a table of relative positions [buckets, N], if such a model has one here."""
+    if not name:
+        return None
+    return tensors.read(f"{at}{name}.weight", (traits.relative_buckets, traits.num_heads))
 
 
 def _distance_table(tensors: Tensors, traits: EncoderTraits) -> Tensor | None:
@@ -323,6 +326,7 @@ def _layer(
         mlp_norm=norm(names.mlp_norm),
         distances=_distances(tensors, traits, at, distances),
         experts=tensors.experts(at, traits) if has_experts else None,
+        relative_bias=_relative_bias(tensors, traits, at, names.layer_bias),
     )
 
 

@@ -9,7 +9,6 @@ from trouper.errors import UnsupportedFeatureError
 
 # Names that begin like those of a reader, and are of other models.
 REFUSED = {
-    "UMT5": "relative positions of each layer are not supported; T5 and mT5 are",
     "BertGeneration": "is not supported; a BERT that embeds is a BertModel",
 }
 READERS: dict[str, Callable[[HfConfig], EncoderTraits]] = {
@@ -30,7 +29,8 @@ READERS: dict[str, Callable[[HfConfig], EncoderTraits]] = {
     "EuroBert": rotary_encoders.eurobert,
     "JinaEmbeddingsV3": rotary_encoders.jina_v3,
     "T5Encoder": rotary_encoders.t5,
-    "MT5Encoder": rotary_encoders.t5,
+    "MT5Encoder": rotary_encoders.mt5,
+    "UMT5Encoder": rotary_encoders.umt5,
     "NomicBert": rotary_encoders.nomic,
     "Gte": rotary_encoders.gte,
     "New": rotary_encoders.gte,

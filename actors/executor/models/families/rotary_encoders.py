@@ -214,7 +214,27 @@ def t5(config: HfConfig) -> EncoderTraits:
 
         UnsupportedFeatureError: an unknown activation, or contradicting fields.
     """
-    kind, _, act = str(config.get("feed_forward_proj") or "relu").rpartition("-")
+    return _t5(config, activation="relu")
+
+
+def mt5(config: HfConfig) -> EncoderTraits:
+    """Read the config of mT5's encoder half.  Raises the errors of `t5`."""
+    return _t5(config, activation="gated-gelu")
+
+
+def umt5(config: HfConfig) -> EncoderTraits:
+    """Read the config of UMT5's encoder half, where each layer has relative positions of its own.  Raises the errors of `t5`."""
+    return _t5(config, activation="gated-gelu", has_layer_biases=True)
+
+
+def _t5(config: HfConfig, *, activation: str, has_layer_biases: bool = False) -> EncoderTraits:
+    """Read the config of a member of T5's family.
+
+    Args:
+        activation: the default of `feed_forward_proj`.
+        has_layer_biases: whether each layer has a table of relative positions, instead of the first one for all.
+    """
+    kind, _, act = str(config.get("feed_forward_proj") or activation).rpartition("-")
     if kind not in ("", "gated") or act not in ACTS:
         raise UnsupportedFeatureError(f"feed_forward_proj={kind}-{act} is not supported")
     # T5 v1.1 calls its gelu exact, and computes the approximation.
@@ -222,14 +242,15 @@ def t5(config: HfConfig) -> EncoderTraits:
     act = config.get("dense_act_fn") or act
     if config.get("is_gated_act", bool(kind)) != bool(kind):
         raise UnsupportedFeatureError("is_gated_act contradicts feed_forward_proj")
-    dense = "layer.1.DenseReluDense."
+    dense, bias = "layer.1.DenseReluDense.", "layer.0.SelfAttention.relative_attention_bias"
     return common_traits(
         {**config, "hidden_act": act},
         names=EncoderNames(
             words="shared",
             norm="",
             final_norm="encoder.final_layer_norm",
-            relative_bias="encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+            relative_bias="" if has_layer_biases else f"encoder.block.0.{bias}",
+            layer_bias=bias if has_layer_biases else "",
             layer="encoder.block.{}.",
             qkv=tuple(f"layer.0.SelfAttention.{name}" for name in "qkv"),
             o="layer.0.SelfAttention.o",
