@@ -33,6 +33,7 @@ from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
+from trouper.actors.rendering.media.items import ImageItems
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.renderer import Renderer
@@ -184,7 +185,7 @@ async def _run_actors(
         try:
             async with anyio.create_task_group() as tasks:
                 executors = _make_executors(executor_inboxes, to_scheduler, devices)
-                config, info, tokenizer = await _load(config, executors, threads, tasks)
+                config, info, tokenizer, images = await _load(config, executors, threads, tasks)
                 policy = _make_policy(config, info)
                 observer = _make_observer(
                     config, info, observer_inbox, _replica_statistics(policy), note_ended
@@ -200,7 +201,7 @@ async def _run_actors(
                         detokenizer_inbox, to_scheduler.clone(), tokenizer, reporter()
                     )
                     await tasks.start(detokenizer.run, name="detokenizer")
-                    prompts = Prompts.for_engine(config, tokenizer)
+                    prompts = Prompts.for_engine(config, tokenizer, images)
                     render_quickly, num_trying = prompts.render_quickly, NUM_TRYING
                 else:
                     pooler = Pooler(pooler_inbox, config.pooler, threads)
@@ -395,17 +396,21 @@ async def _tracing(
 
 async def _load(
     config: EngineConfig, executors: Sequence[Executor], threads: Threads, tasks: TaskGroup
-) -> tuple[EngineConfig, DeviceInfo, Tokenizer | None]:
-    """Load all devices at once; the tokenizer is read while the weights are.
+) -> tuple[EngineConfig, DeviceInfo, Tokenizer | None, ImageItems | None]:
+    """Load all devices at once; the tokenizer and the image processor are read while the weights are.
 
     Returns:
         The config in use, with the context for which all devices have room.
     """
     tokenizer: Tokenizer | None = None
+    images: ImageItems | None = None
 
     async def load_tokenizer(folder: str) -> None:
-        nonlocal tokenizer
+        nonlocal tokenizer, images
         tokenizer = await threads.run(Tokenizer.load, folder)
+        if config.media is not None:
+            images = await threads.run(ImageItems, config.media, tokenizer)
+            await threads.run(images.warm)
 
     infos: list[DeviceInfo] = []
 
@@ -426,7 +431,7 @@ async def _load(
     if (line := states_line(config, info.num_state_rows, info.state_bytes)) is not None:
         logger.warning(line)
     config = with_state_rows(config, info.num_state_rows)
-    return config, info, tokenizer
+    return config, info, tokenizer, images
 
 
 def _first_leaf(group: BaseExceptionGroup[Exception]) -> Exception:

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 WORKER = "trouper.actors.rendering.media.worker"
 # Of one image, on a busy machine.
 WALL_S = 10.0
-START_WALL_S = 20.0
+# Twice this is less than the time limit of a renderer's thread, 30 s.
+START_WALL_S = 14.0
 # Seconds between two starts, so that a flood of deadly files starts no flood of processes.
 RESTART_S = 1.0
 # This many images in a row that end their process are an error in the log.

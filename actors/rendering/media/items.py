@@ -64,6 +64,10 @@ class PlacedItem(NamedTuple):
 class ImageWork(Protocol):
     """Decodes and processes one image, in a thread or in another process."""
 
+    def warm(self) -> None:
+        """Load the image processor; `process` does it otherwise."""
+        ...
+
     def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
         """Return the processed image, and the number of its pixels.
 
@@ -74,24 +78,32 @@ class ImageWork(Protocol):
 
 
 class ImagesInThread:
-    """Decodes and processes images in the calling thread.  The processor is loaded with the first image."""
+    """Decodes and processes images in the calling thread."""
 
     def __init__(self, config: MediaConfig, image_token: str) -> None:
         self._config, self._image_token = config, image_token
         self._processor: ImageProcessor | None = None
         self._loading = threading.Lock()
 
-    def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
-        """Process a file or an RGB image; see `ImageWork`."""
+    def warm(self) -> None:
+        """Load the processor; raises TrouperValidationError if the folder has none."""
+        self._loaded()
+
+    def _loaded(self) -> ImageProcessor:
         with self._loading:
             if self._processor is None:
                 self._processor = ImageProcessor(self._config, self._image_token)
-        self._processor.check(order.kwargs)
+            return self._processor
+
+    def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
+        """Process a file or an RGB image; see `ImageWork`."""
+        processor = self._loaded()
+        processor.check(order.kwargs)
         image: Any = order.image
         if isinstance(image, bytes):
             image = decode(open_image(image, order.max_pixels), order.background)
         check_size(image.width, image.height, order.max_pixels)
-        return self._processor.process(image, order.kwargs), image.width * image.height
+        return processor.process(image, order.kwargs), image.width * image.height
 
 
 class ImageItems:
@@ -117,6 +129,15 @@ class ImageItems:
     def row_token_id(self) -> int:
         """Return the token in whose place a row of the tower is used."""
         return self._config.row_token_id
+
+    def warm(self) -> None:
+        """Load the image processor before the first image needs it.
+
+        Raises:
+            TrouperValidationError: the model's files do not describe an image processor.
+            GenerationError: the process for images cannot be started.
+        """
+        self._work.warm()
 
     def clear(self) -> None:
         """Forget all processed images.  Their rows are not used again either, because later keys are others."""

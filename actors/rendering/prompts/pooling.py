@@ -12,6 +12,7 @@ import msgspec
 
 from trouper.actors.messages.requests import AdmitPooling, Render
 from trouper.actors.messages.sinks import PoolingSink
+from trouper.actors.rendering.media.items import ImageItems
 from trouper.actors.rendering.prompts.late_interaction import Marks, marks_of
 from trouper.actors.rendering.prompts.prompts import (
     SPARE_TOKENS,
@@ -63,7 +64,9 @@ class PoolingPrompts(Prompts):
             self._marks = marks_of(spec.late, tokenizer, limits)
 
     @classmethod
-    def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
+    def for_engine(
+        cls, config: EngineConfig, tokenizer: Tokenizer | None, images: ImageItems | None = None
+    ) -> Self:
         assert config.pooler is not None
         limits = ModelLimits(
             name=config.shown_name,

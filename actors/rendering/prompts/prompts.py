@@ -147,10 +147,15 @@ class Prompts:
         )
 
     @classmethod
-    def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
+    def for_engine(
+        cls,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        images: ImageItems | None = None,
+    ) -> Self:
         """Create the renderer of an engine's prompts from its configuration.
 
-        `config.chat_template` may be the path of a file or the template itself.
+        `config.chat_template` may be the path of a file or the template itself.  `images` is None for a model of texts.
         """
         limits = ModelLimits(
             name=config.shown_name,
@@ -167,9 +172,6 @@ class Prompts:
             structured_outputs=config.structured_outputs,
             no_images=config.no_media,
         )
-        images = None
-        if config.media is not None and tokenizer is not None:
-            images = ImageItems(config.media, tokenizer)
         return cls(tokenizer, limits, template_text(config.chat_template), images)
 
     def render_quickly(self, message: Render) -> Rendered:
