@@ -28,11 +28,11 @@ needs_kernels = pytest.mark.skipif(not units.can_multiply(), reason="needs compi
 
 @contextmanager
 def workers(*args):
-    crew = WorkersInThreads(*args)
+    worker_group = WorkersInThreads(*args)
     try:
-        yield crew
+        yield worker_group
     finally:
-        crew.close()
+        worker_group.close()
 
 
 def outputs(runner, num_outputs=12):
@@ -51,8 +51,8 @@ def test_workers_give_the_tokens_of_one(case, num_ranks, num_stages, tmp_path):
     tiny_model(name, {**own, "intermediate_size": 128}, tmp_path)
     config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))
-    with workers(config, num_ranks, num_stages) as crew:
-        assert outputs(crew) == expected
+    with workers(config, num_ranks, num_stages) as worker_group:
+        assert outputs(worker_group) == expected
 
 
 @needs_kernels
@@ -62,8 +62,8 @@ def test_stages_of_ranks_give_the_tokens_of_one(case, tmp_path):
     make_model(case, tmp_path)
     config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))
-    with workers(config, 2, 2) as crew:
-        assert outputs(crew) == expected
+    with workers(config, 2, 2) as worker_group:
+        assert outputs(worker_group) == expected
 
 
 @needs_kernels
@@ -100,9 +100,9 @@ def test_logprobs_of_prompt_leave_logits_of_recorded_step_alone(tmp_path):
         return [(s.token_ids, [e.rank for e in s.prompt_logprobs]) for s in sequences]
 
     expected = found(CpuRunner(config))
-    with workers(config, 2) as crew:
-        assert found(crew) == expected
-        assert all(runner.runner.steps.recorded is not None for runner in crew.runners)
+    with workers(config, 2) as worker_group:
+        assert found(worker_group) == expected
+        assert all(runner.runner.steps.recorded is not None for runner in worker_group.runners)
 
 
 @needs_kernels
@@ -110,18 +110,18 @@ def test_steps_are_recorded_on_all_ranks_or_on_none(tmp_path, monkeypatch):
     tiny_model(*CASES["llama"], tmp_path)
     config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))
-    with workers(config, 2) as crew:
-        assert outputs(crew) == expected
-        assert all(runner.runner.steps.recorded is not None for runner in crew.runners)
-    with workers(config, 2) as crew:
-        crew.load()
+    with workers(config, 2) as worker_group:
+        assert outputs(worker_group) == expected
+        assert all(runner.runner.steps.recorded is not None for runner in worker_group.runners)
+    with workers(config, 2) as worker_group:
+        worker_group.load()
         monkeypatch.setattr(
-            type(crew.runners[1].runner.model.decoder._layers[0].qkv),
+            type(worker_group.runners[1].runner.model.decoder._layers[0].qkv),
             "apply",
-            unrecordable_on(crew.runners[1]),
+            unrecordable_on(worker_group.runners[1]),
         )
-        assert outputs(crew) == expected
-        assert all(runner.runner.steps.recorded is None for runner in crew.runners)
+        assert outputs(worker_group) == expected
+        assert all(runner.runner.steps.recorded is None for runner in worker_group.runners)
 
 
 def unrecordable_on(runner):
@@ -139,11 +139,11 @@ def unrecordable_on(runner):
 def test_ranks_sleep_and_wake_together(tmp_path):
     tiny_model(*CASES["llama"], tmp_path)
     config = engine_config(tmp_path)
-    with workers(config, 2) as crew:
-        expected = outputs(crew)
-        crew.on_each("sleep", 2)
-        crew.on_each("wake", frozenset({"weights", "kv_cache"}))
-        assert outputs(crew) == expected
+    with workers(config, 2) as worker_group:
+        expected = outputs(worker_group)
+        worker_group.on_each("sleep", 2)
+        worker_group.on_each("wake", frozenset({"weights", "kv_cache"}))
+        assert outputs(worker_group) == expected
 
 
 @needs_kernels
@@ -151,12 +151,13 @@ def test_ranks_that_sleep_without_weights_keep_no_norm(tmp_path):
     """Of bfloat16, whose norms the kernels read in float32."""
     tiny_model(*CASES["llama"], tmp_path)
     config = engine_config(tmp_path, dtype="bfloat16", enforce_eager=True)
-    with workers(config, 2) as crew:
-        Driver(crew).run(PROMPTS[:1], 2)
+    with workers(config, 2) as worker_group:
+        Driver(worker_group).run(PROMPTS[:1], 2)
         norms = [
-            weakref.ref(runner.runner.model.decoder._layers[0].mlp_norm) for runner in crew.runners
+            weakref.ref(runner.runner.model.decoder._layers[0].mlp_norm)
+            for runner in worker_group.runners
         ]
-        crew.on_each("sleep", 2)
+        worker_group.on_each("sleep", 2)
         assert [norm() for norm in norms] == [None, None]
 
 
@@ -164,15 +165,15 @@ def test_ranks_that_sleep_without_weights_keep_no_norm(tmp_path):
 def test_rank_that_is_given_another_step_says_so(tmp_path):
     tiny_model(*CASES["llama"], tmp_path)
     config = engine_config(tmp_path, enforce_eager=True)
-    with workers(config, 2) as crew:
-        second = crew.runners[1].execute
-        crew.runners[1].execute = lambda plan: second(
+    with workers(config, 2) as worker_group:
+        second = worker_group.runners[1].execute
+        worker_group.runners[1].execute = lambda plan: second(
             plan if plan.step < 3 else type(plan)(**{**fields_of(plan), "step": plan.step + 1})
         )
         with pytest.raises(
             RanksDisagreeError, match=r"rank 0 was in step 3 with .* rank 1 in step 4"
         ):
-            outputs(crew)
+            outputs(worker_group)
 
 
 def fields_of(plan):
@@ -244,5 +245,5 @@ def test_ranks_without_kernels_are_refused_and_stages_are_not(tmp_path, monkeypa
         UnsupportedFeatureError, match="tensor_parallel_size=2 needs compiled kernels"
     ):
         WorkersInThreads(config, 2)
-    with workers(config, 1, 2) as crew:
-        assert crew.load()
+    with workers(config, 1, 2) as worker_group:
+        assert worker_group.load()

@@ -65,7 +65,7 @@ class Siege:
         self.is_over = False
 
     async def run(self, num_at_once):
-        async with an_engine("process") as (engine, crew):
+        async with an_engine("process") as (engine, worker_group):
             await self.sing(engine, "calm")
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self.sing_on, engine)
@@ -73,7 +73,7 @@ class Siege:
                     for _ in range(num_at_once):
                         hostile.start_soon(self.ask, engine)
                 self.is_over = True
-        assert len(crew.peers) == 1
+        assert len(worker_group.peers) == 1
         assert len(self.texts) == 1
         assert self.poisoned == []
 

@@ -25,7 +25,7 @@ from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 from trouper.frontends.python.async_engine import AsyncLLMEngine
 
-from .crews import OPTIONS
+from .recorded_workers import OPTIONS
 from .test_orphans import workers_of
 from .test_stages import expected
 from .test_worker import texts

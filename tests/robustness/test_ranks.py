@@ -17,7 +17,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.kernels.codegen import units
 
-from .crews import OPTIONS, LocalWorkers
+from .recorded_workers import OPTIONS, LocalWorkers
 from .test_worker import texts
 
 pytestmark = [
@@ -32,9 +32,9 @@ pytestmark = [
 async def ranked_engine(num_ranks=2, num_stages=1, module=MODULE, **options):
     sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
     config = resolve(EngineArgs(**sizes, **OPTIONS, **options))
-    crew = LocalWorkers(module)
-    async with open_engine(config, ProcessDevice(config, crew)) as engine:
-        yield engine, crew
+    worker_group = LocalWorkers(module)
+    async with open_engine(config, ProcessDevice(config, worker_group)) as engine:
+        yield engine, worker_group
 
 
 async def expected(num=4):
@@ -45,13 +45,13 @@ async def expected(num=4):
 
 async def test_streams_survive_killed_rank_of_stage(caplog):
     wanted = await expected()
-    async with ranked_engine(2, 2) as (engine, crew):
-        assert len(crew.peers) == 4
-        kill = partial(os.kill, crew.peers[3].pid, signal.SIGKILL)
+    async with ranked_engine(2, 2) as (engine, worker_group):
+        assert len(worker_group.peers) == 4
+        kill = partial(os.kill, worker_group.peers[3].pid, signal.SIGKILL)
         assert await texts(engine, at_token=3, do=kill) == wanted
-    assert len(crew.peers) == 8
+    assert len(worker_group.peers) == 8
     assert "worker 3 died of SIGKILL in step" in caplog.text
-    for peer in crew.peers:
+    for peer in worker_group.peers:
         with pytest.raises(ProcessLookupError):
             os.kill(peer.pid, 0)
 
@@ -62,9 +62,9 @@ async def test_disagreeing_ranks_are_reported_and_streams_continue(monkeypatch, 
     monkeypatch.setenv("TROUPER_TEST_FAULT", str(fault))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     wanted = await expected()
-    async with ranked_engine(module="tests.robustness.faulty_worker") as (engine, crew):
+    async with ranked_engine(module="tests.robustness.faulty_worker") as (engine, worker_group):
         assert await texts(engine) == wanted
-    assert len(crew.peers) == 4
+    assert len(worker_group.peers) == 4
     found = re.search(
         r"RanksDisagreeError: rank (\d) was in step (\d+) .*, rank (\d) in step (\d+)", caplog.text
     )

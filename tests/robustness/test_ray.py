@@ -23,7 +23,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError
 
-from .crews import OPTIONS
+from .recorded_workers import OPTIONS
 from .test_stages import expected
 from .test_worker import texts
 

@@ -18,7 +18,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import GenerationError, TrouperValidationError
 
-from .crews import OPTIONS, LocalWorkers
+from .recorded_workers import OPTIONS, LocalWorkers
 from .test_worker import params, texts
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]
@@ -27,9 +27,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]
 @asynccontextmanager
 async def staged_engine(num_stages=2, module=MODULE, **options):
     config = resolve(EngineArgs(pipeline_parallel_size=num_stages, **OPTIONS, **options))
-    crew = LocalWorkers(module)
-    async with open_engine(config, ProcessDevice(config, crew)) as engine:
-        yield engine, crew
+    worker_group = LocalWorkers(module)
+    async with open_engine(config, ProcessDevice(config, worker_group)) as engine:
+        yield engine, worker_group
 
 
 async def expected(num=4):
@@ -40,19 +40,19 @@ async def expected(num=4):
 
 async def test_streams_go_on_when_any_stage_is_killed(caplog):
     wanted = await expected()
-    async with staged_engine(3, max_worker_restarts=5) as (engine, crew):
+    async with staged_engine(3, max_worker_restarts=5) as (engine, worker_group):
         assert await texts(engine) == wanted
         for rank in range(3):
-            victim = crew.peers[-3 + rank].pid
+            victim = worker_group.peers[-3 + rank].pid
 
             def kill(victim=victim):
                 os.kill(victim, signal.SIGKILL)
 
             assert await texts(engine, at_token=3, do=kill) == wanted
-    assert len(crew.peers) == 3 * 4
+    assert len(worker_group.peers) == 3 * 4
     for rank in range(3):
         assert f"worker {rank} died of SIGKILL in step" in caplog.text
-    for peer in crew.peers:
+    for peer in worker_group.peers:
         with pytest.raises(ProcessLookupError):
             os.kill(peer.pid, 0)
 
@@ -92,11 +92,11 @@ async def test_a_poisonous_newcomer_ends_alone_in_any_stage(monkeypatch):
         codes.append(info.value.code)
 
     module = "tests.robustness.faulty_worker"
-    async with staged_engine(2, module, max_worker_restarts=3) as (engine, crew):
+    async with staged_engine(2, module, max_worker_restarts=3) as (engine, worker_group):
         async with anyio.create_task_group() as group:
             start = partial(group.start_soon, send_poison, engine)
             assert await texts(engine, at_token=5, do=start, num=7) == wanted
-        assert len(crew.peers) <= 2 * 4
+        assert len(worker_group.peers) <= 2 * 4
     assert codes == ["poisoned_request"]
 
 

@@ -31,7 +31,7 @@ FAULTY = "tests.robustness.faulty_worker"
 PROMPTS = ["def f(", "class A:", "import os", "for x in"]
 
 
-class Crew:
+class RecordedWorkers:
     """Start workers and record them."""
 
     def __init__(self, module, inside):
@@ -50,9 +50,9 @@ class Crew:
 @asynccontextmanager
 async def an_engine(module=MODULE, inside=lambda function, *args: function(*args), **options):
     config = resolve(EngineArgs(dtype="float32", device_worker="process", **options))
-    crew = Crew(module, inside)
-    async with open_engine(config, ProcessDevice(config, crew)) as engine:
-        yield engine, crew
+    worker_group = RecordedWorkers(module, inside)
+    async with open_engine(config, ProcessDevice(config, worker_group)) as engine:
+        yield engine, worker_group
 
 
 def params(number):
@@ -85,15 +85,17 @@ async def texts(engine, *, at_token=None, do=None, num=4):
 
 
 async def test_streams_go_on_when_the_worker_is_killed(caplog):
-    async with an_engine() as (engine, crew):
+    async with an_engine() as (engine, worker_group):
         expected = await texts(engine)
         for at_token in (1, 7):
-            killed = await texts(engine, at_token=at_token, do=lambda: crew.signal(signal.SIGKILL))
+            killed = await texts(
+                engine, at_token=at_token, do=lambda: worker_group.signal(signal.SIGKILL)
+            )
             assert killed == expected
-    assert len(crew.peers) == 3
+    assert len(worker_group.peers) == 3
     assert "worker 0 died of SIGKILL in step" in caplog.text
     with pytest.raises(ProcessLookupError):
-        crew.signal(0)
+        worker_group.signal(0)
 
 
 @pytest.fixture
@@ -115,11 +117,11 @@ def fault(monkeypatch, tmp_path):
     ],
 )
 async def test_fault_names_its_step_and_texts_continue(name, words, fault, caplog):
-    async with an_engine(FAULTY) as (engine, crew):
+    async with an_engine(FAULTY) as (engine, worker_group):
         expected = await texts(engine)
         assert await texts(engine, at_token=3, do=partial(fault, name)) == expected
         assert await texts(engine) == expected
-    assert len(crew.peers) == 2
+    assert len(worker_group.peers) == 2
     assert words in caplog.text
 
 
@@ -152,36 +154,39 @@ def little_memory(num_bytes):
 @pytest.mark.slow
 async def test_out_of_memory_kill_is_named_and_texts_continue(fault, caplog):
     with little_memory(2**30) as inside:
-        async with an_engine(FAULTY, inside=inside) as (engine, crew):
+        async with an_engine(FAULTY, inside=inside) as (engine, worker_group):
             expected = await texts(engine)
             assert await texts(engine, at_token=3, do=partial(fault, "memory")) == expected
-        assert len(crew.peers) == 2
+        assert len(worker_group.peers) == 2
     assert "worker 0 was killed by the kernel, which had no memory left, in step" in caplog.text
 
 
 @pytest.mark.slow
 async def test_worker_that_hangs_is_killed_at_its_deadline(caplog):
-    async with an_engine(step_timeout=2.0) as (engine, crew):
+    async with an_engine(step_timeout=2.0) as (engine, worker_group):
         expected = await texts(engine)
-        assert await texts(engine, at_token=3, do=lambda: crew.signal(signal.SIGSTOP)) == expected
+        assert (
+            await texts(engine, at_token=3, do=lambda: worker_group.signal(signal.SIGSTOP))
+            == expected
+        )
     assert "without an answer in step" in caplog.text
 
 
 @pytest.mark.slow
 async def test_an_idle_worker_that_dies_is_replaced():
-    async with an_engine() as (engine, crew):
+    async with an_engine() as (engine, worker_group):
         expected = await texts(engine)
-        crew.signal(signal.SIGKILL)
+        worker_group.signal(signal.SIGKILL)
         assert await texts(engine) == expected
-    assert len(crew.peers) == 2
+    assert len(worker_group.peers) == 2
 
 
 async def test_losses_beyond_the_budget_end_the_engine():
     with pytest.raises(EngineDeadError) as info:
-        async with an_engine(max_worker_restarts=0) as (engine, crew):
+        async with an_engine(max_worker_restarts=0) as (engine, worker_group):
             stream = engine.generate(PROMPTS[0], params(0), "r")
             await anext(stream)
-            crew.signal(signal.SIGKILL)
+            worker_group.signal(signal.SIGKILL)
             async for _ in stream:
                 pass
     assert isinstance(info.value.__cause__, DeviceStartError)
@@ -210,12 +215,12 @@ async def test_poisonous_newcomer_ends_alone_and_others_go_on(caplog, monkeypatc
                 pass
         codes.append(info.value.code)
 
-    async with an_engine(FAULTY, max_worker_restarts=2) as (engine, crew):
+    async with an_engine(FAULTY, max_worker_restarts=2) as (engine, worker_group):
         expected = await texts(engine, num=15)
         async with anyio.create_task_group() as group:
             start = partial(group.start_soon, send_poison, engine)
             assert await texts(engine, at_token=5, do=start, num=15) == expected
-        assert len(crew.peers) == 3
+        assert len(worker_group.peers) == 3
         await send_poison(engine)
     assert codes == ["poisoned_request"] * 2
     assert caplog.text.count("died of SIGILL") == 4
@@ -224,10 +229,10 @@ async def test_poisonous_newcomer_ends_alone_and_others_go_on(caplog, monkeypatc
 
 @pytest.mark.slow
 async def test_sleeping_worker_that_dies_sleeps_again_and_wakes():
-    async with an_engine() as (engine, crew):
+    async with an_engine() as (engine, worker_group):
         expected = await texts(engine)
         await engine.controls.sleep(level=1)
-        crew.signal(signal.SIGKILL)
+        worker_group.signal(signal.SIGKILL)
         while True:  # its loss is noticed, its successor loaded
             try:
                 await engine.controls.wake()
@@ -236,4 +241,4 @@ async def test_sleeping_worker_that_dies_sleeps_again_and_wakes():
                 await anyio.sleep(0.05)
         await engine.controls.resume()
         assert await texts(engine) == expected
-    assert len(crew.peers) == 2
+    assert len(worker_group.peers) == 2

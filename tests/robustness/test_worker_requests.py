@@ -22,7 +22,7 @@ from trouper.lora import LoRARequest
 from trouper.params import SamplingParams, StructuredOutputsParams
 from trouper.pooling import PoolingParams
 
-from .crews import LocalWorkers
+from .recorded_workers import LocalWorkers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 NEEDS_KERNELS = pytest.mark.skipif(not units.can_multiply(), reason="needs compiled kernels")
@@ -49,11 +49,11 @@ def adapters(tmp_path):
 @asynccontextmanager
 async def an_engine(place, **options):
     config = resolve(EngineArgs(device_worker=place, **OPTIONS, **options))
-    crew = LocalWorkers(MODULE)
+    worker_group = LocalWorkers(MODULE)
     is_inline = config.device_worker == "inline"
-    device = ThreadedDevice(config) if is_inline else ProcessDevice(config, crew)
+    device = ThreadedDevice(config) if is_inline else ProcessDevice(config, worker_group)
     async with open_engine(config, device) as engine:
-        yield engine, crew
+        yield engine, worker_group
 
 
 def wanted(kind, seed):
@@ -119,25 +119,25 @@ async def test_grammars_budgets_adapters_survive_worker_death(num_stages, num_ra
     assert re.fullmatch("[0-9]+", expected["regex", 0][0])
     options["pipeline_parallel_size"] = num_stages
     options["tensor_parallel_size"] = num_ranks
-    async with an_engine("process", **options) as (engine, crew):
+    async with an_engine("process", **options) as (engine, worker_group):
 
         def kill():
             for adapter in adapters:
                 os.remove(f"{adapter.lora_path}/adapter_model.safetensors")
-            os.kill(crew.peers[-1].pid, signal.SIGKILL)
+            os.kill(worker_group.peers[-1].pid, signal.SIGKILL)
 
         assert await outputs_of(engine, of_all, at_token=8, do=kill) == expected
         assert await engine.adapters.load(adapters[0]) is False
-    assert len(crew.peers) == 2 * num_stages * num_ranks
+    assert len(worker_group.peers) == 2 * num_stages * num_ranks
 
 
 @pytest.mark.slow
 async def test_sleeping_worker_that_dies_has_its_adapters_again(tmp_path):
     mine = LoRARequest("mine", 7, write_adapter(tmp_path / "mine", random_tensors(seed=5)))
-    async with an_engine("process", enable_lora=True) as (engine, crew):
+    async with an_engine("process", enable_lora=True) as (engine, worker_group):
         expected = await outputs_of(engine, [mine])
         await engine.controls.sleep(level=2)
-        os.kill(crew.peers[-1].pid, signal.SIGKILL)
+        os.kill(worker_group.peers[-1].pid, signal.SIGKILL)
         while True:  # its loss is noticed, its successor loaded
             try:
                 await engine.controls.wake()
@@ -146,7 +146,7 @@ async def test_sleeping_worker_that_dies_has_its_adapters_again(tmp_path):
                 await anyio.sleep(0.05)
         await engine.controls.resume()
         assert await outputs_of(engine, [mine]) == expected
-    assert len(crew.peers) == 2
+    assert len(worker_group.peers) == 2
 
 
 @pytest.mark.slow
@@ -171,12 +171,12 @@ async def test_embeddings_are_same_when_worker_dies_under_them():
     async with open_engine(config, ThreadedDevice(config)) as engine:
         expected = await embeddings(engine, "inline")
     config = resolve(EngineArgs(device_worker="process", **options))
-    crew = LocalWorkers(MODULE)
-    async with open_engine(config, ProcessDevice(config, crew)) as engine:
+    worker_group = LocalWorkers(MODULE)
+    async with open_engine(config, ProcessDevice(config, worker_group)) as engine:
         assert await embeddings(engine, "first") == expected
-        os.kill(crew.peers[-1].pid, signal.SIGKILL)
+        os.kill(worker_group.peers[-1].pid, signal.SIGKILL)
         assert await embeddings(engine, "second") == expected
-    assert len(crew.peers) == 2
+    assert len(worker_group.peers) == 2
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .bugs import BUGS
-from .crew.crew_scenario import CrewScenario, draw_crew, draw_with_runs
 from .explore import Exploration, cancel_everywhere, num_schedules_until_found
 from .pooling.pooling_scenario import PoolingScenario, draw_pooling
 from .run import simulate
 from .scenario import Scenario, draw
+from .worker_group.worker_scenario import WorkerScenario, draw_with_runs, draw_workers
 
 
 class Kind(NamedTuple):
@@ -28,8 +28,8 @@ class Kind(NamedTuple):
 KINDS = {
     "generate": Kind(Scenario, draw),
     "pooling": Kind(PoolingScenario, draw_pooling),
-    "crew": Kind(CrewScenario, draw_crew),
-    "runs": Kind(CrewScenario, draw_with_runs),
+    "workers": Kind(WorkerScenario, draw_workers),
+    "runs": Kind(WorkerScenario, draw_with_runs),
 }
 
 
@@ -41,7 +41,7 @@ def main() -> int:
         "--pooling", dest="kind", action="store_const", const="pooling", help="an engine that pools"
     )
     kinds.add_argument(
-        "--crew", dest="kind", action="store_const", const="crew",
+        "--workers", dest="kind", action="store_const", const="workers",
         help="an engine whose device is a worker process that may die",
     )  # fmt: skip
     kinds.add_argument(

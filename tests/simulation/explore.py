@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 from .bugs import BUGS, planted
-from .crew import crew_bugs  # noqa: F401  # they add theirs to BUGS
 from .pooling import pooling_bugs  # noqa: F401  # they add theirs to BUGS
 from .run import simulate
 from .scenario import draw
 from .scheduling import CancelAtStep
+from .worker_group import worker_bugs  # noqa: F401  # they add theirs to BUGS
 
 
 class Exploration(msgspec.Struct):

@@ -9,13 +9,13 @@ import msgspec
 
 import trouper.actors.engine.wiring as engine_module
 
-from .crew.crew_scenario import CrewScenario
-from .crew.crew_world import CrewWorld
 from .expected import TOKENIZER
 from .pooling.pooling_scenario import PoolingScenario
 from .pooling.pooling_world import PoolingWorld
 from .scenario import Scenario
 from .scheduling import CancelAtStep, run_deterministically
+from .worker_group.worker_scenario import WorkerScenario
+from .worker_group.worker_world import WorkerWorld
 from .world import World
 
 
@@ -92,7 +92,7 @@ def make_world(
 ) -> World:
     if isinstance(scenario, PoolingScenario):
         return PoolingWorld(scenario, victim, trace)
-    kind = CrewWorld if isinstance(scenario, CrewScenario) else World
+    kind = WorkerWorld if isinstance(scenario, WorkerScenario) else World
     return kind(scenario, victim, trace)
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .crew.crew_scenario import CrewScenario
 from .explore import cancel_everywhere, explore_seeds
 from .pooling.pooling_scenario import PoolingScenario, draw_pooling, draw_pooling_with
 from .run import simulate
 from .scenario import Scenario, draw, draw_with
+from .worker_group.worker_scenario import WorkerScenario
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("**/*.json"))
 SEEDS_A_TEST = 150
@@ -26,7 +26,7 @@ def test_every_oracle_holds_under_drawn_schedules(draw, first):
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_what_broke_once_holds_now(path):
-    kinds = {"pooling": PoolingScenario, "crew": CrewScenario}
+    kinds = {"pooling": PoolingScenario, "workers": WorkerScenario}
     kind = kinds.get(path.parent.name, Scenario)
     verdict = simulate(msgspec.json.decode(path.read_bytes(), type=kind))
     assert verdict.broken is None

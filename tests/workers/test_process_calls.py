@@ -29,7 +29,7 @@ from trouper.frontends.server.program.server import GRACE_S, GUARD_S
 from .test_process_ranks import FakeLauncher, FakePeer, make_device, plan, run
 
 
-class AwayCrew:
+class AwayWorkers:
     """A worker on a machine that is away for an hour before each start."""
 
     def __init__(self):
@@ -138,7 +138,7 @@ def test_plan_behind_call_has_its_whole_time_from_answer_on():
 
 def test_wait_for_machine_is_no_part_of_load():
     async def act():
-        device = ProcessDevice(resolve(EngineArgs()), launch_workers=AwayCrew())
+        device = ProcessDevice(resolve(EngineArgs()), launch_workers=AwayWorkers())
         await device.load()
         asked_s = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -179,15 +179,17 @@ async def fail_in_a_call(device):
 
 def test_final_worker_group_releases_resources():
     async def act():
-        crew = AwayCrew()
-        device = ProcessDevice(resolve(EngineArgs(max_worker_restarts=0)), launch_workers=crew)
+        worker_group = AwayWorkers()
+        device = ProcessDevice(
+            resolve(EngineArgs(max_worker_restarts=0)), launch_workers=worker_group
+        )
         await device.load()
-        crew.peers[0].hang_up()
+        worker_group.peers[0].hang_up()
         assert isinstance(await device.receive(), DeviceLost)
-        assert crew.num_releases == 0
+        assert worker_group.num_releases == 0
         with pytest.raises(DeviceStartError, match="are spent"):
             await device.receive()
-        assert crew.num_releases == 1
+        assert worker_group.num_releases == 1
 
     run(act)
 

@@ -291,7 +291,7 @@ def test_successor_that_refuses_adapter_is_another_loss():
     run(act)
 
 
-def test_vocabulary_goes_before_first_grammar_to_each_crew():
+def test_vocabulary_goes_before_first_grammar_to_each_worker_group():
     vocabulary = Vocabulary("{}", 3, (0,), ("a", "b", "c"))
     rules = GrammarRules(
         source="x", eos_token_ids=(0,), ignore_eos=False, num_tokens=3, reasoning=None

@@ -92,9 +92,9 @@ async def test_error_of_ray_is_start_that_has_failed(fails, monkeypatch):
     monkeypatch.setattr(launch_ray, "RESERVE_S", 0.01)
     ray = a_ray(monkeypatch, {fails})
     async with open_ray(resolve(EngineArgs()), NodesConfig("ray")) as launcher_of:
-        crew = launcher_of(0)
+        worker_group = launcher_of(0)
         with pytest.raises(DeviceStartError, match="Ray"):
-            await crew()
+            await worker_group()
         # at once: another replica, or another user of the cluster, may have room for it
         assert ("remove_placement_group" in ray.calls) == (fails != "placement_group")
         assert ray.calls.count("actor") - (fails == "actor") == ray.calls.count("kill")
@@ -106,10 +106,10 @@ async def test_error_of_ray_is_start_that_has_failed(fails, monkeypatch):
 async def test_what_ray_has_lost_need_not_be_given_back(fails, monkeypatch):
     ray = a_ray(monkeypatch, {fails, "get"})
     async with open_ray(resolve(EngineArgs()), NodesConfig("ray")) as launcher_of:
-        crew = launcher_of(0)
+        worker_group = launcher_of(0)
         for _ in range(2):
             with pytest.raises(DeviceStartError, match="Ray"):
-                await crew()
+                await worker_group()
     assert ray.calls.count("kill") == ray.calls.count("remove_placement_group") == 2
     assert ray.calls[-1] == "shutdown"
 

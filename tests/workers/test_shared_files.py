@@ -37,7 +37,7 @@ def num_open():
 
 
 @pytest.fixture
-def crew(request):
+def worker_group(request):
     """The links of all workers."""
     before = num_open()
     config = config_of(*request.param)
@@ -67,9 +67,9 @@ def sent(sender, receiver):
 SIZES = [(2, 1), (2, 2), (3, 3), (1, 2)]
 
 
-@pytest.mark.parametrize("crew", SIZES, indirect=True)
-def test_tokens_go_from_sampler_to_all_others_of_first_stage(crew):
-    config, links = crew
+@pytest.mark.parametrize("worker_group", SIZES, indirect=True)
+def test_tokens_go_from_sampler_to_all_others_of_first_stage(worker_group):
+    config, links = worker_group
     senders = [worker for worker, link in enumerate(links) if link.tokens_out]
     assert senders == [(config.num_stages - 1) * config.tensor_parallel_size]
     readers = [worker for worker, link in enumerate(links) if link.tokens_in is not None]
@@ -79,9 +79,9 @@ def test_tokens_go_from_sampler_to_all_others_of_first_stage(crew):
         assert sent(ring, links[reader].tokens_in) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("crew", SIZES, indirect=True)
-def test_hidden_states_go_to_same_rank_of_next_stage(crew):
-    config, links = crew
+@pytest.mark.parametrize("worker_group", SIZES, indirect=True)
+def test_hidden_states_go_to_same_rank_of_next_stage(worker_group):
+    config, links = worker_group
     num_ranks = config.tensor_parallel_size
     for worker, link in enumerate(links):
         assert (link.hidden_in is None) == (WorkerPosition.of(worker, config).stage == 0)
@@ -89,9 +89,9 @@ def test_hidden_states_go_to_same_rank_of_next_stage(crew):
             assert sent(link.hidden_out, links[worker + num_ranks].hidden_in) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("crew", [(2, 2)], indirect=True)
-def test_ranks_of_stage_share_memory(crew):
-    config, links = crew
+@pytest.mark.parametrize("worker_group", [(2, 2)], indirect=True)
+def test_ranks_of_stage_share_memory(worker_group):
+    config, links = worker_group
     files = [os.fstat(link.group) for link in links]
     assert files[0].st_ino == files[1].st_ino != files[2].st_ino == files[3].st_ino
     sizes = [group_sizes(config, MODEL, stage) for stage in range(2)]

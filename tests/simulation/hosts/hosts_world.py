@@ -155,12 +155,13 @@ class HostsWorld:
             return launch_hosts.HostGroup(self.front, await self.front.host(node), order)
 
         config = self._config()
-        crews = [
+        recorded_workers = [
             launch_hosts.HostsLauncher(config, layout, replica, self.front, make_group)
             for replica, layout in enumerate(self.scenario.layouts)
         ]
         return [
-            ProcessDevice(config, replica=r, launch_workers=crew) for r, crew in enumerate(crews)
+            ProcessDevice(config, replica=r, launch_workers=worker_group)
+            for r, worker_group in enumerate(recorded_workers)
         ]
 
     # Clients

@@ -34,14 +34,14 @@ def at_rest(world: Any) -> None:
         require(not calls, "a call is left open", calls)
     elif not calls:
         want = MEMORY - world.engine.lifecycle.resident
-        for peer in device.launcher.peers[-1].crew:
+        for peer in device.launcher.peers[-1].worker_group:
             absent = peer.model.absent
             require(absent == want or peer.is_dead, "another sleep", absent, want)
 
 
 def check_loss(peer: Any) -> None:
     """A loss is told when the worker has been reaped, and all that it had answered was handed out."""
-    for each in peer.crew:
+    for each in peer.worker_group:
         require(each.is_ended, "a loss before the worker was reaped", each)
     require(peer.num_handed_out <= peer.num_answers, "an answer too many", peer)
     if not (peer.was_killed or peer.is_misbehaving):

@@ -15,13 +15,13 @@ from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.running import Running
 
-from .crew_scenario import draw_crew, draw_slow_steps, draw_with_killer, draw_with_runs
+from .worker_scenario import draw_slow_steps, draw_with_killer, draw_with_runs, draw_workers
 
 NAMES: list[str] = []  # of the bugs in this file
 
 
-def crew_bug(owner, attribute, draw=draw_crew):
-    """`draw`: scenarios in which it shows soon; in those of `draw_crew` it shows within 500."""
+def worker_bug(owner, attribute, draw=draw_workers):
+    """`draw`: scenarios in which it shows soon; in those of `draw_workers` it shows within 500."""
 
     def register(make):
         NAMES.append(make.__name__)
@@ -33,7 +33,7 @@ def crew_bug(owner, attribute, draw=draw_crew):
 # The device
 
 
-@crew_bug(ProcessDevice, "receive")
+@worker_bug(ProcessDevice, "receive")
 def answers_after_the_loss(right):
     async def faulty(self):
         late = self.__dict__.pop("late", None)
@@ -49,7 +49,7 @@ def answers_after_the_loss(right):
     return faulty
 
 
-@crew_bug(ProcessDevice, "_next_frame")
+@worker_bug(ProcessDevice, "_next_frame")
 def loss_before_whole_frames(right):
     async def faulty(self):
         found = await right(self)
@@ -60,7 +60,7 @@ def loss_before_whole_frames(right):
     return faulty
 
 
-@crew_bug(ProcessDevice, "_reap")
+@worker_bug(ProcessDevice, "_reap")
 def successor_before_reaping(right):
     async def faulty(self, rank, **how):
         await anyio.lowlevel.checkpoint()
@@ -69,12 +69,12 @@ def successor_before_reaping(right):
     return faulty
 
 
-@crew_bug(OpenCalls, "fail_all")
+@worker_bug(OpenCalls, "fail_all")
 def call_left_open(right):
     return lambda self, error: None
 
 
-@crew_bug(OpenCalls, "note")
+@worker_bug(OpenCalls, "note")
 def workers_may_differ(right):
     def faulty(self, returned, num_workers):
         done = right(self, returned, num_workers)
@@ -84,7 +84,7 @@ def workers_may_differ(right):
     return faulty
 
 
-@crew_bug(ProcessDevice, "_reap")
+@worker_bug(ProcessDevice, "_reap")
 def only_the_cause_is_reaped(right):
     async def faulty(self, rank, **how):
         workers = self._workers
@@ -97,17 +97,17 @@ def only_the_cause_is_reaped(right):
     return faulty
 
 
-@crew_bug(RestoredState, "follow")
+@worker_bug(RestoredState, "follow")
 def sleep_level_forgotten(right):
     return lambda self, call: None
 
 
-@crew_bug(ProcessDevice, "_begin_s", draw_slow_steps)
+@worker_bug(ProcessDevice, "_begin_s", draw_slow_steps)
 def deadline_from_submission(right):
     return lambda self: self._plans[0].submitted_s if self._plans else right(self)
 
 
-@crew_bug(ProcessDevice, "_frames_of_all")
+@worker_bug(ProcessDevice, "_frames_of_all")
 def bytes_of_the_predecessor_are_kept(right):
     async def faulty(self, kind):
         if kind is Loaded:
@@ -120,7 +120,7 @@ def bytes_of_the_predecessor_are_kept(right):
     return faulty
 
 
-@crew_bug(RestartBudget, "note_loss")
+@worker_bug(RestartBudget, "note_loss")
 def budget_never_counts(right):
     def faulty(self, now, num_suspects=0):
         return right(self, now, num_suspects) or 0.0
@@ -128,7 +128,7 @@ def budget_never_counts(right):
     return faulty
 
 
-@crew_bug(RestartBudget, "explain", draw_with_killer)
+@worker_bug(RestartBudget, "explain", draw_with_killer)
 def verdict_keeps_its_losses(right):
     return lambda self, num_losses: None
 
@@ -136,7 +136,7 @@ def verdict_keeps_its_losses(right):
 # The policy
 
 
-@crew_bug(Policy, "lose_device")
+@worker_bug(Policy, "lose_device")
 def steps_in_flight_not_voided(right):
     def faulty(self, loss):
         kept = list(self.in_flight)
@@ -147,7 +147,7 @@ def steps_in_flight_not_voided(right):
     return faulty
 
 
-@crew_bug(Policy, "apply", draw_with_runs)
+@worker_bug(Policy, "apply", draw_with_runs)
 def a_run_is_taken_again_after_a_restart(right):
     def faulty(self, done):
         entries = self.in_flight[0].entries
@@ -163,7 +163,7 @@ def a_run_is_taken_again_after_a_restart(right):
     return faulty
 
 
-@crew_bug(Policy, "lose_device")
+@worker_bug(Policy, "lose_device")
 def prefix_cache_survives(right):
     def faulty(self, loss):
         with patch.object(KVBlocks, "reset_cache", lambda blocks: True):
@@ -172,7 +172,7 @@ def prefix_cache_survives(right):
     return faulty
 
 
-@crew_bug(Policy, "lose_device")
+@worker_bug(Policy, "lose_device")
 def epoch_kept(right):
     def faulty(self, loss):
         num_losses = right(self, loss)
@@ -182,7 +182,7 @@ def epoch_kept(right):
     return faulty
 
 
-@crew_bug(Policy, "lose_device")
+@worker_bug(Policy, "lose_device")
 def slot_not_given_again(right):
     def faulty(self, loss):
         with patch.object(Running, "lose_all", lambda running: None):
@@ -191,7 +191,7 @@ def slot_not_given_again(right):
     return faulty
 
 
-@crew_bug(Policy, "lose_device")
+@worker_bug(Policy, "lose_device")
 def planned_before_it_is_back(right):
     def faulty(self, loss):
         num_losses = right(self, loss)
@@ -201,12 +201,12 @@ def planned_before_it_is_back(right):
     return faulty
 
 
-@crew_bug(Policy, "return_device")
+@worker_bug(Policy, "return_device")
 def return_is_not_noticed(right):
     return lambda self: None
 
 
-@crew_bug(Policy, "lose_device")
+@worker_bug(Policy, "lose_device")
 def suspects_of_the_wrong_plan(right):
     def faulty(self, loss):
         if len(self.in_flight) > 1:
@@ -216,7 +216,7 @@ def suspects_of_the_wrong_plan(right):
     return faulty
 
 
-@crew_bug(Quarantine, "lose", draw_with_killer)
+@worker_bug(Quarantine, "lose", draw_with_killer)
 def verdict_in_company(right):
     def faulty(self, columns):
         columns = list(columns)
@@ -230,7 +230,7 @@ def verdict_in_company(right):
     return faulty
 
 
-@crew_bug(Quarantine, "_choose", draw_with_killer)
+@worker_bug(Quarantine, "_choose", draw_with_killer)
 def suspects_are_tested_together(right):
     def faulty(self):
         right(self)

@@ -20,9 +20,9 @@ from trouper.actors.messages.steps import DeviceBack, DeviceLost, StepDone, Step
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import DeviceStartError
 
-from . import crew_oracles
-from .crew_peers import SimLauncher, SimPeer, WorkerModel
-from .crew_scenario import SIGKILL, CrewScenario
+from . import worker_oracles
+from .worker_peers import SimLauncher, SimPeer, WorkerModel
+from .worker_scenario import SIGKILL, WorkerScenario
 
 
 class WatchedProcessDevice(Watched, ProcessDevice):
@@ -49,7 +49,7 @@ class WatchedProcessDevice(Watched, ProcessDevice):
         return all(peer.is_ended for peer in self.launcher.peers)
 
 
-class SimCrew:
+class SimWorkers:
     """Starts an incarnation without rings: the simulated workers exchange nothing."""
 
     def __init__(self, launcher: SimLauncher) -> None:
@@ -63,16 +63,16 @@ class SimCrew:
         pass
 
 
-class CrewWorld(World):
+class WorkerWorld(World):
     """Everything that one run knows; of an engine whose device may be lost."""
 
-    oracles: Any = crew_oracles
+    oracles: Any = worker_oracles
     death_cause = DeviceStartError
     deadline_s = 2000.0  # virtual: a worker that hangs in the first step of a size is waited for
     settle_s = 400.0
     closing_s = 12.0  # a worker has 10 s to close
 
-    scenario: CrewScenario
+    scenario: WorkerScenario
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -103,16 +103,16 @@ class CrewWorld(World):
 
     async def run(self) -> None:
         launcher = SimLauncher(self, self._dice("peers"))
-        self.device = WatchedProcessDevice(self.make_config(), launch_workers=SimCrew(launcher))
+        self.device = WatchedProcessDevice(self.make_config(), launch_workers=SimWorkers(launcher))
         self.device.launcher, self.device.check = launcher, self._check_event
         self.device.ready, self.device.sampled = {}, {}
         logging.disable(logging.CRITICAL)
-        num_files = crew_oracles.num_open_files()
+        num_files = worker_oracles.num_open_files()
         try:
             await super().run()
         finally:
             logging.disable(logging.NOTSET)
-        crew_oracles.check_end(self, num_files)
+        worker_oracles.check_end(self, num_files)
 
     def check_death(self, error: BaseException) -> None:
         super().check_death(error)
@@ -123,7 +123,7 @@ class CrewWorld(World):
             await super()._perform(audience)
         except DeviceStartError as error:  # the first load, which is not repeated
             self.is_closing = True
-            crew_oracles.check_failed_start(self, error)
+            worker_oracles.check_failed_start(self, error)
 
     def watch(self, engine: Engine) -> None:
         super().watch(engine)
@@ -183,12 +183,12 @@ class CrewWorld(World):
             self.device.sampled[sequence] = tokens
 
     def note_end(self, peer: SimPeer) -> None:
-        """A worker has been reaped; after a loss that which is its cause is the last of its crew."""
+        """A worker has been reaped; after a loss that which is its cause is the last of its workers."""
         now = anyio.current_time()
         self.record("end of worker", peer.number, peer.rank, peer.status, peer.was_killed)
         has_cause = any(
             p.is_misbehaving or p.is_stuck or (p.is_dead and not p.was_killed)
-            for p in peer.crew
+            for p in peer.worker_group
             if p is not peer
         )
         has_cause |= peer.is_misbehaving or peer.is_stuck
@@ -197,9 +197,11 @@ class CrewWorld(World):
             is_closed = self.device._state is WorkerState.CLOSED
             if not is_spent and not is_closed:
                 self.give_up(Broken(f"a worker was killed that did nothing wrong: {peer}"))
-        if self.device._state is WorkerState.CLOSED or not all(p.is_ended for p in peer.crew):
+        if self.device._state is WorkerState.CLOSED or not all(
+            p.is_ended for p in peer.worker_group
+        ):
             return
-        unanswered = peer.crew[-1].unanswered
+        unanswered = peer.worker_group[-1].unanswered
         is_from_outside = peer.status == SIGKILL and not (
             peer.was_killed or peer.is_misbehaving or peer.fate.is_out_of_memory
         )
@@ -229,6 +231,6 @@ class CrewWorld(World):
                 self.record("answer", event.step)
             case DeviceLost():
                 self.record("lost", event.step)
-                crew_oracles.check_loss(peer)
+                worker_oracles.check_loss(peer)
             case DeviceBack():
                 self.record("back")

@@ -41,7 +41,7 @@ from trouper.actors.messages.controls import Sleep, Wake
 from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar, Vocabulary
 from trouper.actors.messages.steps import StepDone, StepFailed, StepPlan
 
-from .crew_scenario import SIGKILL, SIGSEGV, Fate
+from .worker_scenario import SIGKILL, SIGSEGV, Fate
 
 GARBAGE = (b"\x7f" * 9, b"\x09\x04\x00\x00\x00oops", b"\x09\xff\xff\xff\xff")
 NEVER = float("inf")
@@ -100,7 +100,7 @@ class SimPeer:
 
     Args:
         rank: from the end: 0 answers plans, the others only take them.
-        crew: the peers of this incarnation; each adds itself.
+        workers: the peers of this incarnation; each adds itself.
     """
 
     max_inline = wire.MAX_INLINE
@@ -111,13 +111,13 @@ class SimPeer:
         world: Any,
         number: int,
         rank: int,
-        crew: "list[SimPeer]",
+        worker_group: "list[SimPeer]",
         fate: Fate,
         dice: random.Random,
     ) -> None:
         self.world, self.number, self.rank, self.fate = world, number, rank, fate
-        self.crew = crew
-        crew.append(self)
+        self.worker_group = worker_group
+        worker_group.append(self)
         self._dice = dice
         self._frames = FrameReader(lambda rules: Grammar(rules, lambda: None, str))
         self._has_vocabulary = False
@@ -205,7 +205,7 @@ class SimPeer:
             if number == self.fate.at:
                 self._misbehave(plan, STEP_S)
             return
-        if any(peer.is_stuck for peer in self.crew):  # what it would wait for does not come
+        if any(peer.is_stuck for peer in self.worker_group):  # what it would wait for does not come
             self.is_stuck = True
             return
         seconds = self.world.trouble.duration_s(plan)
@@ -279,7 +279,7 @@ class SimPeer:
             if self.rank == 0:
                 self._free_at += self.world.trouble.call_s(call.action.name)
         except InjectedError as error:
-            self.is_misbehaving = len(self.crew) > 1 and isinstance(
+            self.is_misbehaving = len(self.worker_group) > 1 and isinstance(
                 call.action, DECISIVE
             )  # the others do it
             self._write(Returned(call.number, describe_error(error)))
@@ -379,12 +379,12 @@ class SimLauncher:
         self._world, self._dice = world, dice
         self.num_ranks: int = world.scenario.num_ranks
         self.peers: list[SimPeer] = []
-        self._crew: list[SimPeer] = []  # of the last incarnation
+        self._worker_group: list[SimPeer] = []  # of the last incarnation
 
     def __call__(self, rank: int, *, files: Sequence[int] = ()) -> SimPeer:
         scenario = self._world.scenario
         if rank == 0:
-            self._crew = []
+            self._worker_group = []
             if any(not peer.is_ended for peer in self.peers):
                 raise BrokenOracle("a successor before all were reaped")
         number = len(self.peers) // scenario.num_ranks
@@ -392,7 +392,7 @@ class SimLauncher:
         from_end = scenario.num_ranks - 1 - rank
         is_fated = from_end == (drawn.rank if drawn.rank < scenario.num_ranks else 0)
         fate = drawn if is_fated else Fate(load_s=drawn.load_s)
-        peer = SimPeer(self._world, number, from_end, self._crew, fate, self._dice)
+        peer = SimPeer(self._world, number, from_end, self._worker_group, fate, self._dice)
         self.peers.append(peer)
         self._world.record("start", number, fate.end)
         return peer

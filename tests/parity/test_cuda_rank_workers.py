@@ -36,7 +36,7 @@ TWO = {"tensor_parallel_size": 2, **SIZES, **GRAPHS}
 
 
 @pytest.fixture
-def crew(monkeypatch):
+def worker_group(monkeypatch):
     """Two GPUs, whose workers emulate them; returns those that were started."""
     peers = []
 
@@ -76,7 +76,7 @@ def expected(folder):
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_streams_survive_killed_rank_and_sleep(folder, expected, crew):
+async def test_streams_survive_killed_rank_and_sleep(folder, expected, worker_group):
     found = {}
 
     async def ask(engine, i, *, kill_at=None):
@@ -84,7 +84,7 @@ async def test_streams_survive_killed_rank_and_sleep(folder, expected, crew):
             async for output in stream:
                 found[i] = output.outputs[0].token_ids
                 if kill_at is not None and len(found[i]) >= kill_at:
-                    kill_at = os.kill(crew[1].pid, signal.SIGKILL)
+                    kill_at = os.kill(worker_group[1].pid, signal.SIGKILL)
 
     args = EngineArgs(model=folder, device="cuda", **{**BASE, **TWO})
     async with AsyncLLMEngine(args) as engine:
@@ -92,17 +92,17 @@ async def test_streams_survive_killed_rank_and_sleep(folder, expected, crew):
             tg.start_soon(ask, engine, 0)
             tg.start_soon(partial(ask, engine, 1, kill_at=2))
         assert [found[0], found[1]] == expected
-        assert len(crew) == 4
+        assert len(worker_group) == 4
         await engine.sleep(2)
         await engine.wake_up()
         await ask(engine, 0)
         assert found[0] == expected[0]
-    for peer in crew:
+    for peer in worker_group:
         with pytest.raises(ProcessLookupError):
             os.kill(peer.pid, 0)
 
 
-@pytest.mark.usefixtures("crew")
+@pytest.mark.usefixtures("worker_group")
 @pytest.mark.parametrize(
     ("options", "kind", "parameter", "words"),
     [

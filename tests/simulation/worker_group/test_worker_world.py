@@ -8,15 +8,15 @@ from tests.simulation import run
 from tests.simulation.explore import cancel_everywhere, explore_seeds, num_schedules_until_found
 from tests.simulation.run import simulate
 
-from . import crew_bugs
-from .crew_scenario import Fate, draw_crew, draw_with_runs
+from . import worker_bugs
+from .worker_scenario import Fate, draw_with_runs, draw_workers
 
 LIMIT = 500  # schedules in which each planted bug is found; in scenarios of its own it shows sooner
 
 
 def kill_everywhere(seed, stride):
     """Kill the first worker before its n-th byte, for every n; returns how many runs that took."""
-    scenario = draw_crew(seed)
+    scenario = draw_workers(seed)
     scenario.killers, scenario.fates = (), (Fate(end="byte", at=10**9),)
     unharmed = simulate(scenario)
     for number, count in enumerate(range(0, 10**6, stride), 1):
@@ -29,14 +29,14 @@ def kill_everywhere(seed, stride):
 
 
 def test_every_oracle_holds_while_workers_end():
-    found = explore_seeds(range(80), draw_crew)
+    found = explore_seeds(range(80), draw_workers)
     assert found.broken is None, f"{found.where}: {found.broken}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 3000, 250))
 def test_every_oracle_holds_under_many_ends(first):
-    found = explore_seeds(range(first, first + 250), draw_crew)
+    found = explore_seeds(range(first, first + 250), draw_workers)
     assert found.broken is None, f"{found.where}: {found.broken}"
 
 
@@ -81,18 +81,18 @@ def test_worker_may_be_killed_before_any_of_its_bytes(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20, 26))
 def test_program_may_be_cancelled_before_any_step_of_loss(seed):
-    found = cancel_everywhere(draw_crew(seed), None, stride=3)
+    found = cancel_everywhere(draw_workers(seed), None, stride=3)
     assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
 
 
 def test_the_same_seed_plays_the_same_run_again():
-    assert [simulate(draw_crew(seed)) for seed in range(10)] == [
-        simulate(draw_crew(seed)) for seed in range(10)
+    assert [simulate(draw_workers(seed)) for seed in range(10)] == [
+        simulate(draw_workers(seed)) for seed in range(10)
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", crew_bugs.NAMES)
+@pytest.mark.parametrize("name", worker_bugs.NAMES)
 def test_planted_bug_is_found_among_all_drawn(name):
-    num_schedules, broken = num_schedules_until_found(name, LIMIT, draw_crew)
+    num_schedules, broken = num_schedules_until_found(name, LIMIT, draw_workers)
     assert broken is not None, f"{name} was not found in {num_schedules} schedules"

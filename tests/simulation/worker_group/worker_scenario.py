@@ -40,7 +40,7 @@ class Fate(msgspec.Struct, kw_only=True):
     status: int = SIGSEGV
     is_out_of_memory: bool = False
     load_s: float = 0.0
-    rank: int = 0  # from the end: 0 is the worker that answers; of a smaller crew it is that one
+    rank: int = 0  # from the end: 0 is the worker that answers; of a smaller workers it is that one
 
 
 class Killer(msgspec.Struct, kw_only=True):
@@ -50,7 +50,7 @@ class Killer(msgspec.Struct, kw_only=True):
     after: int | None  # None: in each of its steps
 
 
-class CrewScenario(Scenario, kw_only=True):
+class WorkerScenario(Scenario, kw_only=True):
     """A scenario whose device is a `ProcessDevice`."""
 
     num_ranks: int = (
@@ -65,14 +65,14 @@ class CrewScenario(Scenario, kw_only=True):
     step_timeout_s: float | None = None
 
 
-def draw_crew(seed: int) -> CrewScenario:
+def draw_workers(seed: int) -> WorkerScenario:
     """The scenario that a seed stands for."""
-    return draw_crew_with(streams_of(seed), seed=seed)
+    return draw_workers_with(streams_of(seed), seed=seed)
 
 
-def draw_with_killer(seed: int) -> CrewScenario:
+def draw_with_killer(seed: int) -> WorkerScenario:
     """One in which some client's request kills the worker, and nothing else does."""
-    scenario = draw_crew(seed)
+    scenario = draw_workers(seed)
     scenario.fates = ()
     if not scenario.killers:
         scenario.killers = draw_killers(random.Random(seed), len(scenario.clients))
@@ -80,9 +80,9 @@ def draw_with_killer(seed: int) -> CrewScenario:
     return scenario
 
 
-def draw_with_runs(seed: int) -> CrewScenario:
+def draw_with_runs(seed: int) -> WorkerScenario:
     """One whose steps verify drafts, and whose workers die in steps that yield several tokens of a sequence."""
-    scenario, dice = draw_crew(seed), random.Random(f"{seed}:runs")
+    scenario, dice = draw_workers(seed), random.Random(f"{seed}:runs")
     scenario.num_drafts = scenario.num_drafts or dice.choice((1, 3, 7))
     scenario.drafters = dice.choice(DRAFTERS)
     scenario.max_num_seqs = min(scenario.max_num_seqs, 4)  # of eight, few steps verify any
@@ -103,16 +103,16 @@ def draw_with_runs(seed: int) -> CrewScenario:
     return scenario
 
 
-def draw_slow_steps(seed: int) -> CrewScenario:
+def draw_slow_steps(seed: int) -> WorkerScenario:
     """One whose steps take almost as long as they may."""
-    scenario = draw_crew(seed)
+    scenario = draw_workers(seed)
     scenario.weather.slow_step_rate = 0.5
     scenario.step_timeout_s = 0.12
     scenario.steps_in_flight = 3
     return scenario
 
 
-def draw_crew_with(dice: Dice, *, seed: int) -> CrewScenario:
+def draw_workers_with(dice: Dice, *, seed: int) -> WorkerScenario:
     plain = draw_with(dice, seed=seed)
     plain.weather.crash_at_step = None
     plain.coefficients = None  # a step that takes longer than `step_timeout_s` is a hang
@@ -131,7 +131,7 @@ def draw_crew_with(dice: Dice, *, seed: int) -> CrewScenario:
     ranks = dice("ranks")
     for fate in fates:
         fate.rank = ranks.choice((0, 0, 1, 2))
-    return CrewScenario(
+    return WorkerScenario(
         **{name: getattr(plain, name) for name in plain.__struct_fields__},
         fates=fates,
         killers=killers,
