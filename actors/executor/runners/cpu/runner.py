@@ -37,7 +37,7 @@ from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.actors.executor.steps.batch import Batch, make_batch
 from trouper.actors.executor.steps.kv_memory import KVCache, num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.executor.steps.state_memory import StatePool, StateBudget, num_state_rows
+from trouper.actors.executor.steps.state_memory import StateBudget, StatePool, num_state_rows
 from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.config.adapters import AdapterFiles
