@@ -157,6 +157,7 @@ class NativeOps(CpuOps):
         self._qk_norm_rope_kv_write(
             num_tokens,
             qkv_TND.data_ptr(),
+            qkv_TND.stride(0),
             0 if head_norm is None else self._float32.of(head_norm).data_ptr(),
             0 if query_rope is None else tables[query_rope].data_ptr(),
             0 if rope is None else tables[rope].data_ptr(),

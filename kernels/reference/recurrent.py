@@ -11,9 +11,10 @@ The tokens of a step belong to entries, one for each sequence.  The state behind
 before it, in order; it does not depend on how they are divided into steps.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,8 +34,14 @@ class Entries(NamedTuple):
     rows: Tensor  # of the states
     starts: Tensor  # the position of the first token
 
+    @classmethod
+    def of(cls, *arrays: np.ndarray) -> "Entries":
+        """Return the four arrays of numpy as tensors in the same memory."""
+        from_numpy = cast("Callable[[np.ndarray], Tensor]", cast("Any", torch).from_numpy)
+        return cls(*map(from_numpy, arrays))
 
-class Turn(NamedTuple):
+
+class TokenTurn(NamedTuple):
     """The tokens of a step that come at the same place in their entries, so that they can be computed together."""
 
     tokens: Tensor
@@ -42,13 +49,13 @@ class Turn(NamedTuple):
     are_first: Tensor  # whether the position is 0
 
 
-def turns(entries: Entries) -> Iterator[Turn]:
+def turns(entries: Entries) -> Iterator[TokenTurn]:
     """Yield the first token of each entry, then the second of each longer one, and so on."""
     firsts, counts, rows, starts = (x.to("cpu") for x in entries)
     used = rows >= 0
     for i in range(int(counts[used].max()) if used.any() else 0):
         now = used & (counts > i)
-        yield Turn(firsts[now] + i, rows[now], starts[now] + i == 0)
+        yield TokenTurn(firsts[now] + i, rows[now], starts[now] + i == 0)
 
 
 def causal_conv(

@@ -41,13 +41,14 @@ OWN = {"GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4, "num_lo
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"layer_types": None}, "mamba"),
-        ({"layer_types": ["attention", "mamba"] * 2}, "mamba"),
+        ({"layer_types": ["attention", "conv"] * 2}, "conv"),
+        ({"layer_types": ["attention", "mamba"] * 2, "hidden_act": "gelu"}, "hidden_act"),
+        ({"layer_types": ["attention", "mamba"] * 2, "mamba_n_heads": 3}, "mamba_n_heads"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"layer_types": ["attention"] * 3}, "3 layers, not 4"),
     ],
 )
-def test_granite_4_is_read_without_recurrent_layers_and_experts(change, word):
+def test_unsupported_granite_4_is_refused_by_name(change, word):
     name = "GraniteMoeHybridForCausalLM"
     with pytest.raises((UnsupportedFeatureError, TrouperValidationError), match=word):
         decoder_traits(BASE | OWN[name] | change, name)

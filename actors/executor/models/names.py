@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Family = Literal[
     "llama", "phi3", "gpt2", "bigcode", "gpt_neo", "opt", "gpt_neox", "phi", "starcoder2", "stablelm", "falcon",
-    "falcon_two_norms", "persimmon", "gptj", "glm", "hunyuan", "granite_hybrid",
+    "falcon_two_norms", "persimmon", "gptj", "glm", "hunyuan", "granite_hybrid", "lfm2",
 ]  # fmt: skip
 
 
@@ -44,6 +44,10 @@ class Names(NamedTuple):
     # Two modules, one module with gate above up, or only up if there is no gate.
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+    # Modules of recurrent mixers.
+    gated_delta: str = "linear_attn"
+    mamba2: str = "mamba"
+    short_conv: str = "conv"
     # Suffixes of attention masks, which old releases stored and nothing reads.
     masks: tuple[str, ...] = ()
     # Whether matrices of layers are stored as [inputs, outputs].
@@ -104,6 +108,17 @@ NAMES: dict[Family, Names] = {
         gate_up=("gate_up_proj",),
     ),
     "granite_hybrid": Names(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear"),
+    "lfm2": Names(
+        norm="embedding_norm",
+        attention_norm="operator_norm",
+        mlp_norm="ffn_norm",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+        o="out_proj",
+        mlp="feed_forward",
+        gate_up=("w1", "w3"),
+        down="w2",
+    ),
     "hunyuan": Names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
     "gpt2": _GPT2._replace(is_transposed=True),
     "bigcode": _GPT2,

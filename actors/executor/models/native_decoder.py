@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices, StateSpec, StepStates
+from trouper.actors.executor.models.mixers import RecurrentMixer, state_specs
 from trouper.actors.executor.models.mlp import Mlp
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.sharding import Shard
@@ -23,15 +24,20 @@ from trouper.kernels.codegen.units import LANES
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.lora import LoRALinear
 from trouper.kernels.ops import CpuOps, Ops, OpsConfig, RankShare, SharedOps
+from trouper.kernels.recurrent import RecurrentOps
+from trouper.kernels.reference.recurrent import Entries
 
 OpsT = TypeVar("OpsT", bound=Ops)
 
 
 def kv_cache_specs(traits: DecoderTraits) -> tuple[KVCacheSpec, ...]:
     """Return what the layers keep of each token: one group, because they differ only in their windows."""
+    num_layers = sum(layer.mixer == "attention" for layer in traits.layers)
+    if not num_layers:
+        return ()
     return (
         KVCacheSpec(
-            num_layers=len(traits.layers),
+            num_layers=num_layers,
             num_heads=traits.num_kv_heads,
             head_dim=traits.head_dim,
             windows=traits.windows,
@@ -49,8 +55,9 @@ class DecoderLayer:
         self,
         traits: LayerTraits,
         *,
-        qkv: LinearMethod,  # E -> (N + 2 H) D
-        o: LinearMethod,  # N D -> E
+        qkv: LinearMethod | None,  # E -> (N + 2 H) D, or with gates of the outputs (2 N + 2 H) D
+        o: LinearMethod | None,  # N D -> E
+        mixer: RecurrentMixer | None = None,  # in place of qkv and o
         mlp: Mlp,
         attention_norm: Tensor | None = None,
         attention_post_norm: Tensor | None = None,
@@ -62,7 +69,7 @@ class DecoderLayer:
         sinks: Tensor | None = None,  # [N], scores
     ) -> None:
         self.traits = traits
-        self.qkv, self.o, self.mlp = qkv, o, mlp
+        self.qkv, self.o, self.mixer, self.mlp = qkv, o, mixer, mlp
         self.attention_norm, self.attention_post_norm = attention_norm, attention_post_norm
         self.mlp_norm, self.mlp_post_norm = mlp_norm, mlp_post_norm
         self.head_norm, self.q_norm, self.k_norm = head_norm, q_norm, k_norm
@@ -74,7 +81,8 @@ class DecoderLayer:
 
         The order is fixed, so that ranks and adapters agree on it.
         """
-        return self.qkv, self.o, *self.mlp.linears
+        of_mixer = (self.qkv, self.o) if self.mixer is None else self.mixer.linears
+        return *(linear for linear in of_mixer if linear is not None), *self.mlp.linears
 
 
 class NativeDecoder(Generic[OpsT]):
@@ -91,6 +99,7 @@ class NativeDecoder(Generic[OpsT]):
         head: computes logits, on the last stage of a model that generates.
         max_model_len: the length of the longest sequence, which bounds positions.
         ops: the operations between matrix products, for the device of the weights.
+        recurrent: the operations of recurrent mixers and gates; by torch if it is None.
         shared: the operations in which all ranks take part. Without other ranks they are those of `ops`.
     """
 
@@ -105,6 +114,7 @@ class NativeDecoder(Generic[OpsT]):
         head: LinearMethod | None,
         max_model_len: int,
         ops: OpsT,
+        recurrent: RecurrentOps | None = None,
         shared: SharedOps | None = None,
         dtype: torch.dtype,
     ) -> None:
@@ -114,6 +124,7 @@ class NativeDecoder(Generic[OpsT]):
         self._shared: SharedOps = ops if shared is None else shared
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         self._positions = positions
+        self._recurrent = recurrent or RecurrentOps()
         # transformers rounds the scale to the model's dtype before it multiplies.
         self._embedding_scale = float(torch.tensor(traits.embedding_scale, dtype=self.dtype))
         self._rope_tables: list[Tensor] = [
@@ -140,20 +151,48 @@ class NativeDecoder(Generic[OpsT]):
         first_norm = self._layers[0].attention_norm
         y_TE = x_TE if first_norm is None else ops.norm(x_TE, first_norm)
         following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
-        for layer, cache, next_norm in zip(self._layers, caches, following, strict=True):
-            qkv_TND = self._projections(layer, y_TE, step, cache)
-            if read is not None and layer is self._layers[-1]:
-                plans = read.plans
-                x_TE = _selected(x_TE, read.tokens_R)
+        left, entries = iter(caches), None
+        if states is not None:
+            entries = Entries.of(states.firsts, states.counts, states.rows, states.starts)
+        for i, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
+            chosen = read if layer is self._layers[-1] else None
+            if layer.mixer is None:
+                mixed = self._attention(layer, y_TE, step, next(left), plans, chosen)
+            else:
+                assert states is not None, "the model keeps states"
+                assert entries is not None
+                mixed = layer.mixer.forward(y_TE, self._recurrent, states.mixers[i, 0], entries)
+                mixed = mixed if chosen is None else _selected(mixed, chosen.tokens_R)
+            if chosen is not None:
+                x_TE = _selected(x_TE, chosen.tokens_R)
                 if self.traits.is_parallel:
-                    y_TE = _selected(y_TE, read.tokens_R)
-                qkv_TND = _selected(qkv_TND, read.tokens_R)
+                    y_TE = _selected(y_TE, chosen.tokens_R)
                 if not len(x_TE):
                     return x_TE
-            plan = plans[layer.traits.window]
-            attended_TE = layer.o.apply(ops.attend(qkv_TND, cache, plan, layer.sinks))
-            y_TE = add(layer, x_TE, y_TE, attended_TE, next_norm)
+            y_TE = add(layer, x_TE, y_TE, mixed, next_norm)
         return y_TE
+
+    def _attention(
+        self,
+        layer: DecoderLayer,
+        y_TE: Tensor,
+        step: Any,
+        cache: Tensor,
+        plans: Mapping[int | None, Any],
+        read: LogitsIndices | None,
+    ) -> Tensor:
+        """Compute keys and values of all tokens, and the output of attention for all of them or for those of `read`."""
+        assert layer.qkv is not None
+        assert layer.o is not None
+        qkv_TND = self._projections(layer, layer.qkv, y_TE, step, cache)
+        if read is not None:
+            plans, qkv_TND = read.plans, _selected(qkv_TND, read.tokens_R)
+        out_TX = self.ops.attend(qkv_TND, cache, plans[layer.traits.window], layer.sinks)
+        if self.traits.attention_gate:
+            num_heads = self.traits.num_q_heads
+            gate_TX = qkv_TND.narrow(1, qkv_TND.shape[1] - num_heads, num_heads).flatten(1)
+            out_TX = self._recurrent.mul_sigmoid(out_TX, gate_TX)
+        return layer.o.apply(out_TX)
 
     def _add_in_turn(
         self,
@@ -202,8 +241,8 @@ class NativeDecoder(Generic[OpsT]):
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """Return (): the layers of these models keep only keys and values."""
-        return ()
+        """Return the states that the recurrent layers of this part keep of a sequence."""
+        return state_specs(self.traits)
 
     @property
     def cache_specs(self) -> tuple[KVCacheSpec, ...]:
@@ -301,12 +340,17 @@ class NativeDecoder(Generic[OpsT]):
                 part_PE *= self._embedding_scale
 
     def _projections(
-        self, layer: DecoderLayer, x_TE: Tensor, step: Any, cache_2HSD: Tensor
+        self,
+        layer: DecoderLayer,
+        qkv: LinearMethod,
+        x_TE: Tensor,
+        step: Any,
+        cache_2HSD: Tensor,
     ) -> Tensor:
         """Compute queries, keys and values [T, N + 2 H, D], and write keys and values into the cache."""
         traits = self.traits
-        num_heads = traits.num_q_heads + 2 * traits.num_kv_heads
-        qkv_TND = layer.qkv.apply(x_TE).view(-1, num_heads, traits.head_dim)
+        num_heads = (1 + traits.attention_gate) * traits.num_q_heads + 2 * traits.num_kv_heads
+        qkv_TND = qkv.apply(x_TE).view(-1, num_heads, traits.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             self._shared.all_heads_norm_(qkv_TND, layer.q_norm, layer.k_norm)
         self.ops.qk_norm_rope_kv_write(

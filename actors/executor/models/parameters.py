@@ -3,13 +3,13 @@
 Loaders compare this list with the checkpoint before they read any tensor, and then read exactly these tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from trouper.actors.executor.models.names import NAMES, Names
-from trouper.actors.executor.models.traits import DecoderTraits, ExpertsTraits
+from trouper.actors.executor.models.traits import DecoderTraits, ExpertsTraits, Mixer
 
 Shape = tuple[int, ...]
 # The first item, and the one behind the last.
@@ -119,30 +119,61 @@ def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
     prefix = f"{names.base}{names.layers}{layer}."
     for name, norm in _norms(traits, names):
         yield from _norm(traits, name, prefix + norm)
-    yield from _qk_norms(traits, names, prefix)
+    mixer = traits.layers[layer].mixer
+    if mixer == "attention":
+        yield from _qk_norms(traits, names, prefix)
+    else:
+        yield from _mixer_tensors(traits, names, mixer, prefix)
     if traits.has_sinks:
         yield Parameter("sinks", ((f"{prefix}self_attn.sinks", (traits.num_q_heads,)),))
     is_sparse = traits.layers[layer].is_sparse
     mlp = _experts(traits, traits.experts) if is_sparse and traits.experts else _mlp(traits, names)
-    for name, module, parts, num_inputs, has_bias in (*_attention(traits, names), *mlp):
+    for name, module, parts, num_inputs, has_bias in (*_mixer(traits, names, mixer), *mlp):
         module = module and f"{module}."
         for kind, shape in (("weight", (num_inputs,)), ("bias", ())):
             if kind == "weight" or has_bias:
                 sources = (
                     (f"{prefix}{module}{part}.{kind}", (size, *shape)) for part, size in parts
                 )
-                cuts = _order_of_heads(traits) if name == "qkv" else ()
+                cuts = _order_of_rows(traits, name)
                 yield Parameter(f"{name}.{kind}", tuple(sources), cuts=cuts)
 
 
-def _order_of_heads(traits: DecoderTraits) -> tuple[Cut, ...]:
-    """Return the cuts of q, k and v if their rows are stored in another order than they are kept."""
+def _order_of_rows(traits: DecoderTraits, name: str) -> tuple[Cut, ...]:
+    """Return the cuts of a projection's sources if their rows are stored in another order than they are kept."""
+    delta = traits.gated_delta
+    if delta is not None and delta.is_by_group and name in ("in_proj", "gates"):
+        num_shared = delta.num_v_heads // delta.num_k_heads
+        values = num_shared * delta.v_dim
+        sizes = (delta.k_dim, delta.k_dim, values, values)
+        return (_ungrouped(delta.num_k_heads, sizes if name == "in_proj" else (num_shared,) * 2),)
+    if name != "qkv":
+        return ()
+    if traits.attention_gate:
+        queries, gates = (
+            Cut(rows=tuple((first, first + traits.head_dim) for first in firsts))
+            for firsts in (
+                range(0, 2 * traits.q_size, 2 * traits.head_dim),
+                range(traits.head_dim, 2 * traits.q_size, 2 * traits.head_dim),
+            )
+        )
+        return queries, WHOLE, WHOLE, gates
     if traits.qkv_by_group:
         return (grouped_heads(traits),)
     if traits.is_interleaved:
         turned = Cut(heads=pairs_of(traits))
         return turned, turned, WHOLE
     return ()
+
+
+def _ungrouped(num_groups: int, sizes: Sequence[int]) -> Cut:
+    """Return the rows of a matrix of `num_groups` groups, each with these parts: the first part of all groups first."""
+    step, first, rows = sum(sizes), 0, list[Span]()
+    for size in sizes:
+        firsts = range(first, first + num_groups * step, step)
+        rows += ((begin, begin + size) for begin in firsts)
+        first += size
+    return Cut(rows=tuple(rows))
 
 
 def pairs_of(traits: DecoderTraits) -> HeadOrder:
@@ -227,8 +258,78 @@ def _attention(traits: DecoderTraits, names: Names) -> Iterator[Projection]:
     q, kv, hidden = traits.q_size, traits.kv_size, traits.hidden_size
     sizes = (q, kv, kv) if len(names.qkv) > 1 else (q + 2 * kv,)
     qkv = tuple(zip(names.qkv, sizes, strict=True))
+    if traits.attention_gate:
+        # The matrix of the queries has the rows of a query and of its gate in turn; both are kept apart.
+        doubled = [(name, 2 * q) for name in names.qkv[:1]]
+        qkv = (*doubled, *qkv[1:], *doubled)
     yield "qkv", names.attention, qkv, hidden, traits.qkv_bias
     yield "o", names.attention, ((names.o, hidden),), q, traits.o_bias
+
+
+def _mixer(traits: DecoderTraits, names: Names, mixer: Mixer) -> Iterator[Projection]:
+    """Yield the products of what mixes a layer's tokens."""
+    hidden = traits.hidden_size
+    delta, mamba, short = traits.gated_delta, traits.mamba2, traits.short_conv
+    if mixer == "gated_delta" and delta is not None:
+        module, heads = names.gated_delta, delta.num_v_heads
+        inputs = ("in_proj_qkv", delta.num_channels), ("in_proj_z", delta.v_size)
+        gates = ("in_proj_b", heads), ("in_proj_a", heads)
+        if delta.is_by_group:
+            inputs = (("in_proj_qkvz", delta.num_channels + delta.v_size),)
+            gates = (("in_proj_ba", 2 * heads),)
+        yield "in_proj", module, inputs, hidden, False
+        yield "gates", module, gates, hidden, False
+        yield "out_proj", module, (("out_proj", hidden),), delta.v_size, False
+    elif mixer == "mamba2" and mamba is not None:
+        size = mamba.size + mamba.num_channels + mamba.num_heads
+        yield "in_proj", names.mamba2, (("in_proj", size),), hidden, mamba.has_bias
+        yield "out_proj", names.mamba2, (("out_proj", hidden),), mamba.size, mamba.has_bias
+    elif mixer == "short_conv" and short is not None:
+        module, has_bias = names.short_conv, short.has_bias
+        yield "in_proj", module, (("in_proj", 3 * hidden),), hidden, has_bias
+        yield "out_proj", module, (("out_proj", hidden),), hidden, has_bias
+    else:
+        yield from _attention(traits, names)
+
+
+# Tensors of recurrent mixers by their names here, which are kept in float32.
+MIXER_TENSORS = ("conv_weight", "conv_bias", "a_log", "dt_bias", "skip", "gated_norm")
+
+
+def _mixer_tensors(
+    traits: DecoderTraits, names: Names, mixer: Mixer, prefix: str
+) -> Iterator[Parameter]:
+    """Yield the tensors of a recurrent mixer that are not products."""
+    delta, mamba, short = traits.gated_delta, traits.mamba2, traits.short_conv
+    found: list[tuple[str, str, Shape]] = []
+    if mixer == "gated_delta" and delta is not None:
+        module, heads = names.gated_delta, (delta.num_v_heads,)
+        found = [
+            ("conv_weight", "conv1d.weight", (delta.num_channels, 1, delta.taps)),
+            ("a_log", "A_log", heads),
+            ("dt_bias", "dt_bias", heads),
+            ("gated_norm", "norm.weight", (delta.v_dim,)),
+        ]
+    elif mixer == "mamba2" and mamba is not None:
+        module, heads = names.mamba2, (mamba.num_heads,)
+        found = [
+            ("conv_weight", "conv1d.weight", (mamba.num_channels, 1, mamba.taps)),
+            ("a_log", "A_log", heads),
+            ("dt_bias", "dt_bias", heads),
+            ("skip", "D", heads),
+            ("gated_norm", "norm.weight", (mamba.size,)),
+        ]
+        if mamba.has_conv_bias:
+            found.append(("conv_bias", "conv1d.bias", (mamba.num_channels,)))
+    elif short is not None:
+        module, hidden = names.short_conv, traits.hidden_size
+        found = [("conv_weight", "conv.weight", (hidden, 1, short.taps))]
+        if short.has_bias:
+            found.append(("conv_bias", "conv.bias", (hidden,)))
+    else:
+        raise AssertionError(mixer)
+    for name, stored, shape in found:
+        yield Parameter(name, ((f"{prefix}{module}.{stored}", shape),))
 
 
 def _mlp(traits: DecoderTraits, names: Names) -> Iterator[Projection]:

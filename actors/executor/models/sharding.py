@@ -269,6 +269,8 @@ def _problem(traits: DecoderTraits, size: int, quantization: str | None) -> str 
     """Return the reason why this number of ranks cannot share the model, or None if it can."""
     if size == 1:
         return None
+    if traits.keeps_state:
+        return "a model with recurrent layers cannot be divided among ranks yet"
     num_q, num_kv = traits.num_q_heads, traits.num_kv_heads
     if num_q % size:
         return f"{size} does not divide {num_q} query heads"

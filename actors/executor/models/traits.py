@@ -61,6 +61,10 @@ class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
     growth_length: int = 1
 
 
+# What mixes the tokens of a layer. All but attention keep a state instead of keys and values.
+Mixer = Literal["attention", "gated_delta", "mamba2", "short_conv"]
+
+
 class LayerTraits(msgspec.Struct, frozen=True):
     """The traits in which the layers of one model differ.
 
@@ -77,6 +81,67 @@ class LayerTraits(msgspec.Struct, frozen=True):
     query_rope: int | None = None
     # Whether the MLP is the mixture `DecoderTraits.experts`.
     is_sparse: bool = False
+    mixer: Mixer = "attention"
+
+
+class GatedDeltaTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of gated delta nets; `models/mixers.py` computes them.
+
+    Consecutive value heads share a key head.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    # The inputs of the convolution, the newest included.
+    taps: int
+    # Whether the rows of the input projections are stored by key head (Qwen3-Next), not all queries first.
+    is_by_group: bool = False
+
+    @property
+    def k_size(self) -> int:
+        return self.num_k_heads * self.k_dim
+
+    @property
+    def v_size(self) -> int:
+        return self.num_v_heads * self.v_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Return the channels of the convolution: queries, keys and values."""
+        return 2 * self.k_size + self.v_size
+
+
+class Mamba2Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of Mamba-2 mixers; `models/mixers.py` computes them. Consecutive heads share a group."""
+
+    num_heads: int
+    head_dim: int
+    num_states: int
+    num_groups: int
+    taps: int
+    has_bias: bool = False
+    has_conv_bias: bool = True
+    # The least and largest time step; no bound above if `high` is None.
+    low: float = 0.0
+    high: float | None = None
+
+    @property
+    def size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Return the channels of the convolution: inputs, B and C."""
+        return self.size + 2 * self.num_groups * self.num_states
+
+
+class ShortConvTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of gated short convolutions (LFM2); `models/mixers.py` computes them."""
+
+    taps: int
+    has_bias: bool = False
 
 
 class MlpTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +212,11 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     head_bias: bool = False
     # The row of position 0 in a table of learnt positions, if the model adds learnt positions to its embeddings.
     first_position: int | None = None
+    gated_delta: GatedDeltaTraits | None = None
+    mamba2: Mamba2Traits | None = None
+    short_conv: ShortConvTraits | None = None
+    # Whether the output of each attention head is multiplied by the sigmoid of a gate, whose rows follow those of its query.
+    attention_gate: bool = False
     # Whether each head also attends to a learnt key without a value (gpt-oss).
     has_sinks: bool = False
     attention_scale: float
@@ -199,7 +269,14 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
 
         A batch plans its attention once for each of them. None is full attention.
         """
-        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+        return tuple(
+            dict.fromkeys(layer.window for layer in self.layers if layer.mixer == "attention")
+        )
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a layer has a mixer that keeps a state."""
+        return any(layer.mixer != "attention" for layer in self.layers)
 
 
 def read_traits(reader: Callable[[HfConfig], T], config: HfConfig, kind: str) -> T:

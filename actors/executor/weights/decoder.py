@@ -19,10 +19,12 @@ from tqdm import tqdm
 
 from trouper.actors.executor.models.families.mixtures import check_device
 from trouper.actors.executor.models.families.registry import is_text_part
+from trouper.actors.executor.models.mixers import make_mixer
 from trouper.actors.executor.models.mlp import GatedMlp, Mlp, PlainMlp, SparseMlp
 from trouper.actors.executor.models.names import NAMES, is_of_other_uses
 from trouper.actors.executor.models.native_decoder import DecoderLayer, NativeDecoder, OpsT
 from trouper.actors.executor.models.parameters import (
+    MIXER_TENSORS,
     NORM_BIAS,
     Cut,
     Parameter,
@@ -63,13 +65,14 @@ from trouper.kernels.experts import Routing
 from trouper.kernels.formats import Format
 from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.ops import SharedOps
-from trouper.kernels.select import make_experts, make_linear
+from trouper.kernels.select import make_experts, make_linear, make_recurrent_ops
 
 UNUSED_TENSORS = "the checkpoint has %d tensors that its model does not use, such as %s"
 ACTIVATION_SCALES = "the checkpoint has %d scales of activations or of a KV cache, which are not used: both stay in %s"
 BAR_DELAY_S = 1.0
-ROUTER = "router"
-ADAPTED = ("qkv", "o", "gate_up", "down")  # which all tokens use
+# Products of few outputs that choose experts or set gates; they are neither rounded nor divided.
+SMALL = ("router", "gates")
+ADAPTED = ("qkv", "o", "in_proj", "out_proj", "gate_up", "down")  # which all tokens use
 logger = logging.getLogger("trouper.loading")
 Wrap = Callable[[Parameter, LinearMethod], LinearMethod]
 
@@ -164,6 +167,7 @@ def load_decoder(
         head=head,
         max_model_len=config.max_model_len,
         ops=ops(),
+        recurrent=make_recurrent_ops(dtype) if traits.keeps_state else None,
         shared=shared,
         dtype=dtype,
     )
@@ -275,6 +279,7 @@ def indices_shown(num_layers: int) -> Iterable[int]:
 def _layer(
     traits: DecoderTraits, index: int, source: Source, place: Placement, wrap: Wrap | None
 ) -> DecoderLayer:
+    mixing = traits.layers[index].mixer
     norms: dict[str, Tensor] = {}
     projections: dict[str, LinearMethod] = {}
     parameters = [
@@ -288,13 +293,17 @@ def _layer(
             projections[name] = _projection(parameter, source, place)
         elif kind == "bias":
             bias = _assemble(parameter, source, place)
-            projections[name].bias = _padded(bias) if name == ROUTER else bias
+            projections[name].bias = _padded(bias) if name in SMALL else bias
         else:
             norms[name] = _assemble(parameter, source, place)
     if wrap is not None:
         projections = _wrapped(projections, parameters, wrap)
     norms = _with_biases(norms, _norms_of_layer(traits), traits, place)
-    if traits.qk_norm in ("head", "own_head"):
+    mixer = None
+    if mixing != "attention":
+        tensors = {name: norms.pop(name) for name in MIXER_TENSORS if name in norms}
+        mixer = make_mixer(mixing, traits, projections, tensors)
+    elif traits.qk_norm in ("head", "own_head"):
         local = shard_traits(traits, place.shard)
         heads = (("q_norm", local.num_q_heads), ("k_norm", local.num_kv_heads))
         norms["head_norm"] = torch.cat(
@@ -302,8 +311,9 @@ def _layer(
         )
     return DecoderLayer(
         traits.layers[index],
-        qkv=projections["qkv"],
-        o=projections["o"],
+        qkv=projections.get("qkv"),
+        o=projections.get("o"),
+        mixer=mixer,
         mlp=_mlp(projections, traits, index),
         **norms,
     )
@@ -350,7 +360,7 @@ def _projection(parameter: Parameter, source: Source, place: Placement) -> Linea
     name = parameter.name.removesuffix(".weight")
     config = _linear_config(name, place.linear)
     integers = source.integers(parameter, place.dtype)
-    if integers is not None and (place.device is not None or name == ROUTER):
+    if integers is not None and (place.device is not None or name in SMALL):
         tensor = dequantized(integers).to(place.device, place.dtype)
     elif integers is not None:
         return make_linear(integers, config=config)
@@ -359,7 +369,7 @@ def _projection(parameter: Parameter, source: Source, place: Placement) -> Linea
         return make_linear(_to_be_rounded(parameter, source, place), config=config)
     else:
         tensor = _assemble(parameter, source, place)
-    return make_linear(_padded(tensor) if name == ROUTER else tensor, config=config)
+    return make_linear(_padded(tensor) if name in SMALL else tensor, config=config)
 
 
 def _mlp(projections: dict[str, LinearMethod], traits: DecoderTraits, index: int) -> Mlp:
@@ -375,12 +385,12 @@ def _mlp(projections: dict[str, LinearMethod], traits: DecoderTraits, index: int
     gate_up, down = (
         [projections[f"{name}_{i}"] for i in range(experts.count)] for name in ("gate_up", "down")
     )
-    return SparseMlp(projections[ROUTER], make_experts(gate_up, down, routing), dense)
+    return SparseMlp(projections["router"], make_experts(gate_up, down, routing), dense)
 
 
 def _linear_config(name: str, config: LinearConfig) -> LinearConfig:
     """Return how one projection is packed: a router stays plain, and experts are packed for a single launch."""
-    if name == ROUTER:
+    if name in SMALL:
         return config._replace(quantization=None)
     return config._replace(is_compressed=config.is_compressed and name in ADAPTED)
 
@@ -438,7 +448,8 @@ def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
     """Read the sources of a parameter into one new tensor, which remains valid if the file is deleted."""
     shapes = parameter.part_shapes
     # In bf16, 1 + w of Gemma's norms would lose the last bits of w; see kernels/reference/norms.py.
-    kept = torch.float32 if parameter.offset else place.dtype
+    is_wide = parameter.offset or parameter.name in MIXER_TENSORS
+    kept = torch.float32 if is_wide else place.dtype
     size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     fused = torch.empty(size, dtype=kept, device=place.device)
     first = 0

@@ -3,7 +3,7 @@
     q, k  <- rotate(norm(q), p), rotate(norm(k), p);   cache[:, h, slot] <- k, v
     q, k  <- norm(rotate(q, p)), norm(rotate(k, p))    with `is_norm_last`
 
-    qkv       [T, N + 2 H, D]  q is changed in place; D is a multiple of 16
+    qkv       [T, N + 2 H, D]  q is changed in place; rows may be strided; D is a multiple of 16
     weight    [N + H, D]       float32 weights of the norm of each head, or [N + H, 2, D] for layer norms; optional
     tables    [P, 2, R]        float32 cos and signed sin, see `rope.py`; R = 0 rotates nothing.  Queries may have
                                another table than keys, because some models scale queries by their position
@@ -27,19 +27,19 @@ from trouper.kernels.formats import Norm
 def qk_norm_rope_kv_write(
     code: KernelBuilder, kind: Kind, norm: Norm, is_norm_last: bool = False
 ) -> None:
-    """Write the kernel with the arguments qkv, weight or 0, tables of q and of k, positions, cache, slots, S, N, H, D, R, ε,
+    """Write the kernel with the arguments qkv, its stride, weight or 0, tables of q and of k, positions, cache, slots, S, N, H, D, R, ε,
     scratch, scratch bytes.
 
     A work item is a token.
     """
     (
-        qkv, weight, q_table, k_table, positions, cache, slots, num_slots, num_q, num_kv, width, rotated, eps,
+        qkv, stride, weight, q_table, k_table, positions, cache, slots, num_slots, num_q, num_kv, width, rotated, eps,
         scratch, scratch_bytes,
-    ) = code.arguments(15)  # fmt: skip
+    ) = code.arguments(16)  # fmt: skip
     eps = code.f32_argument(eps)
     wide = code.pointer(scratch + code.thread() * scratch_bytes, "f32")
     for token in code.work_items():
-        heads = code.pointer(qkv, kind) + token * (num_q + 2 * num_kv) * width
+        heads = code.pointer(qkv, kind) + token * stride
         slot = code.pointer(slots, "i64")[token]
         position = code.pointer(positions, "i64")[token]
         own = code.pointer(cache, kind) + slot * width

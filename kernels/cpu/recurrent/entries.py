@@ -19,7 +19,7 @@ NUM_ARGUMENTS = 4
 LINEAR = 20.0
 
 
-class Part(NamedTuple):
+class EntryPart(NamedTuple):
     """One part of an entry: its number, the tokens first … last - 1, the row, whether the state begins with zeros."""
 
     place: Value
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     is_fresh: Value
 
 
-def parts(code: KernelBuilder, addresses: list[Value], num_parts: Value) -> Iterator[Part]:
+def parts(code: KernelBuilder, addresses: list[Value], num_parts: Value) -> Iterator[EntryPart]:
     """Take work items, `num_parts` of each entry, and skip those of padding.
 
     Args:
@@ -42,7 +42,7 @@ def parts(code: KernelBuilder, addresses: list[Value], num_parts: Value) -> Iter
         with code.when(row >= 0):
             first = firsts[entry]
             is_fresh = starts[entry].equals(0)
-            yield Part(item % num_parts, first, first + counts[entry], row, is_fresh)
+            yield EntryPart(item % num_parts, first, first + counts[entry], row, is_fresh)
 
 
 def load_few(code: KernelBuilder, x: Pointer, count: Value, room: Pointer) -> Value:

@@ -45,7 +45,9 @@ def check_device(traits: DecoderTraits, device: str) -> None:
     if device == "cpu":
         return
     part = None
-    if traits.experts is not None:
+    if traits.keeps_state:
+        part = "a model with recurrent layers"
+    elif traits.experts is not None:
         part = "a mixture of experts"
     elif traits.norm == "layer":
         part = "a model with layer norms"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from trouper.actors.executor.models.families.hybrids import HYBRIDS
 from trouper.actors.executor.models.families.layer_norm import LAYER_NORM_FAMILIES
 from trouper.actors.executor.models.families.mixtures import MIXTURES
 from trouper.actors.executor.models.families.rms_norm import RMS_NORM_FAMILIES
@@ -23,6 +24,7 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     **RMS_NORM_FAMILIES,
     **LAYER_NORM_FAMILIES,
     **MIXTURES,
+    **HYBRIDS,
 }
 # The text models of multimodal architectures by `model_type`, from `text_config` if there is one. Three-dimensional
 # positions have only one dimension in prompts of text.
@@ -38,6 +40,7 @@ TEXT_MODELS = {
     "qwen2_5_vl": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }

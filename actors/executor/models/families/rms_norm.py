@@ -21,7 +21,7 @@ from trouper.actors.executor.models.traits import (
     require,
     rope_traits,
 )
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import UnsupportedFeatureError
 
 # The defaults of configs without `rope_parameters`.
 CWM_ROPE: HfConfig = {
@@ -144,29 +144,6 @@ def _gemma(config: HfConfig, **own: Any) -> DecoderTraits:
 
 def _granite(config: HfConfig) -> DecoderTraits:
     return granite_traits(config, mlp_bias=bool(config.get("mlp_bias", False)))
-
-
-def _granite_hybrid(config: HfConfig) -> DecoderTraits:
-    """Read a Granite 4 without recurrent layers and routed experts, so its shared MLP is the only one."""
-    num_layers = require(config, "num_hidden_layers")
-    kinds: list[str] = config.get("layer_types") or config.get("layers_block_type") or []
-    others = set(kinds or ["mamba"]) - {"attention", "full_attention"}
-    if others:
-        rule = f"layer_types has {sorted(others)}; only layers of attention are supported"
-        raise UnsupportedFeatureError(rule, parameter="layer_types")
-    if config.get("num_local_experts", 8):
-        rule = "num_local_experts must be 0: experts beside a shared MLP are not supported"
-        raise UnsupportedFeatureError(rule, parameter="num_local_experts")
-    if len(kinds) != num_layers:
-        rule = f"config.json describes {len(kinds)} layers, not {num_layers}"
-        raise TrouperValidationError(rule, parameter="layer_types")
-    rope = 0 if config.get("position_embedding_type") == "rope" else None
-    width = config.get("shared_intermediate_size", 1024)
-    return granite_traits(
-        {**config, "intermediate_size": width},
-        names="granite_hybrid",
-        layers=(LayerTraits(rope=rope),) * num_layers,
-    )
 
 
 def _olmo2(config: HfConfig) -> DecoderTraits:
@@ -373,7 +350,6 @@ RMS_NORM_FAMILIES: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3TextForCausalLM": _gemma3,
     "GraniteForCausalLM": _granite,
-    "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
     "Exaone4ForCausalLM": _exaone4,

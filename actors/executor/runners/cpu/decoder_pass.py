@@ -65,6 +65,7 @@ class DecoderPass:
                 self._arena,
                 share.hidden_TE,
                 draws=share.samples,
+                mixers=mixers,
             )
         # Whether all ranks know that every one of them can record steps.
         self._has_agreed = share.group is None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trouper.actors.executor.models.decoder import KVCacheSpec, StateSpec
 from trouper.actors.executor.models.hf_decoder import HfDecoder
+from trouper.actors.executor.models.mixers import state_specs
 from trouper.actors.executor.models.native_decoder import (
     NativeDecoder,
     kv_cache_specs,
@@ -63,7 +64,7 @@ class NativeModel:
             config, stage, ALONE if group is None else Shard(group.rank, group.size)
         )
         self.cache_specs = kv_cache_specs(self._part.traits)
-        self.state_specs: tuple[StateSpec, ...] | None = ()
+        self.state_specs: tuple[StateSpec, ...] | None = state_specs(self._part.traits)
         # Every stage checks an adapter for all layers, so that all stages accept it or none does.
         self.adapted = tuple(adapted_parameters(self._part.whole))
         traits, stage = self._part.whole, self._part.stage

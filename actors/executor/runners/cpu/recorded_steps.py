@@ -7,14 +7,14 @@ the passes of an encoder over T tokens, except for the tiles of its attention. S
 Law: a recorded step is valid only for the weights and the KV memory with which it was recorded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import Decoder
+from trouper.actors.executor.models.decoder import Decoder, MixerState, StepStates
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.arrays import from_numpy
@@ -77,6 +77,7 @@ class RecordedDecoderSteps:
         max_rows: the most sequences of a step.
         arena: provides the memory of activations.
         hidden_TE: the buffer with the output of the previous pipeline stage. Without it tokens are embedded here.
+        mixers: the states of recurrent mixers, by layer and index; None if the model has none.
         draws: whether tokens are sampled here rather than on another rank.
     """
 
@@ -90,12 +91,16 @@ class RecordedDecoderSteps:
         hidden_TE: Tensor | None = None,
         *,
         draws: bool = True,
+        mixers: Mapping[tuple[int, int], MixerState] | None = None,
     ) -> None:
+        self._mixers = mixers
         self._hidden_TE, self._draws_here = hidden_TE, draws
         self._decoder, self._caches, self._sampler, self._arena = decoder, caches, sampler, arena
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         # Token ids, positions and cache slots.
         self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)
+        # Of each entry, if the model keeps states: first token, number of tokens, row, start.
+        self._entries = np.zeros((4, self._max_rows), dtype=np.int64)
         # Of each sample: row of logits, request slot, position, sampled token.
         self._draws = np.zeros((4, self._max_rows), dtype=np.int64)
         # By the number of rows and whether the step samples.
@@ -135,6 +140,8 @@ class RecordedDecoderSteps:
         # numpy copies these because every call of torch releases the GIL, and a busy event loop then keeps it for a while.
         for held, now in zip(self._inputs, batch.tokens, strict=True):
             held[:num_rows] = now.numpy()
+        if self._mixers is not None:
+            self._set_entries(batch, num_rows)
         picked, slots, ends, tokens = self._draws
         picked[:num_drawn], picked[num_drawn:num_rows] = samples.tokens, -1
         slots[:num_drawn] = samples.slots
@@ -143,6 +150,13 @@ class RecordedDecoderSteps:
             plan.words[:] = batch.plans[window].words
         step.recording.replay()
         return ForwardOutput(*step.recording.result, tokens[:num_drawn] if is_drawn else None)
+
+    def _set_entries(self, batch: Batch, num_rows: int) -> None:
+        """Copy the entries of a step. A step of as many tokens may have fewer; the others have no row and compute nothing."""
+        columns = batch.first_tokens, batch.counts, batch.request_slots, batch.starts
+        for held, now in zip(self._entries, columns, strict=True):
+            held[: len(now)] = now
+        self._entries[2, len(batch.request_slots) : num_rows] = -1
 
     def _step_for(self, batch: Batch, *, may_draw: bool = True) -> tuple[_RecordedStep, bool]:
         """Return the recording for a batch, and whether it includes sampling."""
@@ -170,9 +184,15 @@ class RecordedDecoderSteps:
         inputs = HostTokens(*(from_numpy(held[:num_rows]) for held in self._inputs))
         *draws, tokens = (held[:num_rows] for held in self._draws)
         hidden_TE = None if self._hidden_TE is None else self._hidden_TE[:num_rows]
+        states, entries = None, list[np.ndarray]()
+        if self._mixers is not None:
+            firsts, counts, rows, starts = entries = [held[:num_rows] for held in self._entries]
+            states = StepStates(firsts, counts, rows, starts, self._mixers)
 
         def step() -> tuple[Tensor, Tensor | None]:
-            states_TE = decoder.forward(inputs, batch.plans, self._caches, hidden_TE=hidden_TE)
+            states_TE = decoder.forward(
+                inputs, batch.plans, self._caches, hidden_TE=hidden_TE, states=states
+            )
             if not self._has_logits(num_rows):
                 return states_TE, None
             logits_TV = decoder.logits(states_TE)
@@ -180,7 +200,8 @@ class RecordedDecoderSteps:
                 self._sampler.draw(logits_TV, *draws, out=tokens)
             return states_TE, logits_TV
 
-        held = inputs if hidden_TE is None else (*inputs, hidden_TE)
+        held = [*inputs, *map(from_numpy, entries)]
+        held += [] if hidden_TE is None else [hidden_TE]
         return _RecordedStep(Recording(self._arena, held, step), batch.plans)
 
 

@@ -1,0 +1,177 @@
+"""Readers of the config files of decoders in which recurrent mixers replace the attention of most layers."""
+
+import math
+from collections.abc import Callable, Mapping
+
+from trouper.actors.executor.models.traits import (
+    DecoderTraits,
+    GatedDeltaTraits,
+    HfConfig,
+    LayerTraits,
+    Mamba2Traits,
+    Mixer,
+    ShortConvTraits,
+    common_traits,
+    granite_traits,
+    require,
+    rope_traits,
+)
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+ATTENTION: Mapping[str, Mixer] = {"full_attention": "attention", "attention": "attention"}
+
+
+def _qwen3_5(config: HfConfig) -> DecoderTraits:
+    bias = bool(config.get("attention_bias", False))
+    every = config.get("full_attention_interval") or 4
+    num_layers = require(config, "num_hidden_layers")
+    by_default = [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)
+    ]
+    _check_activation(config)
+    head_dim = config.get("head_dim", 256)
+    partial = {"partial_rotary_factor": 0.25} | dict(config)
+    return common_traits(
+        config,
+        head_dim=head_dim,
+        norm_offset=1.0,
+        qk_norm="head",
+        qkv_bias=bias,
+        o_bias=bias,
+        attention_scale=head_dim**-0.5,
+        attention_gate=True,
+        ropes=(rope_traits(partial, head_dim, may_be_partial=True),),
+        layers=_layers(config, by_default, {"linear_attention": "gated_delta"}),
+        gated_delta=GatedDeltaTraits(
+            num_k_heads=config.get("linear_num_key_heads", 16),
+            num_v_heads=config.get("linear_num_value_heads", 32),
+            k_dim=config.get("linear_key_head_dim", 128),
+            v_dim=config.get("linear_value_head_dim", 128),
+            taps=config.get("linear_conv_kernel_dim", 4),
+        ),
+    )
+
+
+def _lfm2(config: HfConfig) -> DecoderTraits:
+    num_layers = require(config, "num_hidden_layers")
+    chosen = config.get("full_attn_idxs")
+    by_default = [
+        "full_attention" if chosen is None or i in chosen else "conv" for i in range(num_layers)
+    ]
+    head_dim = config.get("head_dim") or (
+        require(config, "hidden_size") // require(config, "num_attention_heads")
+    )
+    return common_traits(
+        {**config, "intermediate_size": _lfm2_width(config)},
+        names="lfm2",
+        head_dim=head_dim,
+        norm_eps=config.get("norm_eps", 1e-5),
+        qk_norm="head",
+        tied_embeddings=bool(config.get("tie_embedding", config.get("tie_word_embeddings", True))),
+        ropes=(rope_traits(config, head_dim, default_theta=1_000_000.0),),
+        layers=_layers(config, by_default, {"conv": "short_conv"}),
+        short_conv=ShortConvTraits(
+            taps=config.get("conv_L_cache", 3), has_bias=bool(config.get("conv_bias", False))
+        ),
+    )
+
+
+def _lfm2_width(config: HfConfig) -> int:
+    """Return the width of the MLP: two thirds of the configured one, rounded up, unless the config is exact."""
+    width = config.get("block_ff_dim") or require(config, "intermediate_size")
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(2 * width / 3)
+    factor, step = config.get("block_ffn_dim_multiplier", 1.0), config.get("block_multiple_of", 256)
+    if factor is None:
+        return width
+    return step * math.ceil(int(factor * width) / step)
+
+
+def _granite_hybrid(config: HfConfig) -> DecoderTraits:
+    """Read a Granite 4 without routed experts, so its shared MLP is the only one."""
+    if config.get("num_local_experts", 8):
+        rule = "num_local_experts must be 0: experts beside a shared MLP are not supported"
+        raise UnsupportedFeatureError(rule, parameter="num_local_experts")
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    num_layers = require(config, "num_hidden_layers")
+    layers = _layers(
+        {**config, "layer_types": kinds},
+        ["mamba"] * num_layers,
+        # The library writes its own name of recurrent layers since version 5.
+        {"mamba": "mamba2", "linear_attention": "mamba2"},
+        rope=0 if config.get("position_embedding_type") == "rope" else None,
+    )
+    width = config.get("shared_intermediate_size", 1024)
+    has_states = any(layer.mixer == "mamba2" for layer in layers)
+    return granite_traits(
+        {**config, "intermediate_size": width},
+        names="granite_hybrid",
+        layers=layers,
+        mamba2=_granite_mamba(config) if has_states else None,
+    )
+
+
+def _granite_mamba(config: HfConfig) -> Mamba2Traits:
+    _check_activation(config)
+    num_heads = config.get("mamba_n_heads", 128)
+    size = config.get("mamba_expand", 2) * require(config, "hidden_size")
+    head_dim = config.get("mamba_d_head", "auto")
+    low, high = config.get("time_step_limit") or (0.0, math.inf)
+    traits = Mamba2Traits(
+        num_heads=num_heads,
+        head_dim=size // num_heads if head_dim == "auto" else head_dim,
+        num_states=config.get("mamba_d_state", 256),
+        num_groups=config.get("mamba_n_groups", 1),
+        taps=config.get("mamba_d_conv", 4),
+        has_bias=bool(config.get("mamba_proj_bias", False)),
+        has_conv_bias=bool(config.get("mamba_conv_bias", True)),
+        low=float(low),
+        high=None if math.isinf(high) else float(high),
+    )
+    if traits.size != size:
+        raise TrouperValidationError(
+            f"config.json: {num_heads} heads of {traits.head_dim} are not mamba_expand · hidden_size",
+            parameter="mamba_n_heads",
+            value=num_heads,
+        )
+    return traits
+
+
+def _check_activation(config: HfConfig) -> None:
+    """Check that the convolutions, which share the activation of the MLP, have SiLU behind them."""
+    found = config.get("hidden_act", "silu")
+    if found not in ("silu", "swish"):
+        rule = f"hidden_act={found!r} is not supported: convolutions are followed by silu"
+        raise UnsupportedFeatureError(rule, parameter="hidden_act")
+
+
+def _layers(
+    config: HfConfig,
+    by_default: list[str],
+    recurrent: Mapping[str, Mixer],
+    *,
+    rope: int | None = 0,
+) -> tuple[LayerTraits, ...]:
+    """Read the mixer of each layer from `layer_types`.
+
+    Args:
+        recurrent: the family's recurrent mixers by their names in `layer_types`.
+
+    Raises:
+        UnsupportedFeatureError: the family has no such layers.
+    """
+    kinds: list[str] = config.get("layer_types") or by_default
+    known: dict[str, Mixer] = {**ATTENTION, **recurrent}
+    others = set(kinds) - known.keys()
+    if others:
+        rule = f"layer_types has {sorted(others)}, which are not supported for this architecture"
+        raise UnsupportedFeatureError(rule, parameter="layer_types")
+    return tuple(LayerTraits(rope=rope, mixer=known[kind]) for kind in kinds)
+
+
+HYBRIDS: Mapping[str, Callable[[HfConfig], DecoderTraits]] = {
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
+    "Lfm2ForCausalLM": _lfm2,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+}

@@ -1,0 +1,279 @@
+"""Recurrent mixers: what mixes the tokens of a layer in place of attention, and keeps a state instead of keys and values.
+
+    gated_delta    convolution -> gated delta rule -> gated norm -> product        (Qwen3-Next, Qwen3.5)
+    mamba2         convolution -> Mamba-2's recurrence -> gated norm -> product    (Granite 4, Bamba)
+    short_conv     gated convolution of three taps -> product                      (LFM2)
+
+A layer calls its mixer without knowing the kind. `kernels/recurrent.py` has the operations and their laws.
+
+T  tokens    E  hidden size    K  taps    C  channels of a convolution
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from trouper.actors.executor.models.decoder import MixerState, StateSpec
+from trouper.actors.executor.models.traits import (
+    DecoderTraits,
+    GatedDeltaTraits,
+    Mamba2Traits,
+    Mixer,
+)
+from trouper.kernels.linear import LinearMethod
+from trouper.kernels.recurrent import RecurrentOps
+from trouper.kernels.reference.recurrent import Entries
+
+
+class RecurrentMixer(Protocol):
+    """One kind of recurrent mixer, with its weights."""
+
+    @property
+    def linears(self) -> Sequence[LinearMethod]:
+        """Return all matrix products, in a fixed order."""
+        ...
+
+    def forward(
+        self, x_TE: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
+    ) -> Tensor:
+        """Compute the output [T, E] of all tokens, and move the states of their sequences forward."""
+        ...
+
+
+class Convolution:
+    """The weights of a causal convolution, as kernels read them."""
+
+    def __init__(self, weight_C1K: Tensor, bias_C: Tensor | None) -> None:
+        self.weight_KC = weight_C1K.squeeze(1).T.contiguous()
+        self.bias_C = bias_C
+
+
+class GatedDeltaMixer:
+    """A gated delta net.
+
+    Args:
+        in_proj: E -> q, k, v and the gate z of the output.
+        gates: E -> b and a of each value head; rounded up to whole registers.
+        a_log: [value heads], the logarithm of the rate of decay.
+        dt_bias: [value heads].
+        norm: [v_dim], weights that all heads share.
+    """
+
+    def __init__(
+        self,
+        traits: GatedDeltaTraits,
+        eps: float,
+        *,
+        in_proj: LinearMethod,
+        gates: LinearMethod,
+        out_proj: LinearMethod,
+        convolution: Convolution,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+    ) -> None:
+        self._traits, self._eps = traits, eps
+        self._in_proj, self._gates, self._out_proj = in_proj, gates, out_proj
+        self._convolution = convolution
+        self._rates, self._dt_bias, self._norm = -a_log.exp(), dt_bias, norm
+
+    @property
+    def linears(self) -> Sequence[LinearMethod]:
+        return self._in_proj, self._gates, self._out_proj
+
+    def forward(
+        self, x_TE: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
+    ) -> Tensor:
+        traits, conv = self._traits, self._convolution
+        assert state.conv is not None
+        assert state.matrix is not None
+        qkvz_TX, gates_TX = self._in_proj.apply(x_TE), self._gates.apply(x_TE)
+        b_TH, a_TH = (
+            gates_TX.narrow(1, i * traits.num_v_heads, traits.num_v_heads) for i in range(2)
+        )
+        decay_TH, beta_TH = ops.delta_gates(a_TH, b_TH, self._rates, self._dt_bias)
+        qkv_TC = ops.causal_conv(
+            qkvz_TX.narrow(1, 0, traits.num_channels),
+            conv.weight_KC,
+            conv.bias_C,
+            state.conv,
+            entries,
+            has_silu=True,
+        )
+        k_shape, size = (traits.num_k_heads, traits.k_dim), traits.k_size
+        out_THV = ops.gated_delta(
+            qkv_TC.narrow(1, 0, size).unflatten(1, k_shape),
+            qkv_TC.narrow(1, size, size).unflatten(1, k_shape),
+            qkv_TC.narrow(1, 2 * size, traits.v_size).unflatten(
+                1, (traits.num_v_heads, traits.v_dim)
+            ),
+            decay_TH,
+            beta_TH,
+            state.matrix,
+            entries,
+        )
+        z_TX = qkvz_TX.narrow(1, traits.num_channels, traits.v_size)
+        normed_TX = ops.gated_norm(
+            out_THV.flatten(1), z_TX, self._norm, self._eps, group=traits.v_dim
+        )
+        return self._out_proj.apply(normed_TX)
+
+
+class Mamba2Mixer:
+    """A Mamba-2 mixer.
+
+    Args:
+        in_proj: E -> the gate of the output, inputs, B, C and time steps.
+        a_log: [heads], the logarithm of the rate of decay.
+        dt_bias: [heads].
+        skip: [heads], the share of the inputs in the outputs.
+        norm: [heads · head width].
+    """
+
+    def __init__(
+        self,
+        traits: Mamba2Traits,
+        eps: float,
+        *,
+        in_proj: LinearMethod,
+        out_proj: LinearMethod,
+        convolution: Convolution,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor,
+        norm: Tensor,
+    ) -> None:
+        self._traits, self._eps = traits, eps
+        self._in_proj, self._out_proj, self._convolution = in_proj, out_proj, convolution
+        self._rates, self._dt_bias, self._skip, self._norm = -a_log.exp(), dt_bias, skip, norm
+
+    @property
+    def linears(self) -> Sequence[LinearMethod]:
+        return self._in_proj, self._out_proj
+
+    def forward(
+        self, x_TE: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
+    ) -> Tensor:
+        traits, conv = self._traits, self._convolution
+        assert state.conv is not None
+        assert state.matrix is not None
+        size, shape = traits.size, (traits.num_groups, traits.num_states)
+        all_TX = self._in_proj.apply(x_TE)
+        dt_TH = all_TX.narrow(1, size + traits.num_channels, traits.num_heads)
+        high = math.inf if traits.high is None else traits.high
+        gates = ops.ssd_gates(dt_TH, self._rates, self._dt_bias, traits.low, high)
+        mixed_TC = ops.causal_conv(
+            all_TX.narrow(1, size, traits.num_channels),
+            conv.weight_KC,
+            conv.bias_C,
+            state.conv,
+            entries,
+            has_silu=True,
+        )
+        num_shared = math.prod(shape)
+        out_THP = ops.ssd(
+            mixed_TC.narrow(1, 0, size).unflatten(1, (traits.num_heads, traits.head_dim)),
+            *gates,
+            mixed_TC.narrow(1, size, num_shared).unflatten(1, shape),
+            mixed_TC.narrow(1, size + num_shared, num_shared).unflatten(1, shape),
+            self._skip,
+            state.matrix,
+            entries,
+        )
+        normed_TX = ops.gated_norm(
+            out_THP.flatten(1),
+            all_TX.narrow(1, 0, size),
+            self._norm,
+            self._eps,
+            group=size // traits.num_groups,
+            is_gate_first=True,
+        )
+        return self._out_proj.apply(normed_TX)
+
+
+class ShortConvMixer:
+    """A short convolution with gates before and behind it.
+
+    Args:
+        in_proj: E -> both gates and the inputs.
+    """
+
+    def __init__(
+        self, *, in_proj: LinearMethod, out_proj: LinearMethod, convolution: Convolution
+    ) -> None:
+        self._in_proj, self._out_proj, self._convolution = in_proj, out_proj, convolution
+
+    @property
+    def linears(self) -> Sequence[LinearMethod]:
+        return self._in_proj, self._out_proj
+
+    def forward(
+        self, x_TE: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
+    ) -> Tensor:
+        assert state.conv is not None
+        conv = self._convolution
+        bcx_TX = self._in_proj.apply(x_TE)
+        y_TE = ops.short_conv(bcx_TX, conv.weight_KC, conv.bias_C, state.conv, entries)
+        return self._out_proj.apply(y_TE)
+
+
+def make_mixer(
+    kind: Mixer,
+    traits: DecoderTraits,
+    projections: Mapping[str, LinearMethod],
+    tensors: Mapping[str, Tensor],
+) -> RecurrentMixer:
+    """Build a mixer from the parameters of its layer.
+
+    Args:
+        projections: `in_proj`, `out_proj` and, for gated delta nets, `gates`.
+        tensors: float32, by the names of `parameters.MIXER_TENSORS`.
+    """
+    in_proj, out_proj = projections["in_proj"], projections["out_proj"]
+    convolution = Convolution(tensors["conv_weight"], tensors.get("conv_bias"))
+    if traits.gated_delta is not None and kind == "gated_delta":
+        return GatedDeltaMixer(
+            traits.gated_delta,
+            traits.norm_eps,
+            in_proj=in_proj,
+            gates=projections["gates"],
+            out_proj=out_proj,
+            convolution=convolution,
+            a_log=tensors["a_log"],
+            dt_bias=tensors["dt_bias"],
+            norm=tensors["gated_norm"],
+        )
+    if traits.mamba2 is not None and kind == "mamba2":
+        return Mamba2Mixer(
+            traits.mamba2,
+            traits.norm_eps,
+            in_proj=in_proj,
+            out_proj=out_proj,
+            convolution=convolution,
+            a_log=tensors["a_log"],
+            dt_bias=tensors["dt_bias"],
+            skip=tensors["skip"],
+            norm=tensors["gated_norm"],
+        )
+    assert kind == "short_conv"
+    return ShortConvMixer(in_proj=in_proj, out_proj=out_proj, convolution=convolution)
+
+
+def state_specs(traits: DecoderTraits) -> tuple[StateSpec, ...]:
+    """Return the states of the recurrent layers, in the order of the layers."""
+    return tuple(_state_specs(traits))
+
+
+def _state_specs(traits: DecoderTraits) -> Iterator[StateSpec]:
+    delta, mamba, short = traits.gated_delta, traits.mamba2, traits.short_conv
+    for i, layer in enumerate(traits.layers):
+        if layer.mixer == "gated_delta" and delta is not None:
+            matrix = delta.num_v_heads, delta.k_dim, delta.v_dim
+            yield StateSpec(layer=i, conv=(delta.taps - 1, delta.num_channels), matrix=matrix)
+        elif layer.mixer == "mamba2" and mamba is not None:
+            matrix = mamba.num_heads, mamba.head_dim, mamba.num_states
+            yield StateSpec(layer=i, conv=(mamba.taps - 1, mamba.num_channels), matrix=matrix)
+        elif layer.mixer == "short_conv" and short is not None:
+            yield StateSpec(layer=i, conv=(short.taps - 1, traits.hidden_size))
