@@ -107,6 +107,22 @@ MODELS = {
         {"embedding_scale": 12.0, "residual_scale": 0.7, "logit_scale": 2.0}),
     "xverse": ("Llama", {"num_key_value_heads": 4}, MANY_KEYS),
 }  # fmt: skip
+DELTA_NUMBERS = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.group_count": 2, "ssm.time_step_rank": 6, "ssm.inner_size": 192,
+    "full_attention_interval": 2, "rope.dimension_count": 4, "rope.dimension_sections": [1, 1, 0, 0],
+}  # fmt: skip
+RECURRENT = {
+    "lfm2": (
+        "Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False, "norm_eps": 1e-6,
+                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"attention.head_count_kv": [0, 2, 0, 0], "shortconv.l_cache": 3}),
+    "qwen35": (
+        "Qwen3_5Text", {
+            "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6},
+        DELTA_NUMBERS),
+}  # fmt: skip
+MODELS |= RECURRENT
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 EXPERT_NUMBERS = {"expert_count": 6, "expert_used_count": 3}
 MIXED = {
@@ -181,8 +197,10 @@ def converted(model, path, arch, numbers=None, kind=None):
     family, config, tensors = FAMILIES[arch], model.config, {}
     for name, tensor in unstacked(load_file(path.parent / "model.safetensors")):
         array = tensor.float().numpy()
-        if family.norm_offset and name.endswith("norm.weight"):
+        if family.norm_offset and name.endswith("norm.weight") and ".linear_attn." not in name:
             array = array + np.float32(family.norm_offset)
+        if ".linear_attn." in name:
+            array = as_delta(array, name, config)
         for part, heads in (
             (".q_proj.", config.num_attention_heads),
             (".k_proj.", config.num_key_value_heads),
@@ -196,6 +214,27 @@ def converted(model, path, arch, numbers=None, kind=None):
         place = place_of(family, name)
         tensors.setdefault(place.name, {})[place.expert] = array
     return write(path, arch, [stored(*each, kind) for each in tensors.items()], numbers)
+
+
+def as_delta(array, name, config):
+    """A tensor of a gated delta net: value heads with their key heads in turn, and the rates of decay themselves."""
+    num_k, num_v = config.linear_num_key_heads, config.linear_num_value_heads
+    width = config.linear_value_head_dim
+    last = name.removesuffix(".weight").rpartition(".")[2]
+
+    def turned(x):
+        heads = x.reshape(num_k, num_v // num_k, -1, *x.shape[1:])
+        return np.ascontiguousarray(heads.swapaxes(0, 1).reshape(x.shape))
+
+    array = array.squeeze(1) if last == "conv1d" else array
+    if last == "A_log":
+        array = -np.exp(array)
+    if last == "out_proj":
+        return np.ascontiguousarray(turned(array.T).T)
+    if last in ("in_proj_qkv", "conv1d"):
+        before, values = np.split(array, [len(array) - num_v * width])
+        return np.concatenate([before, turned(values)])
+    return array if last == "norm" else turned(array)
 
 
 def unstacked(tensors):
@@ -226,7 +265,8 @@ def stored(name, parts, kind):
     """A tensor as converters write it: all experts in one, a single row as a vector."""
     array = parts[None] if None in parts else np.stack([parts[i] for i in range(len(parts))])
     array = array[0] if len(array) == 1 else array
-    given = kind if array.ndim > 1 and not name.endswith(".bias") else None
+    is_small = array.ndim < 2 or array.shape[-1] < 32
+    given = None if is_small or name.endswith(".bias") else kind
     return name, array if given is None else gguf.quantize(array, given), given
 
 
@@ -727,3 +767,24 @@ def test_a_decoder_that_ranks_is_refused(tmp_path):
     path = write(tmp_path / "m.gguf", "qwen3", [("token_embd.weight", table, None)], {"pooling_type": 4})  # fmt: skip
     with pytest.raises(UnsupportedFeatureError, match="RANK"):
         resolve(EngineArgs(str(path)))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("arch", RECURRENT)
+def test_integers_of_mixers_are_those_of_the_file(tmp_path, arch, kind):
+    name, changes, numbers = MODELS[arch]
+    model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)
+    path = converted(model, tmp_path / "m.gguf", arch, numbers, gguf.GGMLQuantizationType[kind])
+    checkpoint = GgufCheckpoint(path)
+    found = 0
+    for parameter in parameters_of(traits_of(path)):
+        integers = checkpoint.integers(parameter, torch.bfloat16)
+        if integers is None or not parameter.name.startswith(("in_proj", "out_proj", "gates")):
+            continue
+        exact = torch.cat([checkpoint.read(*source) for source in parameter.sources])
+        torch.testing.assert_close(dequantized(integers).float(), exact, rtol=1e-2, atol=1e-3)
+        found += 1
+    assert found >= 4
+    driver = Driver(CpuRunner(engine_config(path, dtype="bfloat16")), chunk=13)
+    (sequence,) = driver.run(random_prompts((20,), VOCAB), 4)
+    assert len(sequence.token_ids) == 4

@@ -20,7 +20,7 @@ from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequanti
 from trouper.config.gguf.encoders import encoder_shapes
 from trouper.config.gguf.header import Gguf, GgufTensor, read_gguf
 from trouper.config.gguf.names import Place, family_of, hf_config, place_of
-from trouper.errors import invalid
+from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.cpu.linear.quantization import IntegerWeight
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -104,12 +104,20 @@ class GgufCheckpoint:
             step = FEW_ROWS if len(shape) == 2 and order is None else last - first
             for begin in range(first, last, step):
                 end = min(last, begin + step)
-                rows = self._files.plain(tensor, begin, end)
-                if self._family.norm_offset and name.endswith("norm.weight"):
-                    rows = rows - self._family.norm_offset
+                rows = self._as_in_checkpoint(name, self._files.plain(tensor, begin, end))
                 rows = part_of(rows if order is None else rows[order], columns)
                 out[filled : filled + len(rows)] = rows
                 filled += len(rows)
+
+    def _as_in_checkpoint(self, name: str, rows: Tensor) -> Tensor:
+        """Undo what converters do to the numbers of some tensors, and to the columns of value heads."""
+        if name.endswith("A_log"):
+            return (-rows).log()
+        if (order := self._value_columns(name)) is not None:
+            return rows[:, order]
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            return rows - self._family.norm_offset if self._family.norm_offset else rows
+        return rows
 
     def mapped(self, name: str, dtype: torch.dtype) -> None:
         """Return None, because embeddings in GGUF files seldom have the model's dtype, so they are not shared."""
@@ -131,7 +139,10 @@ class GgufCheckpoint:
                     part = _centred(part)
                 order = self._row_order(name, shape[0], first, last, cut)
                 parts.append(part if order is None else _reordered(part, order))
-        q_OI, scales_OG, minima_OG = stacked(parts)
+        whole = stacked(parts)
+        if (order := self._value_columns(parameter.sources[0][0])) is not None:
+            whole = _with_columns(whole, order, self._config["linear_value_head_dim"])
+        q_OI, scales_OG, minima_OG = whole
         fmt = "int4" if kinds <= OF_FOUR_BITS else "int8"
         if kinds == {"MXFP4"}:
             fmt, scales_OG = "fp4", scales_OG.bfloat16()  # powers of two
@@ -174,12 +185,26 @@ class GgufCheckpoint:
         """Reorder rows of whole heads from interleaved rotary pairs to halves, which `models/rotary.py` expects."""
         if cut.heads is not None:
             return row_order(last - first, cut.heads)
+        if (heads := self._value_heads()) is not None:
+            return _value_rows(name, num_rows, *heads)
         is_k = ".k_proj." in name
         if not self._family.is_permuted or not (is_k or ".q_proj." in name):
             return None
         num_heads = self._config["num_key_value_heads" if is_k else "num_attention_heads"]
         head_dim = num_rows // num_heads
         return row_order(last - first, HeadOrder(head_dim, head_dim))
+
+    def _value_heads(self) -> tuple[Tensor, int] | None:
+        """Return the place in the file of each value head of gated delta nets, and their width. None if the order is the same."""
+        num_k, num_v = (self._config.get(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+        if num_k is None or num_v is None or num_k == num_v:
+            return None
+        order = torch.arange(num_v).view(num_v // num_k, num_k).T.flatten()
+        return order, self._config["linear_value_head_dim"]
+
+    def _value_columns(self, name: str) -> Tensor | None:
+        heads = self._value_heads() if name.endswith("linear_attn.out_proj.weight") else None
+        return None if heads is None else _spread(*heads)
 
 
 class GgufEncoder:
@@ -206,6 +231,42 @@ class GgufEncoder:
             rule = f"{self._header.path.name}: {stored} {list(shape)} may not be of type {tensor.type.name}"
             raise invalid("model", f"{rule}, only {', '.join(PLAIN)}", str(self._header.path))
         return self._files.plain(tensor, 0, shape[0])
+
+
+def _value_rows(name: str, num_rows: int, order: Tensor, width: int) -> Tensor | None:
+    """Return the rows of a file in the order of a checkpoint, if the last rows belong to value heads."""
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    if last in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        return order
+    if last not in ("in_proj_qkv", "in_proj_z", "conv1d"):
+        return None
+    num_before = num_rows - len(order) * width
+    return torch.cat((torch.arange(num_before), num_before + _spread(order, width)))
+
+
+def _spread(order: Tensor, width: int) -> Tensor:
+    """Return the order of numbers for an order of heads of this width."""
+    return (order[:, None] * width + torch.arange(width)).flatten()
+
+
+def _with_columns(affine: Affine, order: Tensor, width: int) -> Affine:
+    """Reorder whole heads of columns, with the scales of their groups.
+
+    Raises:
+        UnsupportedFeatureError: a group of columns with one scale contains several heads.
+    """
+    num_columns, num_groups = affine.q_OI.shape[1], affine.scales_OG.shape[1]
+    size = num_columns // num_groups
+    if width % size:
+        rule = f"heads of {width} numbers in groups of {size} with one scale are not supported"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    groups = order[::size] // size
+    minima = affine.minima_OG
+    return Affine(
+        affine.q_OI[:, order],
+        affine.scales_OG[:, groups],
+        None if minima is None else minima[:, groups],
+    )
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

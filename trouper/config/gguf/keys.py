@@ -96,6 +96,14 @@ def layer_types(header: Gguf, at: str, num_layers: int) -> list[str] | None:
     return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
 
+def layer_numbers(header: Gguf, key: str) -> list[int] | None:
+    """Return the integers of an array with one for each layer, or None if the key is missing or has another type."""
+    found = header.metadata.get(key)
+    if found is None or isinstance(found, int | float | str | bytes):
+        return None
+    return [int(x) for x in _numbers(found)]
+
+
 def _numbers(value: Any) -> list[Any]:
     try:
         return list(value)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast
 
 from trouper.config.gguf.families import LAYER_NORM_FAMILIES, SIBLINGS, Family
 from trouper.config.gguf.header import Gguf, GgufStrings
-from trouper.config.gguf.keys import WINDOW, check_keys, layer_types
+from trouper.config.gguf.hybrids import HYBRIDS
+from trouper.config.gguf.keys import WINDOW, check_keys, layer_numbers, layer_types
 from trouper.errors import UnsupportedFeatureError, invalid
 
 SCALE, LOCAL_BASE = "attention.scale", "rope.freq_base_swa"
@@ -92,7 +93,7 @@ def hf_config(header: Gguf) -> dict[str, Any]:
         "intermediate_size": header.need(at + "feed_forward_length", int),
         "num_hidden_layers": header.need(at + "block_count", int),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": header.get(at + "attention.head_count_kv", int) or num_heads,
+        "num_key_value_heads": _num_kv_heads(header, at) or num_heads,
         "max_position_embeddings": header.need(at + "context_length", int),
         family.eps[1]: header.need(at + family.eps[0], float),
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -124,10 +125,30 @@ def hf_config(header: Gguf) -> dict[str, Any]:
     return config | (family.own(header, at, config) if family.own else {})
 
 
+def _num_kv_heads(header: Gguf, at: str) -> int | None:
+    """Return the number of KV heads.  Hybrids have one for each layer, 0 in layers without attention."""
+    key = at + "attention.head_count_kv"
+    numbers = layer_numbers(header, key)
+    if numbers is None:
+        return header.get(key, int)
+    found = set(numbers) - {0}
+    if len(found) > 1:
+        rule = f"{header.path.name}: {key} has several numbers of heads, {sorted(found)[:8]}, which is not supported"
+        raise UnsupportedFeatureError(rule, parameter="model")
+    return next(iter(found), None)
+
+
+# Vectors of recurrent mixers, whose names in a file have another ending.
+VECTORS = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}
+
+
 def place_of(family: Family, name: str) -> Place:
     """Translate a checkpoint's name of a tensor."""
     if name.endswith(".sinks"):
         name += ".weight"
+    layer, _, vector = name.removeprefix(family.layers).partition(".")
+    if (last := vector.rpartition(".")[2]) in VECTORS:
+        return Place(f"blk.{layer}.{VECTORS[last]}")
     stem, _, kind = name.rpartition(".")
     outer = {**OUTER, **family.outer}
     if stem in outer:
@@ -392,4 +413,5 @@ FAMILIES = (
     }
     | LAYER_NORM_FAMILIES
     | SIBLINGS
+    | HYBRIDS
 )
