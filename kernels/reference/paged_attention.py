@@ -32,14 +32,14 @@ from trouper.kernels.reference.attention_plan import QueryTile, SlotRun
 MAX_TILE_CAPPED = 256
 
 
-class Part(NamedTuple):
+class AttendedPart(NamedTuple):
     """The attention of some queries over some of the keys."""
 
     out: Tensor  # [..., rows, D]
     lse: Tensor  # [..., rows] float32: log of the sum of exp(score)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Part]
+Attend = Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], AttendedPart]
 
 
 def paged_attention(
@@ -109,7 +109,7 @@ def _over_run(
     v_1HSD: Tensor,
     run: SlotRun,
     masks: dict[int, Tensor],
-) -> Part:
+) -> AttendedPart:
     """Return the attention over one run.  Queries that see none of its keys get weight zero."""
     num_kv, group, count, width = q_HGCD.shape
     shape = (num_kv, group, run.length, width)
@@ -121,21 +121,21 @@ def _over_run(
     missing = count - run.num_queries
     if not missing:
         return part
-    return Part(
+    return AttendedPart(
         F.pad(part.out, (0, 0, 0, missing)), F.pad(part.lse, (0, missing), value=-torch.inf)
     )
 
 
-def _merge(parts: list[Part], dtype: torch.dtype) -> Part:
+def _merge(parts: list[AttendedPart], dtype: torch.dtype) -> AttendedPart:
     if len(parts) == 1:
         return parts[0]
     lse = torch.stack([part.lse for part in parts])
     weights = lse.softmax(0).unsqueeze(-1)
     out = torch.stack([part.out for part in parts])
-    return Part((out * weights).sum(0).to(dtype), lse.logsumexp(0))
+    return AttendedPart((out * weights).sum(0).to(dtype), lse.logsumexp(0))
 
 
-def _sunk(part: Part, sinks: Tensor | None) -> Tensor:
+def _sunk(part: AttendedPart, sinks: Tensor | None) -> Tensor:
     """Return the output of attention with one more key of score `sinks` and value 0."""
     if sinks is None:
         return part.out
@@ -145,14 +145,18 @@ def _sunk(part: Part, sinks: Tensor | None) -> Tensor:
 def _flash(scale: float) -> Attend:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Part:
-        return Part(*flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale))
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None
+    ) -> AttendedPart:
+        return AttendedPart(*flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale))
 
     return attend
 
 
 def _capped(scale: float, softcap: float) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Part:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None
+    ) -> AttendedPart:
         scores = (q @ k.transpose(-1, -2)).float().mul_(scale / softcap).tanh_().mul_(softcap)
         if is_causal:
             rows = scores.shape[-2:]
@@ -160,7 +164,7 @@ def _capped(scale: float, softcap: float) -> Attend:
         if mask is not None:
             scores += mask
         lse = scores.logsumexp(-1)
-        return Part(scores.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype) @ v, lse)
+        return AttendedPart(scores.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype) @ v, lse)
 
     return attend
 

@@ -9,7 +9,7 @@ import pytest
 
 from trouper.bench.studies.server.callers import END, Callers, Wire
 from trouper.bench.studies.server.overload import _calm, total
-from trouper.bench.studies.server.server_under_test import Turn
+from trouper.bench.studies.server.server_under_test import TimedTurn
 
 HEAD = b"HTTP/1.1 200 \r\ntransfer-encoding: chunked\r\n\r\n"
 FRAMES = b"".join(b'c\r\ndata: {"a": %d}\n\n\r\n' % i for i in range(3))
@@ -61,8 +61,8 @@ def test_connection_closed_while_it_was_idle_is_no_error():
 
 
 def test_turns_are_one():
-    turn = Turn(2.0, {"a": 4}, Counter({"200": 1}), Counter({0.1: 1}), 5, 0.5, 1.0)
-    other = Turn(2.0, {"b": 4}, Counter({"503": 1}), Counter({0.1: 2}), 5, 0.5, 1.0)
+    turn = TimedTurn(2.0, {"a": 4}, Counter({"200": 1}), Counter({0.1: 1}), 5, 0.5, 1.0)
+    other = TimedTurn(2.0, {"b": 4}, Counter({"503": 1}), Counter({0.1: 2}), 5, 0.5, 1.0)
     both = total([turn, other]).figures()
     assert both["tokens_s"] == {"a": 1.0, "b": 1.0}
     assert both["requests"] == {"200": 1, "503": 1}

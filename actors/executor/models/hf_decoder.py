@@ -131,7 +131,7 @@ class HfDecoder:
             inputs = {"inputs_embeds": self._with_embeds(tokens.ids_T, embeds)}
 
         def compute() -> Tensor:
-            return self._mixers.run(states, lambda: self._hidden(tokens.positions_T, inputs))
+            return self._mixers.compute(states, lambda: self._hidden(tokens.positions_T, inputs))
 
         hidden_TE = self._attention.run(HfStep(tokens, plans, caches), compute)
         return hidden_TE if read is None else hidden_TE.index_select(0, read.tokens_R)

@@ -130,7 +130,7 @@ class HfMixers:
             self._now = None
         self.specs = tuple(trial.specs)
 
-    def run(self, states: StepStates | None, run: Callable[[], Tensor]) -> Tensor:
+    def compute(self, states: StepStates | None, run: Callable[[], Tensor]) -> Tensor:
         """Call `run`, a pass of the model over a step.
 
         Args:

@@ -11,8 +11,6 @@ import io
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -145,6 +143,7 @@ def _upright(image: "Image.Image") -> "Image.Image":
 
 def _scaled(image: "Image.Image", background: tuple[int, int, int]) -> "Image.Image":
     """Scale grey values of 16 bits to 8.  Pillow's own conversion makes every value above 255 white."""
+    import numpy as np
     from PIL import Image
 
     values: np.ndarray[Any, Any] = np.asarray(image)

@@ -25,7 +25,7 @@ from trouper.bench.studies.server.server_under_test import (
     PATIENCE_S,
     Client,
     ServerUnderTest,
-    Turn,
+    TimedTurn,
     served,
 )
 
@@ -119,7 +119,7 @@ class _Leaving:
         stage.ask_on(others, max_tokens, "others", lambda: self.is_over)
         self._leavers = stage.ask_on(num_leaving, max_tokens, "leaving", lambda: self.is_over)
 
-    def play(self, way: str, seconds: float) -> Turn:
+    def play(self, way: str, seconds: float) -> TimedTurn:
         callers, begin = self._stage.callers, perf_counter()
         # Clients that left return one by one.
         for client in self._leavers:
@@ -150,7 +150,7 @@ def _calm(rates: Sequence[float], i: int) -> float:
     return rates[before] + (rates[before + 3] - rates[before]) * (i % 3) / 3
 
 
-def total(turns: Iterable[Turn]) -> Turn:
+def total(turns: Iterable[TimedTurn]) -> TimedTurn:
     """Add turns up to one."""
     return reduce(add, turns)
 
@@ -206,7 +206,7 @@ class _Overload:
         # The time of the next arrival.
         self._due = 0.0
 
-    def play(self, seconds: float, arrivals_s: float = 0.0) -> Turn:
+    def play(self, seconds: float, arrivals_s: float = 0.0) -> TimedTurn:
         self._arrivals_s, self._due = arrivals_s, perf_counter()
         if arrivals_s:
             self._arrive()

@@ -60,7 +60,7 @@ class ServerUnderTest:
             client.ask()
         return clients
 
-    def play(self, seconds: float) -> "Turn":
+    def play(self, seconds: float) -> "TimedTurn":
         """Let all clients continue for this many seconds, and return what they observed."""
         before = self._get("/metrics")
         self.callers.run_until(perf_counter() + CATCH_UP_S)
@@ -71,7 +71,7 @@ class ServerUnderTest:
         took, cpu = perf_counter() - begin, process_time() - cpu
         server, frames = self._cpu_s() - server, self.callers.num_frames - frames
         outcomes, after = self.outcomes - outcomes, self._get("/metrics")
-        return Turn(
+        return TimedTurn(
             took,
             dict(frames),
             outcomes,
@@ -148,7 +148,7 @@ class Client:
 
 
 @dataclass
-class Turn:
+class TimedTurn:
     """Counts of what the clients observed in one or several periods."""
 
     seconds: float
@@ -164,12 +164,12 @@ class Turn:
     def tokens_s(self, kind: str) -> float:
         return self.frames.get(kind, 0) / self.seconds
 
-    def __add__(self, other: "Turn") -> "Turn":
+    def __add__(self, other: "TimedTurn") -> "TimedTurn":
         frames = {
             kind: self.frames.get(kind, 0) + other.frames.get(kind, 0)
             for kind in self.frames | other.frames
         }
-        return Turn(
+        return TimedTurn(
             self.seconds + other.seconds,
             frames,
             self.requests + other.requests,
