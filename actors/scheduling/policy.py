@@ -317,7 +317,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         suspects = self._undo(failed)
         undone = [sequence for later in self.in_flight for sequence in self._undo(later)]
         if self.states is not None:
-            self._begin_again(suspects, undone)
+            self._begin_again(self.states, suspects, undone)
         num_tokens = sum(end - start for _, _, start, end, _ in failed.entries)
         if is_out_of_memory and self._planner.token_budget.shrink(num_tokens):
             return
@@ -336,6 +336,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
 
     def _begin_again(
         self,
+        states: StateSnapshots,
         torn: collections.abc.Sequence[Sequence],
         undone: collections.abc.Sequence[Sequence],
     ) -> None:
@@ -347,6 +348,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
                 belong to another sequence by now.
         """
         for sequence in torn:
+            states.distrust(sequence)
             self.table.running.preempt(sequence)
         for sequence in undone:
             if sequence.request_slot >= 0 and sequence.marks.restore >= 0:

@@ -109,6 +109,13 @@ class SnapshotRows:
         if row is not None:
             self._free.append(row)
 
+    def withdraw(self, row: int) -> None:
+        """Free a row if it is offered. Takes O(rows), and is called after failures only."""
+        for name, offered in self._offered.items():
+            if offered == row:
+                self.drop(name)
+                break
+
     def reset(self) -> None:
         """Free all snapshots."""
         self._free.extend(self._offered.values())
@@ -296,6 +303,13 @@ class StateSnapshots:
             self.rows.give_back(row)
         marks.saving.clear()
         marks.restore = NO_ROW
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Withdraw the snapshot with which a sequence began, because its first step failed.
+
+        Otherwise a bad snapshot would fail every sequence that begins with it.
+        """
+        self.rows.withdraw(sequence.marks.restore)
 
     def note_start(self, request: Request) -> None:
         """Give the fork of a request back when its last sibling has started."""
