@@ -72,12 +72,14 @@ class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
 class HostTokens(NamedTuple):
     """The token ids, positions and cache slots of one step: int64 tensors [T] in host memory.
 
-    All sequences of the step follow each other without padding.
+    All sequences of the step follow each other without padding. With images in a model of positions in time, height and
+    width, `axes_3T` contains these positions.
     """
 
     ids_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
+    axes_3T: Tensor | None = None
 
 
 def q_and_k(qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,8 @@ class MediaItem(msgspec.Struct, frozen=True):
     # Offsets from `first`, and lengths.
     runs: tuple[tuple[int, int], ...]
     first: int = 0
+    # Time, height and width of the rows, for a model of positions in three dimensions.
+    grid: tuple[int, int, int] | None = None
 
     @property
     def num_rows(self) -> int:

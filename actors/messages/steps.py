@@ -67,6 +67,8 @@ class NewSequence(msgspec.Struct, frozen=True):
     embeds: tuple[Embeds, ...] = ()
     # Images with unread rows.
     media: tuple[MediaItem, ...] = ()
+    # Of all images of a model with positions in three dimensions: the first row's position, time, height and width.
+    grids: tuple[tuple[int, int, int, int], ...] = ()
     grammar: Grammar | None = None
     # 0 means no adapter.
     adapter_slot: int = 0

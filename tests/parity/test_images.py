@@ -10,6 +10,7 @@ import torch
 from tests.support.vision import FAMILIES, VisionModel, image, picture, text
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.media.tower import VisionTower
+from trouper.actors.executor.steps.request_slots import Axes
 from trouper.actors.messages.media import MediaItem
 from trouper.actors.rendering.media.items import ImageItems, media_digests
 from trouper.actors.rendering.media.processor import ImageProcessor
@@ -30,7 +31,7 @@ CHATS = {
     "conversation": [[image(6), "What?"], "A thing.", ["And ", image(7), "?"]],
 }
 # Their folders are made in half a second; the others take the same paths.
-QUICK = ("llava", "smolvlm")
+QUICK = ("llava", "smolvlm", "qwen3_vl")
 
 
 def chat(turns: list[Any]) -> list[dict[str, Any]]:
@@ -173,14 +174,16 @@ def test_rows_outlive_a_cache_without_room(llava):
             llava.check(output, messages)
 
 
-def test_preempted_requests_see_their_images_again(llava):
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+def test_preempted_requests_see_their_images_again(oracles, kind):
+    oracle = oracles(kind)
     chats = [chat([["A ", image(seed), f" {seed}?"]]) for seed in range(6)]
     asked = params(max_tokens=40, prompt_logprobs=None)
     tight = {"num_gpu_blocks_override": 13, "max_model_len": 128, "enable_prefix_caching": False}
-    with opened(llava, **tight, scheduler_reserve_full_isl=False) as small:
+    with opened(oracle, **tight, scheduler_reserve_full_isl=False) as small:
         outputs = small.chat(chats, asked, use_tqdm=False)
         assert small.llm_engine.statistics().scheduler.num_preemptions > 0
-    with opened(llava) as large:
+    with opened(oracle) as large:
         wanted = large.chat(chats, asked, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in wanted]
 
@@ -316,6 +319,24 @@ def test_a_limit_of_0_loads_no_tower(llava):
 
 def item(key: bytes, first: int, num_tokens: int = 6) -> MediaItem:
     return MediaItem(key * 32, "image", (), num_tokens, ((0, num_tokens),), first)
+
+
+def test_positions_of_grids_are_those_of_transformers(oracles):
+    model, rng = oracles("qwen3_vl").model, np.random.default_rng(0)
+    for _ in range(30):
+        ids, grids, shapes = [], [], []
+        for _ in range(rng.integers(1, 4)):
+            ids += [1] * rng.integers(1, 6)
+            height, width = (int(x) for x in rng.integers(1, 5, 2))
+            grids.append((len(ids), 1, height, width))
+            shapes.append([1, 2 * height, 2 * width])
+            ids += [model.row_id] * (height * width)
+        ids += [1] * rng.integers(1, 6)
+        kinds = (torch.tensor([ids]) == model.row_id).int()
+        wanted, _ = model.model.model.get_rope_index(
+            torch.tensor([ids]), mm_token_type_ids=kinds, image_grid_thw=torch.tensor(shapes)
+        )
+        assert (Axes.of(grids).at(np.arange(len(ids))) == wanted[:, 0].numpy()).all()
 
 
 def test_blocks_are_named_by_key_and_offset():

@@ -29,6 +29,7 @@ TEMPLATE = (
 )
 FAMILIES = (
     "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "internvl", "mistral3", "pixtral",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
 )  # fmt: skip
 
 
@@ -139,11 +140,49 @@ def _pixtral(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
     return config, images, fields, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]"
 
 
+def _qwen(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
+    t = transformers
+    names = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    images = t.Qwen2VLImageProcessorPil(
+        patch_size=7, temporal_patch_size=2, merge_size=2,
+        size={"shortest_edge": 14 * 14, "longest_edge": 84 * 84},
+    )  # fmt: skip
+    tower: dict[str, Any] = {
+        "depth": 3, "num_heads": 2, "patch_size": 7, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    own: dict[str, dict[str, Any]] = {
+        "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        "qwen2_5_vl": {
+            "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "window_size": 28,
+            "fullatt_block_indexes": [1],
+        },
+        "qwen3_vl": {
+            "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64,
+            "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+        },
+    }  # fmt: skip
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    if kind == "qwen3_vl":
+        rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    configs = {"qwen2_vl": t.Qwen2VLConfig, "qwen2_5_vl": t.Qwen2_5_VLConfig}
+    cls = configs.get(kind, t.Qwen3VLConfig)
+    # The last special tokens in the order of `names`, behind 256 bytes and three others.
+    ids = dict(zip(("image", "video", "vision_start", "vision_end"), range(259, 263), strict=True))
+    config = cls(
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": rope},
+        vision_config={**tower, **own[kind]},
+        **{f"{name}_token_id": id for name, id in ids.items()},
+    )
+    return config, images, {}, names, "<|vision_start|><|image_pad|><|vision_end|>"
+
+
 def _parts(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
     if kind.startswith("llava"):
         return _clip(kind)
     if kind in ("idefics3", "smolvlm"):
         return _idefics(kind)
+    if kind.startswith("qwen"):
+        return _qwen(kind)
     return _internvl() if kind == "internvl" else _pixtral(kind)
 
 
@@ -183,6 +222,8 @@ class VisionModel:
         for name in inputs[0] if inputs else ():
             values = [torch.from_numpy(np.array(each[name])) for each in inputs]
             rows[name] = _joined(values)
+        if "image_grid_thw" in rows:
+            rows["mm_token_type_ids"] = (torch.tensor([ids]) == self.row_id).long()
         with torch.no_grad():
             found = self.model(input_ids=torch.tensor([ids]), **rows).logits[0]
         return torch.log_softmax(found.float(), -1)

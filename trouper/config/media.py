@@ -34,15 +34,18 @@ class VisionFamily(NamedTuple):
     Attributes:
         processor: its class for prompts with images.
         inputs: the arguments of `get_image_features`, as far as the image processor returns them.
+        has_grids: rows have positions in time, height and width (M-RoPE).
     """
 
     processor: str
     inputs: tuple[str, ...]
+    has_grids: bool = False
 
 
 _TILED = ("pixel_values", "image_sizes")
+_GRIDS = ("pixel_values", "image_grid_thw")
 _MASKED = ("pixel_values", "pixel_attention_mask")
-# By the `model_type` of config.json.  In all of them the rows take plain positions and see only what precedes them.
+# By the `model_type` of config.json.  In all of them a row sees only what precedes it.
 FAMILIES = {
     "llava": VisionFamily("LlavaProcessor", _TILED),
     "vipllava": VisionFamily("LlavaProcessor", ("pixel_values",)),
@@ -51,6 +54,9 @@ FAMILIES = {
     "idefics3": VisionFamily("Idefics3Processor", _MASKED),
     "smolvlm": VisionFamily("SmolVLMProcessor", _MASKED),
     "internvl": VisionFamily("InternVLProcessor", ("pixel_values",)),
+    "qwen2_vl": VisionFamily("Qwen2VLProcessor", _GRIDS, has_grids=True),
+    "qwen2_5_vl": VisionFamily("Qwen2_5_VLProcessor", _GRIDS, has_grids=True),
+    "qwen3_vl": VisionFamily("Qwen3VLProcessor", _GRIDS, has_grids=True),
     "mistral3": VisionFamily("PixtralProcessor", _TILED),
 }
 # A LLaVA with this tower has the image processor of Pixtral.
@@ -71,6 +77,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     processor_kwargs: dict[str, Any]
     # Whether images are decoded in a process of their own, or else in the threads of renderers.
     in_process: bool = True
+    # Patches of a side that the projector merges into one row.
+    merge_size: int = 1
     # Whether the tower is Pixtral's.
     is_pixtral: bool = False
 
@@ -117,6 +125,7 @@ def media_config(
         processor_cache_bytes=sizes[0],
         encoder_cache_bytes=sizes[1],
         processor_kwargs=kwargs,
+        merge_size=int(vision.get("spatial_merge_size") or 1),
         in_process=args.media_processor == "process" and hasattr(os, "memfd_create"),
         is_pixtral=kind == "mistral3" or vision.get("model_type") == PIXTRAL,
     ), ""

@@ -52,21 +52,23 @@ class VisionTower:
         return rows_RE
 
     def compute(self, arrays: Mapping[str, Tensor]) -> Tensor:
-        """Compute rows [R, E] of the inputs that an image processor makes."""
+        """Compute rows [R, E] of the inputs that an image processor makes.
+
+        Where the family adds numbers to the outputs of the first layers, too (DeepStack), they follow in the same row.
+        """
         inputs = {
             name: array.to(self._dtype) if array.is_floating_point() else array
             for name, array in arrays.items()
         }
         found: Any = self._model.get_image_features(**inputs)
-        found = getattr(found, "pooler_output", found)
-        if isinstance(found, list | tuple):
-            parts = cast("list[Tensor]", found)
-            found = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-        rows_RE: Tensor = found.reshape(-1, found.shape[-1])
-        if rows_RE.shape[1] != self._hidden_size:
-            raise RuntimeError(
-                f"rows of {rows_RE.shape[1]} numbers for a text model of {self._hidden_size}"
-            )
+        levels: Any = getattr(found, "deepstack_features", None) or ()
+        parts = [_joined(part) for part in (getattr(found, "pooler_output", found), *levels)]
+        for part_RE in parts:
+            if part_RE.shape[1] != self._hidden_size:
+                raise RuntimeError(
+                    f"rows of {part_RE.shape[1]} numbers for a text model of {self._hidden_size}"
+                )
+        rows_RE = torch.cat(parts, 1)
         # Rows are kept, so they must not be a view of something larger.
         return rows_RE.to(self._dtype, copy=True).contiguous()
 
@@ -87,6 +89,12 @@ class VisionTower:
             raise UnsupportedFeatureError(text, parameter="model")
 
 
+def _joined(found: Any) -> Tensor:
+    """Return rows [R, E] in one matrix; the library returns some families' by image or by tile."""
+    parts = cast("list[Tensor]", found) if isinstance(found, list | tuple) else [found]
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
 def _tensor(array: MediaArray) -> Tensor:
     return torch.tensor(np.frombuffer(array.data, array.dtype).reshape(array.shape))
 
@@ -94,6 +102,12 @@ def _tensor(array: MediaArray) -> Tensor:
 def _grey(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Make the inputs of a small image for a model with this config."""
     vision = config.vision_config
+    if "image_grid_thw" in names:
+        side = 2 * int(vision.spatial_merge_size)
+        channels = int(getattr(vision, "in_channels", None) or vision.in_chans)
+        width = channels * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
+        grid = torch.tensor([[1, side, side]])
+        return {"pixel_values": torch.full((side * side, width), 0.5), "image_grid_thw": grid}
     side, patch = _first(vision.image_size), _first(vision.patch_size)
     is_pixtral = vision.model_type == "pixtral"
     if is_pixtral:

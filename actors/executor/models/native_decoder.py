@@ -17,7 +17,7 @@ from torch import Tensor
 from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices, StateSpec, StepStates
 from trouper.actors.executor.models.mixers import RecurrentMixer, state_specs
 from trouper.actors.executor.models.mlp import Mlp
-from trouper.actors.executor.models.rotary import make_rope_table
+from trouper.actors.executor.models.rotary import compose_rope_table, make_rope_table
 from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.kernels.codegen.units import LANES
@@ -151,6 +151,7 @@ class NativeDecoder(Generic[OpsT]):
         first_norm = self._layers[0].attention_norm
         y_TE = x_TE if first_norm is None else ops.norm(x_TE, first_norm)
         following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
+        deep = self._deep_rows(embeds)
         left, entries = iter(caches), None
         if states is not None:
             entries = Entries.of(states.firsts, states.counts, states.rows, states.starts)
@@ -169,7 +170,7 @@ class NativeDecoder(Generic[OpsT]):
                     y_TE = _selected(y_TE, chosen.tokens_R)
                 if not len(x_TE):
                     return x_TE
-            y_TE = add(layer, x_TE, y_TE, mixed, next_norm)
+            y_TE = add(layer, x_TE, y_TE, mixed, next_norm, deep[i] if i < len(deep) else ())
         return y_TE
 
     def _attention(
@@ -201,11 +202,18 @@ class NativeDecoder(Generic[OpsT]):
         _y_TE: Tensor,
         attended_TE: Tensor,
         next_norm: Tensor | None,
+        deep: Sequence[tuple[int, Tensor]],
     ) -> Tensor:
-        """Add the attention's output to x, and the MLP's output for that sum. Returns the normalised input of the next layer."""
+        """Add the attention's output to x, and the MLP's output for that sum. Returns the normalised input of the next layer.
+
+        Args:
+            deep: rows of images to add to the MLP's output, with the first token of each.
+        """
         shared = self._shared
         y_TE = shared.fused_add_norm(x_TE, attended_TE, layer.mlp_norm, layer.attention_post_norm)
         y_TE = layer.mlp.forward(y_TE, self.ops)
+        for first, rows_PE in deep:
+            y_TE.narrow(0, first, len(rows_PE)).add_(rows_PE)
         return shared.fused_add_norm(x_TE, y_TE, next_norm, layer.mlp_post_norm)
 
     def _add_in_parallel(
@@ -215,6 +223,7 @@ class NativeDecoder(Generic[OpsT]):
         y_TE: Tensor,
         attended_TE: Tensor,
         next_norm: Tensor | None,
+        _deep: Sequence[tuple[int, Tensor]],
     ) -> Tensor:
         """Add to x the attention's output and the MLP's, whose input is that of the attention or x with another norm.
 
@@ -327,14 +336,35 @@ class NativeDecoder(Generic[OpsT]):
             tokens, self._embedding, self._embedding_scale, self._rope_tables
         )
         self._replace_embeddings(x_TE, embeds)
+        # Tokens of a GPU have no such field, since images are computed on the CPU only.
+        axes_3T: Tensor | None = getattr(tokens, "axes_3T", None)
+        if axes_3T is not None:
+            assert all(rope.sections for rope in self.traits.ropes), "the runner has checked it"
+            ropes = zip(self._rope_tables, self.traits.ropes, strict=True)
+            tables = [compose_rope_table(table, rope, axes_3T) for table, rope in ropes]
+            rows_T = torch.arange(axes_3T.shape[1])
+            step = cast("CpuOps", self.ops).begin(rows_T, tokens.slots_T, tables)
         if self._positions is not None:
             ops = cast("CpuOps", self.ops)
             rows_TE = ops.embed(self._positions, tokens.positions_T, 1.0)
             ops.fused_add_norm(x_TE, rows_TE, None)
         return x_TE, step
 
+    def _deep_rows(self, embeds: Sequence[tuple[int, Tensor]]) -> list[list[tuple[int, Tensor]]]:
+        """Return for each of the first layers what images add to its output: the columns behind those of the embedding."""
+        size = self.traits.hidden_size
+        found: list[list[tuple[int, Tensor]]] = []
+        for first, rows_PX in embeds:
+            for level in range(1, rows_PX.shape[1] // size):
+                if len(found) < level:
+                    found.append([])
+                found[level - 1].append((first, rows_PX.narrow(1, level * size, size)))
+        assert len(found) < len(self._layers), "all tokens of these layers must be computed"
+        return found
+
     def _replace_embeddings(self, x_TE: Tensor, embeds: Sequence[tuple[int, Tensor]]) -> None:
-        for first, rows_PE in embeds:
+        for first, rows_PX in embeds:
+            rows_PE = rows_PX.narrow(1, 0, x_TE.shape[1])
             part_PE = x_TE.narrow(0, first, len(rows_PE)).copy_(rows_PE)
             if not self.traits.embeds_are_scaled:
                 part_PE *= self._embedding_scale

@@ -29,6 +29,25 @@ def make_rope_table(rope: RopeTraits, num_positions: int, dtype: torch.dtype) ->
     return table.to(dtype)
 
 
+def compose_rope_table(table_P2R: Tensor, rope: RopeTraits, axes_3T: Tensor) -> Tensor:
+    """Compute the table [T, 2, R] in float32 of T tokens with positions in time, height and width.
+
+    Args:
+        table_P2R: the table of positions in one dimension.
+        axes_3T: the three positions of each token.
+    """
+    half = rope.width // 2
+    axis_R = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections))
+    if rope.is_interleaved:
+        axis_R = torch.zeros(half, dtype=torch.int64)
+        for axis in (1, 2):
+            axis_R[axis : 3 * rope.sections[axis] : 3] = axis
+    positions_TR = axes_3T[axis_R.repeat(2)].T
+    columns_R = torch.arange(2 * half)
+    parts = [table_P2R[positions_TR, part, columns_R] for part in (0, 1)]
+    return torch.stack(parts, dim=1).float().contiguous()
+
+
 def inverse_frequencies(rope: RopeTraits, num_positions: int) -> Tensor:
     """Compute the frequencies [R / 2] in float32: radians per position for each pair of rotated numbers."""
     exponents = torch.arange(0, rope.width, 2, dtype=torch.float32) / rope.width

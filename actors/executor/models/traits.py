@@ -7,7 +7,7 @@ fields from a Hugging Face config. Nothing here needs torch or files.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -59,6 +59,10 @@ class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
     # A query at position p is multiplied by 1 + growth · ln(1 + ⌊p / growth_length⌋) (Ministral 3).
     growth: float = 0.0
     growth_length: int = 1
+    # For positions in time, height and width (M-RoPE): how many frequencies belong to each.
+    sections: tuple[int, ...] = ()
+    # Whether the frequencies of the three take turns, instead of following each other.
+    is_interleaved: bool = False
 
 
 # What mixes the tokens of a layer. All but attention keep a state instead of keys and values.
@@ -484,6 +488,7 @@ def rope_traits(
             parameter="head_dim",
             value=head_dim,
         )
+    plain = _with_sections(plain, parameters)
     # Dynamic scaling only begins beyond the trained length, which max_model_len never exceeds.
     if kind in ("default", "mrope", "dynamic"):
         return plain
@@ -514,6 +519,19 @@ def rope_traits(
     if kind in ("longrope", "su"):
         return _longrope(stretched, parameters)
     raise UnsupportedFeatureError(f"rope_type={kind!r} is not supported")
+
+
+def _with_sections(plain: RopeTraits, parameters: Mapping[str, Any]) -> RopeTraits:
+    """Add the sections of positions in three dimensions, which images have.  A text has the same positions without them."""
+    given: Any = parameters.get("mrope_section")
+    if not isinstance(given, list | tuple):
+        return plain
+    sections = tuple(int(size) for size in cast("list[Any]", given))
+    if len(sections) != 3 or sum(sections) != plain.width // 2:
+        return plain
+    return msgspec.structs.replace(
+        plain, sections=sections, is_interleaved=bool(parameters.get("mrope_interleaved"))
+    )
 
 
 def _yarn(stretched: RopeTraits, parameters: Mapping[str, Any]) -> RopeTraits:

@@ -93,7 +93,8 @@ def make_batch(
     samples = _samples(plan, chosen, starts + counts, first_tokens + counts - 1, num_drafts)
     prompt_ends = np.where(slots.num_prompt > SHORT_PROMPT, slots.num_prompt, 0)  # by slot
     *attended, are_prompts = _attended(chosen, starts, counts, prompt_ends[chosen])
-    can_be_recorded = not (are_prompts.any() or (counts > SHORT_ENTRY).any())
+    axes = slots.axes(chosen_T, positions_T)
+    can_be_recorded = axes is None and not (are_prompts.any() or (counts > SHORT_ENTRY).any())
     with_prompt_logprobs = not slots.with_prompt_logprobs.isdisjoint(plan.request_slots)
     read = None
     if reads_some and not (can_be_recorded or with_prompt_logprobs):
@@ -117,6 +118,7 @@ def make_batch(
             from_numpy(slots.token_ids[chosen_T, positions_T]),
             from_numpy(positions_T),
             from_numpy(kv_slots_T),
+            None if axes is None else from_numpy(axes),
         ),
         plans={
             window: plan_attention(slots.block_ids, *attended, window, are_prompts)

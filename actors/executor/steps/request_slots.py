@@ -30,6 +30,38 @@ class PromptSpan(NamedTuple):
     num_top: int
 
 
+class Axes(NamedTuple):
+    """Positions in time, height and width (M-RoPE) of one prompt with images.
+
+    The three are equal in text. The rows of an image begin where the text before it ends, and the text behind it continues
+    from the largest position of the image.
+    """
+
+    # [3, n] up to the end of the last image.
+    positions: np.ndarray
+    # What is added to a position behind them.
+    delta: int
+
+    @classmethod
+    def of(cls, grids: Sequence[tuple[int, int, int, int]]) -> "Axes":
+        """Compute the positions from each image's first position, time, height and width, in rows."""
+        parts: list[np.ndarray] = []
+        place = base = 0
+        for first, *grid in grids:
+            num_text = first - place
+            parts.append(np.repeat(base + np.arange(num_text)[None], 3, 0))
+            base += num_text
+            parts.append(base + np.indices(grid).reshape(3, -1))
+            place, base = first + int(np.prod(grid)), base + max(grid)
+        return cls(np.concatenate(parts, 1), base - place)
+
+    def at(self, positions_T: np.ndarray) -> np.ndarray:
+        """Return the positions [3, T] of tokens at these places of the sequence."""
+        num = self.positions.shape[1]
+        inside = self.positions[:, np.minimum(positions_T, num - 1)]
+        return np.where(positions_T < num, inside, positions_T + self.delta)
+
+
 class RequestSlots:
     """The running sequences by slot. The runner that owns it may change it, between steps.
 
@@ -65,6 +97,8 @@ class RequestSlots:
         self._embeds: dict[int, tuple[tuple[int, Tensor | ItemRows], ...]] = {}
         # Likewise, the rows of images. They do replace tokens, which count for penalties as those of a text.
         self._images: dict[int, tuple[tuple[int, Tensor | ItemRows], ...]] = {}
+        # By slot: positions in three dimensions up to the end of the last image.
+        self._axes: dict[int, Axes] = {}
 
     def place(self, new: NewSequence) -> None:
         """Assign a slot to a sequence and forget its previous content."""
@@ -80,6 +114,9 @@ class RequestSlots:
             self.with_prompt_logprobs.add(slot)
         self._embeds.pop(slot, None)
         self._images.pop(slot, None)
+        self._axes.pop(slot, None)
+        if new.grids:
+            self._axes[slot] = Axes.of(new.grids)
         if new.media:
             assert self._encoder is not None, "the renderer refuses images without an encoder"
             wholes = [WholeItem(item, self._encoder) for item in new.media]
@@ -114,6 +151,17 @@ class RequestSlots:
         The array is a view; it changes when the slot gets another sequence.
         """
         return self.token_ids[slot, self.num_prompt[slot] : end]
+
+    def axes(self, slots_T: np.ndarray, positions_T: np.ndarray) -> np.ndarray | None:
+        """Return the positions [3, T] of tokens in time, height and width, or None if no sequence of them has images."""
+        found = [slot for slot in set(slots_T.tolist()) if slot in self._axes]
+        if not found:
+            return None
+        axes_3T = np.repeat(positions_T[None], 3, 0)
+        for slot in found:
+            places = np.flatnonzero(slots_T == slot)
+            axes_3T[:, places] = self._axes[slot].at(positions_T[places])
+        return axes_3T
 
     def take_embeds(
         self, plan: StepPlan, first_tokens: np.ndarray

@@ -202,8 +202,16 @@ class ImageItems:
         runs = tuple(_runs(ids, self._config.row_token_id))
         if not runs:
             raise GenerationError(f"the image processor wrote no {self.placeholder!r}")
-        item = MediaItem(key, "image", processed.arrays, len(ids), runs)
+        grid = self._grid(processed) if self._config.family.has_grids else None
+        item = MediaItem(key, "image", processed.arrays, len(ids), runs, grid=grid)
         return PlacedItem(ids, item)
+
+    def _grid(self, processed: ProcessedImage) -> tuple[int, int, int]:
+        """Return the time, height and width of an image, in rows."""
+        array = next(array for array in processed.arrays if array.name == "image_grid_thw")
+        time, height, width = memoryview(array.data).cast("B").cast("q").tolist()
+        size = self._config.merge_size
+        return time, height // size, width // size
 
 
 class ItemCache:

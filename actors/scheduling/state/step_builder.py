@@ -276,6 +276,7 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         sampling=sequence.sampling(),
         embeds=admit.embeds,
         media=tuple(item for item in admit.media if item.end > sequence.num_computed),
+        grids=tuple((x.first + x.runs[0][0], *x.grid) for x in admit.media if x.grid is not None),
         grammar=admit.grammar,
         adapter_slot=0 if admit.adapter is None else admit.adapter.slot,
         family=f"{number} {scope} {salt}" if number or scope or salt else "",

@@ -79,6 +79,11 @@ class NativeModel:
             )
         )
 
+    @property
+    def has_three_positions(self) -> bool:
+        """Whether all layers take positions in time, height and width (M-RoPE)."""
+        return all(rope.sections for rope in self._part.traits.ropes)
+
     def load(self, wrap: Wrap | None = None) -> NativeDecoder[CpuOps]:
         """Read the weights, while another thread compiles the kernels.
 

@@ -138,7 +138,7 @@ class RecordedDecoderSteps:
         num_rows, num_drawn = len(batch.tokens.ids_T), len(samples.entries)
         step, is_drawn = self._step_for(batch, may_draw=may_draw)
         # numpy copies these because every call of torch releases the GIL, and a busy event loop then keeps it for a while.
-        for held, now in zip(self._inputs, batch.tokens, strict=True):
+        for held, now in zip(self._inputs, batch.tokens[:3], strict=True):
             held[:num_rows] = now.numpy()
         if self._mixers is not None:
             self._set_entries(batch, num_rows)
@@ -200,7 +200,7 @@ class RecordedDecoderSteps:
                 self._sampler.draw(logits_TV, *draws, out=tokens)
             return states_TE, logits_TV
 
-        held = [*inputs, *map(from_numpy, entries)]
+        held = [*inputs[:3], *map(from_numpy, entries)]
         held += [] if hidden_TE is None else [hidden_TE]
         return _RecordedStep(Recording(self._arena, held, step), batch.plans)
 

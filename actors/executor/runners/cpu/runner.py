@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.media.encoder import ImageEncoder
+from trouper.actors.executor.media.tower import ADVICE
 from trouper.actors.executor.models.decoder import Decoder, windows_of
 from trouper.actors.executor.runners.cpu.decoder_pass import DecoderPass
 from trouper.actors.executor.runners.cpu.draft_model import DraftModel
@@ -69,10 +70,8 @@ class CpuRunner:
         self._config, self._share = config, share
         dtype: torch.dtype = getattr(torch, config.dtype)
         self._dtype = dtype
-        self._encoder: ImageEncoder | None = None
-        if (media := config.media) is not None:
-            load = partial(load_tower, config, media)
-            self._encoder = ImageEncoder(load, media.encoder_cache_bytes)
+        model = model or NativeModel(config)
+        self._encoder = _encoder_of(config, model)
         self.slots = RequestSlots(
             config.scheduler.max_num_seqs, config.max_model_len, config.block_size, self._encoder
         )
@@ -85,7 +84,6 @@ class CpuRunner:
             self._drafter = Drafter(
                 config.speculation, self.slots, self._sampler.grammars, self._draft_model
             )
-        model = model or NativeModel(config)
         adapters: AdapterSlots | None = None
         self._adapter_rows: AdapterRows | None = None
         if config.lora is not None:
@@ -346,3 +344,18 @@ class CpuRunner:
         if not self._share.samples:
             return NOTHING_SAMPLED
         return self._sampler.sample(logits, slots, ends, rows)
+
+
+def _encoder_of(config: EngineConfig, model: NativeModel | HfModel) -> ImageEncoder | None:
+    """Return the encoder of the images that the config's model takes, if it takes any.
+
+    Raises:
+        UnsupportedFeatureError: the text model has no positions in three dimensions, and its images need them.
+    """
+    media = config.media
+    if media is None:
+        return None
+    if media.family.has_grids and (isinstance(model, HfModel) or not model.has_three_positions):
+        rule = f"images of {media.model_type} need trouper's own code of the text model, and mrope_section in config.json"
+        raise UnsupportedFeatureError(f"{rule}; {ADVICE}", parameter="model")
+    return ImageEncoder(partial(load_tower, config, media), media.encoder_cache_bytes)
