@@ -19,7 +19,7 @@ from trouper.actors.output import pooler as pooler_module
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.config.args import EngineArgs
-from trouper.errors import UnsupportedFeatureError
+from trouper.errors import TrouperValidationError
 from trouper.frontends.python import scoring as pooling_frontend
 from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.frontends.python.scoring import Scorer
@@ -80,7 +80,7 @@ async def test_loop_beats_while_multimodal_prompt_is_refused(monkeypatch):
     prompt = {"prompt": "see: ", "multi_modal_data": {"image": np.zeros((512, 512, 3))}}
     async with beating_engine() as (engine, heart):
         monkeypatch.setattr(Prompts, "_form", heart.hold_up(Prompts._form))
-        with pytest.raises(UnsupportedFeatureError, match="multi_modal_data"):
+        with pytest.raises(TrouperValidationError, match="takes no images"):
             await engine.generate(prompt, SamplingParams(max_tokens=1)).__anext__()
     assert heart.count > BEATS
 
