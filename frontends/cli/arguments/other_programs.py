@@ -242,7 +242,7 @@ _LLAMA: tuple[tuple[str, str], ...] = (
     ("--embd-normalize", "use --pooler-config.use_activation"),
     ("-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload -mmdev --mmproj-device "
      "--mtmd-batch-max-tokens", _NO_PROJECTORS),
-    ("--image", "it is an option of chat and generate; a server gets images in requests"),
+    ("--image", "use it with chat and generate; a server gets images in requests"),
     ("--image-min-tokens --image-max-tokens --media-path", _OF_PROCESSOR),
     ("--video-fps --video-timestamp-interval --video-ffmpeg-dir", "models take no videos here"),
     ("--api-key-file", "use --api-key for each key, or TROUPER_API_KEY"),
