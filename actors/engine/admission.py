@@ -20,13 +20,15 @@ TOKENS_PER_IMAGE = (
 )
 CHARACTERS_PER_TOKEN = 4  # of usual text; it counts only until the prompt is rendered
 BYTES_PER_EMBEDDING = 2**13  # 4096 numbers of two bytes
+# A prompt contains messages, a message parts, and a part its text: with the lists between them, six levels.
+DEPTH = 6
 
 
-def estimate_tokens(prompt: Any, depth: int = 6) -> int:
+def estimate_tokens(prompt: Any, depth: int = DEPTH) -> int:
     """Estimate the tokens of a prompt from its size, without tokenizing it.  Returns 0 for a value that is not a prompt.
 
     Args:
-        depth: the most levels to descend: a prompt contains messages, a message parts, and a part its text.
+        depth: the most levels to descend.
     """
     if isinstance(prompt, str):
         return len(prompt) // CHARACTERS_PER_TOKEN
@@ -37,12 +39,13 @@ def estimate_tokens(prompt: Any, depth: int = 6) -> int:
         given = cast("dict[Any, Any]", prompt)
         keys = ("prompt_token_ids", "prompt", "text_pair", "messages", "content", "text")
         items = [given[key] for key in keys if key in given]
+        # The prompt itself is no part of a message.
+        if depth < DEPTH and is_image(prompt):
+            return TOKENS_PER_IMAGE
     elif isinstance(prompt, list | tuple):
         items = list(cast("list[Any]", prompt))
         if items and isinstance(items[0], int):
             return len(items)
-    if is_image(prompt):
-        return TOKENS_PER_IMAGE
     num_rows = _payload_bytes(prompt) // BYTES_PER_EMBEDDING
     num_rows += TOKENS_PER_IMAGE * _num_data_images(prompt)
     return num_rows + sum(estimate_tokens(item, depth - 1) for item in items)
