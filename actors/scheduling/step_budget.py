@@ -25,7 +25,7 @@ QUIET_S = 45.0
 ROWS_FACTOR = 4.0
 # Prompt work in a step, over the time that a short prompt takes without company.  A newcomer waits for half a step on average and
 # then takes one of its own, so a short one has its first token after about twice its time without company.  Large models on a CPU are below this
-# limit anyway.  Small models and GPUs have large fixed costs: the limit makes their long prompts up to 14 % slower.
+# limit anyway.  Small models and GPUs have large fixed costs: the limit makes work with long prompts up to 20 % slower.
 SHORT_STEPS = 2.5
 MIN_S = 0.01
 # No plan is made behind a plan of this estimate until its answer: a newcomer waits for the plans in flight.
