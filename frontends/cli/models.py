@@ -16,7 +16,7 @@ from trouper.config.gguf.files import gguf_models, gguf_names
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.arguments.options import expand_options
 
-SHOWN = ("model", "path", "size_bytes", "type", "task", "served_by", "reason")
+SHOWN = ("model", "path", "size_bytes", "type", "task", "served_by", "state_bytes", "reason")
 HEADINGS = ("model", "size", "type", "task", "served by")
 
 
@@ -51,7 +51,7 @@ def models(
         print(json.dumps(shown, indent=2))
         return
     rows = [
-        (e["model"], size_text(e["size_bytes"]), e["type"] or "-", e["task"] or "-", e["served_by"] or f"no: {e['reason']}")
+        (e["model"], size_text(e["size_bytes"]), e["type"] or "-", e["task"] or "-", _served_by(e))
         for e in found
     ]  # fmt: skip
     nothing = _nothing_found(download_dir, folders or ())
@@ -146,6 +146,7 @@ def _entry(path: Path, name: str, files: list[Path] | None = None) -> dict[str, 
         "type": verdict.architecture,
         "task": verdict.task,
         "served_by": verdict.code,
+        "state_bytes": verdict.state_bytes,
         "reason": verdict.reason,
         "repository": None,
         "files": own,
@@ -163,5 +164,15 @@ def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join([*cells, row[-1]])
 
 
+def _served_by(entry: dict[str, Any]) -> str:
+    if not entry["served_by"]:
+        return f"no: {entry['reason']}"
+    num_bytes = entry["state_bytes"]
+    states = f", states: {size_text(num_bytes)} a sequence" if num_bytes else ""
+    return entry["served_by"] + states
+
+
 def size_text(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+    if num_bytes >= 1e8:
+        return f"{num_bytes / 1e9:.2f} GB"
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"

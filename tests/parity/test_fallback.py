@@ -13,6 +13,7 @@ from trouper.actors.executor.models.hf_attention import window_of
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.messages.steps import Sampling
+from trouper.config.checkpoint.state_sizes import state_bytes
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.inputs import TokensPrompt
 
@@ -67,6 +68,8 @@ def test_recurrent_models_equal_their_full_forward(family, tmp_path):
     model = tiny_model(family, tmp_path)
     runner = hf_runner(engine_config(tmp_path, model_impl="transformers", max_model_len=128))
     driver = Driver(runner, chunk=11, shuffle=1, stagger=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert runner.load().state_bytes == state_bytes(config, 4)
     sequences = driver.run(random_prompts((1, 7, 40, 23), VOCAB), 12, ALL_LOGPROBS)
     check(model, sequences)
     # The slots are used again, by sequences in another order.

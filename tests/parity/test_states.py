@@ -15,7 +15,7 @@ from .hf_families import VOCAB, tiny_model
 
 ENGINE = {
     "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 200, "block_size": 16, "max_num_seqs": 4,
-    "max_num_batched_tokens": 48, "device": "cpu", "kv_cache_memory_bytes": 2**25,
+    "max_num_batched_tokens": 48, "device": "cpu", "kv_cache_memory_bytes": 2**25, "model_impl": "transformers",
 }  # fmt: skip
 POISON = 7
 

@@ -18,8 +18,9 @@ from trouper.actors.executor.models.families.registry import (
 from trouper.actors.executor.weights.checkpoint import tensor_files
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.config.args import EngineArgs
+from trouper.config.checkpoint.state_sizes import state_bytes
 from trouper.config.gguf.header import is_gguf
-from trouper.config.model import ModelConfig
+from trouper.config.model import ITEM_BYTES, ModelConfig, concrete_dtype
 from trouper.errors import TrouperError, UnsupportedFeatureError, invalid
 
 
@@ -35,6 +36,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     task: str = ""
     code: str = ""
     reason: str = ""
+    # Of the recurrent states of one sequence; 0 without such states.
+    state_bytes: int = 0
 
 
 def judge(path: Path) -> Verdict:
@@ -53,7 +56,13 @@ def judge(path: Path) -> Verdict:
         code = "trouper" if has_own_code(model.hf_config, architecture) else "transformers"
         if code == "transformers":
             _check_transformers(model)
-        return Verdict(architecture=architecture, task="generate", code=code)
+        dtype = concrete_dtype("auto", model)
+        return Verdict(
+            architecture=architecture,
+            task="generate",
+            code=code,
+            state_bytes=state_bytes(model.hf_config, ITEM_BYTES[dtype]),
+        )
     except (TrouperError, OSError) as error:
         message = getattr(error, "message", str(error)).removeprefix("model: ")
         return Verdict(architecture=architecture, reason=message)

@@ -27,7 +27,7 @@ OPEN_POSITIONS = 32768
 
 def keeps_state(config: Mapping[str, Any]) -> bool:
     """Whether layers of a model keep a recurrent state."""
-    kinds = _kinds(config)
+    kinds = layer_kinds(config)
     if kinds is not None and config.get("model_type") not in (*PURE, *PARALLEL):
         return not RECURRENT_KINDS.isdisjoint(kinds)
     return config.get("model_type") in (*PURE, *PARALLEL, *MIXED)
@@ -40,7 +40,7 @@ def num_attention_layers(config: Mapping[str, Any]) -> int:
         KeyError: config.json has no number of layers.
         TypeError, ValueError, ZeroDivisionError: a field has a wrong value.
     """
-    kinds, kind = _kinds(config), config.get("model_type")
+    kinds, kind = layer_kinds(config), config.get("model_type")
     if kind in PURE:
         return 0
     if kinds is not None and not RECURRENT_KINDS.isdisjoint(kinds):
@@ -78,7 +78,8 @@ def check_states(config: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
             )
 
 
-def _kinds(config: Mapping[str, Any]) -> list[str] | None:
+def layer_kinds(config: Mapping[str, Any]) -> list[str] | None:
+    """Return the kind of each layer, or None if config.json has no list of them."""
     for name in ("layer_types", "layers_block_type"):
         kinds: Any = config.get(name)
         if isinstance(kinds, list):
