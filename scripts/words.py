@@ -69,7 +69,7 @@ BUDGETS = {
     "frontends": Budget(3.3, 20, 25),
     "kernels": Budget(2.5, 19, 24),
     "scripts": Budget(0.5, 10, 25),
-    "trouper": Budget(3.7, 22, 26),
+    "trouper": Budget(2.0, 22, 26),
     "docs": Budget(3.0),
 }
 

@@ -186,9 +186,10 @@ class UnsupportedFeatureError(TrouperError, NotImplementedError):
 
 
 class MissingExtraError(UnsupportedFeatureError):
-    """A feature needs an optional package that is not installed; the message says how to install it.
+    """A feature needs an optional package, and the package is not installed.
 
-    `refusal` says only what cannot be done, for a client over HTTP, which can install nothing here.
+    The message contains the command to install it.  `refusal` omits the command, because clients over HTTP cannot
+    install anything here.
     """
 
     def __init__(self, message: str, *, refusal: str, parameter: str | None = None) -> None:

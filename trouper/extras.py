@@ -11,10 +11,10 @@ REQUEST_EXTRAS = {
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install the packages of an extra, such as "pip install 'llguidance>=1.9,<2'".
+    """Return the command to install the packages of an extra, such as "pip install 'llguidance>=1.9,<2'".
 
-    It names the packages and not trouper, which is on no index: a checkout, a wheel and an installed copy need
-    different words for the same thing.
+    It names the packages themselves, because trouper is on no package index, and installing an extra of it works
+    differently for a checkout, a wheel and an installed copy.
     """
     packages = [
         requirement.split(";")[0].strip()

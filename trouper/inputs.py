@@ -10,10 +10,11 @@ class TextPrompt(TypedDict):
 
 
 class InfillPrompt(TypedDict):
-    """A gap between two texts, to be filled in by a model whose tokenizer has marks for that.
+    """A gap between two texts, to be filled in by a model trained for it.
 
-    `prompt` and `suffix` are the texts, `middle` is what the filling begins with; `files` stand before them, each
-    with a `filename` and a `text`.  Beyond `max_prompt_tokens` what lies farthest from the gap is left out.
+    `prompt` is the text before the gap and `suffix` the text behind it.  `middle` is the beginning of the answer.
+    Each of `files` has a `filename` and a `text`, and precedes both as context.  If the prompt exceeds
+    `max_prompt_tokens`, the text farthest from the gap is dropped.
     """
 
     prompt: str
@@ -63,8 +64,9 @@ class ChatPrompt(TypedDict):
 class EmbedsPrompt(TypedDict):
     """Rows of numbers in place of the embeddings of tokens; needs `enable_prompt_embeds`.
 
-    `prompt_embeds`: a floating torch tensor [tokens, hidden size], or the bytes of a torch.save or
-    safetensors file that holds one, or their base64: a string, or a memoryview, which is released then.
+    `prompt_embeds` is a floating torch tensor [tokens, hidden size], the bytes of a torch.save or safetensors file
+    with one, or the base64 of such a file.  The base64 is a string or a memoryview; a memoryview is released after
+    reading.
     """
 
     prompt_embeds: Any

@@ -8,16 +8,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Small models never leave whitespace that is unbounded.
+# Small models may never stop writing whitespace if it is unbounded.
 WHITESPACE = r"\n?[ ]{0,16}"
 
 
 class Lark:
-    """The rules of one grammar.
+    """The rules of one grammar, written one after the other.
 
     Args:
-        token_ids: ids of the added tokens, by their text: a mark that is one is written as one, since no other tokens that
-            spell it mean it.
+
+        token_ids: ids of the added tokens by their text.  A mark equal to one is written as this token, because other
+            tokens with the same text do not mean it.
     """
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:

@@ -52,11 +52,13 @@ class SamplingType(IntEnum):
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True):
-    """End an output whose tail is one pattern, `min_count` times in a row.
+    """End an output when a pattern has repeated at its end `min_count` times in a row.
 
-    The pattern has `min_pattern_size` (0 acts as 1) to `max_pattern_size` tokens; 0 switches it off.
+    The pattern has from `min_pattern_size` (0 acts as 1) to `max_pattern_size` tokens.  A `max_pattern_size` of 0
+    switches the detection off.
 
     Raises:
+
         TrouperValidationError: a value outside its range; the message names the parameter.
     """
 
@@ -345,7 +347,7 @@ class BeamSearchParams(msgspec.Struct):
 
 
 def _check_strings(name: str, texts: Collection[Any], limit: int) -> None:
-    """Refuse a list that is too long before any of its strings is looked at."""
+    """Refuse a too long list before any of its strings is examined."""
     if len(texts) > limit:
         raise invalid(name, f"may hold {limit} strings", len(texts))
     num_chars = 0
@@ -368,7 +370,7 @@ def _check_finite(name: str, value: object) -> None:
 
 
 def _is_finite(value: float) -> bool:
-    """Tell whether a float holds the value: an integer may be too large for one."""
+    """Check whether a float can represent the value: an integer may be too large."""
     return abs(value) <= sys.float_info.max
 
 

@@ -37,7 +37,7 @@ class LateInteractionParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Raises:
 
-        TrouperValidationError: a wrong mode or key, or uses that are missing or not positive.
+        TrouperValidationError: a wrong mode or key, or missing or nonpositive uses.
     """
 
     mode: Literal["cache_query", "score_doc"]

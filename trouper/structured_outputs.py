@@ -11,21 +11,25 @@ MAX_SOURCE = 2**18  # characters of a grammar in whatever form
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True):
-    """Parameters that say what a request's output must match; names and defaults are vLLM's.  Exactly one kind is set.
+    """Constrain the output of a request to a schema, an expression, a choice or a grammar.
+
+    Exactly one kind is set.  Names and defaults are vLLM's.
 
     Attributes:
+
         json: A JSON schema, as an object or as text.
-        regex: An expression that the whole output matches.
-        choice: Texts of which the output is one.
-        grammar: A grammar in the language of Lark, or in EBNF as llama.cpp writes it, whose root is `start` or `root`.
-        json_object: True asks for any JSON object.
+        regex: An expression that matches the whole output.
+        choice: Texts; the output is one of them.
+        grammar: A grammar in the language of Lark, or in llama.cpp's EBNF, with the root `start` or `root`.
+        json_object: True allows any JSON object.
         structural_tag: Text in which tags are followed by a schema: `{"structures": …, "triggers": …}`.
-        disable_any_whitespace: No whitespace stands between the tokens of JSON.
-        disable_additional_properties: Objects have the properties that their schema names and no others.
-        whitespace_pattern: An expression of the whitespace between the tokens of JSON; by default at most a
+        disable_any_whitespace: Write JSON without white space between its tokens.
+        disable_additional_properties: Objects have only the properties in their schema.
+        whitespace_pattern: An expression for the white space between the tokens of JSON; by default at most a
             newline and sixteen blanks.
 
     Raises:
+
         TrouperValidationError: none or several kinds are set, or one has a wrong type.
     """
 
@@ -55,7 +59,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True):
         self._check_choice()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the same object, which is frozen: a schema is large to copy, and copies are made on an event loop."""
+        """Return the same object, because it is frozen: a schema is large to copy, and copies are made on an event loop."""
         return self
 
     @property

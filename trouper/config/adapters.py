@@ -43,7 +43,7 @@ REPEATS = ("*", "+", "?", "{")
 # With these limits matching a name of 100 characters takes about 10**6 steps.
 MAX_PATTERN, MAX_REPEATS = 512, 3
 Rank = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
-# Keys that are accepted only with these values, because other values change the model in another way than LoRA.
+# Keys accepted only with these values, because other values change the model in another way than LoRA.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "use_bdlora"), (False, [], {})),

@@ -41,7 +41,7 @@ MORE = "kv_cache_memory_bytes (--kv-cache-memory-bytes)"
 
 
 class Sizes(NamedTuple):
-    """Sizes of an engine that are known before its weights are read."""
+    """Sizes of an engine known before its weights are read."""
 
     # The tokens of the longest sequence that the model can compute.
     longest: int
@@ -292,7 +292,7 @@ def states_line(config: EngineConfig, num_rows: int, row_bytes: int) -> str | No
 
 
 def context_line(config: EngineConfig, longest: int | None = None) -> str | None:
-    """Describe a context that is shorter than the model's: why, and how to get more.  Returns None for a full one."""
+    """Describe a context shorter than the model's: why, and how to get more.  Returns None for a full one."""
     length, whole = config.max_model_len, config.model.max_position_embeddings
     if not config.is_length_open or config.pooler is not None or length >= whole:
         return None

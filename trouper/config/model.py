@@ -174,7 +174,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Add the quantization of modelopt, which is stored in a file of its own, hf_quant_config.json."""
+    """Add the quantization of modelopt, stored in a file of its own, hf_quant_config.json."""
     if config.get("quantization_config"):
         return config
     own = read_object(folder / "hf_quant_config.json")
@@ -184,7 +184,7 @@ def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _first(*values: Any) -> Any:
-    """Return the first value that is not None; 0 counts as a value."""
+    """Return the first value other than None; 0 counts as a value."""
     return next((value for value in values if value is not None), None)
 
 

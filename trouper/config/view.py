@@ -74,7 +74,7 @@ class ModelView:
 
 
 class ConfigView:
-    """A part of the configuration.  The error of an unknown name says where to look."""
+    """A part of the configuration.  The error for an unknown name names the class to look in."""
 
     def __init__(self, kind: str, **fields: Any) -> None:
         self.__dict__.update(fields)

@@ -62,7 +62,7 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
         """Read the configs of a MultiVectorEncoder: its own, its Transformer's and its MultiVectorMask's.
 
         Raises:
-            UnsupportedFeatureError: an option that is not supported.
+            UnsupportedFeatureError: an unsupported option.
         """
         prompts: dict[str, Any] = config.get("prompts") or {}
         expansion: dict[str, Any] = transformer.get("query_expansion") or {}

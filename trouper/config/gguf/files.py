@@ -15,7 +15,7 @@ from trouper.errors import invalid
 # The depth of folders in a folder: repositories have one folder for each QUANT, or none.
 DEPTH = 2
 MANY = 30  # names in a message
-# Files that belong to a model, or that were used to make it.
+# Files that belong to a model, or were used to make it.
 NO_MODELS = {"mmproj", "imatrix"}
 
 

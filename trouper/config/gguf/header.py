@@ -118,7 +118,7 @@ class GgufStrings(msgspec.Struct, frozen=True):
         return len(self.ends)
 
     def __getitem__(self, i: int) -> str:
-        """Decode one string.  Bytes that are not UTF-8 become replacement characters."""
+        """Decode one string.  Invalid UTF-8 becomes replacement characters."""
         begin = self.ends[i - 1] if i else 0
         return self.content[begin + LENGTH.size : self.ends[i]].decode(errors="replace")
 
