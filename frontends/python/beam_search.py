@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self, TypeGuard, cast
 
 import msgspec
 
+from trouper.actors.rendering.media.parts import take_images
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -23,7 +24,7 @@ Generate = Callable[[Sequence[PromptType], SamplingParams], Sequence[RequestOutp
 Decode = Callable[[list[int], bool], str]
 
 # Fields of a prompt dict that apply to every beam.
-EXTRAS = ("cache_salt", "mm_processor_kwargs")
+EXTRAS = ("cache_salt", "mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids")
 
 
 class BeamSearchSequence(msgspec.Struct):
@@ -258,7 +259,15 @@ def _one_token(
 
 def _as_prompt(beam: BeamSearchSequence, prompt: PromptType) -> TokensPrompt:
     """Return a prompt that continues the beam, with the extra fields of the original prompt."""
-    extras = {name: prompt[name] for name in EXTRAS if name in prompt} if _is_dict(prompt) else {}
+    given = cast("Mapping[str, Any]", prompt) if _is_dict(prompt) else {}
+    extras: dict[str, Any] = {name: given[name] for name in EXTRAS if name in given}
+    if "messages" in given:
+        # The tokens of the images are in the beam already, and their content belongs to them.
+        _, images = take_images(given["messages"])
+        if images:
+            extras["multi_modal_data"] = {"image": [image.data for image in images]}
+        if any(image.uuid for image in images):
+            extras["multi_modal_uuids"] = {"image": [image.uuid for image in images]}
     return cast("TokensPrompt", {**extras, "prompt_token_ids": beam.tokens})
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.vision import FAMILIES, VisionModel, image, picture, text
-from trouper import LLM, SamplingParams
+from trouper import LLM, BeamSearchParams, SamplingParams
 from trouper.actors.executor.media.tower import VisionTower
 from trouper.actors.executor.steps.request_slots import Axes
 from trouper.actors.messages.media import MediaItem
@@ -186,6 +186,18 @@ def test_preempted_requests_see_their_images_again(oracles, kind):
     with opened(oracle) as large:
         wanted = large.chat(chats, asked, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in wanted]
+
+
+def test_every_round_of_a_beam_search_sees_the_image(llm, llava):
+    beams = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
+    inputs = [llava.arrays(picture(23))]
+    in_chat, in_text = chat([["A ", image(23)]]), {"prompt": "A <image>"}
+    prompts = [{"messages": in_chat}, in_text | {"multi_modal_data": {"image": picture(23)}}]
+    for found in llm.beam_search(prompts, beams):
+        ids = list(found.sequences[0].tokens)
+        scores = llava.model.logprobs(ids, inputs)
+        total = sum(float(scores[i - 1, ids[i]]) for i in range(len(ids) - 4, len(ids)))
+        assert found.sequences[0].cum_logprob == pytest.approx(total, abs=1e-3)
 
 
 def test_completions_of_one_prompt_share_its_image(llm, llava):
