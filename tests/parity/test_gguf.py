@@ -542,6 +542,8 @@ PIECES = {
     "hunyuan": ["it", "'s", "Ġ", "1", "2", "3", "4", "Ġup", "!\u010a"],
     "hunyuan-dense": ["it", "'s", "Ġ", "123", "4", "Ġup", "!\u010a"],
     "seed-coder": ["it", "'s", "Ġ", "1", "2", "3", "4", "Ġup", "!", "\u010a"],
+    "lfm2": ["it", "'s", "Ġ", "123", "4", "Ġup", "!\u010a"],
+    "qwen35": ["it", "'s", "Ġ", "1", "2", "3", "4", "Ġup", "!\u010a"],
     "falcon": ["it", "'", "s", "Ġ", "123", "4", "Ġup", "!", "\u010a"],
 }
 
@@ -552,6 +554,18 @@ def test_texts_are_split_as_the_name_says(name, tmp_path):
     path = write(tmp_path / "m.gguf", tensors=[("token_embd.weight", table, None)], pre=name)
     splitter = read_tokenizer(read_gguf(path)).backend.pre_tokenizer
     assert [item for item, _ in splitter.pre_tokenize_str("it's 1234 up!\n")] == PIECES[name]
+
+
+def test_combining_marks_belong_to_words_of_qwen35(tmp_path):
+    table = np.zeros((10, 64), np.float32)
+    found = []
+    for name in ("qwen35", "qwen2"):
+        path = write(tmp_path / name, tensors=[("token_embd.weight", table, None)], pre=name)
+        splitter = read_tokenizer(read_gguf(path)).backend.pre_tokenizer
+        found.append(
+            len(splitter.pre_tokenize_str("\u0e19\u0e49\u0e33"))
+        )  # Thai: letter, mark, letter
+    assert found == [1, 2]
 
 
 def test_folder_with_one_file_and_quantization_name_it(tmp_path):

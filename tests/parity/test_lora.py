@@ -9,7 +9,7 @@ from trouper import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from trouper.inputs import TokensPrompt
 
 from .driver import random_prompts
-from .test_architectures import CASES, VOCAB, tiny_model
+from .test_architectures import CASES, RECURRENT, VOCAB, tiny_model
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft
@@ -212,6 +212,24 @@ def test_adapter_follows_order_of_rows_that_it_changes(case, tmp_path):
     expected = greedy_of_peft(base, adapter, PROMPTS[:1])
     with LLM(str(base), max_loras=1, **OPTIONS) as llm:
         compare(run(llm, PROMPTS[:1], LoRARequest("one", 1, str(adapter))), expected)
+
+
+MIXED = {
+    "qwen3-5": ["q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "down_proj"],
+    "lfm2": ["q_proj", "in_proj", "out_proj", "w2"],
+    "granite-4-h": ["v_proj", "in_proj", "out_proj", "input_linear"],
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_adapters_of_recurrent_mixers_equal_peft(case, tmp_path):
+    tiny_model(*RECURRENT[case], tmp_path / "model")
+    options = {"r": 4, "lora_alpha": 8, "target_modules": MIXED[case]}
+    save_adapter(tmp_path / "model", tmp_path / "adapter", options)
+    expected = greedy_of_peft(tmp_path / "model", tmp_path / "adapter", PROMPTS[:2])
+    with LLM(str(tmp_path / "model"), **OPTIONS) as llm:
+        request = LoRARequest("a", 1, str(tmp_path / "adapter"))
+        compare(run(llm, PROMPTS[:2], request), expected)
 
 
 def values(outputs):

@@ -32,6 +32,11 @@ _SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 LLAMA3 = (_WORDS + r"\p{N}{1,3}" + _LATE,)
 QWEN2 = (_WORDS + r"\p{N}" + _LATE,)
+# Combining marks belong to words.
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 GPT_4O = (_CASED % (_ENDING, _ENDING) + r"\p{N}{1,3}" + _SLASHED,)
 TEKKEN = (_CASED % ("", "") + r"\p{N}" + _SLASHED,)
 DEEPSEEK_V3 = (
@@ -78,11 +83,13 @@ PRES = {
     "llama-bpe": Pre(LLAMA3, ignores_merges=True, adds_bos=True),
     "llama3": Pre(LLAMA3, ignores_merges=True, adds_bos=True),
     "llama-v3": Pre(LLAMA3, ignores_merges=True, adds_bos=True),
+    "lfm2": Pre(LLAMA3, ignores_merges=True, adds_bos=True),
     "dbrx": Pre(LLAMA3),
     "smaug-bpe": Pre(LLAMA3),
     "chatglm-bpe": Pre(LLAMA3),
     "glm4": Pre(LLAMA3),
     "qwen2": Pre(QWEN2, is_composed=True),
+    "qwen35": Pre(QWEN35, is_composed=True),
     "deepseek-r1-qwen": Pre(QWEN2, is_composed=True),
     "hunyuan": Pre(QWEN2),
     "hunyuan-dense": Pre(DEEPSEEK_V3),
