@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.bench.kernels import recurrent
 from trouper.bench.kernels.measure import EPS, NUM_CHECKED_OUTPUTS, Case, Operation, Shapes
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention.varlen import (
@@ -383,6 +384,10 @@ OPS: dict[str, Operation] = {
     "rms_norm": norm,
     "rms_norm, heads": head_norm,
     "act_and_mul": act_and_mul,
+    "causal_conv": recurrent.causal_conv,
+    "gated_delta": recurrent.gated_delta,
+    "ssd": recurrent.ssd,
+    "gated_norm": recurrent.gated_norm,
     "varlen_attention": whole_attention,
     "layer_norm": layer_norm,
     "shared_sum": sum_of_ranks,
