@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from trouper import LLM, SamplingParams
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.steps import Sampling
+from trouper.inputs import TokensPrompt
 
 from .driver import Driver, engine_config, random_prompts
 from .test_architectures import RECURRENT, tiny_model
@@ -77,6 +79,20 @@ def test_a_row_used_before_changes_nothing(case, tmp_path):
     first, second = (driver.run([prompt], 5, EVERY)[0].logprobs for prompt in prompts)
     again = [driver.run([prompt], 5, EVERY)[0].logprobs for prompt in reversed(prompts)]
     assert again == [second, first]
+
+
+@each
+def test_cached_prefixes_change_no_token(case, tmp_path):
+    make(case, tmp_path)
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in random_prompts((70, 40), VOCAB)]
+    params = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=8)
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 16}
+    with LLM(str(tmp_path), **options, max_num_batched_tokens=48) as llm:
+        first, second = (llm.generate(prompts, params, use_tqdm=False) for _ in range(2))
+    for cold, warm in zip(first, second, strict=True):
+        assert warm.num_cached_tokens >= 32 > cold.num_cached_tokens
+        for wanted, found in zip(cold.outputs, warm.outputs, strict=True):
+            assert found.token_ids == wanted.token_ids
 
 
 @each
