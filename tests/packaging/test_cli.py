@@ -199,6 +199,8 @@ MISTAKES = [
     ("chat -q hello --max-tokens 0", 2, "max_tokens"),
     ("chat /no/such/folder -q hello", 2, "no such model folder"),
     ("chat folder -m folder -q hello", 2, "give only one of them"),
+    ("chat -q hello -m one --model two", 2, "--model is given more than once"),
+    ("serve --model a=one --model b=two", 2, "a server on another --port"),
     ("chat one two", 2, "two"),
     ("chat a --url http://host --model-name b -q hello", 2, "give only one of them"),
     ("chat -q hello --url ftp://host", 2, "must be http://"),

@@ -10,7 +10,11 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from trouper.errors import UnsupportedFeatureError
-from trouper.frontends.cli.arguments.misplaced import check_command_first, check_no_text
+from trouper.frontends.cli.arguments.misplaced import (
+    check_command_first,
+    check_no_text,
+    check_one_model,
+)
 from trouper.frontends.cli.arguments.other_programs import COMMANDS, FOR_ENGINE, settle
 
 # The panels of parameters that do not name one.
@@ -27,6 +31,8 @@ class PanelCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         kept, ctx.meta[FOR_ENGINE] = settle(self.params, args)
+        _, _, given = self.make_parser(ctx).parse_args(list(kept))
+        check_one_model(ctx, given)
         return super().parse_args(ctx, kept)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
