@@ -33,11 +33,24 @@ class TrouperValidationError(TrouperClientError, ValueError):
 
     code = "invalid_value"
 
-    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        parameter: str | None = None,
+        value: Any = None,
+        rule: str | None = None,
+    ) -> None:
+        """Store the facts of the error.
+
+        Args:
+            rule: the message without the parameter's name, for callers who know the parameter by another name.
+        """
         super().__init__(message)
         self.message = message
         self.parameter = parameter
         self.value = value
+        self.rule = message if rule is None else rule
 
     def __str__(self) -> str:
         facts: list[str] = []
@@ -84,7 +97,8 @@ def invalid(parameter: str, rule: str, value: object = None) -> TrouperValidatio
     The message is the parameter's name, a colon and the rule, for example "top_p: must be in (0,
     1]".  `value` appears only in `str()` of the error.
     """
-    return TrouperValidationError(f"{parameter}: {rule}", parameter=parameter, value=value)
+    message = f"{parameter}: {rule}"
+    return TrouperValidationError(message, parameter=parameter, value=value, rule=rule)
 
 
 MAX_SHOWN = 8  # wrong values that one error names

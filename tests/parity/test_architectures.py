@@ -167,11 +167,11 @@ QUICK = ("gpt2", "phi-normed", "falcon-new", "cohere-normed")
 
 
 def each_case():
-    """All cases, of which most with layer norms are slow."""
+    """All cases without recurrent states; most of those with layer norms are slow."""
     slow = LAYER_NORMED.keys() - QUICK
     return [
         pytest.param(case, marks=pytest.mark.slow if case in slow else ())
-        for case in CASES | CPU_ONLY
+        for case in CASES | SPARSE | LAYER_NORMED
     ]
 
 

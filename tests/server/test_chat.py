@@ -167,7 +167,8 @@ async def test_text_to_tokens_and_back(engine, client):
         "count": 3, "max_model_len": 512, "tokens": ids,
         "token_strs": engine.tokenizer.vocabulary_strings(ids),
     }  # fmt: skip
-    assert (await client.post("/detokenize", {"tokens": ids})).json == {"prompt": "def f("}
+    text = (await client.post("/detokenize", {"tokens": ids})).json
+    assert text == {"prompt": "def f(", "content": "def f("}
 
 
 async def test_a_conversation_to_tokens(client):

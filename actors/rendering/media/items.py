@@ -293,8 +293,7 @@ def _named(where: str) -> Generator[None]:
     except TrouperValidationError as error:
         if error.parameter != "image":
             raise
-        rule = error.message.removeprefix("image: ")
-        raise MediaError(f"{where}: {rule}", parameter=where, code="invalid_image") from error
+        raise MediaError(f"{where}: {error.rule}", parameter=where, code="invalid_image") from error
 
 
 def _options(given: Any) -> Mapping[str, Any]:

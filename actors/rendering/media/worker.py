@@ -160,11 +160,9 @@ def _answer(
 
 def _refusal(error: TrouperValidationError) -> ImageAnswer:
     """Return the processor's refusal: of an option, which it names, or of the image."""
-    parameter = error.parameter or ""
-    rule = error.message.removeprefix(f"{parameter}: ")
-    if parameter == "image":
-        return ImageAnswer("invalid_image", rule)
-    return ImageAnswer(error.code, rule, parameter)
+    if error.parameter == "image":
+        return ImageAnswer("invalid_image", error.rule)
+    return ImageAnswer(error.code, error.rule, error.parameter or "")
 
 
 def _image(fields: ImageFields, data: memoryview) -> "Image.Image":
