@@ -259,7 +259,7 @@ def _one_token(
 
 def _as_prompt(beam: BeamSearchSequence, prompt: PromptType) -> TokensPrompt:
     """Return a prompt that continues the beam, with the extra fields of the original prompt."""
-    given = cast("Mapping[str, Any]", prompt) if _is_dict(prompt) else {}
+    given: Mapping[str, Any] = prompt if _is_dict(prompt) else {}
     extras: dict[str, Any] = {name: given[name] for name in EXTRAS if name in given}
     if "messages" in given:
         # The tokens of the images are in the beam already, and their content belongs to them.

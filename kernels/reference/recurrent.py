@@ -11,6 +11,9 @@ The tokens of a step belong to entries, one for each sequence.  The state behind
 before it, in order; it does not depend on how they are divided into steps.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of unflatten, repeat and some others open.
+
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 

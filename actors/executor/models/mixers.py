@@ -9,6 +9,9 @@ A layer calls its mixer without knowing the kind. `kernels/recurrent.py` has the
 T  tokens    E  hidden size    K  taps    C  channels of a convolution
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of unflatten, repeat and some others open.
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol

@@ -117,7 +117,7 @@ def _random(cls: Any, hf_config: Any, seed: int, dtype: torch.dtype) -> Any:
 
 def _name(found: Any) -> str:
     """Return the name of a tensor; for one of a wrong shape the library gives the shapes, too."""
-    return str(found[0]) if isinstance(found, tuple) else str(found)
+    return str(cast("tuple[Any, ...]", found)[0]) if isinstance(found, tuple) else str(found)
 
 
 def _is_of_text(name: str) -> bool:

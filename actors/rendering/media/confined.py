@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -203,7 +203,8 @@ def _message(order: ImageOrder) -> bytes:
     except (TypeError, ValueError):
         rule = "must hold numbers, texts, lists and dicts only"
         raise invalid("mm_processor_kwargs", rule) from None
-    return b"".join((len(head).to_bytes(LENGTH_BYTES), head, data))
+    content = cast("bytes", data)
+    return b"".join((len(head).to_bytes(LENGTH_BYTES), head, content))
 
 
 def _refusal(answer: ImageAnswer, where: str) -> TrouperValidationError:

@@ -330,7 +330,7 @@ def _pixels_or_file(data: Any) -> Any:
         RefusedFileError: it is neither, or too large.
     """
     if isinstance(data, bytes | bytearray | memoryview):
-        return bytes(data)
+        return bytes(cast("bytes | bytearray | memoryview", data))
     from PIL import Image
 
     if isinstance(data, Image.Image):

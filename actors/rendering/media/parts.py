@@ -141,7 +141,7 @@ def read_at(where: str, given: Any) -> bytes:
         if isinstance(given, Base64File):
             return decode_base64(given.text)
         if isinstance(given, str | memoryview):
-            return read_url(given)
+            return read_url(cast("str | memoryview", given))
     except RefusedFileError as error:
         raise refused(where, error) from None
     raise invalid(where, "must be a URL such as data:image/png;base64,…")

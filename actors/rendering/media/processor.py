@@ -115,7 +115,7 @@ class ImageProcessor:
 def image_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of images: those outside of any scope, then those in `images_kwargs`."""
     flat = {name: value for name, value in kwargs.items() if name not in SCOPES}
-    scoped = kwargs.get(SCOPES[0]) or {}
+    scoped: Any = kwargs.get(SCOPES[0]) or {}
     if not isinstance(scoped, Mapping):
         raise invalid(NAME, f"{SCOPES[0]} must be a dict", type(scoped).__name__)
     return {**flat, **cast("Mapping[str, Any]", scoped)}
@@ -188,25 +188,22 @@ def _fields(folder: Path, image_token: str) -> dict[str, Any]:
         _object(folder / name)
         for name in ("config.json", "tokenizer_config.json", "processor_config.json")
     )
-    vision = config.get("vision_config") or {}
-    patch = vision.get("patch_size", 14)
-    image = vision.get("image_size", 336)
-    patch, image = (value[0] if isinstance(value, list) else value for value in (patch, image))
+    vision: dict[str, Any] = config.get("vision_config") or {}
+    sizes: list[Any] = [vision.get("patch_size", 14), vision.get("image_size", 336)]
+    # Some configurations have a height and a width.
+    patch, image = (
+        int(cast("list[Any]", size)[0] if isinstance(size, list) else size) for size in sizes
+    )
     strategy = config.get("vision_feature_select_strategy", "default")
     ratio = config.get("downsample_ratio") or 1 / (config.get("scale_factor") or 1)
     num_tokens = int(math.pow(image // patch * ratio, 2))
-    tokens: dict[str, Any] = (
-        {
-            name: token
-            for name, token in {
-                **of_tokenizer,
-                **(of_tokenizer.get("extra_special_tokens") or {}),
-            }.items()
-            if name.endswith("_token") and isinstance(token, str)
-        }
-        if not isinstance(of_tokenizer.get("extra_special_tokens"), list)
-        else {}
-    )
+    extra: Any = of_tokenizer.get("extra_special_tokens") or {}
+    named: dict[str, Any] = {} if isinstance(extra, list) else {**of_tokenizer, **extra}
+    tokens = {
+        name: token
+        for name, token in named.items()
+        if name.endswith("_token") and isinstance(token, str)
+    }
     known: dict[str, Any] = {
         "patch_size": patch,
         "spatial_merge_size": config.get("spatial_merge_size", 1),

@@ -33,6 +33,7 @@ def images_of(prompt: Mapping[str, Any]) -> list[ImagePart]:
         rule = f"has {len(names)} of images, and {DATA} has {len(images)} images"
         raise invalid(UUIDS, rule)
     found: list[ImagePart] = []
+    image: Any
     for i, image in enumerate(images):
         where, uuid = f"{DATA}.image[{i}]", names[i] if names else None
         if uuid is not None and not (isinstance(uuid, str) and 1 <= len(uuid) <= MAX_UUID_CHARS):

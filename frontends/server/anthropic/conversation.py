@@ -53,8 +53,8 @@ def _put_back_blocks(content: Any, strings: dict[str, memoryview]) -> None:
         match block:
             case {"type": "image", "source": {"data": str(data)}}:
                 block["source"]["data"] = strings.pop(data, data)
-            case {"type": "tool_result", "content": list(inner)}:
-                _put_back_blocks(inner, strings)
+            case {"type": "tool_result", "content": list()}:
+                _put_back_blocks(block["content"], strings)
             case _:
                 pass
 
@@ -294,7 +294,8 @@ def _part(place: str, block: JSONObject) -> JSONObject:
                 raise invalid(f"{place}.source.data", "must be a file in base64")
             if media_type is not None and not isinstance(media_type, str):
                 raise invalid(f"{place}.source.media_type", "must be a string", media_type)
-            return {"type": "image", "image": Base64File(data)}
+            text = cast("str | memoryview", data)
+            return {"type": "image", "image": Base64File(text)}
         case "url":
             return {"type": "image_url", "image_url": source.get("url")}
         case "file":

@@ -139,7 +139,8 @@ def _with_images(place: str, images: Any, text: str) -> Any:
     for i, file in enumerate(cast("list[Any]", images)):
         if not isinstance(file, str | memoryview):
             raise invalid(f"{place}[{i}]", "must be a file in base64")
-        parts.append({"type": "image", "image": Base64File(file)})
+        text_of_file = cast("str | memoryview", file)
+        parts.append({"type": "image", "image": Base64File(text_of_file)})
     return [*parts, {"type": "text", "text": text}] if text else parts
 
 
