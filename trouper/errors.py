@@ -44,7 +44,7 @@ class TrouperValidationError(TrouperClientError, ValueError):
         """Store the facts of the error.
 
         Args:
-            rule: the message without the parameter's name, for callers who know the parameter by another name.
+            rule: the message without the name of the parameter, for callers with another name for it.
         """
         super().__init__(message)
         self.message = message
