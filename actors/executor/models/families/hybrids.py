@@ -47,7 +47,7 @@ def _qwen3_5(config: HfConfig) -> DecoderTraits:
             num_v_heads=config.get("linear_num_value_heads", 32),
             k_dim=config.get("linear_key_head_dim", 128),
             v_dim=config.get("linear_value_head_dim", 128),
-            taps=config.get("linear_conv_kernel_dim", 4),
+            taps=_taps(config, "linear_conv_kernel_dim", 4),
         ),
     )
 
@@ -71,9 +71,22 @@ def _lfm2(config: HfConfig) -> DecoderTraits:
         ropes=(rope_traits(config, head_dim, default_theta=1_000_000.0),),
         layers=_layers(config, by_default, {"conv": "short_conv"}),
         short_conv=ShortConvTraits(
-            taps=config.get("conv_L_cache", 3), has_bias=bool(config.get("conv_bias", False))
+            taps=_taps(config, "conv_L_cache", 3), has_bias=bool(config.get("conv_bias", False))
         ),
     )
+
+
+def _taps(config: HfConfig, name: str, default: int) -> int:
+    """Return the number of taps of a convolution.  With a single one there is no state, so it is refused.
+
+    Raises:
+        UnsupportedFeatureError: the number is below 2.
+    """
+    taps = config.get(name, default)
+    if taps < 2:
+        rule = f"{name} must be at least 2: a convolution of {taps} taps is not supported"
+        raise UnsupportedFeatureError(rule, parameter=name)
+    return taps
 
 
 def _lfm2_width(config: HfConfig) -> int:
@@ -123,7 +136,7 @@ def _granite_mamba(config: HfConfig) -> Mamba2Traits:
         head_dim=size // num_heads if head_dim == "auto" else head_dim,
         num_states=config.get("mamba_d_state", 256),
         num_groups=config.get("mamba_n_groups", 1),
-        taps=config.get("mamba_d_conv", 4),
+        taps=_taps(config, "mamba_d_conv", 4),
         has_bias=bool(config.get("mamba_proj_bias", False)),
         has_conv_bias=bool(config.get("mamba_conv_bias", True)),
         low=float(low),
