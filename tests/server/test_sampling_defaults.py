@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import trouper
 from trouper.actors.messages.steps import Sampling
 from trouper.config.args import EngineArgs
 from trouper.config.generation import (
@@ -202,3 +203,23 @@ def test_the_page_names_the_common_defaults():
         assert f"{name} {value}" in PAGE
     for key, field in GGUF_FIELDS.items():
         assert f"`general.sampling.{key}` | `{field}`" in PAGE
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ("actors/executor/sampling", "actors/executor/runners/cpu"),
+        ("actors/executor/runners/cuda",),
+    ],
+    ids=["cpu", "cuda"],
+)
+def test_devices_read_every_field_of_theirs(folders):
+    root = Path(trouper.__file__).parent
+    sources = "".join(
+        path.read_text() for folder in folders for path in (root / folder).glob("*.py")
+    )
+    # The scheduler turns prompt logprobs into the rows of a plan.
+    fields = set(DEVICE_FIELDS) - {"prompt_logprobs"}
+    # `Sampling.repetition` is 1 for requests without a penalty.
+    names = {name: name.replace("repetition_penalty", "repetition") for name in fields}
+    assert {name for name in names.values() if not re.search(rf"\.{name}\b", sources)} == set()
