@@ -32,8 +32,8 @@ class SamplingField(msgspec.Struct, frozen=True, kw_only=True):
         holds: returns whether a value is in the range, and `rule` is the end of the error's sentence if it is not.
         is_in_bodies: whether the HTTP APIs for completions and chats pass the field on under its own name.
         is_on_device: whether `Sampling` has a field with this name and the same value.
-        beam_search: `follows` and `refuses` are about a value in the body of a request; a search has its own
-            parameters for the other fields.
+        beam_search: what a beam search does with this field in a request body.  It is empty for fields that a search
+            sets itself.
         neutral: the values that change nothing, which a search therefore accepts.
         help: the help of the option on the command line, if there is one.
     """

@@ -10,14 +10,14 @@ Laws:
 2. *Only computed KV is shared.*  A block is offered as a prefix, and a prompt is forked, only after the device has answered the step
    that computed it.  So a failed step takes nothing back but itself.
 3. *Preemption epochs.*  A result belongs to the preemption epoch in which it was planned.  A sequence that ended meanwhile drops it.
-   A sequence that was preempted meanwhile appends it, and does not start again before it has come.
+   A sequence that was preempted meanwhile appends it, and restarts only after receiving it.
 4. *One end.*  Each sequence has exactly one finishing output, except those that the detokenizer has stopped itself.
 5. *Progress.*  The best running sequence is never preempted while another one runs.  (The best is a sequence that was preempted the
    allowed number of times, else the first in the order.)  It always fits when it runs without others, because `limit` is at most what
    all blocks hold together.  So each plan advances the best running sequence or waits for its sample in flight.  Sequences are
    finite: it ends, and the next one becomes the best.
-   No sequence overtakes the head of the queue, except a bounded number of them while its adapter has no slot (`start_waiting`).
-   So it starts at the latest when all sequences that were running at that time have ended.  With step times (`prompt_turns.py`) the
+   While the head of the queue waits for an adapter slot, a bounded number of sequences may overtake it; otherwise none does
+   (`start_waiting`).  So it starts at the latest when all sequences that were running at that time have ended.  With step times (`prompt_turns.py`) the
    head is the first in the fluid order, whose times are finite, and a bounded number passes it also while it finds no room.
 6. *No idling.*  `plan()` returns None only while paused, while the device is lost, while enough steps (or one long step) are in flight,
    or if nothing is runnable.  An answer from the device or a new event calls it again.

@@ -6,8 +6,8 @@ are spent.  A prompt without a compiled grammar is skipped.
 
 Laws:
 1. A step that computes the end of a prompt takes no part of another one, so no first token is delayed by it.
-2. Lack of time never lets others pass the first prompt in the order.  Lack of KV blocks or of adapter slots does, at most
-   MAX_PASSES times; then no other prompt starts before it.  A lower priority never takes the blocks that it waits for.
+2. Others may not pass the first prompt in the order because time is short.  They may pass it at most MAX_PASSES times while it
+   lacks KV blocks or an adapter slot.  A lower priority never takes the blocks that it waits for.
 3. A step advances the fluid by its prompt tokens, whatever the reason for the step.
 """
 

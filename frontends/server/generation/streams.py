@@ -39,7 +39,7 @@ async def open_generations(
     places: Sequence[str],
     begin: Callable[[], Awaitable[None]],
 ) -> "AsyncGenerator[list[Generation[RequestOutput]]]":
-    """Yield the generations once they are admitted, and several ones once all their prompts are rendered.
+    """Yield the generations once they are admitted; if there are several, only after all prompts are rendered.
 
     Every exit aborts the unfinished ones.  `places` are the client's names of the prompts, for errors.  `begin` is called
     first if the engine predicts a long wait for the only first output.
