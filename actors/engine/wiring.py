@@ -188,7 +188,7 @@ async def _run_actors(
                 config, info, tokenizer, images = await _load(config, executors, threads, tasks)
                 policy = _make_policy(config, info)
                 observer = _make_observer(
-                    config, info, observer_inbox, _replica_statistics(policy), note_ended
+                    config, info, observer_inbox, _replica_statistics(policy), note_ended, images
                 )
                 if observer is not None:
                     await tasks.start(observer.run, name="observer")
@@ -350,6 +350,7 @@ def _make_observer(
     inbox: MemoryObjectReceiveStream[ObserverInbox],
     statistics: Callable[[], tuple[SchedulerStats, ...]],
     note_ended: NoteEnded | None,
+    images: ImageItems | None,
 ) -> Observer | None:
     """Make the observer; None when neither statistics nor traces are wanted."""
     metrics: Metrics | None = None
@@ -365,6 +366,8 @@ def _make_observer(
             num_workers,
             config.data_parallel_size,
         )
+        if images is not None:
+            metrics.read_images(lambda: images.counts)
     elif note_ended is None:
         return None
     return Observer(inbox, metrics, statistics, config.log_stats_interval_s, note_ended)

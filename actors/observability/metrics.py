@@ -6,7 +6,7 @@ engine.  What trouper has no source for yet (KV connectors, multimodal caches) s
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -75,6 +75,13 @@ class Metrics(Collector):
         Grammars are compiled before a replica is chosen, so all of them are counted for the first replica.
         """
         self._replicas[0].note_grammar(stats)
+
+    def read_images(self, counts: Callable[[], tuple[int, int]]) -> None:
+        """Read the lookups of processed images from `counts` at each scrape, and the images that were found.
+
+        Images are processed before a replica is chosen, so all of them are counted for the first replica.
+        """
+        self._replicas[0].image_counts = counts
 
     def note_grammar_work(self, work: Iterable[GrammarWork], replica: int = 0) -> None:
         """Count what steps of a replica did for their grammars.

@@ -1,6 +1,6 @@
 """The numbers of one replica: what its scheduler and its workers do, and the requests that it has computed."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, get_args
 
 from trouper.actors.messages.outputs import (
@@ -100,6 +100,8 @@ class ReplicaMetrics:
         self.histograms = {
             name: Distribution(bounds) for name, bounds in _histogram_bounds(max_model_len)
         }
+        # Images looked up in the cache of processed images, and images found there.
+        self.image_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.set_sleep_level(0, is_sleeping=False)
 
     @property
@@ -189,6 +191,7 @@ class ReplicaMetrics:
             "grammar_failures", "Requests that ended since nothing fitted their grammars, by reason.",
             keyed(self._grammar_failures), ("reason",), is_counter=True,
         )  # fmt: skip
+        num_images, num_images_found = self.image_counts()
         for name, text, value in (
             ("grammar_cache_queries", "Grammars that requests brought.", self._num_grammars),
             (
@@ -205,8 +208,8 @@ class ReplicaMetrics:
             ("corrupted_requests", "Requests whose logits were not finite.", self._num_corrupted),
             ("external_prefix_cache_queries", "Tokens looked up in a KV connector.", 0),
             ("external_prefix_cache_hits", "Tokens found in a KV connector.", 0),
-            ("mm_cache_queries", "Items looked up in the multimodal cache.", 0),
-            ("mm_cache_hits", "Items found in the multimodal cache.", 0),
+            ("mm_cache_queries", "Items looked up in the multimodal cache.", num_images),
+            ("mm_cache_hits", "Items found in the multimodal cache.", num_images_found),
         ):
             yield Number(name, text, {(): value}, is_counter=True)
 

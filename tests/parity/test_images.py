@@ -414,4 +414,4 @@ def test_the_cache_of_items_keeps_its_bound(llava):
     items = ImageItems(msgspec.structs.replace(media, processor_cache_bytes=2 * one), tokenizer)
     for seed in (1, 2, 3, 1, 3):
         items.place([ImagePart(picture(seed), None, "x")], (), b"", "")
-    assert (items.num_queries, items.num_hits) == (5, 1)
+    assert items.counts == (5, 1)

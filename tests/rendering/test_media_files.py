@@ -83,11 +83,6 @@ def test_transparent_colour_of_a_header_is_white():
     assert [found.getpixel((x, 0)) for x in (0, 1)] == [WHITE, (0, 255, 0)]
 
 
-def test_other_background_shows_through():
-    image = Image.new("RGBA", (1, 1), (0, 0, 0, 0))
-    assert decode(open_image(saved(image)), (1, 2, 3)).getpixel((0, 0)) == (1, 2, 3)
-
-
 def test_sixteen_bits_are_scaled():
     ramp = np.arange(65_536, dtype=np.uint16).reshape(256, 256)
     values = np.asarray(shown(saved(Image.fromarray(ramp))))

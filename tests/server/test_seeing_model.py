@@ -1,6 +1,7 @@
 """A model that sees, over HTTP: every API sends the same image, and hostile files end nothing but their request."""
 
 import base64
+import re
 
 import anthropic
 import openai
@@ -59,6 +60,18 @@ class TestInMemory:
         assert answer.status == 200, answer.body
         assert answer.json["choices"][0]["message"]["content"] == seen
         assert answer.json["usage"]["prompt_tokens"] == NUM_TOKENS
+
+    async def test_metrics_count_images_found(self, client):
+        async def counts():
+            text = (await client.get("/metrics")).body.decode()
+            names = ("mm_cache_queries_total", "mm_cache_hits_total")
+            return [float(re.search(rf"{name}\{{.*?\}} (\S+)", text)[1]) for name in names]
+
+        body = {"messages": CHAT, **GREEDY}
+        await client.post("/v1/chat/completions", body)
+        queries, hits = await counts()
+        await client.post("/v1/chat/completions", body)
+        assert await counts() == [queries + 1, hits + 1]
 
     async def test_other_image_has_other_logprobs(self, client):
         found = []

@@ -3,7 +3,7 @@
 Loaders compare this list with the checkpoint before they read any tensor, and then read exactly these tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -141,12 +141,6 @@ def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
 
 def _order_of_rows(traits: DecoderTraits, name: str) -> tuple[Cut, ...]:
     """Return the cuts of a projection's sources if their rows are stored in another order than they are kept."""
-    delta = traits.gated_delta
-    if delta is not None and delta.is_by_group and name in ("in_proj", "gates"):
-        num_shared = delta.num_v_heads // delta.num_k_heads
-        values = num_shared * delta.v_dim
-        sizes = (delta.k_dim, delta.k_dim, values, values)
-        return (_ungrouped(delta.num_k_heads, sizes if name == "in_proj" else (num_shared,) * 2),)
     if name != "qkv":
         return ()
     if traits.attention_gate:
@@ -164,16 +158,6 @@ def _order_of_rows(traits: DecoderTraits, name: str) -> tuple[Cut, ...]:
         turned = Cut(heads=pairs_of(traits))
         return turned, turned, WHOLE
     return ()
-
-
-def _ungrouped(num_groups: int, sizes: Sequence[int]) -> Cut:
-    """Return the rows of a matrix of `num_groups` groups, each with these parts: the first part of all groups first."""
-    step, first, rows = sum(sizes), 0, list[Span]()
-    for size in sizes:
-        firsts = range(first, first + num_groups * step, step)
-        rows += ((begin, begin + size) for begin in firsts)
-        first += size
-    return Cut(rows=tuple(rows))
 
 
 def pairs_of(traits: DecoderTraits) -> HeadOrder:
@@ -274,9 +258,6 @@ def _mixer(traits: DecoderTraits, names: Names, mixer: Mixer) -> Iterator[Projec
         module, heads = names.gated_delta, delta.num_v_heads
         inputs = ("in_proj_qkv", delta.num_channels), ("in_proj_z", delta.v_size)
         gates = ("in_proj_b", heads), ("in_proj_a", heads)
-        if delta.is_by_group:
-            inputs = (("in_proj_qkvz", delta.num_channels + delta.v_size),)
-            gates = (("in_proj_ba", 2 * heads),)
         yield "in_proj", module, inputs, hidden, False
         yield "gates", module, gates, hidden, False
         yield "out_proj", module, (("out_proj", hidden),), delta.v_size, False

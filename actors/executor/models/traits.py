@@ -100,8 +100,6 @@ class GatedDeltaTraits(msgspec.Struct, frozen=True, kw_only=True):
     v_dim: int
     # The inputs of the convolution, the newest included.
     taps: int
-    # Whether the rows of the input projections are stored by key head (Qwen3-Next), not all queries first.
-    is_by_group: bool = False
 
     @property
     def k_size(self) -> int:

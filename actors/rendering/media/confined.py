@@ -23,7 +23,7 @@ from trouper.actors.rendering.confined_process import (
     ConfinedProcess,
     HelperKilledError,
 )
-from trouper.actors.rendering.media.files import MAX_PIXELS, WHITE
+from trouper.actors.rendering.media.files import MAX_PIXELS
 from trouper.actors.rendering.media.worker import (
     SEALS,
     ArrayPlace,
@@ -58,14 +58,12 @@ class ImageOrder(NamedTuple):
         where: the client's name of its place, for errors.
         kwargs: options of the model's processor.
         max_pixels: the most pixels that it may have.
-        background: the colour behind transparent pixels.
     """
 
     image: "bytes | memoryview | Image.Image"
     where: str
     kwargs: Mapping[str, Any]
     max_pixels: int = MAX_PIXELS
-    background: tuple[int, int, int] = WHITE
 
 
 class ConfinedImages:
@@ -197,7 +195,7 @@ def _message(order: ImageOrder) -> bytes:
     data: Any = order.image
     if not isinstance(data, bytes | memoryview):
         size, data = data.size, data.tobytes()
-    fields = ImageFields(dict(order.kwargs), order.max_pixels, order.background, size)
+    fields = ImageFields(dict(order.kwargs), order.max_pixels, size)
     try:
         head = msgspec.json.encode(fields)
     except (TypeError, ValueError):

@@ -97,8 +97,8 @@ def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
         raise RefusedFileError("media_too_large", rule)
 
 
-def decode(image: "Image.Image", background: tuple[int, int, int] = WHITE) -> "Image.Image":
-    """Decode an opened file to upright RGB pixels on `background`.
+def decode(image: "Image.Image") -> "Image.Image":
+    """Decode an opened file to upright RGB pixels on white.
 
     Raises:
         RefusedFileError: `invalid_image`, for a damaged file.
@@ -106,7 +106,7 @@ def decode(image: "Image.Image", background: tuple[int, int, int] = WHITE) -> "I
     """
     try:
         image.load()
-        return to_rgb(_upright(image), background)
+        return to_rgb(_upright(image))
     except MemoryError:
         raise
     except Exception:
@@ -114,15 +114,15 @@ def decode(image: "Image.Image", background: tuple[int, int, int] = WHITE) -> "I
         raise RefusedFileError("invalid_image", rule) from None
 
 
-def to_rgb(image: "Image.Image", background: tuple[int, int, int] = WHITE) -> "Image.Image":
-    """Convert decoded pixels of any mode to RGB: 16 bits are scaled, and transparent pixels show `background`."""
+def to_rgb(image: "Image.Image") -> "Image.Image":
+    """Convert decoded pixels of any mode to RGB: 16 bits are scaled, and transparent pixels become white."""
     from PIL import Image
 
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        return _scaled(image, background)
+        return _scaled(image)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         layer = image.convert("RGBA")
-        whole = Image.new("RGB", layer.size, background)
+        whole = Image.new("RGB", layer.size, WHITE)
         whole.paste(layer, mask=layer.getchannel("A"))
         return whole
     return image if image.mode == "RGB" else image.convert("RGB")
@@ -141,7 +141,7 @@ def _upright(image: "Image.Image") -> "Image.Image":
     return image
 
 
-def _scaled(image: "Image.Image", background: tuple[int, int, int]) -> "Image.Image":
+def _scaled(image: "Image.Image") -> "Image.Image":
     """Scale grey values of 16 bits to 8.  Pillow's own conversion makes every value above 255 white."""
     import numpy as np
     from PIL import Image
@@ -151,5 +151,5 @@ def _scaled(image: "Image.Image", background: tuple[int, int, int]) -> "Image.Im
     colours = np.repeat(grey[:, :, None], 3, axis=2)
     clear: Any = image.info.get("transparency")
     if isinstance(clear, int):
-        colours[values == clear] = background
+        colours[values == clear] = WHITE
     return Image.fromarray(colours)

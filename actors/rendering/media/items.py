@@ -101,7 +101,7 @@ class ImagesInThread:
         processor.check(order.kwargs)
         image: Any = order.image
         if isinstance(image, bytes):
-            image = decode(open_image(image, order.max_pixels), order.background)
+            image = decode(open_image(image, order.max_pixels))
         check_size(image.width, image.height, order.max_pixels)
         return processor.process(image, order.kwargs), image.width * image.height
 
@@ -123,7 +123,11 @@ class ImageItems:
         self._work: ImageWork = work or ImagesInThread(config, self.placeholder)
         self._fingerprint = _fingerprint(Path(config.folder))
         self._cache = ItemCache(config.processor_cache_bytes)
-        self.num_queries = self.num_hits = 0
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Return how many images were looked up in the cache, and how many were found."""
+        return self._cache.num_queries, self._cache.num_hits
 
     @property
     def row_token_id(self) -> int:
@@ -178,24 +182,25 @@ class ImageItems:
                 content = _content(data) if part.uuid is None else b"uuid" + part.uuid.encode()
                 whose = scope if part.uuid is None else _joined(scope, client.encode())
                 key = hashlib.sha256(_joined(self._fingerprint, whose, options, content)).digest()
-                self.num_queries += 1
                 placed = self._cache.get(key)
-                if placed is not None:
-                    self.num_hits += 1
-                elif data is None:
-                    rule = (
-                        f"{part.where}: the image with this uuid is not cached; send its data, too"
-                    )
-                    raise MediaError(rule, parameter=part.where, code="multimodal_cache_miss")
-                else:
-                    self._cache.check_room()
-                    order = ImageOrder(data, part.where, merged, pixels_left)
-                    processed, num_pixels = self._work.process(order)
+                if placed is None:
+                    placed, num_pixels = self._processed(key, data, part.where, merged, pixels_left)
                     pixels_left -= num_pixels
-                    placed = self._placed(key, processed)
-                    self._cache.put(key, placed)
             found.append(placed)
         return found
+
+    def _processed(
+        self, key: bytes, data: Any, where: str, kwargs: Mapping[str, Any], pixels_left: int
+    ) -> tuple[PlacedItem, int]:
+        """Process an image that is not cached, and keep it.  Also returns the number of its pixels."""
+        if data is None:
+            rule = f"{where}: the image with this uuid is not cached; send its data, too"
+            raise MediaError(rule, parameter=where, code="multimodal_cache_miss")
+        self._cache.check_room()
+        processed, num_pixels = self._work.process(ImageOrder(data, where, kwargs, pixels_left))
+        placed = self._placed(key, processed)
+        self._cache.put(key, placed)
+        return placed, num_pixels
 
     def _placed(self, key: bytes, processed: ProcessedImage) -> PlacedItem:
         ids = tuple(self._tokenizer.encode(processed.text, add_special_tokens=False))
@@ -223,6 +228,7 @@ class ItemCache:
         self._items = OrderedDict[bytes, PlacedItem]()
         # Arrays in the cache or in open requests.
         self._num_live_bytes = 0
+        self.num_queries = self.num_hits = 0
         # Reentrant, since a collection of garbage may end arrays at any point of this thread.
         self._lock = threading.RLock()
 
@@ -230,7 +236,9 @@ class ItemCache:
         """Return an item, and keep it for longer."""
         with self._lock:
             placed = self._items.get(key)
+            self.num_queries += 1
             if placed is not None:
+                self.num_hits += 1
                 self._items.move_to_end(key)
             return placed
 

@@ -31,7 +31,6 @@ from trouper.actors.messages.media import MediaArray
 from trouper.actors.rendering.confined_process import LENGTH_BYTES, OVER_BUDGET, framed
 from trouper.actors.rendering.media.files import (
     MAX_PIXELS,
-    WHITE,
     RefusedFileError,
     check_size,
     decode,
@@ -61,13 +60,11 @@ class ImageFields(msgspec.Struct, frozen=True):
     Attributes:
         kwargs: options of the model's processor.
         max_pixels: the most pixels of the image.
-        background: the colour behind transparent pixels.
         size: the width and height of RGB pixels that the caller has decoded itself, or None for a file.
     """
 
     kwargs: dict[str, Any]
     max_pixels: int = MAX_PIXELS
-    background: tuple[int, int, int] = WHITE
     size: tuple[int, int] | None = None
 
 
@@ -175,7 +172,7 @@ def _image(fields: ImageFields, data: memoryview) -> "Image.Image":
         return Image.frombytes("RGB", fields.size, data)
     image = open_image(data, fields.max_pixels)
     _limit_time(image.width * image.height)
-    return decode(image, fields.background)
+    return decode(image)
 
 
 @contextmanager
