@@ -1,7 +1,7 @@
 """The adapters of an engine: their slots on the device, and the requests that use them.
 
 Laws:
-1. A slot is free or contains one adapter.  Each load has its own number.
+1. A slot is free or contains one adapter, which is named by the digest of its files: the number of a load means nothing after a restart.
 2. A request takes its adapter's slot when it is opened, and keeps it until it has ended, read or not.  Until then the slot is not
    loaded again.  By the time it is, the scheduler has ended the sequences of the request, so no plan with a wanted result reads it.
 3. An unloaded adapter takes no new requests, and its slot is freed when its last request ends.
@@ -84,7 +84,6 @@ class Adapters:
         self._loading = anyio.Lock()
         self._turns = anyio.Lock()  # of the tasks that wait for a slot; it is fair
         self._freed = anyio.Event()  # one of the slots has become idle or free
-        self._num_loads = 0
 
     def __repr__(self) -> str:
         return f"<Adapters {len(self._loaded)} loaded, {len(self._free)} slots free>"
@@ -133,9 +132,8 @@ class Adapters:
                 return False
             files = await self._read(request, root)
             slot, victim = self._take_slot(known)
-            self._num_loads += 1
             mine = msgspec.structs.replace(request, load_inplace=False)
-            loaded = _SlotUse(mine, LoadedAdapter(slot, self._num_loads, mine.lora_name))
+            loaded = _SlotUse(mine, LoadedAdapter(slot, files.digest, mine.lora_name))
             is_refused = False  # by all replicas alike: the slot is as it was
             try:
                 await self._load(slot, files, partial(self._take_in, loaded, known))

@@ -43,8 +43,8 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
 
     # From 1 on.
     slot: int
-    # Counts loads.  Two contents of a slot never have the same number, so it is part of the name of a KV block.
-    number: int
+    # Of its files, see `AdapterFiles`.  It is part of the name of a KV block, which must mean the same after a restart.
+    digest: bytes
     # Shown in metrics and errors.
     name: str
 

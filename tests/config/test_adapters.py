@@ -31,7 +31,7 @@ class Device:
 
     async def read(self, request, root):
         await anyio.lowlevel.checkpoint()
-        return AdapterFiles(AdapterConfig(), request.lora_path.encode())
+        return AdapterFiles.of(AdapterConfig(), request.lora_path.encode())
 
     async def load(self, slot, files, done):
         await anyio.lowlevel.checkpoint()
@@ -198,7 +198,7 @@ async def test_loading_in_place_affects_only_new_requests():
     assert await device.adapters.load(named(1, load_inplace=True))
     after = device.adapters.enter(named(1))
     assert before.slot != after.slot
-    assert before.number != after.number
+    assert before.digest == after.digest
     for adapter in (before, after):
         device.adapters.leave(adapter)
     assert device.adapters.num_free_slots == 1
@@ -312,3 +312,25 @@ async def test_adapter_with_changed_files_is_not_found():
     with pytest.raises(LoRAAdapterNotFoundError, match="does not fit"):
         await device.adapters.load_in_turn(named(1), is_open, loads_new=False)
     device.adapters.enter(named(2))
+
+
+async def test_adapter_is_named_by_its_files():
+    device = Device()
+    await device.adapters.load(named(1))
+    first = device.adapters.enter(named(1))
+    again = Device()
+    await again.adapters.load(named(2))
+    await again.adapters.load(named(1))
+    assert again.adapters.enter(named(1)).digest == first.digest
+    assert again.adapters.enter(named(2)).digest != first.digest
+
+
+async def test_digest_covers_both_files():
+    config = AdapterConfig(rank_pattern={"q": 2, "k": 4})
+    digests = {
+        AdapterFiles.of(config, b"x").digest,
+        AdapterFiles.of(config, b"y").digest,
+        AdapterFiles.of(AdapterConfig(rank_pattern={"k": 4, "q": 2}), b"x").digest,
+        AdapterFiles.of(AdapterConfig(lora_alpha=2), b"x").digest,
+    }
+    assert len(digests) == 4

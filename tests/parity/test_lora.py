@@ -263,6 +263,15 @@ def test_no_prefix_crosses_adapters(llm, adapters):
         assert second.num_cached_tokens == 128
 
 
+def test_reloaded_adapter_finds_its_prefixes(llm, adapters):
+    (prompt,) = random_prompts((150,), VOCAB, seed=9)
+    first = run(llm, [prompt], adapters[3])[0]
+    same = LoRARequest("another name", 99, adapters[3].lora_path)
+    again = run(llm, [prompt], same)[0]
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 128)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
 def test_the_output_names_the_adapter(llm, adapters):
     (output,) = run(llm, PROMPTS[:1], adapters[2])
     assert output.lora_request == adapters[2]

@@ -50,7 +50,7 @@ class Desk:
                 cache_salt=salt,
                 adapter=None
                 if adapter is None
-                else LoadedAdapter(adapter, adapter, f"adapter {adapter}"),
+                else LoadedAdapter(adapter, bytes([adapter]) * 32, f"adapter {adapter}"),
             )
         )
 
@@ -423,6 +423,15 @@ def test_salt_or_wish_keeps_request_away_from_cache(salt, params, num_cached):
     desk.step()
     desk.admit(1, prompt=range(10), salt=salt, max_tokens=1, **params)
     assert desk.step()[0].num_cached_tokens == num_cached
+
+
+def test_block_names_outlive_the_process():
+    """Names of blocks are kept beyond the process, so the same request must have the same names in every run."""
+    desk = Desk()
+    desk.admit(0, prompt=range(10), salt="s", adapter=3, max_tokens=1)
+    desk.step()
+    names = sorted(name.hex()[:16] for name in desk.policy.blocks.prefixes())
+    assert names == ["4417b13ba78690b3", "f0b9918275b23f5a"]
 
 
 def test_outputs_are_cached_and_preemption_lookups_separate():

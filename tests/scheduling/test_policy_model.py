@@ -201,7 +201,9 @@ class PolicyMachine(RuleBasedStateMachine):
                 stop_token_ids=(SECOND_EOS,),
                 options=RequestOptions(priority=priority + i % 2),
                 arrival_time=self.next_id / 7,
-                adapter=LoadedAdapter(adapter, adapter, str(adapter)) if adapter else None,
+                adapter=LoadedAdapter(adapter, bytes([adapter]) * 32, str(adapter))
+                if adapter
+                else None,
             )
             for child in range(n):
                 self.admits[self.next_id + child] = admit

@@ -53,7 +53,7 @@ class World:
 
     def __init__(self, engine, dice, versions):
         self.engine, self.dice, self.versions = engine, dice, versions
-        self.contents = {}  # by the number of the load
+        self.contents = {}  # by the digest of its files
         self.entered = {}  # by task: the content that its request got
         self.num_compared = 0
         adapters = engine.adapters
@@ -61,12 +61,12 @@ class World:
         adapters.enter, adapters._take_in = self.enter, self.take_in
 
     def take_in(self, loaded, known):
-        self.contents[loaded.adapter.number] = self.engine.device._adapters[loaded.adapter.slot]
+        self.contents[loaded.adapter.digest] = self.engine.device._adapters[loaded.adapter.slot]
         self._take_in(loaded, known)
 
     def enter(self, request):
         adapter = self._enter(request)
-        self.entered[trio.lowlevel.current_task()] = self.contents[adapter.number]
+        self.entered[trio.lowlevel.current_task()] = self.contents[adapter.digest]
         return adapter
 
     def request(self, number, **options):
@@ -139,7 +139,7 @@ async def play(seed, monkeypatch):
         if dice.random() < 0.1:
             raise invalid("lora_path", "cannot be read")
         content = f"{path} {versions.get(int(path[1:]), 0)}"
-        return AdapterFiles(AdapterConfig(), content.encode())
+        return AdapterFiles.of(AdapterConfig(), content.encode())
 
     monkeypatch.setattr("trouper.actors.engine.engine.read_adapter", read)
     config = engine_config(max_loras=MAX_LORAS, max_num_seqs=4, max_num_active_seqs=4)

@@ -128,7 +128,7 @@ def plan(step, epoch=0, grammar=None):
 
 
 def an_adapter(weights):
-    return AdapterFiles(AdapterConfig(), weights)
+    return AdapterFiles.of(AdapterConfig(), weights)
 
 
 async def load_adapter(device, peers, slot, adapter, errors=()):

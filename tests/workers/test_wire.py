@@ -59,7 +59,7 @@ FRAMES = [
     StepDone(9, ((5,), ())),
     StepFailed(3, "RuntimeError: x", True),
     wire.Call(1, Wake(frozenset({"weights"}))),
-    wire.Call(2, LoadAdapter(3, AdapterFiles(AdapterConfig(r=4), b"\0" * 9))),
+    wire.Call(2, LoadAdapter(3, AdapterFiles.of(AdapterConfig(r=4), b"\0" * 9))),
     wire.Close(),
     wire.Prepare(),
     VOCABULARY,
@@ -87,7 +87,7 @@ def test_frames_survive_any_cut(frames, data):
 @pytest.mark.parametrize("num_bytes", [0, 1, wire.MAX_INLINE + 1, 3 * wire.PIECE_BYTES + 7])
 def test_adapter_crosses_as_it_is_written_in_pieces(num_bytes):
     weights = bytes(range(256)) * (num_bytes // 256 + 1)
-    files = AdapterFiles(AdapterConfig(r=4, rank_pattern={"q": 2}), weights[:num_bytes])
+    files = AdapterFiles.of(AdapterConfig(r=4, rank_pattern={"q": 2}), weights[:num_bytes])
     call = wire.Call(2, LoadAdapter(3, files))
     data, file = wire.encode_adapter(call)
     reader = wire.FrameReader()

@@ -194,8 +194,8 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
                 # The scope comes first and only the server writes it, so no salt of a client equals another client's scope.
                 extra = b"\0\0\0" + hashlib.sha256(admit.options.cache_scope).digest() + extra
             if adapter is not None and i == 0:
-                # 10 bytes, while a digest adds 33.  A salt has no NUL.  So two different extras never have the same bytes.
-                extra += b"\0\0" + adapter.number.to_bytes(8)
+                # 34 bytes, while a digest of embeddings adds 33.  A salt has no NUL.  So two different extras never have the same bytes.
+                extra += b"\0\1" + adapter.digest
             if i < len(digests) and digests[i]:
                 extra += b"\0" + digests[i]
             hashes.append(block_hash(hashes[-1] if hashes else FIRST_PARENT, tokens, extra))

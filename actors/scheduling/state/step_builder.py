@@ -265,7 +265,7 @@ def _max_count(config: SchedulerConfig, num_competing: int) -> int:
 
 def _new_sequence(sequence: Sequence) -> NewSequence:
     admit = sequence.request.admit
-    number = 0 if admit.adapter is None else admit.adapter.number
+    adapter = "" if admit.adapter is None else admit.adapter.digest.hex()
     salt, scope = admit.cache_salt or "", admit.options.cache_scope.hex()
     return NewSequence(
         request_slot=sequence.request_slot,
@@ -279,7 +279,7 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         grids=tuple((x.first + x.runs[0][0], *x.grid) for x in admit.media if x.grid is not None),
         grammar=admit.grammar,
         adapter_slot=0 if admit.adapter is None else admit.adapter.slot,
-        family=f"{number} {scope} {salt}" if number or scope or salt else "",
+        family=f"{adapter} {scope} {salt}" if adapter or scope or salt else "",
         state_row=sequence.marks.restore,
     )
 
