@@ -164,8 +164,23 @@ class StepTimes:
         is_off = self._num_new >= NUM_RECENT and not DRIFT_REFIT[0] < self.drift < DRIFT_REFIT[1]
         first = max((n for n in FIRST_FITS if n <= self.num_chunks), default=0)
         if self.num_chunks and (first > self._fitted_at or self._num_new >= REFIT or is_off):
+            if is_off:
+                self._rescale()
             self._num_new, self._fitted_at = 0, self.num_chunks
             self._fit()
+
+    def _rescale(self) -> None:
+        """Multiply the steps before the recent ones by the change of pace, as if they had been measured at the present pace.
+
+        Without this, a fit on a machine that has become slower mixes two paces, and attributes the difference to the kind
+        of work that came last.
+        """
+        pace = self._recent_pace()
+        recent = set(map(id, self._recent))
+        for steps in self._kept:
+            for i, step in enumerate(steps):
+                if id(step) not in recent:
+                    steps[i] = step[0], step[1] * pace
 
     def _fit(self) -> None:
         """Find the coefficients ≥ 0 with the least squares of the relative errors."""
@@ -180,14 +195,17 @@ class StepTimes:
         gram[1, 1] *= DAMPING
         self.coefficients = tuple((_non_negative(gram, right) / largest).tolist())
         self.is_known = self.num_chunks >= min(FIRST_FITS)
-        self.drift = 1.0
+        least, most = DRIFT_BOUNDS
+        self.drift = min(most, max(least, self._recent_pace()))
+
+    def _recent_pace(self) -> float:
+        """Return the median ratio of the recent steps' seconds to their estimates without a drift."""
         ratios = [
-            seconds / estimate
+            seconds * self.drift / estimate
             for work, seconds in self._recent
             if (estimate := self.seconds(work)) > 0
         ]
-        least, most = DRIFT_BOUNDS
-        self.drift = min(most, max(least, median(ratios))) if ratios else 1.0
+        return median(ratios) if ratios else 1.0
 
 
 def _non_negative(gram: FloatArray, right: FloatArray) -> FloatArray:

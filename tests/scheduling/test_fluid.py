@@ -41,6 +41,19 @@ def test_a_key_with_many_prompts_is_one_key():
     assert Desk(*[("many", 1000)] * 5, ("one", 900)).order[0] == 5
 
 
+def test_new_prompts_of_a_key_move_its_others_behind_another_key():
+    desk = Desk(("a", 2000), ("b", 2048))
+    assert desk.order == [0, 1]
+    desk.fluid.plan({0: 2000})  # 1,000 of each in the fluid
+    small = desk.enter("a", 500)
+    assert desk.order == [small, 1]  # it needs 1,000 tokens of its key, and the other 1,048
+    # The fluid ends the small one after 2,000 tokens, and prompt 1 after 2,096.  The two have 2,548 to compute: one must be late,
+    # because prompt 0 was computed ahead of the fluid.
+    desk.fluid.plan({small: 500})
+    desk.fluid.plan({1: 1596})
+    assert desk.fluid.num_overdue_tokens == 452
+
+
 def test_a_long_prompt_is_not_passed_for_ever():
     desk = Desk(("a", 1000))
     for _ in range(10):  # as fast as they are computed

@@ -1,7 +1,11 @@
 """The fluid a second time: exact fractions, one event after the other, and nothing of the policy's code.
 
 The oracle sees what is admitted and what is planned.  It computes when a fluid that shares each planned prompt token equally among the
-keys, and each key's part among its prompts, has finished each prompt; the policy must have planned the prompt's end by then.
+keys, and each key's part among its prompts, has finished each prompt.  The policy must have planned the prompt's end by then, with one
+exception.  A new prompt slows the other prompts of its key, but none of another key, so prompts of two keys can change places in the
+fluid.  If the policy has computed prompt A before prompt B of another key, and new prompts of A's key then move the end of A behind that
+of B, then B or one of the new prompts may be late, by at most the tokens of A that were computed ahead of the fluid.  No order in which a
+short prompt passes a long one of another key can prevent this, because nobody knows which prompts will come.
 """
 
 from math import gcd, lcm
@@ -17,7 +21,18 @@ class FluidJob:
         self.rank, self.key = rank, key
         self.rest = max(num_tokens, GRAIN) * unit
         self.num_left = num_tokens
-        self.finished_by: int | None = None  # the number of the plan
+        # The number of the plan with which the fluid finished it.
+        self.finished_by: int | None = None
+        # Whether a prompt of its key entered after this one had passed one of another key.
+        self.is_slowed = False
+        # Tokens that only the fluid computes, because a prompt counts as at least a grain.
+        self.num_padding = max(0, GRAIN - num_tokens)
+        # The prompts of other keys that had tokens to compute when a part of this one was planned.
+        self.passed: set[FluidJob] = set()
+
+    def ahead(self, unit: int) -> int:
+        """Return how many tokens of it are planned and not in the fluid, in parts of a token."""
+        return max(0, self.rest - (self.num_left + self.num_padding) * unit)
 
 
 class FluidOracle:
@@ -29,20 +44,22 @@ class FluidOracle:
     def __init__(self, policy: Any) -> None:
         self.jobs: dict[int, FluidJob] = {}
         self.num_plans = 0
-        self._unit = 1  # parts in a token
-        self.late: list[
-            tuple[int, int]
-        ] = []  # request, and plans by which its last prompt token was late
+        # Parts in a token.
+        self._unit = 1
+        # Requests that were late, with the tokens owed, although not so many were computed ahead.
+        self.late: list[tuple[int, int]] = []
+        # Requests that were late by at most what was computed ahead.
+        self.num_excused = 0
         self._slots: dict[int, int] = {}
         self._admit, self._plan = policy.admit, policy.plan
         policy.admit, policy.plan = self.admit, self.plan
 
     def admit(self, message: Any) -> None:
+        options = message.options
+        for job in self.jobs.values():
+            job.is_slowed |= job.key == options.key and bool(job.passed)
         self.jobs[message.id] = FluidJob(
-            -message.options.priority,
-            message.options.key,
-            len(message.prompt_token_ids),
-            self._unit,
+            -options.priority, options.key, len(message.prompt_token_ids), self._unit
         )
         self._admit(message)
 
@@ -57,16 +74,18 @@ class FluidOracle:
     def note(self, counts: dict[int, int]) -> None:
         """Note how many tokens a plan has of each sequence."""
         self.num_plans += 1
-        num_tokens, done = 0, []
+        num_tokens = 0
+        open_jobs = [job for job in self.jobs.values() if job.num_left]
         for id, count in counts.items():
             job = self.jobs.get(id)
             if job is not None and job.num_left:
                 job.num_left -= count
                 num_tokens += count
-                if not job.num_left:
-                    done.append(job)
-                    self._judge(id, job)
+                job.passed.update(other for other in open_jobs if other.key != job.key)
         self._flow(num_tokens)
+        for id, job in self.jobs.items():
+            if job.finished_by == self.num_plans and job.num_left:
+                self._judge(id)
         if not any(job.num_left for job in self.jobs.values()):
             self.jobs.clear()
             self._unit = 1
@@ -76,9 +95,19 @@ class FluidOracle:
         """The requests that the fluid has finished and no plan has."""
         return [id for id, job in self.jobs.items() if job.rest == 0 and job.num_left]
 
-    def _judge(self, id: int, job: FluidJob) -> None:
-        if job.finished_by is not None:
-            self.late.append((id, self.num_plans - job.finished_by))
+    def _judge(self, id: int) -> None:
+        """Judge a prompt that the fluid has finished with this plan, and no plan has.
+
+        What the plans owe to the prompts that the fluid has finished must have been computed ahead, of slowed prompts that passed one of
+        these.
+        """
+        done = {job for job in self.jobs.values() if not job.rest}
+        owed = sum(job.num_left for job in done)
+        passing = [job for job in self.jobs.values() if job.is_slowed and job.passed & done]
+        if owed * self._unit > sum(job.ahead(self._unit) for job in passing):
+            self.late.append((id, owed))
+        else:
+            self.num_excused += 1
 
     def _flow(self, num_tokens: int) -> None:
         left = num_tokens * self._unit

@@ -21,6 +21,16 @@ def test_no_prompt_is_planned_later_than_in_fluid(first):
         play_fairly(seed)
 
 
+def test_late_prompt_is_excused_by_work_computed_ahead():
+    assert play_fairly(125_997) == 1
+
+
+# The machine became slower, and a fit mixed the two paces.
+@pytest.mark.parametrize("seed", [301_831, 307_731])
+def test_estimates_follow_machine_that_became_slower(seed):
+    play_fairly(seed)
+
+
 # A prompt took the place of a row that was preempted for it, and its seconds were not counted.
 @pytest.mark.parametrize("seed", [10807, 60119])
 def test_schedules_that_broke_stay_whole(seed):

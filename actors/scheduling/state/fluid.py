@@ -5,7 +5,9 @@ key's part equally among its prompts.  The prompt that the fluid would finish fi
 ones, a flood of short ones starves no long one, and a key with a hundred prompts gets the part of one key.
 
 Law: among requests of one priority, of which none lacks blocks, is preempted or ends early, and whose lengths are known, the last
-prompt token of each is planned no later than in the plan with which the fluid finishes it.
+prompt token of each is planned no later than in the plan with which the fluid finishes it.  There is one exception among several keys:
+new prompts slow the other prompts of their key.  If this moves prompt A behind prompt B of another key, and A was computed first, then
+B or a new prompt may be late, by at most the tokens of A that were computed ahead of the fluid.
 """
 
 from bisect import insort
