@@ -34,6 +34,7 @@ from trouper.actors.messages.controls import (
     StopProfile,
     Wake,
 )
+from trouper.actors.observability.event_log import EventLog
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.future import wait_shielded
@@ -54,11 +55,13 @@ class Controls:
         client: ControlClient,
         lifecycle: Lifecycle,
         metrics: Metrics | None,
+        events: EventLog,
         abort_all: Callable[[], list[Slot[Any]]],
     ) -> None:
         self._client = client
         self._lifecycle = lifecycle
         self._metrics = metrics  # None: statistics are off
+        self._events = events
         self._abort_all = abort_all
         self._transition = anyio.Lock()
         self._is_profiling = False
@@ -232,10 +235,14 @@ class Controls:
         """One change of the lifecycle at a time; the metrics show what came of it."""
         async with self._transition:
             self._client.check_alive()
+            began_s, before = anyio.current_time(), self._lifecycle.shown_state
             try:
                 yield
             finally:
                 self._show()
+                if (after := self._lifecycle.shown_state) != before:
+                    seconds = anyio.current_time() - began_s
+                    self._events.note("state", after, seconds=seconds)
 
     def _show(self) -> None:
         if self._metrics is not None:

@@ -32,6 +32,7 @@ from trouper.actors.messages.controls import (
 )
 from trouper.actors.messages.outputs import SchedulerStats
 from trouper.actors.messages.requests import NO_OPTIONS, Render, RequestOptions
+from trouper.actors.observability.event_log import EventLog
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
@@ -90,6 +91,7 @@ class EngineParts(msgspec.Struct, frozen=True):
     detokenizer: Detokenizer | None  # None in an engine that pools
     pooler: Pooler | None  # None in an engine that generates
     observer: Observer | None  # None when there is nothing to observe
+    events: EventLog
     loop: EventLoop
     threads: Threads  # for blocking work
 
@@ -107,6 +109,8 @@ class Engine:
         # What its renderers share, to render prompts without generating anything.
         self.prompts = parts.prompts
         self.metrics: Metrics | None = parts.observer and parts.observer.metrics
+        # The last of them.  Losses and preemptions come from the observer, if there is one.
+        self.events = parts.events
         self.lifecycle = Lifecycle()
         self._parts = parts
         self._observer = parts.observer
@@ -131,7 +135,7 @@ class Engine:
             note_rejection=self._note_rejection,
         )
         self.controls = Controls(
-            self._client, self.lifecycle, self.metrics, self.requests.abort_all
+            self._client, self.lifecycle, self.metrics, self.events, self.requests.abort_all
         )
         self._has_warned_of_tracing = False
 
@@ -386,6 +390,7 @@ class Engine:
             await slot.wait_over()
 
     def _note_rejection(self, limit: str) -> None:
+        self.events.note("refusal", limit)
         if self.metrics is not None:
             self.metrics.note_rejection(limit)
 

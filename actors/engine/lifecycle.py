@@ -108,6 +108,12 @@ class Lifecycle:
         return f"<Lifecycle {self.state.value} pause={self.pause.value} level={self.level}>"
 
     @property
+    def shown_state(self) -> str:
+        """Name the state for people: sleep of level 1 is dozing, because waking takes only milliseconds then."""
+        is_dozing = self.state is EngineState.ASLEEP and self.level == 1
+        return "dozing" if is_dozing else self.state.value
+
+    @property
     def is_paused(self) -> bool:
         return self.pause is not Pause.NONE
 

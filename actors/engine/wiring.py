@@ -29,6 +29,7 @@ from trouper.actors.messages.controls import (
 )
 from trouper.actors.messages.outputs import RequestEnded, SchedulerStats
 from trouper.actors.messages.requests import MAX_OPEN_REQUESTS
+from trouper.actors.observability.event_log import EventLog
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
@@ -187,9 +188,10 @@ async def _run_actors(
                 executors = _make_executors(executor_inboxes, to_scheduler, devices)
                 config, info, tokenizer, images = await _load(config, executors, threads, tasks)
                 policy = _make_policy(config, info)
+                events = EventLog()
                 observer = _make_observer(
-                    config, info, observer_inbox, _replica_statistics(policy), note_ended, images
-                )
+                    config, info, observer_inbox, _replica_statistics(policy), note_ended, images, events
+                )  # fmt: skip
                 if observer is not None:
                     await tasks.start(observer.run, name="observer")
                 reporter = partial(_make_reporter, to_observer, is_on=observer is not None)
@@ -250,7 +252,7 @@ async def _run_actors(
                 parts = EngineParts(
                     info, tokenizer, None if config.pooler else prompts, to_renderer, to_large_renderer, to_media_renderer, to_trying_renderer, to_scheduler, to_executors,
                     to_observer, inboxes, tuple(renderers), scheduler, executors, detokenizer, pooler,
-                    observer, EventLoop(), threads,
+                    observer, events, EventLoop(), threads,
                 )  # fmt: skip
                 engine = Engine(config, parts)
                 task_status.started(engine)
@@ -351,6 +353,7 @@ def _make_observer(
     statistics: Callable[[], tuple[SchedulerStats, ...]],
     note_ended: NoteEnded | None,
     images: ImageItems | None,
+    events: EventLog,
 ) -> Observer | None:
     """Make the observer; None when neither statistics nor traces are wanted."""
     metrics: Metrics | None = None
@@ -370,7 +373,7 @@ def _make_observer(
             metrics.read_images(lambda: images.counts)
     elif note_ended is None:
         return None
-    return Observer(inbox, metrics, statistics, config.log_stats_interval_s, note_ended)
+    return Observer(inbox, metrics, statistics, config.log_stats_interval_s, note_ended, events)
 
 
 @asynccontextmanager

@@ -26,6 +26,8 @@ class ExecutorSnapshot(msgspec.Struct, frozen=True):
 
     last_step: int
     call: str | None
+    # Worker processes on this machine.
+    process_ids: tuple[int, ...] = ()
 
 
 class Executor:
@@ -58,7 +60,8 @@ class Executor:
 
         Diagnostics use it to see whether a device is stuck, and in which step.
         """
-        return ExecutorSnapshot(self._last_step, self._call_under_way)
+        ids = self._device.process_ids
+        return ExecutorSnapshot(self._last_step, self._call_under_way, ids)
 
     async def run(self, *, task_status: TaskStatus[DeviceInfo] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._scheduler:

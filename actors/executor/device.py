@@ -75,6 +75,11 @@ class Device(Protocol):
     An implementation may be a thread, worker processes or a simulation; the executor cannot distinguish them.
     """
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """The worker processes on this machine; none if the device runs in this process, or while they restart."""
+        ...
+
     async def load(self) -> DeviceInfo:
         """Load the weights, allocate KV memory and record steps.
 

@@ -118,6 +118,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_deferred: int = 0
     num_steps_in_flight: int
     num_blocks_free: int = 0
+    # Free blocks that still contain a cached prefix.
+    num_blocks_cached: int = 0
     # Without the null block.
     num_blocks_total: int = 0
     # Snapshots of recurrent states that prompts may begin with, and how many were saved and evicted so far.
@@ -212,6 +214,8 @@ class StepStats(msgspec.Struct, frozen=True):
     step_time_ratios: tuple[float, ...] = ()
     # Predicted over real time of each first token.
     first_token_ratios: tuple[float, ...] = ()
+    # Sequences whose blocks others got.  Losses of the device are not among them.
+    num_preemptions: int = 0
 
 
 class GrammarStats(msgspec.Struct, frozen=True):

@@ -24,7 +24,8 @@ from trouper.actors.messages.outputs import (
     SchedulerStats,
     StepStats,
 )
-from trouper.actors.messages.steps import DeviceBack, DeviceLost, ReplicaEvent
+from trouper.actors.messages.steps import DeviceBack, DeviceFailed, DeviceLost, ReplicaEvent
+from trouper.actors.observability.event_log import EventLog
 from trouper.actors.observability.metrics import Metrics
 
 logger = logging.getLogger("trouper")
@@ -54,8 +55,12 @@ class Observer:
         statistics: Callable[[], Sequence[SchedulerStats]],
         interval_s: float,
         note_ended: Callable[[RequestEnded], None] | None = None,
+        events: EventLog | None = None,
     ) -> None:
         self.metrics = metrics
+        self._events = EventLog() if events is None else events
+        # By replica: computed tokens that all losses so far have cost.
+        self._num_lost: defaultdict[int, int] = defaultdict(int)
         self._inbox = inbox
         self._statistics = statistics  # of each replica's scheduler, at any time
         self._interval_s = interval_s if metrics is not None else math.inf
@@ -151,23 +156,58 @@ class Observer:
                 case OutputStats():
                     self._note_output_stats(message)
                 case ReplicaEvent(replica, event):
-                    self._note_device(replica, event)
+                    self._note_device(event, replica)
+                case DeviceLost() | DeviceBack():
+                    self._note_device(message)
                 case Flush(answer):
                     self._take_snapshot()
                     answer.set(None)
-                case _:
+                case StepStats():
+                    self._note_step(message)
+                case GrammarStats():
                     if self.metrics is not None:
-                        _count(message, self.metrics)
+                        self.metrics.note_grammar(message)
+                case _:
+                    assert_never(message)
         except Exception:  # statistics never touch requests
             logger.exception("statistics could not be recorded")
 
-    def _note_device(self, replica: int, event: object) -> None:
-        if self.metrics is None:
-            return
+    def _note_step(self, stats: StepStats) -> None:
+        if stats.num_preemptions:
+            self._events.note("preemption", replica=stats.replica, count=stats.num_preemptions)
+        if self.metrics is not None:
+            self.metrics.note_step(stats)
+            self.metrics.note_grammar_work(stats.grammar, stats.replica)
+
+    def _note_device(self, event: object, replica: int = 0) -> None:
         if isinstance(event, DeviceLost):
-            self.metrics.note_loss(event, replica)
+            self._note_loss(event, replica)
+            if self.metrics is not None:
+                self.metrics.note_loss(event, replica)
         elif isinstance(event, DeviceBack):
-            self.metrics.note_return(event, replica)
+            self._events.note("return", replica=replica, seconds=event.pause_s)
+            if self.metrics is not None:
+                self.metrics.note_return(event, replica)
+        elif isinstance(event, DeviceFailed):
+            self._events.note("failure", replica=replica)
+
+    def _note_loss(self, loss: DeviceLost, replica: int) -> None:
+        """Add a loss to the events, with what it costs.
+
+        The message of the loss stays out, because it may have paths and lines of the worker in it.
+        """
+        stats = self._statistics()[replica]
+        num_lost = stats.num_lost_tokens - self._num_lost[replica]
+        self._num_lost[replica] = stats.num_lost_tokens
+        num_sequences = stats.num_running + stats.num_waiting + stats.num_deferred
+        self._events.note(
+            "loss",
+            loss.cause,
+            replica=replica,
+            step=loss.step,
+            tokens=num_lost,
+            sequences=num_sequences,
+        )
 
     def _note_output_stats(self, stats: OutputStats) -> None:
         if self.metrics is not None:
@@ -176,21 +216,6 @@ class Observer:
             self._prompts[stats.replica].append((ended.num_prompt_tokens, ended.num_cached_tokens))
             if self._note_ended is not None:
                 self._note_ended(ended)
-
-
-def _count(message: StepStats | GrammarStats | DeviceLost | DeviceBack, metrics: Metrics) -> None:
-    match message:
-        case StepStats():
-            metrics.note_step(message)
-            metrics.note_grammar_work(message.grammar, message.replica)
-        case GrammarStats():
-            metrics.note_grammar(message)
-        case DeviceLost():
-            metrics.note_loss(message)
-        case DeviceBack():
-            metrics.note_return(message)
-        case _:
-            assert_never(message)
 
 
 def interval_line(

@@ -143,6 +143,10 @@ class Policy(PolicyBase[InFlightStep, Request]):
         """
         return self._num_prompt_tokens + self.table.num_generation_tokens
 
+    @property
+    def num_preemptions(self) -> int:
+        return self.table.running.num_preemptions
+
     def _counts(self) -> dict[str, Any]:
         return self.table.statistics() | self._planner.lookahead.statistics()
 

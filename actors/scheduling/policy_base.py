@@ -89,6 +89,11 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         return self._num_prompt_tokens
 
     @property
+    def num_preemptions(self) -> int:
+        """Count the preemptions so far: 0 for a policy without a KV cache, whose requests keep what they have."""
+        return 0
+
+    @property
     def is_available(self) -> bool:
         """Whether a new request would be planned: the device is loaded, and no search for a culprit goes first.
 

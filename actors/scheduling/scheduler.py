@@ -89,6 +89,7 @@ class Scheduler(Generic[OutputsT]):
         self._is_stepped = is_stepped
         # By replica: tokens reported to the observer, and the cost of grammars since the last report.
         self._num_reported = [0] * len(self._executors)
+        self._num_preemptions_reported = [0] * len(self._executors)
         self._grammar_work: list[tuple[GrammarWork, ...]] = [()] * len(self._executors)
         # If stepped: requested plans not made yet.
         self._num_plans_due = 0
@@ -247,7 +248,12 @@ class Scheduler(Generic[OutputsT]):
 
     def _note_loss(self, replica: int, loss: DeviceLost) -> None:
         self._report_event(replica, loss)
-        if num_losses := self._policies[replica].lose_device(loss):
+        policy = self._policies[replica]
+        num_preemptions = policy.num_preemptions
+        num_losses = policy.lose_device(loss)
+        # A loss takes the blocks of all sequences, which is reported as a loss, not as preemptions.
+        self._num_preemptions_reported[replica] += policy.num_preemptions - num_preemptions
+        if num_losses:
             call = DeviceCall(ExplainLosses(num_losses), Future())
             # Room: one at a time, it waits for nothing.
             self._executors[replica].send_nowait(call)
@@ -260,6 +266,7 @@ class Scheduler(Generic[OutputsT]):
         if self._replicas is None or self._replicas.have_failed:
             raise DeviceStartError(message)
         self._replicas.note_failure(replica)
+        self._reporter.report(ReplicaEvent(replica, DeviceFailed(message)))
 
     def _report_event(self, replica: int, event: DeviceLost | DeviceBack) -> None:
         self._reporter.report(event if self._replicas is None else ReplicaEvent(replica, event))
@@ -327,12 +334,15 @@ class Scheduler(Generic[OutputsT]):
         ratios = self._first_tokens.take_ratios()
         for replica, policy in enumerate(self._policies):
             num_tokens = policy.num_tokens - self._num_reported[replica]
+            num_preemptions = policy.num_preemptions - self._num_preemptions_reported[replica]
+            work = self._grammar_work[replica]
             stats = StepStats(
-                num_tokens, replica, self._grammar_work[replica], policy.take_ratios(), ratios
+                num_tokens, replica, work, policy.take_ratios(), ratios, num_preemptions
             )
             ratios = ()  # what is foretold is of all replicas together
             if num_tokens and self._reporter.report(stats):
                 self._num_reported[replica] += num_tokens
+                self._num_preemptions_reported[replica] += num_preemptions
             self._grammar_work[replica] = ()
 
     def _due_answers(self) -> tuple[Promise[None], ...]:

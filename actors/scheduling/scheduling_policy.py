@@ -83,6 +83,14 @@ class SchedulingPolicy(Protocol[OutputsT]):
         """
         ...
 
+    @property
+    def num_preemptions(self) -> int:
+        """Count the preemptions so far.
+
+        It must be O(1), because the scheduler reads it in every turn.
+        """
+        ...
+
     def statistics(self) -> SchedulerStats:
         """Describe the state in numbers.
 

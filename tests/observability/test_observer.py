@@ -10,6 +10,8 @@ import trio.testing
 from tests.support.engines import STEP_S, simulated_engine
 from trouper.actors.messages.controls import Flush, ObserverInbox
 from trouper.actors.messages.outputs import OutputStats, RequestEnded, SchedulerStats, StepStats
+from trouper.actors.messages.steps import DeviceBack, DeviceLost
+from trouper.actors.observability.event_log import EventLog
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import INTAKE_PAUSE_S, Observer, interval_line
 from trouper.actors.runtime.future import Future
@@ -49,7 +51,10 @@ class Stage:
         self.metrics = Metrics("m", 64) if is_on else None
         self.observer, inbox = anyio.create_memory_object_stream[ObserverInbox](capacity)
         self.stats = stats()  # the scheduler's
-        self.actor = Observer(inbox, self.metrics, lambda: (self.stats,), interval_s, note_ended)
+        self.events = EventLog()
+        self.actor = Observer(
+            inbox, self.metrics, lambda: (self.stats,), interval_s, note_ended, self.events
+        )
         self.reporter = Reporter(self.observer)
         nursery.start_soon(self.actor.run)
 
@@ -103,6 +108,30 @@ async def test_line_comes_in_time_however_many_facts_there_are(autojump_clock, c
                 stage.reporter.report(StepStats(1))
                 await trio.sleep(0.1)
     assert len(levels(caplog)) in (2, 3)
+
+
+async def test_loss_and_return_are_events_with_their_costs(autojump_clock):
+    async with trio.open_nursery() as nursery:
+        with Stage(nursery) as stage:
+            for step, num_lost in ((7, 40), (9, 55)):
+                stage.stats = stats(num_running=2, num_deferred=1, num_lost_tokens=num_lost)
+                stage.reporter.report(DeviceLost("died of /root/secret", step, cause="signal"))
+                stage.reporter.report(DeviceBack(1.5))
+                await flushed(stage)
+            losses = [e for e in stage.events.since(0) if e.kind == "loss"]
+            assert [(e.step, e.tokens, e.sequences) for e in losses] == [(7, 40, 3), (9, 15, 3)]
+            assert {event.detail for event in losses} == {"signal"}
+            assert [e.seconds for e in stage.events.since(0) if e.kind == "return"] == [1.5, 1.5]
+
+
+async def test_preemptions_of_a_step_are_one_event(autojump_clock):
+    async with trio.open_nursery() as nursery:
+        with Stage(nursery, is_on=False) as stage:
+            stage.reporter.report(StepStats(8, num_preemptions=3))
+            stage.reporter.report(StepStats(8))
+            await stage.settle()
+            (event,) = stage.events.since(0)
+            assert (event.kind, event.count) == ("preemption", 3)
 
 
 async def test_line_says_what_happened_since_one_before():

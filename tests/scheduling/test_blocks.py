@@ -211,6 +211,8 @@ class BlocksMachine(RuleBasedStateMachine):
             return
         assert self.blocks.free_list == tuple(self.free)
         assert self.blocks.num_free == len(self.free)
+        cached = [block for block in self.free if self.blocks.hash_of(block) is not None]
+        assert self.blocks.num_cached == len(cached)
         assert 0 not in self.free
         for block in range(self.blocks.num_blocks):
             holders = sum(table.count(block) for table in self.tables)

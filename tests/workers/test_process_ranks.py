@@ -49,6 +49,7 @@ class FakePeer:
 
     max_inline = MAX_INLINE
     where = ""
+    pid = 0
     refusal = None  # of the adapters that it is given when it starts
 
     def __init__(self, rank, files):

@@ -133,6 +133,12 @@ class ProcessDevice:
     def __repr__(self) -> str:
         return f"<ProcessDevice {self._state.value}, {len(self._plans)} steps out, {self._workers}>"
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        return tuple(
+            worker.pid for worker in self._workers if worker.pid and not worker.has_hung_up
+        )
+
     async def load(self) -> DeviceInfo:
         """Start the workers and load the model. A failed first load is not retried.
 

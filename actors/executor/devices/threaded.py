@@ -172,6 +172,10 @@ class ThreadedDevice:
         state = f"{len(self._steps)} steps out" if alive else "not running"
         return f"<ThreadedDevice {self._config.model.name!r} {state}>"
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        return ()
+
     async def load(self) -> DeviceInfo:
         """Start the thread, import torch and load the model.
 

@@ -29,7 +29,7 @@ class WorkerLink:
     """
 
     def __init__(self, rank: int, peer: Peer) -> None:
-        self.rank, self.where = rank, peer.where
+        self.rank, self.where, self.pid = rank, peer.where, peer.pid
         self.has_hung_up = False
         self._peer = peer
         self._frames = FrameReader(max_inline=peer.max_inline)

@@ -48,6 +48,11 @@ class Peer(Protocol):
     max_inline: int
     where: str
 
+    @property
+    def pid(self) -> int:
+        """The process id on this machine, or 0 for a worker on another one."""
+        ...
+
     def send(self, data: bytes, file: int | None) -> None:
         """Send a frame and, if given, its descriptor, without waiting.
 

@@ -97,6 +97,7 @@ class SequenceTable:
             "num_waiting": self.num_waiting,
             "num_deferred": self.num_deferred,
             "num_blocks_free": blocks.num_free,
+            "num_blocks_cached": blocks.num_cached,
             "num_blocks_total": blocks.num_usable,
             "kv_cache_usage": blocks.usage,
             "num_preemptions": running.num_preemptions,

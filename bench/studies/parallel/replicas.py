@@ -46,6 +46,8 @@ class InstantDevice:
     The measured time is therefore that of the server's own work.
     """
 
+    process_ids = ()
+
     def __init__(self) -> None:
         self._plans: deque[StepPlan] = deque()  # at most `max_steps_in_flight`
         self._has_plan = anyio.Event()

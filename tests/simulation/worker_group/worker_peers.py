@@ -105,6 +105,7 @@ class SimPeer:
 
     max_inline = wire.MAX_INLINE
     where = ""
+    pid = 0
 
     def __init__(
         self,

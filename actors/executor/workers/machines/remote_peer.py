@@ -34,6 +34,7 @@ class RemotePeer:
 
     # TCP carries no descriptors, so every payload is inline.
     max_inline = MAX_FRAME
+    pid = 0
 
     def __init__(
         self,
