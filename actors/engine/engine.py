@@ -37,6 +37,7 @@ from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
+from trouper.actors.rendering.media.downloads import Downloads
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
@@ -80,6 +81,9 @@ class EngineParts(msgspec.Struct, frozen=True):
     to_renderer: MemoryObjectSendStream[RendererInbox]
     to_large_renderer: MemoryObjectSendStream[RendererInbox]
     to_media_renderer: MemoryObjectSendStream[RendererInbox]
+    to_fetcher: MemoryObjectSendStream[RendererInbox]
+    # None if no host is allowed.
+    downloads: Downloads | None
     to_trying_renderer: MemoryObjectSendStream[RendererInbox]
     to_scheduler: MemoryObjectSendStream[SchedulerInbox]
     to_executors: Sequence[MemoryObjectSendStream[ExecutorInbox]]  # one for each replica
@@ -108,6 +112,8 @@ class Engine:
         self.tokenizer = parts.tokenizer
         # What its renderers share, to render prompts without generating anything.
         self.prompts = parts.prompts
+        # Fetches the images of URLs.  None if no host is allowed.
+        self.downloads = parts.downloads
         self.metrics: Metrics | None = parts.observer and parts.observer.metrics
         # The last of them.  Losses and preemptions come from the observer, if there is one.
         self.events = parts.events
@@ -127,6 +133,8 @@ class Engine:
             renderer=parts.to_renderer,
             large_renderer=parts.to_large_renderer,
             media_renderer=parts.to_media_renderer,
+            fetcher=parts.to_fetcher,
+            fetches=parts.downloads is not None,
             trying_renderer=parts.to_trying_renderer,
             scheduler=parts.to_scheduler,
             loop=parts.loop,

@@ -23,6 +23,7 @@ from trouper.actors.messages.requests import Abort, Render, RequestId, RequestOp
 from trouper.actors.observability.observer import ObserverSnapshot
 from trouper.actors.output.detokenizer import DetokenizerSnapshot
 from trouper.actors.output.pooler import PoolerSnapshot
+from trouper.actors.rendering.media.downloads import remote_parts
 from trouper.actors.rendering.renderer import RendererSnapshot
 from trouper.actors.replies.pooling_slot import PoolingSlot
 from trouper.actors.replies.slot import ReplySlot, Slot
@@ -76,6 +77,7 @@ class RequestTable:
         adapters: the adapters that requests may name.
         check_open: raises the error that refuses every request now.
         note_rejection: takes the name of the limit that refused a request.
+        fetches: whether URLs of hosts are fetched.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class RequestTable:
         renderer: MemoryObjectSendStream[RendererInbox],
         large_renderer: MemoryObjectSendStream[RendererInbox],
         media_renderer: MemoryObjectSendStream[RendererInbox],
+        fetcher: MemoryObjectSendStream[RendererInbox],
+        fetches: bool,
         trying_renderer: MemoryObjectSendStream[RendererInbox],
         scheduler: MemoryObjectSendStream[SchedulerInbox],
         loop: EventLoop,
@@ -96,6 +100,7 @@ class RequestTable:
         self._renderer = renderer
         self._large_renderer = large_renderer
         self._media_renderer = media_renderer
+        self._fetcher, self._fetches = fetcher, fetches
         self._trying_renderer = trying_renderer
         self._scheduler = scheduler
         self._loop = loop
@@ -125,6 +130,7 @@ class RequestTable:
             self._renderer,
             self._large_renderer,
             self._media_renderer,
+            self._fetcher,
             self._trying_renderer,
         )
         return sum(queue.statistics().current_buffer_used for queue in queues)
@@ -191,7 +197,8 @@ class RequestTable:
     def _lane(self, message: Render, num_tokens: int) -> MemoryObjectSendStream[RendererInbox]:
         """Choose the renderers of a request, so that short texts wait for no long prompt and for no image."""
         if has_images(message.prompt):
-            return self._media_renderer
+            is_remote = self._fetches and remote_parts(message.prompt)
+            return self._fetcher if is_remote else self._media_renderer
         is_large = num_tokens > LARGE_PROMPT or embeds_bytes(message.prompt) > LARGE_EMBEDS
         return self._large_renderer if is_large else self._renderer
 

@@ -34,6 +34,8 @@ from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
+from trouper.actors.rendering.fetcher import Fetcher
+from trouper.actors.rendering.media.downloads import Downloads
 from trouper.actors.rendering.media.items import ImageItems
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.prompts.prompts import Prompts
@@ -145,6 +147,7 @@ async def _run_actors(
     to_media_renderer, media_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
         MAX_OPEN_REQUESTS
     )
+    to_fetcher, fetcher_inbox = anyio.create_memory_object_stream[RendererInbox](MAX_OPEN_REQUESTS)
     # One Render for each open request, on its way from the three above.
     to_trying_renderer, trying_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
         MAX_OPEN_REQUESTS
@@ -175,6 +178,8 @@ async def _run_actors(
         # One with statement may have twenty blocks only.
         ends.enter_context(to_media_renderer)
         ends.enter_context(media_renderer_inbox)
+        ends.enter_context(to_fetcher)
+        ends.enter_context(fetcher_inbox)
         # Each executor gets the plans in flight; one call at a time from the lifecycle, for an adapter, from a probe and from the
         # scheduler; and two grammars to prepare, one of them ordered before the device was lost.
         for _ in devices:
@@ -241,16 +246,17 @@ async def _run_actors(
                     )
                     await tasks.start(renderer.run, name=f"renderer {number}")
                     renderers.append(renderer)
+                downloads = await _start_fetcher(config, fetcher_inbox, to_media_renderer, tasks)
                 inboxes: dict[str, MemoryObjectSendStream[Any]] = {
                     "renderer": to_renderer, "large renderer": to_large_renderer,
-                    "media renderer": to_media_renderer,
+                    "media renderer": to_media_renderer, "fetcher": to_fetcher,
                     "trying renderer": to_trying_renderer,
                     "scheduler": to_scheduler,
                     **{f"executor {i}": sender for i, sender in enumerate(to_executors)},
                     "detokenizer": to_detokenizer, "pooler": to_pooler, "observer": to_observer,
                 }  # fmt: skip
                 parts = EngineParts(
-                    info, tokenizer, None if config.pooler else prompts, to_renderer, to_large_renderer, to_media_renderer, to_trying_renderer, to_scheduler, to_executors,
+                    info, tokenizer, None if config.pooler else prompts, to_renderer, to_large_renderer, to_media_renderer, to_fetcher, downloads, to_trying_renderer, to_scheduler, to_executors,
                     to_observer, inboxes, tuple(renderers), scheduler, executors, detokenizer, pooler,
                     observer, events, EventLoop(), threads,
                 )  # fmt: skip
@@ -268,6 +274,21 @@ async def _run_actors(
         finally:
             if engine is not None:
                 engine.hang_up()
+
+
+async def _start_fetcher(
+    config: EngineConfig,
+    inbox: MemoryObjectReceiveStream[RendererInbox],
+    to_media_renderer: MemoryObjectSendStream[RendererInbox],
+    tasks: TaskGroup,
+) -> Downloads | None:
+    """Start the actor that downloads images, if the operator allows any host."""
+    if config.media is None or not config.media.sources.domains:
+        return None
+    downloads = Downloads(config.media)
+    fetcher = Fetcher(inbox.clone(), to_media_renderer.clone(), downloads)
+    await tasks.start(fetcher.run, name="fetcher")
+    return downloads
 
 
 def _make_executors(

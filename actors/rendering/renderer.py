@@ -142,7 +142,7 @@ class Renderer:
         elif isinstance(rendered, Rendered):
             self._report(rendered.admit)
         if isinstance(rendered, Exception):
-            slot.fail(_typed(rendered))
+            slot.fail(typed(rendered))
         elif rendered is None or slot.is_aborted:
             slot.abort()
         else:
@@ -194,7 +194,8 @@ def _plain_size(message: Render) -> float:
     return sum(map(len, parts))
 
 
-def _typed(error: Exception) -> Exception:
+def typed(error: Exception) -> Exception:
+    """Return an error of rendering in a class of the API, with a defect as its cause."""
     if isinstance(error, TimeoutError):
         return TrouperValidationError(f"rendering the prompt {error}", parameter="prompt")
     if isinstance(error, TrouperError | TypeError | ValueError):

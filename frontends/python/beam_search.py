@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Self, TypeGuard, cast
 
 import msgspec
 
-from trouper.actors.rendering.media.parts import take_images
+from trouper.actors.rendering.media.local_files import is_local
+from trouper.actors.rendering.media.parts import take_images, url_of
+from trouper.actors.rendering.media.urls import is_remote
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -282,6 +284,11 @@ def _check_prompt(prompt: PromptType) -> None:
             "prompt_embeds is not supported with beam search, which needs token ids; use generate"
         )
         raise UnsupportedFeatureError(text, parameter="prompt_embeds")
+    if _is_dict(prompt) and any(
+        is_remote(url) or is_local(url) for url in map(url_of, _all_parts(prompt))
+    ):
+        text = "messages: URLs to fetch are not supported with beam search; send the image itself"
+        raise UnsupportedFeatureError(text, parameter="messages")
     if _is_dict(prompt) and prompt.get("suffix") is not None:
         text = "suffix is not supported with beam search; use generate"
         raise UnsupportedFeatureError(text, parameter="suffix")
@@ -291,10 +298,13 @@ def _holds_embeds(prompt: PromptType) -> bool:
     """Return whether a prompt, or a part of a message in it, consists of embeddings."""
     if not _is_dict(prompt):
         return False
-    messages = cast("Sequence[Any]", prompt.get("messages") or ())
-    parts = [part for message in messages for part in _parts(message)]
-    kinds = [part.get("type") for part in parts if _is_dict(part)]
+    kinds = [part.get("type") for part in _all_parts(prompt) if isinstance(part, Mapping)]
     return prompt.get("prompt_embeds") is not None or "prompt_embeds" in kinds
+
+
+def _all_parts(prompt: Mapping[str, Any]) -> list[Any]:
+    messages = cast("Sequence[Any]", prompt.get("messages") or ())
+    return [part for message in messages for part in _parts(message)]
 
 
 def _parts(message: Any) -> Sequence[Any]:

@@ -2,6 +2,9 @@
 
 import base64
 import re
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import anthropic
 import openai
@@ -36,8 +39,31 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-async def engine(anyio_backend, folder):
-    args = EngineArgs(model=str(folder), served_model_name="sees", block_size=16, **SMALL)
+def host(tmp_path_factory):
+    """The address of a web server with one image."""
+    files = tmp_path_factory.mktemp("host")
+    (files / "a.png").write_bytes(FILE)
+    serve = partial(QuietFiles, directory=str(files))
+    with ThreadingHTTPServer(("localhost", 0), serve) as server:
+        Thread(target=server.serve_forever).start()
+        yield f"localhost:{server.server_port}"
+        server.shutdown()
+
+
+class QuietFiles(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+async def engine(anyio_backend, folder, host, tmp_path_factory):
+    local = tmp_path_factory.mktemp("local")
+    (local / "a.png").write_bytes(FILE)
+    args = EngineArgs(
+        model=str(folder), served_model_name="sees", block_size=16, allowed_media_domains=[host],
+        allow_http_media=True, allow_private_media_hosts=True, allowed_local_media_path=str(local),
+        **SMALL,
+    )  # fmt: skip
     async with AsyncLLMEngine.from_engine_args(args) as engine:
         yield engine
 
@@ -60,6 +86,44 @@ class TestInMemory:
         assert answer.status == 200, answer.body
         assert answer.json["choices"][0]["message"]["content"] == seen
         assert answer.json["usage"]["prompt_tokens"] == NUM_TOKENS
+
+    async def test_images_of_urls_are_seen(self, client, engine, host, seen):
+        local = engine.config.media.sources.folder
+        for place in (f"http://{host}/a.png", f"file://{local}/a.png"):
+            part = {"type": "image_url", "image_url": {"url": place, "detail": "low"}}
+            messages = [{"role": "user", "content": [TEXT, part]}]
+            answer = await client.post("/v1/chat/completions", {"messages": messages, **GREEDY})
+            assert answer.status == 200, answer.body
+            assert answer.json["choices"][0]["message"]["content"] == seen
+            answer = await client.post("/tokenize", {"messages": messages})
+            assert answer.json["count"] == NUM_TOKENS
+
+    async def test_message_sees_the_image_of_a_url(self, client, host, seen):
+        source = {"type": "url", "url": f"http://{host}/a.png"}
+        messages = [{"role": "user", "content": [TEXT, {"type": "image", "source": source}]}]
+        answer = await client.post("/v1/messages", {"messages": messages, **GREEDY})
+        assert answer.json["content"][0]["text"] == seen
+
+    @pytest.mark.parametrize(
+        ("place", "status", "code"),
+        [
+            ("http://{}/b.png", 422, "media_unavailable"),
+            ("http://{}.evil.org/a.png", 400, "invalid_value"),
+            ("http://127.0.0.1/a.png", 403, "media_url_blocked"),
+            ("https://{}/a.png", 422, "media_unavailable"),
+            ("https://example.org/a.png", 403, "media_url_blocked"),
+            ("file:///etc/passwd", 403, "media_url_blocked"),
+            ("ftp://{}/a.png", 403, "media_url_blocked"),
+            ("a.png", 400, "invalid_value"),
+        ],
+    )
+    async def test_url_is_refused_with_its_code(self, client, host, place, status, code):
+        part = {"type": "image_url", "image_url": {"url": place.format(host)}}
+        messages = [{"role": "user", "content": [TEXT, part]}]
+        answer = await client.post("/v1/chat/completions", {"messages": messages, **GREEDY})
+        error = answer.json["error"]
+        assert (answer.status, error["code"]) == (status, code), error
+        assert error["param"] == "messages[0].content[1].image_url"
 
     async def test_metrics_count_images_found(self, client):
         async def counts():

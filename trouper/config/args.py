@@ -138,6 +138,10 @@ class EngineArgs:
     mm_processor_cache_gb: float = 4
     encoder_cache_gb: float = 0.25
     media_processor: str = "process"
+    allowed_media_domains: list[str] | None = None
+    allowed_local_media_path: str = ""
+    allow_http_media: bool = False
+    allow_private_media_hosts: bool = False
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -194,7 +198,7 @@ class AsyncEngineArgs(EngineArgs):
 logger = logging.getLogger("trouper")
 _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (None, """
-        logits_processors allowed_media_domains
+        logits_processors
         max_cudagraph_capture_size compilation_config attention_backend
         default_mm_loras custom_histogram_buckets
         kv_events_config sleep_preserve_parameter_names sleep_mode_backend
@@ -223,7 +227,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         mamba_cache_dtype mamba_ssm_cache_dtype
     """),
     ("", """
-        allowed_local_media_path model_weights reasoning_parser worker_extension_cls
+        model_weights reasoning_parser worker_extension_cls
     """),
     (1, """
         prefill_schedule_interval

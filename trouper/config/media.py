@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from trouper.config.args import EngineArgs
+from trouper.config.media_sources import MediaSources, media_sources
 from trouper.config.model import ModelConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
@@ -81,6 +82,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     merge_size: int = 1
     # Whether the tower is Pixtral's.
     is_pixtral: bool = False
+    # The URLs from which files are read.
+    sources: MediaSources = MediaSources()
 
     @property
     def family(self) -> VisionFamily:
@@ -105,6 +108,7 @@ def media_config(
         rule = f"must be one of {', '.join(WORKPLACES)}"
         raise invalid("media_processor", rule, args.media_processor)
     kwargs = _mapping("mm_processor_kwargs", args.mm_processor_kwargs)
+    sources = media_sources(args)
     sizes = [_bytes(args, name) for name in ("mm_processor_cache_gb", "encoder_cache_gb")]
     raw, folder = model.source_config, Path(model.path)
     kind = str(raw.get("model_type"))
@@ -128,6 +132,7 @@ def media_config(
         merge_size=int(vision.get("spatial_merge_size") or 1),
         in_process=args.media_processor == "process" and hasattr(os, "memfd_create"),
         is_pixtral=kind == "mistral3" or vision.get("model_type") == PIXTRAL,
+        sources=sources,
     ), ""
 
 

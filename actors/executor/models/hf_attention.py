@@ -141,15 +141,15 @@ class HfAttention:
         self._ops = [made[layer] for layer in trial.layers]
         self.layers = tuple(trial.layers)
 
-    def run(self, step: HfStep, run: Callable[[], Tensor]) -> Tensor:
-        """Call `run`, a pass of the model over a step.
+    def serve(self, step: HfStep, forward: Callable[[], Tensor]) -> Tensor:
+        """Call `forward`, a pass of the model over a step.
 
         Meanwhile the model's attention functions find the step's plans and caches here. Passes never overlap, because
         one thread runs them.
         """
         self._step, self._num_calls = step, 0
         try:
-            return run()
+            return forward()
         finally:
             self._step = None
 

@@ -133,7 +133,7 @@ class HfDecoder:
         def compute() -> Tensor:
             return self._mixers.compute(states, lambda: self._hidden(tokens.positions_T, inputs))
 
-        hidden_TE = self._attention.run(HfStep(tokens, plans, caches), compute)
+        hidden_TE = self._attention.serve(HfStep(tokens, plans, caches), compute)
         return hidden_TE if read is None else hidden_TE.index_select(0, read.tokens_R)
 
     def logits(self, hidden_RE: Tensor, head: LinearMethod | None = None) -> Tensor:

@@ -130,6 +130,11 @@ class ImageItems:
         return self._cache.num_queries, self._cache.num_hits
 
     @property
+    def folder(self) -> str:
+        """Return the folder whose files URLs may name; empty for none."""
+        return self._config.sources.folder
+
+    @property
     def row_token_id(self) -> int:
         """Return the token in whose place a row of the tower is used."""
         return self._config.row_token_id

@@ -10,8 +10,15 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from trouper.actors.rendering.media.files import RefusedFileError
+from trouper.actors.rendering.media.local_files import UNAVAILABLE, is_local, read_local
 from trouper.actors.rendering.media.urls import decode_base64, read_url
-from trouper.errors import MediaError, TrouperValidationError, UnsupportedFeatureError, invalid
+from trouper.errors import (
+    MediaError,
+    TrouperUnprocessableEntityError,
+    TrouperValidationError,
+    UnsupportedFeatureError,
+    invalid,
+)
 
 # The `detail` of OpenAI's parts has no effect: the model's own processor decides about sizes, as in vLLM.
 DETAILS = ("auto", "low", "high", "original")
@@ -36,6 +43,15 @@ class Base64File(msgspec.Struct, frozen=True):
         return f"<a file in {len(self.text)} characters of base64>"
 
 
+class FetchedFile(msgspec.Struct, frozen=True, weakref=True, eq=False):
+    """A file that was fetched from the URL in its place."""
+
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"<a fetched file of {len(self.data)} bytes>"
+
+
 class ImagePart(NamedTuple):
     """One image of a conversation, in the form in which the caller gave it.
 
@@ -50,10 +66,14 @@ class ImagePart(NamedTuple):
     where: str
 
 
-def take_images(messages: Sequence[Any]) -> tuple[list[Any], list[ImagePart]]:
+def take_images(messages: Sequence[Any], folder: str = "") -> tuple[list[Any], list[ImagePart]]:
     """Return the messages with a mark in the place of each image, and the images in order.
 
+    Args:
+        folder: `file:` URLs below it are read; empty for none.
+
     Raises:
+        TrouperUnprocessableEntityError: a file of a `file:` URL cannot be read.
         MediaError, TrouperValidationError: a part has no image that can be used; the error names its place.
         UnsupportedFeatureError: a part is audio, video or a document.
     """
@@ -67,7 +87,10 @@ def take_images(messages: Sequence[Any]) -> tuple[list[Any], list[ImagePart]]:
             if any(kind_of(part) is not None for part in parts):
                 role = fields.get("role")
                 where = f"messages[{i}].content"
-                taken = [_taken(part, f"{where}[{j}]", role, found) for j, part in enumerate(parts)]
+                taken = [
+                    _taken(part, f"{where}[{j}]", role, found, folder)
+                    for j, part in enumerate(parts)
+                ]
                 message = {**fields, "content": taken}
         rest.append(message)
     return rest, found
@@ -92,7 +115,15 @@ def is_image(part: Any) -> bool:
     return kind_of(part) in IMAGES
 
 
-def _taken(part: Any, where: str, role: Any, found: list[ImagePart]) -> Any:
+def url_of(part: Any) -> Any:
+    """Return what a part of an image has as its URL, or None for any other part."""
+    if kind_of(part) not in ("image_url", "input_image"):
+        return None
+    given = cast("Mapping[str, Any]", part).get("image_url")
+    return cast("Mapping[str, Any]", given).get("url") if isinstance(given, Mapping) else given
+
+
+def _taken(part: Any, where: str, role: Any, found: list[ImagePart], folder: str) -> Any:
     kind = kind_of(part)
     if kind is None:
         return part
@@ -109,17 +140,17 @@ def _taken(part: Any, where: str, role: Any, found: list[ImagePart]) -> Any:
         rule = "images can be in messages of the user, the system and tools only"
         raise invalid(where, rule)
     fields = cast("Mapping[str, Any]", part)
-    found.append(ImagePart(_data(kind, fields, where), _uuid(fields, where), where))
+    found.append(ImagePart(_data(kind, fields, where, folder), _uuid(fields, where), where))
     return {**IMAGE, "index": len(found) - 1}
 
 
-def _data(kind: str, fields: Mapping[str, Any], where: str) -> Any:
+def _data(kind: str, fields: Mapping[str, Any], where: str, folder: str) -> Any:
     """Return the bytes of a file, or the image object of a Python caller."""
     if kind in ("image_url", "input_image"):
         url = _url(kind, fields, where)
         if url is None and fields.get("uuid") is not None:
             return None
-        return read_at(f"{where}.image_url", url)
+        return read_at(f"{where}.image_url", url, folder)
     given = fields.get(kind)
     if given is None and fields.get("uuid") is not None:
         return None
@@ -131,13 +162,18 @@ def _data(kind: str, fields: Mapping[str, Any], where: str) -> Any:
     return given
 
 
-def read_at(where: str, given: Any) -> bytes:
-    """Return the bytes of a `data:` URL or of base64, with errors that name the place.
+def read_at(where: str, given: Any, folder: str = "") -> bytes:
+    """Return the bytes of a URL or of base64, with errors that name the place.
 
     Raises:
         MediaError, TrouperValidationError: it is no file.
+        TrouperUnprocessableEntityError: the file of a `file:` URL cannot be read.
     """
+    if isinstance(given, FetchedFile):
+        return given.data
     try:
+        if folder and is_local(given):
+            return read_local(given, folder)
         if isinstance(given, Base64File):
             return decode_base64(given.text)
         if isinstance(given, str | memoryview):
@@ -147,9 +183,13 @@ def read_at(where: str, given: Any) -> bytes:
     raise invalid(where, "must be a URL such as data:image/png;base64,…")
 
 
-def refused(where: str, error: RefusedFileError) -> TrouperValidationError:
+def refused(
+    where: str, error: RefusedFileError
+) -> TrouperValidationError | TrouperUnprocessableEntityError:
     """Return the error of a request with a refused file."""
     code, rule = error.refusal
+    if code == UNAVAILABLE:
+        return TrouperUnprocessableEntityError(f"{where}: {rule}", parameter=where)
     if code == TrouperValidationError.code:
         return invalid(where, rule)
     return MediaError(f"{where}: {rule}", parameter=where, code=code)

@@ -1,19 +1,53 @@
-"""Decide which URLs of media are read: `data:` URLs, and no others.  Pure.
+"""Decide which URLs of media are read, and from which addresses.  Pure.
 
-A server that fetches the URLs of its clients can be made to read the network around it.  Until there is a door for
-that, every URL with a scheme is refused with its own code, and nothing is resolved, opened or fetched.
+A server that fetches the URLs of its clients can be made to read the network around it.  Without an option, only
+`data:` URLs are read.  An `https:` URL is fetched if its host is named in `allowed_media_domains`, and if every address
+of the host is public.
+
+Laws.
+1. A URL is parsed once, and a host is resolved once: the connection goes to an address that was checked.
+2. A redirect is a new URL, checked in the same way, and leads to the same host only.
+3. No address, no path and no text of a library is in an error.
 """
 
 import binascii
+import ipaddress
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from trouper.actors.rendering.media.files import MAX_FILE_BYTES, NAMES, RefusedFileError
+from trouper.config.media_sources import ANY, MediaSources
 
 # A type, parameters and the mark of base64.  The type is not believed: the file itself shows what it is.
 DATA_HEAD = re.compile(rb"data:[^,]{0,256}?;base64,", re.IGNORECASE)
 MAX_HEAD = 512
+MAX_URL = 8192
 SCHEME = re.compile(rb"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 ADVICE = "send the file itself as a URL such as data:image/png;base64,…"
+BLOCKED = "media_url_blocked"
+PORTS = {"https": 443, "http": 80}
+# A name of one label, such as `localhost`, is possible if an entry of the list names it.
+HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*\Z")
+# Every notation of an address: the last label of a name is no number.
+NUMBER = re.compile(r"([0-9]+|0x[0-9a-f]*)\Z")
+NOT_IN_URLS = re.compile(r"[^\x21-\x7e]|\\")
+# Addresses that lead to other addresses; no real server needs one.
+TUNNELS = tuple(
+    map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "2002::/16", "2001::/32"))
+)
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Target(NamedTuple):
+    """A URL that may be fetched, in parts."""
+
+    scheme: str
+    host: str
+    port: int
+    # With the query.
+    path: str
 
 
 def read_url(url: str | memoryview) -> bytes:
@@ -33,8 +67,8 @@ def read_url(url: str | memoryview) -> bytes:
         raise RefusedFileError("invalid_image", f"must be base64; {ADVICE}")
     if SCHEME.match(head) is None:
         raise RefusedFileError("invalid_value", f"is not a URL; {ADVICE}")
-    rule = "is a URL that this server does not fetch, and no option allows it yet (--allowed-media-domains, --allowed-local-media-path)"
-    raise RefusedFileError("media_url_blocked", f"{rule}; {ADVICE}")
+    rule = "is a URL that this server does not read (--allowed-media-domains, --allowed-local-media-path)"
+    raise RefusedFileError(BLOCKED, f"{rule}; {ADVICE}")
 
 
 def decode_base64(text: str | memoryview) -> bytes:
@@ -54,6 +88,100 @@ def decode_base64(text: str | memoryview) -> bytes:
     except (binascii.Error, ValueError):
         rule = f"is not base64 (A-Z, a-z, 0-9, + and / with padding, no blanks); send a {NAMES} file as base64"
         raise RefusedFileError("invalid_image", rule) from None
+
+
+def is_remote(url: object) -> bool:
+    """Return whether a URL names a host to fetch from."""
+    return isinstance(url, str) and url[:8].lower().startswith(("https:", "http:"))
+
+
+def admit(url: str, sources: MediaSources) -> Target:
+    """Check everything about a URL that needs no network, and return its parts.
+
+    Raises:
+        RefusedFileError: `media_url_blocked` for a URL that is not allowed, `invalid_value` for one that is malformed.
+    """
+    if len(url) > MAX_URL:
+        raise RefusedFileError("invalid_value", f"has more than {MAX_URL} characters")
+    if NOT_IN_URLS.search(url):
+        raise RefusedFileError("invalid_value", "has characters that no URL has")
+    try:
+        parts = urlsplit(url)
+        host, given_port = (parts.hostname or "").lower(), parts.port
+    except ValueError:
+        raise RefusedFileError("invalid_value", "is not a URL") from None
+    scheme = parts.scheme.lower()
+    if scheme != "https" and not (scheme == "http" and sources.allows_http):
+        raise _blocked(
+            "may not be fetched: only https: is allowed (http: needs --allow-http-media)"
+        )
+    if "@" in parts.netloc:
+        raise _blocked("has a user name or a password, which are never sent")
+    if not HOST.match(host) or len(host) > 253 or NUMBER.match(host.rpartition(".")[2]):
+        raise _blocked("must name its host by a domain name, not by an address")
+    port = PORTS[scheme] if given_port is None else given_port
+    if not any(_allows(entry, host, port, scheme) for entry in sources.domains):
+        raise _blocked("has a host or a port that is not in --allowed-media-domains")
+    query = f"?{parts.query}" if parts.query else ""
+    return Target(scheme, host, port, (parts.path or "/") + query)
+
+
+def redirected(target: Target, location: str, sources: MediaSources) -> Target:
+    """Return where a redirect leads: to the same host, and not from https to http.
+
+    Raises:
+        RefusedFileError: `media_url_blocked` or `invalid_value`.
+    """
+    if location.startswith("/") and not location.startswith("//"):
+        port = "" if target.port == PORTS[target.scheme] else f":{target.port}"
+        location = f"{target.scheme}://{target.host}{port}{location}"
+    found = admit(location, sources)
+    if found.host != target.host or (target.scheme == "https" and found.scheme != "https"):
+        raise _blocked("is redirected to another host or scheme; send the final URL")
+    return found
+
+
+def checked_addresses(texts: Iterable[str], sources: MediaSources) -> tuple[Address, ...]:
+    """Return the addresses of a host, if all of them may be connected to.
+
+    One address that is not public refuses all: a host that has both may answer differently the next time.
+
+    Raises:
+        RefusedFileError: `media_url_blocked`.
+    """
+    # A scope such as `%eth0` belongs to addresses of the local link.
+    found = tuple(dict.fromkeys(ipaddress.ip_address(text.partition("%")[0]) for text in texts))
+    if not all(_may_connect(address, sources.allows_private) for address in found):
+        rule = "names a host with an address that is not public (--allow-private-media-hosts)"
+        raise _blocked(rule)
+    return found
+
+
+def _may_connect(address: Address, allows_private: bool) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return False
+        is_loopback = address.is_loopback
+        if not is_loopback and any(address in network for network in TUNNELS):
+            return False
+    if address.is_multicast or address.is_unspecified or address.is_link_local:
+        return False
+    if address.is_loopback or (address.is_private and not address.is_reserved):
+        return allows_private
+    return address.is_global and not address.is_reserved
+
+
+def _allows(entry: str, host: str, port: int, scheme: str) -> bool:
+    name, _, own_port = entry.partition(":")
+    if port != (int(own_port) if own_port else PORTS[scheme]):
+        return False
+    if name == ANY:
+        return "." in host
+    return host == name or (name.startswith("*.") and host.endswith(name[1:]))
+
+
+def _blocked(rule: str) -> RefusedFileError:
+    return RefusedFileError(BLOCKED, f"{rule}; or {ADVICE}")
 
 
 def _head(url: str | memoryview) -> bytes:

@@ -378,7 +378,8 @@ class Prompts:
         variables = dict(cast("Mapping[str, Any]", variables))
         if documents := prompt.get("documents"):
             variables["documents"] = documents
-        messages, images = take_images(cast("Sequence[Any]", messages))
+        folder = "" if self.images is None else self.images.folder
+        messages, images = take_images(cast("Sequence[Any]", messages), folder)
         images = self._allowed(images)
         messages, embeds = take_embeds(cast("Sequence[Any]", messages), self._decoded)
         foreign = prompt.get("foreign_chat_template")

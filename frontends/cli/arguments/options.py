@@ -86,6 +86,10 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "mm_processor_cache_gb": "GiB for processed images, so that the same image is not processed again.",
         "media_processor": "Where images are decoded and processed: process (with limits of time and memory) or thread.",
         "encoder_cache_gb": "GiB for the rows that the vision tower computed of images.",
+        "allowed_media_domains": "Host from which images of https: URLs are fetched, such as example.org, *.example.org or *; repeatable; by default none.",
+        "allowed_local_media_path": "Folder whose files may be named by file: URLs.",
+        "allow_http_media": "Fetch images of http: URLs, too, which are not encrypted.",
+        "allow_private_media_hosts": "Fetch also from hosts with addresses of private networks or of this machine.",
     },
     "Pooling": {
         "runner": "Kind of engine: auto, generate or pooling.",

@@ -183,6 +183,9 @@ async def _rendered(
         key=context.tenant,
         cache_scope=context.cache_scope,
     )
+    downloads = service.engine.downloads
+    if downloads is not None:
+        prompt = await downloads.fill(prompt)
     message = _message(prompt, options)
     return await anyio.to_thread.run_sync(prompts.render, message, limiter=service.chat_threads)
 

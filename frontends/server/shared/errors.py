@@ -163,7 +163,7 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
                 error.status, error.code, str(error), error.param, headers, error.usage
             )
         case TrouperUnprocessableEntityError():
-            return _told(422, "unprocessable_media", error)
+            return _told(422, "media_unavailable", error)
         case TrouperNotFoundError():
             return _told(404, "model_not_found", error)
         case ContextLengthError():

@@ -1,0 +1,280 @@
+"""Fetch the images of `https:` URLs, so that renderers see only bytes.
+
+A request with such a URL waits here, and not in a renderer's thread: its download is a task, bounded in time and bytes, that ends
+with the request.  Everything about names and addresses is decided in `urls.py`.
+
+Laws.
+1. Nothing of the environment is used: no proxy, no cookie, no password file.  Nothing is tried twice.
+2. Bytes are counted as they arrive, and nothing is unpacked.
+3. No text of a library or of the host is in an error.
+"""
+
+import ssl
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import anyio
+import anyio.to_thread
+
+from trouper.actors.rendering.media.files import MAX_FILE_BYTES, RefusedFileError
+from trouper.actors.rendering.media.parts import FetchedFile, refused, url_of
+from trouper.actors.rendering.media.urls import (
+    Address,
+    Target,
+    admit,
+    checked_addresses,
+    is_remote,
+    redirected,
+)
+from trouper.config.media import MediaConfig
+from trouper.errors import MediaError, QueueOverflowError, TrouperUnprocessableEntityError
+
+if TYPE_CHECKING:
+    import httpx2
+
+# Of one file: resolving, connecting, redirects and the body together.
+FETCH_S = 5.0
+MAX_REDIRECTS = 3
+# Downloads at once, of all requests and of one request.
+MAX_DOWNLOADS, MAX_OF_REQUEST = 16, 4
+# Files of open requests in memory: 20 of the largest, or hundreds of usual ones.
+OPEN_BYTES = 512 * 2**20
+# Hosts with several addresses are tried at this many of them, one after another.
+MAX_ADDRESSES = 4
+REDIRECTS = (301, 302, 303, 307, 308)
+# Some hosts refuse clients without a name.
+HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "trouper"}
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+class RemotePart(NamedTuple):
+    """A part of a message with a URL to fetch."""
+
+    message: int
+    part: int
+    url: str
+
+    @property
+    def where(self) -> str:
+        return f"messages[{self.message}].content[{self.part}].image_url"
+
+
+class Downloads:
+    """Fetches the files of requests.  It belongs to the engine's event loop.
+
+    Args:
+        config: names the hosts, and the most images of a prompt.
+        resolve: returns the addresses of a host.
+        trust: certificates of the authorities that hosts may have; those of the system by default.
+    """
+
+    def __init__(
+        self,
+        config: MediaConfig,
+        resolve: Resolve | None = None,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        self._sources, self._max_images = config.sources, config.max_images
+        self._resolve = resolve or resolve_host
+        self._trust = trust
+        self._limiter = anyio.CapacityLimiter(MAX_DOWNLOADS)
+        self._num_bytes = 0
+        # Reentrant, since a collection of garbage may end files at any point of this thread.
+        self._lock = threading.RLock()
+
+    async def fill(self, prompt: Any) -> Any:
+        """Return the prompt with files in the place of its URLs.
+
+        Raises:
+            MediaError: a URL is not allowed, or the prompt has too many.
+            TrouperUnprocessableEntityError: a host does not send the file.
+            QueueOverflowError: open requests hold too many files.
+        """
+        remote = remote_parts(prompt)
+        if not remote:
+            return prompt
+        if len(remote) > self._max_images:
+            rule = f"the prompt has {len(remote)} images, and it may have {self._max_images} (limit_mm_per_prompt)"
+            raise MediaError(f"images: {rule}", parameter=remote[-1].where, code="too_many_media")
+        # All are checked before the first is fetched.
+        targets: list[Target] = []
+        for part in remote:
+            try:
+                targets.append(admit(part.url, self._sources))
+            except RefusedFileError as error:
+                raise refused(part.where, error) from None
+        files: dict[RemotePart, FetchedFile] = {}
+        errors: list[Exception] = []
+        mine = anyio.CapacityLimiter(MAX_OF_REQUEST)
+
+        async def fetch(part: RemotePart, target: Target) -> None:
+            try:
+                async with mine, self._limiter:
+                    files[part] = self._held(await self._fetched(part, target))
+            except Exception as error:
+                errors.append(error)
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for part, target in zip(remote, targets, strict=True):
+                tasks.start_soon(fetch, part, target)
+        if errors:
+            raise errors[0]
+        return _filled(prompt, files)
+
+    def _held(self, data: bytes) -> FetchedFile:
+        """Count a file until nothing refers to it any more."""
+        file = FetchedFile(data)
+        with self._lock:
+            self._num_bytes += len(data)
+        weakref.finalize(file, self._release, len(data)).atexit = False
+        return file
+
+    def _release(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_bytes -= num_bytes
+
+    async def _fetched(self, part: RemotePart, target: Target) -> bytes:
+        if self._num_bytes + MAX_FILE_BYTES > OPEN_BYTES:
+            raise QueueOverflowError(
+                f"open requests hold downloads of {self._num_bytes} bytes, and {OPEN_BYTES} are allowed; try again later"
+            )
+        try:
+            with anyio.fail_after(FETCH_S):
+                return await self._follow(target)
+        except RefusedFileError as error:
+            raise refused(part.where, error) from None
+        except TimeoutError:
+            rule = f"the host did not send the file within {FETCH_S:g} s"
+        except UnavailableError as error:
+            rule = str(error)
+        text = f"{part.where}: {rule}; send the file itself as a data: URL"
+        raise TrouperUnprocessableEntityError(text, parameter=part.where) from None
+
+    async def _follow(self, target: Target) -> bytes:
+        """Fetch a file, and follow redirects on the same host."""
+        for _ in range(MAX_REDIRECTS + 1):
+            found = await self._get(target)
+            if isinstance(found, bytes):
+                return found
+            target = redirected(target, found, self._sources)
+        raise UnavailableError(f"the host redirects more than {MAX_REDIRECTS} times")
+
+    async def _get(self, target: Target) -> bytes | str:
+        """Return the file, or where a redirect leads."""
+        import httpx2
+
+        try:
+            texts = await self._resolve(target.host, target.port)
+        except OSError:
+            texts = ()
+        addresses = checked_addresses(texts, self._sources)
+        if not addresses:
+            raise UnavailableError("the host is unknown")
+        for address in addresses[:MAX_ADDRESSES]:
+            try:
+                return await self._get_from(address, target)
+            except httpx2.ConnectError:
+                continue
+            except (httpx2.TransportError, httpx2.InvalidURL):
+                raise UnavailableError("the connection to the host failed") from None
+        raise UnavailableError("the host cannot be reached, or has no valid certificate")
+
+    async def _get_from(self, address: Address, target: Target) -> bytes | str:
+        """Send the request to one checked address, with the host's name in it and in the certificate."""
+        import httpx2
+
+        trust = self._trust
+        if trust is None:
+            trust = self._trust = await anyio.to_thread.run_sync(ssl.create_default_context)
+        shown = f"[{address}]" if address.version == 6 else str(address)
+        url = f"{target.scheme}://{shown}:{target.port}{target.path}"
+        own_port = "" if url.startswith("https:") and target.port == 443 else f":{target.port}"
+        headers = {**HEADERS, "Host": f"{target.host}{own_port}", "Connection": "close"}
+        transport = httpx2.AsyncHTTPTransport(verify=trust, trust_env=False)
+        # The deadline is that of the whole file.
+        async with httpx2.AsyncClient(transport=transport, trust_env=False, timeout=None) as client:
+            name = {"sni_hostname": target.host}
+            async with client.stream("GET", url, headers=headers, extensions=name) as answer:
+                return await _read(answer)
+
+
+class UnavailableError(Exception):
+    """A host does not send a file; the text is for the client."""
+
+
+async def _read(answer: "httpx2.Response") -> bytes | str:
+    """Read a file of at most MAX_FILE_BYTES, or the target of a redirect."""
+    if answer.status_code in REDIRECTS and (location := answer.headers.get("location")):
+        return location
+    if answer.status_code != 200:
+        raise UnavailableError(f"the host answered with status {answer.status_code}")
+    if answer.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnavailableError("the host sent the file compressed, which was not asked for")
+    length = answer.headers.get("content-length", "0")
+    pieces = bytearray()
+    if not length.isdecimal() or int(length[:20]) > MAX_FILE_BYTES:
+        raise _too_long()
+    # Cancelling ends the library's nested generators, which a `break` would leave to the garbage collector.
+    with anyio.CancelScope() as reading:
+        async for piece in answer.aiter_raw():
+            pieces += piece
+            if len(pieces) > MAX_FILE_BYTES:
+                reading.cancel()
+    if len(pieces) > MAX_FILE_BYTES:
+        raise _too_long()
+    return bytes(pieces)
+
+
+def _too_long() -> UnavailableError:
+    return UnavailableError(f"the file is longer than the {MAX_FILE_BYTES} bytes allowed")
+
+
+async def resolve_host(host: str, port: int) -> Sequence[str]:
+    """Return all addresses of a host.  Raises OSError if it has none."""
+    import socket
+
+    found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(each[4][0]) for each in found]
+
+
+def remote_parts(prompt: Any) -> list[RemotePart]:
+    """List the parts of a conversation whose URL names a host."""
+    messages: Any = (
+        cast("Mapping[str, Any]", prompt).get("messages") if isinstance(prompt, Mapping) else None
+    )
+    found: list[RemotePart] = []
+    for i, content in enumerate(map(_content, _list(messages))):
+        for j, part in enumerate(content):
+            url = url_of(part)
+            if is_remote(url):
+                found.append(RemotePart(i, j, cast("str", url)))
+    return found
+
+
+def _filled(prompt: Mapping[str, Any], files: Mapping[RemotePart, FetchedFile]) -> dict[str, Any]:
+    """Return a copy of the prompt with files in place of URLs; the caller's messages stay as they are."""
+    messages = [*prompt["messages"]]
+    for (i, j, _), file in files.items():
+        content = [*messages[i]["content"]]
+        given = content[j].get("image_url")
+        content[j] = {
+            **content[j],
+            "image_url": {**given, "url": file} if isinstance(given, Mapping) else file,
+        }
+        messages[i] = {**messages[i], "content": content}
+    return {**prompt, "messages": messages}
+
+
+def _content(message: Any) -> Sequence[Any]:
+    return (
+        _list(cast("Mapping[str, Any]", message).get("content"))
+        if isinstance(message, Mapping)
+        else ()
+    )
+
+
+def _list(given: Any) -> Sequence[Any]:
+    return cast("Sequence[Any]", given) if isinstance(given, list | tuple) else ()
