@@ -209,12 +209,12 @@ def _describe_kind(clients: Sequence[VirtualClient], machine: VirtualMachine) ->
         "first_token_s": quantiles(client.first_token_s for client in clients),
         "over_alone": quantiles(slowdowns),
         "gap_s": quantiles(gaps),
-        "foretold": _num_foretold(clients),
+        "predicted": _num_expected(clients),
         "end_s": max(client.tokens_s[-1] for client in clients),
     }
 
 
-def _num_foretold(clients: Sequence[VirtualClient]) -> float | None:
+def _num_expected(clients: Sequence[VirtualClient]) -> float | None:
     """Return the share of first tokens within 20 % of their predicted time, or None without exact predictions."""
     ratios = [c.expected_s / c.first_token_s for c in clients if c.expected_s and not c.is_least]
     return sum(abs(ratio - 1) <= 0.2 for ratio in ratios) / len(ratios) if ratios else None

@@ -209,7 +209,7 @@ class VirtualRun:
             for each in self._devices:
                 self._plan(each)
             if newcomer is not None:
-                self._foretell(newcomer)
+                self._predict(newcomer)
             self._take_outputs()
         return Played(self._now, self._clients, self._steps)
 
@@ -240,10 +240,10 @@ class VirtualRun:
         if isinstance(self._policy, Replicas):
             self._policy.note_change(self._devices.index(device))
 
-    def _foretell(self, number: int) -> None:
+    def _predict(self, number: int) -> None:
         id = RequestId(SequenceId(number))
         for device in self._devices:
-            expected = device.policy.foretell(id, self._now - device.eldest_s)
+            expected = device.policy.predict_first_token(id, self._now - device.eldest_s)
             if expected is not None:
                 client = self._clients[number]
                 client.expected_s, client.is_least = expected.seconds, expected.is_least

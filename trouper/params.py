@@ -280,7 +280,7 @@ class SamplingParams(msgspec.Struct):
     def _check_ranges(self) -> None:
         for name, field in FIELDS.items():
             value = getattr(self, name)
-            if field.holds is not None and value is not None and not field.holds(value):
+            if field.is_valid is not None and value is not None and not field.is_valid(value):
                 raise invalid(name, field.rule, value)
         drafts = (self.extra_args or {}).get(MAX_DRAFTS, 0)
         if type(drafts) is not int or drafts < 0:

@@ -29,7 +29,7 @@ class SamplingField(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         kind: the type that validation requires; `other` types have their own checks in `params.py`.
         is_optional: whether None is a valid value of an integer.
-        holds: returns whether a value is in the range, and `rule` is the end of the error's sentence if it is not.
+        is_valid: returns whether a value is in the range, and `rule` is the end of the error's sentence if it is not.
         is_in_bodies: whether the HTTP APIs for completions and chats pass the field on under its own name.
         is_on_device: whether `Sampling` has a field with this name and the same value.
         beam_search: what a beam search does with this field in a request body.  It is empty for fields that a search
@@ -40,7 +40,7 @@ class SamplingField(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind = "other"
     is_optional: bool = False
-    holds: Callable[[Any], bool] | None = None
+    is_valid: Callable[[Any], bool] | None = None
     rule: str = ""
     is_in_bodies: bool = True
     is_on_device: bool = False
@@ -52,7 +52,7 @@ class SamplingField(msgspec.Struct, frozen=True, kw_only=True):
 def _penalty(help: str) -> SamplingField:
     return SamplingField(
         kind="number",
-        holds=lambda v: -2 <= v <= 2,
+        is_valid=lambda v: -2 <= v <= 2,
         rule="must be in [-2, 2]",
         is_on_device=True,
         beam_search="refuses",
@@ -63,34 +63,34 @@ def _penalty(help: str) -> SamplingField:
 
 FIELDS: Mapping[str, SamplingField] = MappingProxyType({
     "n": SamplingField(
-        kind="integer", holds=lambda v: 1 <= v <= MAX_N, rule=f"must be in [1, {MAX_N}]"
+        kind="integer", is_valid=lambda v: 1 <= v <= MAX_N, rule=f"must be in [1, {MAX_N}]"
     ),
     "presence_penalty": _penalty("Penalty on tokens that are already in the text."),
     "frequency_penalty": _penalty("Penalty on tokens by the number of their uses."),
     "repetition_penalty": SamplingField(
-        kind="number", holds=lambda v: v > 0, rule="must be > 0", is_on_device=True,
+        kind="number", is_valid=lambda v: v > 0, rule="must be > 0", is_on_device=True,
         beam_search="refuses", neutral=(1,), help="Factor that makes repeated tokens less likely.",
     ),
     "temperature": SamplingField(
-        kind="number", holds=lambda v: 0 <= v <= 2, rule="must be in [0, 2]",
+        kind="number", is_valid=lambda v: 0 <= v <= 2, rule="must be in [0, 2]",
         help="Randomness of the text; 0 takes the likeliest token.",
     ),
     "top_p": SamplingField(
-        kind="number", holds=lambda v: 0 < v <= 1, rule="must be in (0, 1]", is_on_device=True,
+        kind="number", is_valid=lambda v: 0 < v <= 1, rule="must be in (0, 1]", is_on_device=True,
         beam_search="refuses", neutral=(1,), help="Keep the likeliest tokens of this total.",
     ),
     "top_k": SamplingField(
-        kind="integer", holds=lambda v: -1 <= v < INT64, rule="must be ≥ -1; 0 and -1 switch it off",
+        kind="integer", is_valid=lambda v: -1 <= v < INT64, rule="must be ≥ -1; 0 and -1 switch it off",
         is_on_device=True, beam_search="refuses", neutral=(0, -1),
         help="Keep this many likeliest tokens; 0 is off.",
     ),
     "min_p": SamplingField(
-        kind="number", holds=lambda v: 0 <= v <= 1, rule="must be in [0, 1]", is_on_device=True,
+        kind="number", is_valid=lambda v: 0 <= v <= 1, rule="must be in [0, 1]", is_on_device=True,
         beam_search="refuses", neutral=(0,), help="Drop tokens below this share of the best.",
     ),
     # The rule contains two words of pydantic's, because clients of vLLM look for them.
     "seed": SamplingField(
-        kind="integer", is_optional=True, holds=lambda v: -INT64 <= v < INT64,
+        kind="integer", is_optional=True, is_valid=lambda v: -INT64 <= v < INT64,
         rule="must fit into 64 bits (greater_than_equal -2**63, less_than_equal 2**63-1)",
         help="Seed of the sampling; equal seeds give equal text.",
     ),
@@ -100,23 +100,23 @@ FIELDS: Mapping[str, SamplingField] = MappingProxyType({
         kind="flag", beam_search="follows", help="Continue after an end-of-text token."
     ),
     "max_tokens": SamplingField(
-        kind="integer", is_optional=True, holds=lambda v: v >= 1, rule="must be at least 1",
+        kind="integer", is_optional=True, is_valid=lambda v: v >= 1, rule="must be at least 1",
         is_in_bodies=False, help="Largest number of tokens to generate.",
     ),
     "min_tokens": SamplingField(
-        kind="integer", holds=lambda v: v >= 0, rule="must be at least 0", is_on_device=True,
+        kind="integer", is_valid=lambda v: v >= 0, rule="must be at least 0", is_on_device=True,
         beam_search="refuses", neutral=(0,), help="Tokens to generate before the text may end.",
     ),
     "logprobs": SamplingField(
-        kind="integer", is_optional=True, holds=lambda v: v >= -1, rule="must be -1 or at least 0",
+        kind="integer", is_optional=True, is_valid=lambda v: v >= -1, rule="must be -1 or at least 0",
         is_in_bodies=False, is_on_device=True,
     ),
     "prompt_logprobs": SamplingField(
-        kind="integer", is_optional=True, holds=lambda v: v >= -1, rule="must be -1 or at least 0",
+        kind="integer", is_optional=True, is_valid=lambda v: v >= -1, rule="must be -1 or at least 0",
         is_on_device=True, beam_search="refuses",
     ),
     "logprob_token_ids": SamplingField(
-        kind="token ids", holds=lambda v: len(v) <= MAX_LOGPROB_TOKEN_IDS,
+        kind="token ids", is_valid=lambda v: len(v) <= MAX_LOGPROB_TOKEN_IDS,
         rule=f"at most {MAX_LOGPROB_TOKEN_IDS} ids", is_on_device=True, beam_search="refuses",
     ),
     "detokenize": SamplingField(kind="flag", is_in_bodies=False),
@@ -125,7 +125,7 @@ FIELDS: Mapping[str, SamplingField] = MappingProxyType({
     "include_stop_str_in_output": SamplingField(kind="flag", beam_search="follows"),
     "output_kind": SamplingField(is_in_bodies=False),
     "stream_interval": SamplingField(
-        kind="integer", is_optional=True, holds=lambda v: v >= 1, rule="must be at least 1"
+        kind="integer", is_optional=True, is_valid=lambda v: v >= 1, rule="must be at least 1"
     ),
     "logit_bias": SamplingField(beam_search="refuses"),
     "allowed_token_ids": SamplingField(
@@ -137,7 +137,7 @@ FIELDS: Mapping[str, SamplingField] = MappingProxyType({
     "repetition_detection": SamplingField(beam_search="refuses"),
     "structured_outputs": SamplingField(is_in_bodies=False),
     "thinking_token_budget": SamplingField(
-        kind="integer", is_optional=True, holds=lambda v: v >= 0,
+        kind="integer", is_optional=True, is_valid=lambda v: v >= 0,
         rule="must be a non-negative integer or -1 for unlimited", beam_search="refuses", neutral=(-1,),
     ),
 })  # fmt: skip

@@ -230,7 +230,7 @@ class Generation(Generic[Output]):
         scheduler admits the request.
         """
         await self.prepare()
-        return await self.open().wait_foretold()
+        return await self.open().wait_expected()
 
     async def __aenter__(self) -> Self:
         await anyio.lowlevel.checkpoint()

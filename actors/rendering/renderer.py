@@ -135,7 +135,7 @@ class Renderer:
     def _end(self, message: Render, rendered: Rendered | Exception | None) -> None:
         slot = message.slot
         if isinstance(rendered, UntriedGrammarError) and self._trials is not None:
-            self._hand_on(message, self._trials)
+            self._send_to_trial(message, self._trials)
             return
         if isinstance(rendered, GrammarError):
             self._reporter.report(GrammarStats(refusal=rendered.code))
@@ -146,22 +146,22 @@ class Renderer:
         elif rendered is None or slot.is_aborted:
             slot.abort()
         else:
-            self._hand_over(rendered)
+            self._admit(rendered)
 
     def _report(self, admit: Admit | AdmitPooling) -> None:
         grammar = admit.grammar if isinstance(admit, Admit) else None
         if grammar is not None and grammar.rules.source is not None:
             self._reporter.report(GrammarStats(grammar.compile_s))
 
-    def _hand_on(self, message: Render, trials: MemoryObjectSendStream[Render]) -> None:
-        """There is room for each open request."""
+    def _send_to_trial(self, message: Render, trials: MemoryObjectSendStream[Render]) -> None:
+        """Have the grammar of a request tried in another process.  The inbox has room for each open request."""
         try:
             trials.send_nowait(message)
         except anyio.BrokenResourceError:
             pass  # the engine is going down, and its end ends every request
 
-    def _hand_over(self, rendered: Rendered) -> None:
-        """Room is reserved in both inboxes by the wiring's arithmetic."""
+    def _admit(self, rendered: Rendered) -> None:
+        """Pass a rendered request to the detokenizer and the scheduler.  Both inboxes have room for each open request."""
         try:
             if rendered.track is not None:
                 self._detokenizer.send_nowait(rendered.track)

@@ -116,7 +116,7 @@ class Slot(ABC, Generic[Output]):
         self._over = Once()
         self.expected: ExpectedToken | None = None
         # There is a prediction, or something to read.
-        self._foretold = Once()
+        self._expected = Once()
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "aborted" if self.is_aborted else "open"
@@ -235,12 +235,12 @@ class Slot(ABC, Generic[Output]):
         It is made once, when the scheduler admits the request.
         """
         self.expected = ExpectedToken(seconds, is_least, error)
-        self._foretold.set()
+        self._expected.set()
 
-    async def wait_foretold(self) -> ExpectedToken | None:
+    async def wait_expected(self) -> ExpectedToken | None:
         """Wait for the predicted time of the first token.  Returns None if the token or the end of the request comes first."""
         if not self._is_ready and self._error is None:
-            await self._foretold.wait()
+            await self._expected.wait()
         return self.expected
 
     async def wait_over(self) -> None:
@@ -282,13 +282,13 @@ class Slot(ABC, Generic[Output]):
         self.count_prefill(0)
         self._rendered.set()
         self._over.set()
-        self._foretold.set()
+        self._expected.set()
         on_over, self.on_over = self.on_over, None
         if on_over is not None:
             on_over()
 
     def _wake_reader(self) -> None:
-        self._foretold.set()
+        self._expected.set()
         if self._woken is not None:
             self._woken.set()
             self._woken = None

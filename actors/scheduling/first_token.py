@@ -19,7 +19,7 @@ MOST_COMPARED = 512
 RANK = 0.9
 
 
-def foretell(
+def predict_first_token(
     turns: PromptTurns, sequence: Grown, flights_s: Sequence[float], elapsed_s: float
 ) -> tuple[float, bool] | None:
     """Return the seconds until the first token of a sequence, and whether this is a lower bound.  Returns None before the first fit.
@@ -51,7 +51,7 @@ def expect(
 
     Args:
         start: the first position that it would compute.
-        flights_s, elapsed_s: as `foretell` takes them.
+        flights_s, elapsed_s: as `predict_first_token` takes them.
     """
     turns.refresh()
     times = turns.times

@@ -39,7 +39,7 @@ from trouper.actors.messages.requests import (
 from trouper.actors.messages.sinks import Promise
 from trouper.actors.messages.steps import DeviceLost, EntryFailure, PoolDone, StepDone, StepPlan
 from trouper.actors.scheduling.culprit_search import FaultBisection, Quarantine
-from trouper.actors.scheduling.first_token import expect, foretell
+from trouper.actors.scheduling.first_token import expect, predict_first_token
 from trouper.actors.scheduling.policy_base import PolicyBase
 from trouper.actors.scheduling.prompt_turns import PromptTurns
 from trouper.actors.scheduling.routing import Demand
@@ -211,7 +211,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         """
         return self.table.take_out(self._quarantine.requests, only_fresh=only_fresh)
 
-    def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
+    def predict_first_token(self, id: RequestId, elapsed_s: float) -> Expected | None:
         """Predict the first token of a request without one.  Returns None before the first fit, and when nothing is planned now.
 
         Args:
@@ -223,7 +223,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         if self.is_device_lost or self.pause is not Pause.NONE or self.is_searching:
             return None
         self.turns.settle()
-        found = foretell(self.turns, sequence, self._flights_s(), elapsed_s)
+        found = predict_first_token(self.turns, sequence, self._flights_s(), elapsed_s)
         return None if found is None else Expected(sequence.id, *found)
 
     def expect(self, request: Request, num_cached: int, elapsed_s: float) -> float | None:

@@ -229,7 +229,7 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
         """
         return self._num_open_tokens, len(self.unfinished)
 
-    def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
+    def predict_first_token(self, id: RequestId, elapsed_s: float) -> Expected | None:
         """Return None, because a text has one result and no first token."""
         return None
 

@@ -318,7 +318,7 @@ class Scheduler(Generic[OutputsT]):
         found: list[Expected] = []
         for id in self._admitted:
             for replica, policy in enumerate(self._policies):
-                expected = policy.foretell(id, now - self._eldest_s[replica])
+                expected = policy.predict_first_token(id, now - self._eldest_s[replica])
                 if expected is not None:
                     expected = msgspec.structs.replace(expected, error=first_tokens.error)
                     first_tokens.note(expected, now)
@@ -339,7 +339,7 @@ class Scheduler(Generic[OutputsT]):
             stats = StepStats(
                 num_tokens, replica, work, policy.take_ratios(), ratios, num_preemptions
             )
-            ratios = ()  # what is foretold is of all replicas together
+            ratios = ()  # predictions are those of all replicas together
             if num_tokens and self._reporter.report(stats):
                 self._num_reported[replica] += num_tokens
                 self._num_preemptions_reported[replica] += num_preemptions

@@ -111,7 +111,7 @@ class SchedulingPolicy(Protocol[OutputsT]):
         It is planned in one of the next steps.  Nothing is refused here; refusing is the task of admission.
         """
 
-    def foretell(self, id: RequestId, elapsed_s: float) -> Expected | None:
+    def predict_first_token(self, id: RequestId, elapsed_s: float) -> Expected | None:
         """Predict the first token of a request without one.  Returns None before the first fit, and when nothing is planned now.
 
         Args:

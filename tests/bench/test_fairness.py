@@ -68,11 +68,11 @@ def test_short_requests_alone_lose_nothing():
 
 
 @pytest.mark.parametrize("workload", ["titles-1", "titles-3", "titles-10", "short-only"])
-def test_first_tokens_are_foretold(workload):
-    assert played(workload, "fair", 0.03)["kinds"]["short"]["foretold"] >= 0.9
+def test_first_tokens_are_expected(workload):
+    assert played(workload, "fair", 0.03)["kinds"]["short"]["predicted"] >= 0.9
 
 
-def test_in_order_of_arrival_long_prompt_ahead_is_foretold():
+def test_in_order_of_arrival_long_prompt_ahead_is_expected():
     policy = policy_of(MACHINE, policy="fcfs")
     teach(policy.turns.times, MACHINE)
     clients = [VirtualClient(0.0, 8000, 4), VirtualClient(0.5, 300, 4)]

@@ -23,17 +23,17 @@ LATE = ExpectedToken(8.0, False, 0.25)  # 6.4 s at the earliest
 
 
 @pytest.fixture
-def foretelling(engine):
-    """A client of a server whose first tokens are foretold."""
+def predicting(engine):
+    """A client of a server whose first tokens are predicted."""
 
-    def foretelling(expected, **settings):
+    def predicting(expected, **settings):
         scripted = ScriptedEngine(engine, script)
         scripted.expected = expected
         client = Client(create_app(scripted, ServerSettings(**settings)))
         client.model = engine.config.model.name
         return client
 
-    return foretelling
+    return predicting
 
 
 def script(number, params):
@@ -47,18 +47,18 @@ def body(client, path, **fields):
 
 @pytest.mark.parametrize("path", ASKS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_answer_says_when_its_first_token_was_expected(foretelling, path, stream):
-    client = foretelling(SOON)
+async def test_every_answer_says_when_its_first_token_was_expected(predicting, path, stream):
+    client = predicting(SOON)
     answer = await client.post(path, body(client, path, stream=stream))
     assert answer.status == 200
     assert answer.headers["server-timing"] == 'first-token;dur=50;desc="expected"'
 
 
 @pytest.mark.parametrize("path", ASKS)
-async def test_stream_whose_head_comes_before_its_first_token_is_same(foretelling, path):
+async def test_stream_whose_head_comes_before_its_first_token_is_same(predicting, path):
     streams = []
     for expected in (SOON, LATE):
-        client = foretelling(expected)
+        client = predicting(expected)
         answer = await client.post(path, body(client, path, stream=True))
         assert answer.status == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -66,23 +66,23 @@ async def test_stream_whose_head_comes_before_its_first_token_is_same(foretellin
     assert streams[0] == streams[1] > 1
 
 
-async def test_a_long_prompt_has_a_lower_bound(foretelling):
-    client = foretelling(ExpectedToken(20.0, True, None))
+async def test_a_long_prompt_has_a_lower_bound(predicting):
+    client = predicting(ExpectedToken(20.0, True, None))
     answer = await client.post("/v1/completions", ASKS["/v1/completions"])
     assert answer.headers["server-timing"] == 'first-token;dur=20000;desc="at least"'
 
 
 @pytest.mark.parametrize("expected", [None, SOON])
-async def test_nothing_is_said_where_nothing_is_known_or_wanted(foretelling, expected):
-    client = foretelling(expected, disable_server_timing=expected is not None)
+async def test_nothing_is_said_where_nothing_is_known_or_wanted(predicting, expected):
+    client = predicting(expected, disable_server_timing=expected is not None)
     answer = await client.post("/v1/completions", ASKS["/v1/completions"])
     assert answer.status == 200
     assert "server-timing" not in answer.headers
 
 
 @pytest.mark.parametrize("path", ASKS)
-async def test_deadline_that_cannot_be_met_is_refused_at_once(foretelling, path):
-    client = foretelling(LATE)
+async def test_deadline_that_cannot_be_met_is_refused_at_once(predicting, path):
+    client = predicting(LATE)
     headers = [("x-request-timeout-ms", "5000")]
     answer = await client.post(path, body(client, path), headers=headers)
     assert answer.status == 503
@@ -97,8 +97,8 @@ async def test_deadline_that_cannot_be_met_is_refused_at_once(foretelling, path)
     [(LATE, "7000"), (LATE, None), (ExpectedToken(8.0, False, None), "5000")],
     ids=["within its error", "the server's own", "nothing compared yet"],
 )
-async def test_deadline_that_may_be_met_is_not_refused(foretelling, expected, timeout_ms):
-    client = foretelling(expected, request_timeout_s=5.0 if timeout_ms is None else 600.0)
+async def test_deadline_that_may_be_met_is_not_refused(predicting, expected, timeout_ms):
+    client = predicting(expected, request_timeout_s=5.0 if timeout_ms is None else 600.0)
     headers = [] if timeout_ms is None else [("x-request-timeout-ms", timeout_ms)]
     answer = await client.post("/v1/completions", ASKS["/v1/completions"], headers=headers)
     assert answer.status == 200

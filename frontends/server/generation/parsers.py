@@ -93,7 +93,7 @@ class StopStrings:
         self._num_given = 0
         self.found: str | None = None
         # The stop string found by the engine.
-        self.engines: str | None = None
+        self.engine_stop: str | None = None
 
     def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
         given: list[Part] = []
@@ -106,8 +106,8 @@ class StopStrings:
                 self._give(given, 0)
                 given.append(part)
         if end is not None and self.found is None:
-            if self._is_late and self.engines in self._stop:
-                self.found = self.engines
+            if self._is_late and self.engine_stop in self._stop:
+                self.found = self.engine_stop
                 self._cut(self._tail.rfind(self.found) + len(self.found))
             self._give(given, 0)
         return given
@@ -216,7 +216,7 @@ class ParserChain:
         With an `end` other than None, every link hands out what it has held back.
         """
         if self._stops is not None and isinstance(stop_reason, str):
-            self._stops.engines = stop_reason
+            self._stops.engine_stop = stop_reason
         parts: Sequence[Part] = (Content(text),) if text else ()
         for parser in self._parsers:
             parts = parser.feed(parts, end)

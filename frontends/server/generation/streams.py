@@ -55,7 +55,7 @@ async def open_generations(
         if len(opened) > 1:
             await _wait_rendered(opened, places)
         else:
-            expected = await service.foretell(context, opened[0])
+            expected = await service.predict_first_token(context, opened[0])
             if expected is not None and expected.seconds >= LONG_WAIT_S:
                 await begin()
         yield opened
@@ -80,7 +80,7 @@ async def final_outputs(
         if len(opened) > 1:
             await _wait_rendered(opened, places)
         elif opened:
-            await service.foretell(context, opened[0])
+            await service.predict_first_token(context, opened[0])
         for i, generation in enumerate(opened):
             with prompt_named(places[i]):
                 # A ready output needs no turn of the event loop.

@@ -429,7 +429,7 @@ class Service:
         refusal.headers = ((b"connection", b"close"),)
         return refusal
 
-    async def foretell(
+    async def predict_first_token(
         self, context: RequestContext, generation: "Generation[Any]"
     ) -> ExpectedToken | None:
         """Wait for the engine's prediction of the first token, and announce it in the header Server-Timing.
