@@ -5,8 +5,10 @@
                       further columns are ignored
     k                 experts that each token uses
 
-An expert is a gated MLP.  A token's output is the sum over its k most likely experts of
-weight · down(act(gate(x)) · up(x)).  The weights are a float32 softmax of the logits, over all experts or over the k.
+An expert is a gated MLP.  A token's output is the sum over its k best experts of
+weight · down(act(gate(x)) · up(x)).  The weights are a float32 softmax of the logits, over all experts or over the k, or the
+sigmoid of each logit.  Sigmoids are divided by their sum over the k if weights are normalised, and a bias of each expert may
+be added to them for the choice only (LFM2).
 
 `PlainExperts` calls the linear layers of one expert after the other; `cpu/experts` computes all of them in one launch.
 """
@@ -22,18 +24,25 @@ from torch import Tensor
 
 from trouper.kernels.linear import LinearMethod
 
+# Added to the sum of sigmoids before the division, as transformers does.
+SIGMOID_EPS = 1e-6
+
 
 class Routing(NamedTuple):
     """The rule that turns router logits into experts and weights.
 
     With `is_normalised` the weights of a token's experts add up to one.  With `has_shared_gate` the output of the shared
-    expert is multiplied by the sigmoid of one more logit.
+    expert is multiplied by the sigmoid of one more logit.  With `is_sigmoid` weights are sigmoids instead of a softmax;
+    only then may weights have a `scale`, and the choice a bias [X] in float32.
     """
 
     num_experts: int
     top_k: int
     is_normalised: bool
     has_shared_gate: bool = False
+    is_sigmoid: bool = False
+    scale: float = 1.0
+    choice_bias: Tensor | None = None
 
 
 class Experts(Protocol):
@@ -87,9 +96,7 @@ class PlainExperts:
         act_and_mul: Callable[[Tensor], Tensor],
     ) -> Tensor:
         routing = self._routing
-        ids_TK, weights_TK = route(
-            logits_TX, routing.num_experts, routing.top_k, is_normalised=routing.is_normalised
-        )
+        ids_TK, weights_TK = route(logits_TX, routing)
         each_TKE = x_TE.new_empty((*ids_TK.shape, x_TE.shape[1]))
         for expert in ids_TK.unique().tolist():
             tokens, places = (ids_TK == expert).nonzero(as_tuple=True)
@@ -105,17 +112,28 @@ class PlainExperts:
         return y_TE.to(x_TE.dtype)
 
 
-def route(
-    logits_TX: Tensor, num_experts: int, top_k: int, *, is_normalised: bool
-) -> tuple[Tensor, Tensor]:
+def route(logits_TX: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Choose each token's experts.
 
-    Returns their ids [T, k] int64, the most likely first, and their weights [T, k] float32. Ties go to the smaller
-    id, on every device.
+    Returns their ids [T, k] int64, the best first, and their weights [T, k] float32. Ties go to the smaller id, on every
+    device.
     """
-    scores_TX = logits_TX.narrow(1, 0, num_experts).float()
+    scores_TX = logits_TX.narrow(1, 0, routing.num_experts).float()
+    if routing.is_sigmoid:
+        return _route_by_sigmoids(scores_TX.sigmoid(), routing)
     # A stable sort prefers the smaller id if two logits are equal.
     best_TX, ids_TX = scores_TX.sort(dim=1, descending=True, stable=True)
-    best_TK, ids_TK = (x.narrow(1, 0, top_k) for x in (best_TX, ids_TX))
-    among = best_TK if is_normalised else scores_TX
+    best_TK, ids_TK = (x.narrow(1, 0, routing.top_k) for x in (best_TX, ids_TX))
+    among = best_TK if routing.is_normalised else scores_TX
     return ids_TK, (best_TK - among.logsumexp(dim=1, keepdim=True)).exp()
+
+
+def _route_by_sigmoids(sigmoids_TX: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    bias_X = routing.choice_bias
+    scores_TX = sigmoids_TX if bias_X is None else sigmoids_TX + bias_X
+    order_TX = scores_TX.sort(dim=1, descending=True, stable=True).indices
+    ids_TK = order_TX.narrow(1, 0, routing.top_k)
+    weights_TK = sigmoids_TX.gather(1, ids_TK)
+    if routing.is_normalised:
+        weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + SIGMOID_EPS)
+    return ids_TK, weights_TK * routing.scale

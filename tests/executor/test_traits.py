@@ -44,7 +44,7 @@ OWN = {"GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4, "num_lo
         ({"layer_types": ["attention", "conv"] * 2}, "conv"),
         ({"layer_types": ["attention", "mamba"] * 2, "hidden_act": "gelu"}, "hidden_act"),
         ({"layer_types": ["attention", "mamba"] * 2, "mamba_n_heads": 3}, "mamba_n_heads"),
-        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok"),
         ({"layer_types": ["attention"] * 3}, "3 layers, not 4"),
     ],
 )

@@ -22,7 +22,7 @@ from .hf_families import FAMILIES, HYBRIDS, REFUSED, VOCAB, architecture_of, tin
 
 # One of each kind: experts; learned positions and turned weights; sinks and windows; keys and values of other widths;
 # layers of other shapes.
-QUICK = ("granitemoeshared", "gpt2", "gpt_oss", "deepseek_v3", "gemma4_text")
+QUICK = ("flex_olmo", "gpt2", "gpt_oss", "deepseek_v3", "gemma4_text")
 ALL_LOGPROBS = Sampling(temperature=0.0, logprobs=-1)
 
 
@@ -89,7 +89,7 @@ def test_other_families_are_refused_by_name(family, tmp_path):
 def foreign(tmp_path_factory):
     """A mixture of experts without own code."""
     folder = tmp_path_factory.mktemp("foreign")
-    tiny_model("granitemoeshared", folder)
+    tiny_model("flex_olmo", folder)
     return str(folder)
 
 
@@ -128,7 +128,7 @@ def test_prefix_cache_preemption_and_copies_change_no_token(foreign):
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4"])
-@pytest.mark.parametrize("family", ["granitemoeshared", "mixtral"])  # mixtral has own code
+@pytest.mark.parametrize("family", ["flex_olmo", "mixtral"])  # mixtral has own code
 def test_rounded_weights_are_those_of_the_kernels(family, fmt, tmp_path):
     (prompt,) = random_prompts((12,), VOCAB)
     tiny_model(family, tmp_path)
@@ -201,7 +201,7 @@ def test_own_models_run_this_way_on_request(tmp_path):
 
 
 def test_own_code_alone_refuses_model_that_it_does_not_know(foreign):
-    with pytest.raises(UnsupportedFeatureError, match="GraniteMoeSharedForCausalLM"):
+    with pytest.raises(UnsupportedFeatureError, match="FlexOlmoForCausalLM"):
         LLM(foreign, **ENGINE, model_impl="trouper")
     with pytest.raises(TrouperValidationError, match="model_impl"):
         LLM(foreign, **ENGINE, model_impl="vllm")

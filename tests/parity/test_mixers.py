@@ -12,7 +12,7 @@ from .driver import Driver, engine_config, random_prompts
 from .test_architectures import RECURRENT, tiny_model
 
 EVERY = Sampling(temperature=0.0, logprobs=-1)
-QUICK = ("qwen3-5", "lfm2", "granite-4-h")
+QUICK = ("qwen3-5", "lfm2", "granite-4-h", "qwen3-next", "lfm2-moe", "granite-4-h-moe")
 each = pytest.mark.parametrize("case", QUICK)
 
 

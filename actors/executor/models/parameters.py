@@ -52,6 +52,8 @@ class Cut(msgspec.Struct, frozen=True):
 WHOLE = Cut()
 # The suffix of the name of a norm's biases.
 NORM_BIAS = "_bias"
+# The biases of experts that count only for their choice.
+CHOICE_BIAS = "choice_bias"
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -127,7 +129,12 @@ def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
     if traits.has_sinks:
         yield Parameter("sinks", ((f"{prefix}self_attn.sinks", (traits.num_q_heads,)),))
     is_sparse = traits.layers[layer].is_sparse
-    mlp = _experts(traits, traits.experts) if is_sparse and traits.experts else _mlp(traits, names)
+    mlp = _mlp(traits, names)
+    if is_sparse and traits.experts is not None:
+        mlp = _experts(traits, names, traits.experts)
+        if traits.experts.has_choice_bias:
+            stored = f"{prefix}{EXPERT_NAMES[traits.experts.names].module}.expert_bias"
+            yield Parameter(CHOICE_BIAS, ((stored, (traits.experts.count,)),))
     for name, module, parts, num_inputs, has_bias in (*_mixer(traits, names, mixer), *mlp):
         module = module and f"{module}."
         for kind, shape in (("weight", (num_inputs,)), ("bias", ())):
@@ -141,6 +148,13 @@ def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
 
 def _order_of_rows(traits: DecoderTraits, name: str) -> tuple[Cut, ...]:
     """Return the cuts of a projection's sources if their rows are stored in another order than they are kept."""
+    delta = traits.gated_delta
+    if name == "in_proj" and delta is not None and delta.has_qkvz:
+        share = delta.v_size // delta.num_k_heads
+        return parts_of_heads(delta.num_k_heads, (delta.k_dim, delta.k_dim, share, share))
+    if name == "gates" and delta is not None and delta.has_ba:
+        share = delta.num_v_heads // delta.num_k_heads
+        return parts_of_heads(delta.num_k_heads, (share, share))
     if name != "qkv":
         return ()
     if traits.attention_gate:
@@ -158,6 +172,20 @@ def _order_of_rows(traits: DecoderTraits, name: str) -> tuple[Cut, ...]:
         turned = Cut(heads=pairs_of(traits))
         return turned, turned, WHOLE
     return ()
+
+
+def parts_of_heads(num_heads: int, sizes: tuple[int, ...]) -> tuple[Cut, ...]:
+    """Return the rows of each part in a matrix that has for one head after another the rows of all parts.
+
+    Args:
+        sizes: the rows of each part that belong to one head.
+    """
+    width, cuts, first = sum(sizes), list[Cut](), 0
+    for size in sizes:
+        firsts = range(first, num_heads * width, width)
+        cuts.append(Cut(rows=tuple((begin, begin + size) for begin in firsts)))
+        first += size
+    return tuple(cuts)
 
 
 def pairs_of(traits: DecoderTraits) -> HeadOrder:
@@ -258,6 +286,10 @@ def _mixer(traits: DecoderTraits, names: Names, mixer: Mixer) -> Iterator[Projec
         module, heads = names.gated_delta, delta.num_v_heads
         inputs = ("in_proj_qkv", delta.num_channels), ("in_proj_z", delta.v_size)
         gates = ("in_proj_b", heads), ("in_proj_a", heads)
+        if delta.has_qkvz:
+            inputs = (("in_proj_qkvz", delta.num_channels + delta.v_size),) * 4
+        if delta.has_ba:
+            gates = (("in_proj_ba", 2 * heads),) * 2
         yield "in_proj", module, inputs, hidden, False
         yield "gates", module, gates, hidden, False
         yield "out_proj", module, (("out_proj", hidden),), delta.v_size, False
@@ -336,17 +368,21 @@ EXPERT_NAMES = {
     "block_sparse_moe": ExpertNames("block_sparse_moe", projections=("w1", "w3", "w2")),
     "gpt_oss": ExpertNames(router="router"),
     "granite_moe": ExpertNames("block_sparse_moe", router="router.layer"),
+    "lfm2_moe": ExpertNames("feed_forward", projections=("w1", "w3", "w2")),
 }
 
 
-def _experts(traits: DecoderTraits, experts: ExpertsTraits) -> Iterator[Projection]:
+def _experts(traits: DecoderTraits, names: Names, experts: ExpertsTraits) -> Iterator[Projection]:
     """Yield the router with the gate of a shared expert below it, then the shared expert, then the others."""
     hidden, width, shared = traits.hidden_size, experts.intermediate_size, experts.shared_size
     module, router, (gate, up, down) = EXPERT_NAMES[experts.names]
     has_bias = experts.has_bias
-    parts = ((router, experts.count), *([("shared_expert_gate", 1)] if shared else []))
+    has_gate = shared > 0 and experts.has_shared_gate
+    parts = ((router, experts.count), *([("shared_expert_gate", 1)] if has_gate else []))
     yield "router", module, parts, hidden, has_bias
-    if shared:
+    if shared and not has_gate:
+        yield from _mlp(traits, names)
+    elif shared:
         own = f"{module}.shared_expert"
         yield "gate_up", own, ((gate, shared), (up, shared)), hidden, has_bias
         yield "down", own, ((down, hidden),), shared, has_bias

@@ -100,6 +100,9 @@ class GatedDeltaTraits(msgspec.Struct, frozen=True, kw_only=True):
     v_dim: int
     # The inputs of the convolution, the newest included.
     taps: int
+    # Whether a single matrix has for each key head its rows of q, k, v and z in turn, and another one those of b and a.
+    has_qkvz: bool = False
+    has_ba: bool = False
 
     @property
     def k_size(self) -> int:
@@ -170,12 +173,19 @@ class ExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     # Whether the weights of a token's experts add up to one.
     is_normalised: bool = False
-    # The width of a shared expert, which computes all tokens and has a gate of its own. There is none if it is 0.
+    # The width of a shared expert, which computes all tokens. There is none if it is 0.
     shared_size: int = 0
+    # Whether the shared expert has a gate of its own. Without one its output is added, and it is named like a dense MLP.
+    has_shared_gate: bool = True
+    # Whether weights are sigmoids of the logits, multiplied by `scale`, instead of a softmax.
+    is_sigmoid: bool = False
+    scale: float = 1.0
+    # Whether each expert has a bias that is added to its sigmoid for the choice only.
+    has_choice_bias: bool = False
     # Whether experts and the router have biases.
     has_bias: bool = False
     # The naming scheme in the checkpoint.
-    names: Literal["mlp", "block_sparse_moe", "gpt_oss", "granite_moe"] = "mlp"
+    names: Literal["mlp", "block_sparse_moe", "gpt_oss", "granite_moe", "lfm2_moe"] = "mlp"
 
 
 class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):

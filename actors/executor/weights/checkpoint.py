@@ -211,7 +211,10 @@ class Checkpoint:
         return matrix(layout, name, shape, self._read_parts(layout, name, shape), dtype)
 
     def _part(self, name: str, shape: tuple[int, ...]) -> StackedPart | None:
-        return None if self._views is None else self._views.find(name, shape)
+        found = None if self._views is None else self._views.find(name, shape)
+        if found is None or self._views is None or not self._views.is_optional:
+            return found
+        return found if found.name in self else None
 
     def _expert(self, part: StackedPart, dtype: torch.dtype) -> IntegerWeight | None:
         """Read the integers of one expert from a tensor for all experts, or return None if it is plain."""

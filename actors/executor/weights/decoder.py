@@ -24,6 +24,7 @@ from trouper.actors.executor.models.mlp import GatedMlp, Mlp, PlainMlp, SparseMl
 from trouper.actors.executor.models.names import NAMES, is_of_other_uses
 from trouper.actors.executor.models.native_decoder import DecoderLayer, NativeDecoder, OpsT
 from trouper.actors.executor.models.parameters import (
+    CHOICE_BIAS,
     MIXER_TENSORS,
     NORM_BIAS,
     Cut,
@@ -299,6 +300,7 @@ def _layer(
     if wrap is not None:
         projections = _wrapped(projections, parameters, wrap)
     norms = _with_biases(norms, _norms_of_layer(traits), traits, place)
+    choice_bias = norms.pop(CHOICE_BIAS, None)
     mixer = None
     if mixing != "attention":
         tensors = {name: norms.pop(name) for name in MIXER_TENSORS if name in norms}
@@ -314,7 +316,7 @@ def _layer(
         qkv=projections.get("qkv"),
         o=projections.get("o"),
         mixer=mixer,
-        mlp=_mlp(projections, traits, index),
+        mlp=_mlp(projections, traits, index, choice_bias),
         **norms,
     )
 
@@ -372,7 +374,12 @@ def _projection(parameter: Parameter, source: Source, place: Placement) -> Linea
     return make_linear(_padded(tensor) if name in SMALL else tensor, config=config)
 
 
-def _mlp(projections: dict[str, LinearMethod], traits: DecoderTraits, index: int) -> Mlp:
+def _mlp(
+    projections: dict[str, LinearMethod],
+    traits: DecoderTraits,
+    index: int,
+    choice_bias: Tensor | None,
+) -> Mlp:
     has_dense = "gate_up" in projections
     kind = GatedMlp if traits.mlp.is_gated else PlainMlp
     dense = kind(projections["gate_up"], projections["down"]) if has_dense else None
@@ -381,7 +388,15 @@ def _mlp(projections: dict[str, LinearMethod], traits: DecoderTraits, index: int
         assert dense is not None
         return dense
     assert isinstance(dense, GatedMlp | None)
-    routing = Routing(experts.count, experts.top_k, experts.is_normalised, dense is not None)
+    routing = Routing(
+        experts.count,
+        experts.top_k,
+        experts.is_normalised,
+        has_shared_gate=dense is not None and experts.has_shared_gate,
+        is_sigmoid=experts.is_sigmoid,
+        scale=experts.scale,
+        choice_bias=choice_bias,
+    )
     gate_up, down = (
         [projections[f"{name}_{i}"] for i in range(experts.count)] for name in ("gate_up", "down")
     )
@@ -448,7 +463,7 @@ def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
     """Read the sources of a parameter into one new tensor, which remains valid if the file is deleted."""
     shapes = parameter.part_shapes
     # In bf16, 1 + w of Gemma's norms would lose the last bits of w; see kernels/reference/norms.py.
-    is_wide = parameter.offset or parameter.name in MIXER_TENSORS
+    is_wide = parameter.offset or parameter.name in (*MIXER_TENSORS, CHOICE_BIAS)
     kept = torch.float32 if is_wide else place.dtype
     size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     fused = torch.empty(size, dtype=kept, device=place.device)

@@ -4,6 +4,8 @@
                  experts.down_proj [X, M, E]       each also has a bias with the suffix `_bias`: [X, 2 M], [X, E]
     granite_moe  input_linear.weight [X, 2 M, E]   outputs by inputs; those of gate, then those of up
                  output_linear.weight [X, E, M]
+    others       experts.gate_up_proj [X, 2 M, E]  the same, if the checkpoint has no tensors of single experts
+                 experts.down_proj [X, E, M]
     gpt2         the matrices of the layers, inputs by outputs
 
 X experts, E hidden size, M width of an expert. A part has the name that it would have if each expert were stored separately.
@@ -18,7 +20,8 @@ from trouper.actors.executor.models.names import NAMES
 from trouper.actors.executor.models.traits import DecoderTraits
 
 Shape = tuple[int, ...]
-EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(weight|bias)")
+DOWN, UP = ("down_proj", "w2"), ("up_proj", "w3")
 ALL = slice(None)
 
 
@@ -44,8 +47,12 @@ class StackedPart(NamedTuple):
 class Views(Protocol):
     """A way in which a checkpoint stores some tensors in another shape.
 
-    Loaders ask it for each tensor, and read a part or the transpose instead.
+    Loaders ask it for each tensor, and read a part or the transpose instead. If a way `is_optional`, they do so only
+    if the checkpoint has the stored tensor.
     """
+
+    @property
+    def is_optional(self) -> bool: ...
 
     def find(self, name: str, shape: Shape) -> StackedPart | None:
         """Find a matrix or bias with this shape. Returns None if it is stored under its own name in this shape."""
@@ -56,6 +63,10 @@ class Turned(NamedTuple):
     """Matrices of layers that a checkpoint stores as [inputs, outputs]. `layers` is the prefix of their names."""
 
     layers: str
+
+    @property
+    def is_optional(self) -> bool:
+        return False
 
     def find(self, name: str, shape: Shape) -> StackedPart | None:
         if len(shape) != 2 or not name.startswith(self.layers):
@@ -70,7 +81,11 @@ class Stacks(NamedTuple):
     """
 
     num_experts: int
-    is_granite: bool
+    style: str
+
+    @property
+    def is_optional(self) -> bool:
+        return self.style not in ("gpt_oss", "granite_moe")
 
     def find(self, name: str, shape: Shape) -> StackedPart | None:
         """Find an expert's matrix or bias with this shape. Returns None for all other tensors."""
@@ -78,11 +93,13 @@ class Stacks(NamedTuple):
         if found is None:
             return None
         module, expert, projection, kind = found.groups()
-        is_down, is_up, size = projection == "down", projection == "up", shape[0]
+        is_down, is_up, size = projection in DOWN, projection in UP, shape[0]
         num_out = size if is_down else 2 * size
-        if self.is_granite:
+        if self.style != "gpt_oss":
             rows = slice(size * is_up, size * (is_up + 1))
-            stored = f"{module}.{'output' if is_down else 'input'}_linear.{kind}"
+            stored = f"{module}.experts.{'down' if is_down else 'gate_up'}_proj"
+            if self.style == "granite_moe":
+                stored = f"{module}.{'output' if is_down else 'input'}_linear.{kind}"
             whole = self.num_experts, num_out, *shape[1:]
             return StackedPart(stored, whole, int(expert), rows, is_transposed=False)
         end, whole = "", (self.num_experts, *shape[1:], num_out)
@@ -102,6 +119,4 @@ def views_of(traits: DecoderTraits) -> Views | None:
     experts, names = traits.experts, NAMES[traits.names]
     if names.is_transposed:
         return Turned(names.base + names.layers)
-    if experts is None or experts.names not in ("gpt_oss", "granite_moe"):
-        return None
-    return Stacks(experts.count, experts.names == "granite_moe")
+    return None if experts is None else Stacks(experts.count, experts.names)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from trouper.kernels.codegen.launch import compiled
+from trouper.kernels.codegen.launch import compiled, float_bits
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.experts.products import ExpertProducts, Routed, make_product
 from trouper.kernels.cpu.experts.routing import MAX_EXPERTS, SPAN, combine, route
@@ -28,8 +28,9 @@ class NativeExperts:
 
     def __init__(self, gate_up: ExpertProducts, down: ExpertProducts, routing: Routing) -> None:
         self._gate_up, self._down, self._routing = gate_up, down, routing
-        options = gate_up.kind, routing.is_normalised, routing.has_shared_gate
-        self._route = compiled(route, *options)
+        options = routing.is_normalised, routing.has_shared_gate, routing.is_sigmoid
+        self._route = compiled(route, gate_up.kind, *options)
+        self._choice_bias = _padded(routing.choice_bias)
         self._combine = compiled(combine, gate_up.kind)
 
     @property
@@ -61,6 +62,8 @@ class NativeExperts:
             order.data_ptr(),
             spans.data_ptr(),
             num_spans,
+            0 if self._choice_bias is None else self._choice_bias.data_ptr(),
+            float_bits(self._routing.scale),
         )
         routed = Routed(num_tokens, order, spans)
         gate_up = self._gate_up.apply(x_TE, k, routed)
@@ -77,6 +80,15 @@ class NativeExperts:
             num_threads=num_threads_for(num_tokens),
         )
         return y_TE
+
+
+def _padded(bias_X: Tensor | None) -> Tensor | None:
+    """Return a bias with zeros up to whole registers, which the kernel reads."""
+    if bias_X is None:
+        return None
+    padded = bias_X.new_zeros(-(-len(bias_X) // LANES) * LANES, dtype=torch.float32)
+    padded[: len(bias_X)] = bias_X
+    return padded
 
 
 def grouped(

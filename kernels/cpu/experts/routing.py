@@ -3,7 +3,7 @@
 `route` reads a router's logits:
 
     logits [T, S]        any float dtype; S a multiple of 16, at least X, or X + 1 with the gate of a shared expert
-    ids [T, k] int64     the experts of a token, the most likely first; the smaller id if two logits are equal
+    ids [T, k] int64     the experts of a token, the best first; the smaller id if two scores are equal
     weights [T, k + 1]   float32: the weights of those experts, then of the shared expert: the sigmoid of its logit, or 1
     order [T k] int64    t · k + j of each choice, sorted by expert and then by token
     spans [., 3] int64   expert, first index in order, number of choices, for each expert with tokens; then empty spans,
@@ -32,6 +32,7 @@ from typing import NamedTuple
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind
+from trouper.kernels.experts import SIGMOID_EPS
 
 
 def combine(code: KernelBuilder, kind: Kind) -> None:
@@ -121,16 +122,21 @@ NONE = 2**30
 SPAN = 3
 
 
-def route(code: KernelBuilder, kind: Kind, is_normalised: bool, has_shared_gate: bool) -> None:
-    """Write the kernel with the arguments logits, S, T, X, k, ids, weights, order, spans, their number.
+def route(
+    code: KernelBuilder, kind: Kind, is_normalised: bool, has_shared_gate: bool, is_sigmoid: bool
+) -> None:
+    """Write the kernel with the arguments logits, S, T, X, k, ids, weights, order, spans, their number, bias or 0, scale.
 
+    The bias of the choice has float32 numbers up to whole registers. The scale is a float. Only sigmoids have both.
     One thread processes the single work item.
     """
-    logits, stride, num_rows, num_experts, k, *outputs, num_spans = code.arguments(10)
+    logits, stride, num_rows, num_experts, k, *outputs, num_spans, bias, scale = code.arguments(12)
     ids, order, spans = (code.pointer(outputs[i], "i64") for i in (0, 2, 3))
     weights = code.pointer(outputs[1], "f32")
     counts, room = code.array("i64", MAX_EXPERTS), code.array("f32", LANES)
     chooser = _Chooser(code, num_experts)
+    if is_sigmoid:
+        chooser = _SigmoidChooser(code, num_experts, bias)
     for _ in code.work_items():
         for expert in code.loop(0, num_experts):
             counts[expert] = 0
@@ -138,7 +144,7 @@ def route(code: KernelBuilder, kind: Kind, is_normalised: bool, has_shared_gate:
             row, own = code.pointer(logits, kind) + t * stride, weights + t * (k + 1)
             total = code.var(chooser.read(row))
             if is_normalised:
-                total.set(code.like(total, 0.0))
+                total.set(code.like(total, chooser.eps))
             for j in code.loop(0, k):
                 expert, power = chooser.take()
                 ids[t * k + j], own[j] = expert, power
@@ -146,7 +152,8 @@ def route(code: KernelBuilder, kind: Kind, is_normalised: bool, has_shared_gate:
                 if is_normalised:
                     total.set(total + power)
             for j in code.loop(0, k):
-                own[j] = own[j] / total
+                weight = own[j] / total
+                own[j] = weight * code.f32_argument(scale) if is_sigmoid else weight
             own[k] = 1.0
             if has_shared_gate:
                 last = row.load(num_experts // LANES * LANES)
@@ -156,7 +163,12 @@ def route(code: KernelBuilder, kind: Kind, is_normalised: bool, has_shared_gate:
 
 
 class _Chooser:
-    """Selects the experts of one token, one after the other."""
+    """Selects the experts of one token, one after the other, by e^(logit - largest)."""
+
+    # A score below those of all experts that are left.
+    taken = -1.0
+    # The first summand of normalised weights.
+    eps = 0.0
 
     def __init__(self, code: KernelBuilder, num_experts: Value) -> None:
         self._code, self._num_experts = code, num_experts
@@ -185,7 +197,7 @@ class _Chooser:
     def take(self) -> tuple[Value, Value]:
         """Return the most likely expert among the remaining ones, and its power; an arbitrary expert if a logit is NaN."""
         code, powers = self._code, self._powers
-        largest = code.reduce_max(self._over(code.maximum, code.f32x16(-1.0)))
+        largest = code.reduce_max(self._over(code.maximum, code.f32x16(self.taken)))
         place = code.var(code.i32x16(NONE))
         for d in code.loop(0, self._stop, LANES):
             here = self._numbers + code.truncate(d, "i32")
@@ -193,15 +205,47 @@ class _Chooser:
             place.set(code.minimum(place, code.select(is_it, here, NONE)))
         first = code.sign_extend(code.reduce_min(place))
         expert = code.minimum(first, self._num_experts - 1)
-        power = code.var(powers[expert])
-        powers[expert] = -1.0
+        power = code.var(self._weight_of(expert))
+        powers[expert] = self.taken
         return expert, power
+
+    def _weight_of(self, expert: Value) -> Value:
+        return self._powers[expert]
 
     def _over(self, fold: Callable[[Value, Value], Value], first: Value) -> Value:
         found = self._code.var(first)
         for d in self._code.loop(0, self._stop, LANES):
             found.set(fold(self._powers.load(d), found))
         return found
+
+
+class _SigmoidChooser(_Chooser):
+    """Selects the experts with the largest sigmoid + bias. Their weights are the sigmoids."""
+
+    taken = LOWEST
+    eps = SIGMOID_EPS
+
+    def __init__(self, code: KernelBuilder, num_experts: Value, bias: Value) -> None:
+        super().__init__(code, num_experts)
+        self._bias, self._sigmoids = bias, code.array("f32", MAX_EXPERTS)
+
+    def read(self, row: Pointer) -> Value:
+        """Read a token's logits.  Returns 1, by which weights that are not normalised are divided."""
+        code, powers = self._code, self._powers
+        for d in code.loop(0, self._stop, LANES):
+            sigmoid = 1.0 / (1.0 + code.exp2(row.load(d) * -LOG2_E))
+            self._sigmoids.store(d, sigmoid)
+            powers.store(d, sigmoid)
+        with code.when(self._bias > 0):
+            bias = code.pointer(self._bias, "f32")
+            for d in code.loop(0, self._stop, LANES):
+                powers.store(d, powers.load(d) + bias.load(d))
+        for d in code.loop(self._num_experts, self._stop):
+            powers[d] = LOWEST
+        return code.f32(1.0)
+
+    def _weight_of(self, expert: Value) -> Value:
+        return self._sigmoids[expert]
 
 
 def _sort(

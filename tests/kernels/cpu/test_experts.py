@@ -21,12 +21,12 @@ SHAPES = {
 }
 
 
-def both(shape, dtype, *, is_normalised=False, has_shared_gate=False):
+def both(shape, dtype, **rule):
     if not units.can_multiply():
         pytest.skip("no compiled products of floats here")
     torch.manual_seed(0)
     count, top_k, hidden, width = shape
-    routing = Routing(count, top_k, is_normalised, has_shared_gate)
+    routing = Routing(count, top_k, **{"is_normalised": False} | rule)
 
     def linears(num_out, num_in):
         weights = [torch.randn(num_out, num_in, dtype=dtype) / num_in**0.5 for _ in range(count)]
@@ -59,6 +59,25 @@ def test_kernels_give_what_torch_gives(dtype, shape, is_normalised, shared):
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("is_normalised", [False, True])
+@pytest.mark.parametrize("bias", [None, 0.3, -5.0])
+def test_sigmoids_and_biases_choose_like_torch(shape, is_normalised, bias):
+    bias_X = None if bias is None else bias * torch.rand(shape[0])
+    rule = {"is_sigmoid": True, "scale": 1.5, "choice_bias": bias_X}
+    native, plain = both(shape, torch.float32, is_normalised=is_normalised, **rule)
+    x, logits, other = inputs(11, shape, torch.float32)
+    found, wanted = (e.forward(x, logits, other, silu_and_mul) for e in (native, plain))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_bias_changes_the_choice_but_no_weight():
+    logits, bias = torch.tensor([[0.0, 1.0, 2.0, -1.0]]), torch.tensor([0.9, 0.0, 0.0, 0.0])
+    ids, weights = route(logits, Routing(4, 2, False, is_sigmoid=True, choice_bias=bias))
+    assert ids.tolist() == [[0, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[0.0, 2.0]]).sigmoid())
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_token_does_not_depend_on_its_batch(dtype):
     shape = SHAPES["few"]
@@ -71,7 +90,7 @@ def test_a_token_does_not_depend_on_its_batch(dtype):
 
 
 def test_of_equal_logits_the_first_experts_are_taken():
-    ids, weights = route(torch.zeros(1, 16), 10, 3, is_normalised=False)
+    ids, weights = route(torch.zeros(1, 16), Routing(10, 3, False))
     assert ids.tolist() == [[0, 1, 2]]
     torch.testing.assert_close(weights, torch.full((1, 3), 0.1))
     native, plain = both(SHAPES["few"], torch.float32)

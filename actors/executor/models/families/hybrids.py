@@ -2,7 +2,15 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import msgspec
+
+from trouper.actors.executor.models.families.mixtures import (
+    experts_of,
+    granite_experts,
+    sparse_layers,
+)
 from trouper.actors.executor.models.traits import (
     DecoderTraits,
     GatedDeltaTraits,
@@ -19,6 +27,51 @@ from trouper.actors.executor.models.traits import (
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 ATTENTION: Mapping[str, Mixer] = {"full_attention": "attention", "attention": "attention"}
+# The defaults of transformers for fields that the config lacks.
+QWEN3_NEXT: HfConfig = {
+    "intermediate_size": 5632,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+QWEN3_5_MOE: HfConfig = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def _qwen3_next(config: HfConfig) -> DecoderTraits:
+    """Read a Qwen3-Next, whose matrices have the rows of one key head after another."""
+    config = {**QWEN3_NEXT, **config}
+    traits = _qwen3_5(config)
+    delta = traits.gated_delta
+    assert delta is not None
+    # GGUF files have the rows of q, k, v and z apart, and those of b and a as in the checkpoint.
+    apart = bool(config.get("gguf_qkvz_apart"))
+    delta = msgspec.structs.replace(delta, has_qkvz=not apart, has_ba=True)
+    traits = msgspec.structs.replace(traits, gated_delta=delta)
+    return _with_experts(traits, config) if config["num_experts"] else traits
+
+
+def _qwen3_5_moe(config: HfConfig) -> DecoderTraits:
+    config = {**QWEN3_5_MOE, **config, "norm_topk_prob": True}
+    # All layers have experts, so no dense MLP exists.
+    config["intermediate_size"] = require(config, "moe_intermediate_size")
+    config |= {"decoder_sparse_step": 1, "mlp_only_layers": ()}
+    return _with_experts(_qwen3_5(config), config)
+
+
+def _with_experts(traits: DecoderTraits, config: HfConfig) -> DecoderTraits:
+    shared = require(config, "shared_expert_intermediate_size")
+    return msgspec.structs.replace(
+        traits,
+        experts=experts_of(config, shared_size=shared),
+        layers=sparse_layers(traits.layers, config),
+    )
 
 
 def _qwen3_5(config: HfConfig) -> DecoderTraits:
@@ -52,6 +105,29 @@ def _qwen3_5(config: HfConfig) -> DecoderTraits:
     )
 
 
+def _lfm2_dense(config: HfConfig) -> DecoderTraits:
+    return _lfm2({**config, "intermediate_size": _lfm2_width(config)})
+
+
+def _lfm2_moe(config: HfConfig) -> DecoderTraits:
+    """Read an LFM2 with experts in all layers but the first ones."""
+    num_dense = config.get("num_dense_layers", 2)
+    traits = _lfm2(config)
+    layers = tuple(
+        msgspec.structs.replace(layer, is_sparse=i >= num_dense)
+        for i, layer in enumerate(traits.layers)
+    )
+    experts = experts_of(
+        config,
+        is_normalised=bool(config.get("norm_topk_prob", True)),
+        is_sigmoid=True,
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+        has_choice_bias=bool(config.get("use_expert_bias", True)),
+        names="lfm2_moe",
+    )
+    return msgspec.structs.replace(traits, layers=layers, experts=experts)
+
+
 def _lfm2(config: HfConfig) -> DecoderTraits:
     num_layers = require(config, "num_hidden_layers")
     chosen = config.get("full_attn_idxs")
@@ -62,7 +138,7 @@ def _lfm2(config: HfConfig) -> DecoderTraits:
         require(config, "hidden_size") // require(config, "num_attention_heads")
     )
     return common_traits(
-        {**config, "intermediate_size": _lfm2_width(config)},
+        config,
         names="lfm2",
         head_dim=head_dim,
         norm_eps=config.get("norm_eps", 1e-5),
@@ -102,10 +178,7 @@ def _lfm2_width(config: HfConfig) -> int:
 
 
 def _granite_hybrid(config: HfConfig) -> DecoderTraits:
-    """Read a Granite 4 without routed experts, so its shared MLP is the only one."""
-    if config.get("num_local_experts", 8):
-        rule = "num_local_experts must be 0: experts beside a shared MLP are not supported"
-        raise UnsupportedFeatureError(rule, parameter="num_local_experts")
+    """Read a Granite 4.  Its shared MLP is the only one, or computes all tokens beside the experts."""
     kinds = config.get("layer_types") or config.get("layers_block_type")
     num_layers = require(config, "num_hidden_layers")
     layers = _layers(
@@ -117,11 +190,17 @@ def _granite_hybrid(config: HfConfig) -> DecoderTraits:
     )
     width = config.get("shared_intermediate_size", 1024)
     has_states = any(layer.mixer == "mamba2" for layer in layers)
+    own: dict[str, Any] = {}
+    if config.get("num_local_experts", 8):
+        defaults = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 11008}
+        own["experts"] = granite_experts({**defaults, **config}, width)
+        layers = tuple(msgspec.structs.replace(layer, is_sparse=True) for layer in layers)
     return granite_traits(
         {**config, "intermediate_size": width},
         names="granite_hybrid",
         layers=layers,
         mamba2=_granite_mamba(config) if has_states else None,
+        **own,
     )
 
 
@@ -185,6 +264,9 @@ def _layers(
 
 HYBRIDS: Mapping[str, Callable[[HfConfig], DecoderTraits]] = {
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
-    "Lfm2ForCausalLM": _lfm2,
+    "Lfm2ForCausalLM": _lfm2_dense,
+    "Lfm2MoeForCausalLM": _lfm2_moe,
+    "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
 }

@@ -61,13 +61,13 @@ def check_device(traits: DecoderTraits, device: str) -> None:
 
 
 def _mixtral(config: HfConfig) -> DecoderTraits:
-    experts = _experts(
+    experts = experts_of(
         config, size="intermediate_size", is_normalised=True, names="block_sparse_moe"
     )
     return common_traits(
         config,
         experts=experts,
-        layers=_sparse(layers_of(config, config.get("sliding_window")), config),
+        layers=sparse_layers(layers_of(config, config.get("sliding_window")), config),
     )
 
 
@@ -76,8 +76,8 @@ def _qwen2_moe(config: HfConfig) -> DecoderTraits:
     return common_traits(
         config,
         qkv_bias=bool(config.get("qkv_bias", True)),
-        experts=_experts(config, shared_size=shared),
-        layers=_sparse(_qwen2_moe_layers(config), config),
+        experts=experts_of(config, shared_size=shared),
+        layers=sparse_layers(_qwen2_moe_layers(config), config),
     )
 
 
@@ -100,8 +100,8 @@ def _qwen3_moe(config: HfConfig) -> DecoderTraits:
         qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
-        experts=_experts(config),
-        layers=_sparse((LayerTraits(window),) * require(config, "num_hidden_layers"), config),
+        experts=experts_of(config),
+        layers=sparse_layers((LayerTraits(window),) * require(config, "num_hidden_layers"), config),
     )
 
 
@@ -115,8 +115,8 @@ def _olmoe(config: HfConfig) -> DecoderTraits:
         qkv_bias=bias,
         o_bias=bias,
         norm_eps=config.get("rms_norm_eps", 1e-5),
-        experts=_experts(config, size="intermediate_size"),
-        layers=_sparse((LayerTraits(),) * require(config, "num_hidden_layers"), config),
+        experts=experts_of(config, size="intermediate_size"),
+        layers=sparse_layers((LayerTraits(),) * require(config, "num_hidden_layers"), config),
     )
 
 
@@ -138,21 +138,47 @@ def _gpt_oss(config: HfConfig) -> DecoderTraits:
             swiglu_alpha=float(config["swiglu_alpha"]),
             swiglu_limit=float(config["swiglu_limit"]),
         ),
-        experts=_experts(
+        experts=experts_of(
             config, size="intermediate_size", is_normalised=True, names="gpt_oss", has_bias=True
         ),
-        layers=_sparse(layers_of(config, config["sliding_window"], pattern=2), config),
+        layers=sparse_layers(layers_of(config, config["sliding_window"], pattern=2), config),
         ropes=(rope_traits(config, head_dim, parameters=scaling, default_theta=150_000.0),),
     )
 
 
 def _granite_moe(config: HfConfig) -> DecoderTraits:
-    experts = _experts(config, size="intermediate_size", is_normalised=True, names="granite_moe")
+    experts = experts_of(config, size="intermediate_size", is_normalised=True, names="granite_moe")
     layers = (LayerTraits(is_sparse=True),) * require(config, "num_hidden_layers")
     return granite_traits(config, experts=experts, layers=layers)
 
 
-def _experts(
+def _granite_moe_shared(config: HfConfig) -> DecoderTraits:
+    """Read a Granite with a shared MLP beside the experts, or without one if its size is 0."""
+    shared = config.get("shared_intermediate_size", 0)
+    if not shared:
+        return _granite_moe(config)
+    layers = (LayerTraits(is_sparse=True),) * require(config, "num_hidden_layers")
+    return granite_traits(
+        {**config, "intermediate_size": shared},
+        names="granite_hybrid",
+        experts=granite_experts(config, shared),
+        layers=layers,
+    )
+
+
+def granite_experts(config: HfConfig, shared_size: int) -> ExpertsTraits:
+    """Read the experts of a Granite whose shared MLP has this width and no gate."""
+    return experts_of(
+        config,
+        size="intermediate_size",
+        is_normalised=True,
+        names="granite_moe",
+        shared_size=shared_size,
+        has_shared_gate=False,
+    )
+
+
+def experts_of(
     config: HfConfig,
     *,
     size: str = "moe_intermediate_size",
@@ -179,7 +205,7 @@ def _experts(
     )
 
 
-def _sparse(layers: tuple[LayerTraits, ...], config: HfConfig) -> tuple[LayerTraits, ...]:
+def sparse_layers(layers: tuple[LayerTraits, ...], config: HfConfig) -> tuple[LayerTraits, ...]:
     """Mark the layers with experts: every `decoder_sparse_step`-th one, except `mlp_only_layers`."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     return tuple(
@@ -195,4 +221,5 @@ MIXTURES: Mapping[str, Callable[[HfConfig], DecoderTraits]] = {
     "OlmoeForCausalLM": _olmoe,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteMoeForCausalLM": _granite_moe,
+    "GraniteMoeSharedForCausalLM": _granite_moe_shared,
 }

@@ -41,6 +41,7 @@ TEXT_MODELS = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
