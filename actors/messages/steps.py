@@ -14,6 +14,8 @@ from trouper.actors.messages.requests import Embeds, Grammar, GrammarReady, Gram
 
 # Beyond it, a larger repetition penalty makes no difference to any sample.
 MAX_REPETITION = 1e30
+# A position beyond all tokens.
+NEVER = 2**31
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +113,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_unknown_tokens: tuple[int, ...] = ()
     # Slots whose recurrent states are copied behind this step, and the rows to which they are copied.
     saves: tuple[tuple[int, int], ...] = ()
+    # Slots whose images are encoded before this step, in order, and the seconds that this may take.  The slots may be without an entry.
+    encodes: tuple[int, ...] = ()
+    encode_s: float = 0.0
 
 
 class PoolEntry(msgspec.Struct, frozen=True):
@@ -173,6 +178,8 @@ class StepDone(msgspec.Struct, frozen=True):
     grammar: GrammarWork | None = None
     # The time from when this was the eldest plan to its answer.  0 if the device does not measure it.
     seconds: float = 0.0
+    # For each of the plan's `encodes`: the position of the first row of an image that is still missing.  Every step before it may be planned.
+    encoded: tuple[int, ...] = ()
 
 
 class PoolDone(msgspec.Struct, frozen=True):

@@ -290,6 +290,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
                     sequence.num_computed += num_more
                     sequence.num_computed_on_device += num_more
         self._planner.lookahead.note(done)
+        _note_encoded(step, done)
 
     def _land(self, sequence: Sequence, start: int, end: int) -> None:
         """Note that positions start … end - 1 are computed, moved on by drafts that were right since the plan was made."""
@@ -464,7 +465,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
                 return None if self.in_flight or self._quarantine else self.plan()
         else:
             self._planner.fill(builder, self._step + 1, only_returning=only_returning)
-            if not builder.sequences:
+            if not builder.sequences and not builder.encodes:
                 return None
         return self._commit(builder)
 
@@ -493,6 +494,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
             if preemption_epoch == sequence.preemption_epoch:
                 sequence.num_computed = sequence.num_computed_on_device
                 sequence.is_slot_stale = True  # the device's copy of the slot may be ahead
+                sequence.seen_until = 0
                 if self.states is not None:
                     self.states.undo(sequence)
                 if self.turns is not None:
@@ -501,3 +503,11 @@ class Policy(PolicyBase[InFlightStep, Request]):
             elif num_sampled:
                 self.table.requeue(sequence)
         return still_running
+
+
+def _note_encoded(step: InFlightStep, done: StepDone) -> None:
+    """Note which images the device has encoded.  The last entries of the step are those of the sequences that see them."""
+    entries = step.entries[len(step.entries) - len(done.encoded) :]
+    for (sequence, preemption_epoch, *_), position in zip(entries, done.encoded, strict=True):
+        if preemption_epoch == sequence.preemption_epoch:
+            sequence.seen_until = position

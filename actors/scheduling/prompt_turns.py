@@ -205,6 +205,10 @@ class PromptTurns:
         A decode-only step is estimated by the one before it, and learnt from when a prompt needs an estimate.  Most steps
         only decode, and planning them may take at most 2 % longer than without estimates.
         """
+        if plan.encodes:
+            # Nothing is learnt from it: its seconds are mostly those of the vision tower.
+            record.estimate_s = self._rows_s + plan.encode_s
+            return
         num_drafts = sum(plan.num_lookahead_tokens)
         if not has_prompts:
             starts = plan.num_computed_tokens

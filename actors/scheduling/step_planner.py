@@ -78,6 +78,8 @@ class StepPlanner:
             step: the number of the step.
             only_returning: start only sequences that ran before.
         """
+        if self._config.enable_chunked_prefill:
+            builder.encode_s = self._config.encode_s
         if self._turns is not None and self._turns.has_prompts:
             self._fill_in_turns(builder, self._turns, step, only_returning=only_returning)
             return

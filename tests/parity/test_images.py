@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests.support.vision import FAMILIES, VisionModel, image, picture, text
-from trouper import LLM, BeamSearchParams, SamplingParams
+from trouper import LLM, BeamSearchParams, LLMEngine, RequestOutputKind, SamplingParams
+from trouper.actors.executor.media.encoder import ImageEncoder
 from trouper.actors.executor.media.tower import VisionTower
 from trouper.actors.executor.steps.request_slots import Axes
+from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.media import MediaItem
 from trouper.actors.rendering.media.items import ImageItems, media_digests
 from trouper.actors.rendering.media.processor import ImageProcessor
@@ -384,6 +386,48 @@ def test_a_failing_tower_ends_only_its_request(llava, monkeypatch):
             llm.generate(prompts, params(), use_tqdm=False)
         assert len(caught.value.request_ids) == 1
         assert llm.generate(prompts[::2], params(), use_tqdm=False)[1].finished
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in FAMILIES]
+)
+def test_slices_change_no_bit(oracles, kind):
+    oracle = oracles(kind)
+    config = resolve(EngineArgs(model=str(oracle.model.folder), dtype="float32"))
+    tower = load_tower(config, config.media)
+    arrays = oracle.processor.process(picture(61, 56, 84), {}).arrays
+    sizes = {
+        a.name: torch.from_numpy(np.frombuffer(a.data, a.dtype).reshape(a.shape).copy())
+        for a in arrays
+    }
+    with torch.inference_mode():
+        wanted = tower.compute(sizes)
+    one = MediaItem(b"a" * 32, "image", arrays, len(wanted), ((0, len(wanted)),))
+    work, num_slices = tower.begin(one), 1
+    while not work.advance(0):
+        num_slices += 1
+    assert torch.equal(work.result(), wanted)
+    assert num_slices > 8
+
+
+def test_streams_go_on_beside_an_image(llava, monkeypatch):
+    advance = ImageEncoder.advance
+    monkeypatch.setattr(ImageEncoder, "advance", lambda self, wholes, _: advance(self, wholes, 0))
+    messages, streamed = chat([["A ", image(62), "?"]]), params(prompt_logprobs=None, max_tokens=60)
+    streamed.output_kind = RequestOutputKind.DELTA
+    args = EngineArgs(model=str(llava.model.folder), **OPTIONS)
+    with LLMEngine.from_engine_args(args) as engine:
+        engine.add_request("stream", "a text", streamed)
+        for _ in range(4):
+            engine.step()
+        engine.add_request("image", {"messages": messages}, params(prompt_logprobs=None))
+        num_between, found = 0, None
+        while found is None:
+            for output in engine.step():
+                num_between += output.request_id == "stream"
+                found = output if output.request_id == "image" and output.finished else found
+    llava.check(found, messages)
+    assert num_between > 20
 
 
 def test_outputs_name_the_places_of_images(llm):

@@ -137,6 +137,7 @@ class EngineArgs:
     mm_processor_kwargs: dict[str, Any] | None = None
     mm_processor_cache_gb: float = 4
     encoder_cache_gb: float = 0.25
+    encode_ms: int = 30
     media_processor: str = "process"
     allowed_media_domains: list[str] | None = None
     allowed_local_media_path: str = ""

@@ -15,7 +15,7 @@ AT_LEAST = {
     "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_num_scheduled_tokens": 1,
     "max_num_active_seqs": 1, "block_size": 1, "renderer_num_workers": 1, "stream_interval": 1,
     "num_gpu_blocks_override": 1, "kv_cache_memory_bytes": 1, "max_num_queued_reqs": 0,
-    "max_num_queued_tokens": 0, "max_step_ms": 0, "long_prefill_token_threshold": 0, "max_logprobs": -1,
+    "max_num_queued_tokens": 0, "max_step_ms": 0, "encode_ms": 0, "long_prefill_token_threshold": 0, "max_logprobs": -1,
     "shutdown_timeout": 0, "seed": -(2**63), "max_worker_restarts": 0,
     "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
     "nnodes": 1, "node_rank": 0, "master_port": 1,

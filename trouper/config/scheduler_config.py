@@ -43,6 +43,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int | None = None
     # The number of drafts of one sequence that a step may verify.
     num_speculative_tokens: int = 0
+    # Seconds of a step in which images may be encoded beside streams; 0 encodes each image at once.
+    encode_s: float = 0.0
     seed: int = 0
 
 
@@ -83,6 +85,7 @@ def scheduler_config(
             args.pipeline_parallel_size, plans_ahead=args.async_scheduling is not False
         ),
         max_step_ms=args.max_step_ms,
+        encode_s=min(args.encode_ms, args.max_step_ms or args.encode_ms) / 1000,
         num_stages=args.pipeline_parallel_size,
         max_loras=args.max_loras if args.enable_lora else None,
         seed=args.seed,

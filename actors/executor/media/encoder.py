@@ -2,15 +2,19 @@
 
 Laws.
 1. An item is computed separately, so its rows do not depend on what else is in a step.
-2. A sequence keeps the rows that it has begun to read until it has read them, whatever the cache forgets.
+2. A sequence keeps the rows that it has asked for until it has read them, whatever the cache forgets.
+3. An error of the tower belongs to the step that reads the rows, because the search for a culprit looks at entries of steps.
 """
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.media.slices import SlicedWork
 from trouper.actors.executor.media.tower import VisionTower
 from trouper.actors.messages.media import MediaItem
 
@@ -28,6 +32,8 @@ class ImageEncoder:
         self._tower: VisionTower | None = None
         self._rows = OrderedDict[bytes, Tensor]()
         self._num_bytes = 0
+        # The key of the item that is encoded in slices.
+        self._begun: tuple[bytes, SlicedWork] | None = None
 
     @property
     def num_weight_bytes(self) -> int:
@@ -49,36 +55,119 @@ class ImageEncoder:
         if level >= 1:
             self._rows.clear()
             self._num_bytes = 0
+            if self._begun is not None:
+                self._begun[1].abandon()
+                self._begun = None
         if level >= 2:
             self._tower = None
 
+    def advance(self, wholes: Sequence["WholeItem"], seconds: float) -> int:
+        """Encode items in their order for about this time, and return how many of them are ready to be read.
+
+        An item that was begun for another sequence is finished first.  At least one slice is computed unless all are ready.
+        """
+        deadline = time.monotonic() + seconds
+        for i, whole in enumerate(wholes):
+            while not whole.is_ready():
+                key, work = self._begun or self._begin(whole.item)
+                if key == whole.item.key:
+                    whole.work = work
+                self._go_on(deadline - time.monotonic())
+                if time.monotonic() >= deadline and not whole.is_ready():
+                    return i
+        return len(wholes)
+
+    def cached(self, item: MediaItem) -> Tensor | None:
+        """Return the rows of an item if the cache has them, and keep them for longer."""
+        if item.key in self._rows:
+            self._rows.move_to_end(item.key)
+        return self._rows.get(item.key)
+
     def rows(self, item: MediaItem) -> Tensor:
-        """Return the rows [R, E] of an item: from the cache, or computed now.
+        """Return the rows [R, E] of an item: from the cache, or computed now without slices.
 
         Raises:
             RuntimeError: the tower is not loaded, or its rows do not fit the item.
         """
-        found = self._rows.get(item.key)
-        if found is not None:
-            self._rows.move_to_end(item.key)
-            return found
+        while (found := self.cached(item)) is None and self._begun is not None:
+            key, work = self._begun
+            self._go_on(inf)
+            if key == item.key:
+                return work.result()
+        if found is None:
+            with torch.inference_mode():
+                found = self._loaded().rows(item)
+            self._keep(item.key, found)
+        return found
+
+    def _loaded(self) -> VisionTower:
         if self._tower is None:
             raise RuntimeError("the vision tower is not loaded")
-        with torch.inference_mode():
-            found = self._tower.rows(item)
-        if found.nbytes <= self._cache_bytes:
-            self._rows[item.key] = found
-            self._num_bytes += found.nbytes
-            while self._num_bytes > self._cache_bytes:
-                _, oldest = self._rows.popitem(last=False)
-                self._num_bytes -= oldest.nbytes
-        return found
+        return self._tower
+
+    def _begin(self, item: MediaItem) -> tuple[bytes, SlicedWork]:
+        self._begun = item.key, self._loaded().begin(item)
+        return self._begun
+
+    def _go_on(self, seconds: float) -> None:
+        """Continue the item that was begun, and keep its rows if this was the end of it."""
+        assert self._begun is not None
+        key, work = self._begun
+        if work.advance(seconds):
+            self._begun = None
+            if not work.has_failed:
+                self._keep(key, work.result())
+
+    def _keep(self, key: bytes, rows_RE: Tensor) -> None:
+        """Keep rows until newer ones need their room."""
+        if rows_RE.nbytes > self._cache_bytes or key in self._rows:
+            return
+        self._rows[key] = rows_RE
+        self._num_bytes += rows_RE.nbytes
+        while self._num_bytes > self._cache_bytes:
+            _, oldest = self._rows.popitem(last=False)
+            self._num_bytes -= oldest.nbytes
+
+
+class WholeItem:
+    """An item of one sequence, and its rows from the time when they are encoded or read."""
+
+    def __init__(self, item: MediaItem, encoder: ImageEncoder) -> None:
+        self.item = item
+        # Encodes the item in slices, perhaps for several sequences.
+        self.work: SlicedWork | None = None
+        self._encoder = encoder
+        self._rows: Tensor | None = None
+
+    def is_ready(self) -> bool:
+        """Whether `rows` returns, or raises, at once."""
+        if self._rows is None:
+            self._rows = self._encoder.cached(self.item)
+        return self._rows is not None or (self.work is not None and self.work.has_ended)
+
+    def rows(self) -> Tensor:
+        """Return the rows of the item.  Raises the tower's error, if it had one."""
+        if not self.is_ready():
+            self._rows = self._encoder.rows(self.item)
+        if self._rows is None:
+            assert self.work is not None
+            self._rows = self.work.result()
+        return self._rows
+
+    def runs(self) -> list[tuple[int, "ItemRows"]]:
+        """Return the rows of each run, with the position of the first one in the prompt."""
+        made: list[tuple[int, ItemRows]] = []
+        begin = 0
+        for offset, length in self.item.runs:
+            made.append((self.item.first + offset, ItemRows(self, begin, length)))
+            begin += length
+        return made
 
 
 class ItemRows:
-    """The rows of one run of an item's tokens.  The item is computed when the first of them is read."""
+    """The rows of one run of an item's tokens."""
 
-    def __init__(self, whole: "WholeItem", begin: int, length: int) -> None:
+    def __init__(self, whole: WholeItem, begin: int, length: int) -> None:
         self._whole, self._begin, self._length = whole, begin, length
 
     def __len__(self) -> int:
@@ -87,26 +176,3 @@ class ItemRows:
     def __getitem__(self, part: slice) -> Tensor:
         begin, end, _ = part.indices(self._length)
         return self._whole.rows()[self._begin + begin : self._begin + end]
-
-
-class WholeItem:
-    """An item of one sequence, and its rows from the first read on."""
-
-    def __init__(self, item: MediaItem, encoder: ImageEncoder) -> None:
-        self._item, self._encoder = item, encoder
-        self._rows: Tensor | None = None
-
-    def rows(self) -> Tensor:
-        """Return the rows of the item."""
-        if self._rows is None:
-            self._rows = self._encoder.rows(self._item)
-        return self._rows
-
-    def runs(self) -> list[tuple[int, ItemRows]]:
-        """Return the rows of each run, with the position of the first one in the prompt."""
-        made: list[tuple[int, ItemRows]] = []
-        begin = 0
-        for offset, length in self._item.runs:
-            made.append((self._item.first + offset, ItemRows(self, begin, length)))
-            begin += length
-        return made

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trouper.actors.executor.media.slices import SlicedWork, Slices
 from trouper.actors.messages.media import MediaArray, MediaItem
 from trouper.config.media import MediaConfig
 from trouper.errors import UnsupportedFeatureError
@@ -23,18 +24,32 @@ class VisionTower:
     Args:
         model: transformers' class, without its text model.
         hidden_size: numbers of a row, as many as the text model takes.
+        slices: the points at which the model's layers may stop.
     """
 
     def __init__(
-        self, model: nn.Module, media: MediaConfig, dtype: torch.dtype, hidden_size: int
+        self,
+        model: nn.Module,
+        media: MediaConfig,
+        dtype: torch.dtype,
+        hidden_size: int,
+        slices: Slices,
     ) -> None:
         self._model: Any = model
+        self._slices = slices
+        # Of the linear layers that are exchanged for this engine's products.
+        self.num_packed_bytes = 0
         self._inputs, self._dtype, self._hidden_size = media.family.inputs, dtype, hidden_size
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of the weights."""
-        return sum(p.numel() * p.element_size() for p in self._model.parameters())
+        plain = sum(p.numel() * p.element_size() for p in self._model.parameters())
+        return plain + self.num_packed_bytes
+
+    def begin(self, item: MediaItem) -> SlicedWork:
+        """Prepare to compute the rows of an item a slice at a time; see `rows`."""
+        return self._slices.begin(lambda: self.rows(item))
 
     def rows(self, item: MediaItem) -> Tensor:
         """Compute the rows [R, E] of an item.
@@ -72,7 +87,7 @@ class VisionTower:
         # Rows are kept, so they must not be a view of something larger.
         return rows_RE.to(self._dtype, copy=True).contiguous()
 
-    def check(self) -> None:
+    def check(self) -> Tensor:
         """Compute the rows of a small grey image, so that a model that cannot see fails at start.
 
         Raises:
@@ -87,6 +102,7 @@ class VisionTower:
         if not len(rows_RE) or not torch.isfinite(rows_RE).all():
             text = f"its vision tower computes no finite rows in a trial; {ADVICE}"
             raise UnsupportedFeatureError(text, parameter="model")
+        return rows_RE
 
 
 def _joined(found: Any) -> Tensor:

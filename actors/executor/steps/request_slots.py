@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trouper.actors.executor.media.encoder import ImageEncoder, ItemRows, WholeItem
 from trouper.actors.messages.requests import Embeds
-from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.steps import NEVER, NewSequence, Sampling, StepPlan
 
 
 class PromptSpan(NamedTuple):
@@ -97,6 +97,8 @@ class RequestSlots:
         self._embeds: dict[int, tuple[tuple[int, Tensor | ItemRows], ...]] = {}
         # Likewise, the rows of images. They do replace tokens, which count for penalties as those of a text.
         self._images: dict[int, tuple[tuple[int, Tensor | ItemRows], ...]] = {}
+        # By slot: the images themselves.
+        self._items: dict[int, list[WholeItem]] = {}
         # By slot: positions in three dimensions up to the end of the last image.
         self._axes: dict[int, Axes] = {}
 
@@ -114,15 +116,32 @@ class RequestSlots:
             self.with_prompt_logprobs.add(slot)
         self._embeds.pop(slot, None)
         self._images.pop(slot, None)
+        self._items.pop(slot, None)
         self._axes.pop(slot, None)
         if new.grids:
             self._axes[slot] = Axes.of(new.grids)
         if new.media:
             assert self._encoder is not None, "the renderer refuses images without an encoder"
             wholes = [WholeItem(item, self._encoder) for item in new.media]
+            self._items[slot] = wholes
             self._images[slot] = tuple(run for whole in wholes for run in whole.runs())
         if new.embeds:
             self._embeds[slot] = tuple((part.first, _matrix(part)) for part in new.embeds)
+
+    def encode(self, slots: Sequence[int], seconds: float) -> tuple[int, ...]:
+        """Encode the images of these slots in order, for about this time.
+
+        Returns:
+            For each slot the position of the first row that is still missing, or a position beyond all of them.
+        """
+        assert self._encoder is not None
+        items = [(slot, whole) for slot in slots for whole in self._items.get(slot, ())]
+        num_ready = self._encoder.advance([whole for _, whole in items], seconds)
+        missing = dict[int, int]()
+        for slot, whole in items[num_ready:]:
+            if not whole.is_ready():
+                missing.setdefault(slot, whole.item.first + whole.item.runs[0][0])
+        return tuple(missing.get(slot, NEVER) for slot in slots)
 
     def add_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
         """Append blocks to the block table of a slot.
@@ -188,6 +207,8 @@ class RequestSlots:
                         later.append((first, matrix))
                 if later:
                     sources[slot] = tuple(later)
+                elif sources is self._images:
+                    self._items.pop(slot, None)
         return tuple(found)
 
     def prompt_spans(self, plan: StepPlan, first_tokens: np.ndarray) -> Iterator[PromptSpan]:

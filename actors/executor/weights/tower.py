@@ -10,8 +10,12 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from torch import nn
 
+from trouper.actors.executor.media.slices import SlicedLinear, Slices, slice_layers
 from trouper.actors.executor.media.tower import ADVICE, VisionTower
+from trouper.actors.executor.models.hf_decoder import HfLinear
+from trouper.actors.executor.weights.hf_linears import Layer, exchange, observed
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.engine_config import EngineConfig
 from trouper.config.media import MediaConfig
@@ -40,8 +44,23 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> VisionTower:
     for name in TEXT_MODELS:
         if hasattr(model, name):
             setattr(model, name, None)
-    tower = VisionTower(model.eval(), media, dtype, config.model.hidden_size)
+    slices = Slices()
+    tower = VisionTower(model.eval(), media, dtype, config.model.hidden_size, slices)
+    layers = [
+        Layer(parent, name, module, None)
+        for parent in model.modules()
+        for name, module in parent.named_children()
+        if type(module) is nn.Linear
+    ]
     with torch.inference_mode():
+        _, layers = observed(layers, lambda: [tower.check()])
+        exchange(layers, config, dtype)
+        for parent, name, _, _ in layers:
+            linear = cast("HfLinear", getattr(parent, name))
+            linear.row_counts = None
+            tower.num_packed_bytes += linear.method.num_bytes
+            setattr(parent, name, SlicedLinear(linear, slices))
+        slice_layers(model, slices)
         tower.check()
     return tower
 

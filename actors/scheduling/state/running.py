@@ -104,10 +104,13 @@ class Running:
         if not config.enable_chunked_prefill and builder.budget < count <= builder.capacity:
             return False
         count = min(count, builder.budget)
+        sequence.seen_until = 0
+        count = builder.until_image(sequence, start, count)
         if self.states is not None:
             # The junction of this start counts, not that of an earlier one.
             sequence.marks.junction = prefix.junction
-            count = self.states.cut(sequence, start, count)
+            if count:
+                count = self.states.cut(sequence, start, count)
         wanted = sequence.num_tokens if config.reserve_full_isl else start + count
         needed = blocks.num_for(wanted) - len(shared) + blocks.num_idle(shared)
         if needed + (self._spare(sequence) if self._sequences else 0) > blocks.num_free:
@@ -130,7 +133,10 @@ class Running:
         self._sequences[sequence.id] = sequence
         if self.states is not None:
             self.states.note_start(sequence.request)
-        builder.add(sequence, count)
+        if count:
+            builder.add(sequence, count)
+        else:
+            builder.encodes.append(sequence)
         return True
 
     def schedule(self, builder: StepBuilder, sequences: list[Sequence]) -> None:
@@ -146,6 +152,10 @@ class Running:
             if sequence.request_slot < 0 or known >= sequence.limit:
                 continue  # preempted a moment ago; or sure to end with what is in flight
             count = min(known - sequence.num_computed, builder.budget, max_count)
+            count = builder.until_image(sequence, sequence.num_computed, count)
+            if not count:
+                builder.encodes.append(sequence)
+                continue
             if count > 1 and self.states is not None:
                 count = self.states.cut(sequence, sequence.num_computed, count)
             end = sequence.num_computed + count

@@ -17,7 +17,7 @@ from enum import Enum
 import msgspec
 
 from trouper.actors.messages.requests import Admit, SequenceId
-from trouper.actors.messages.steps import Sampling, TokenLogprobs
+from trouper.actors.messages.steps import NEVER, Sampling, TokenLogprobs
 from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, block_hash
 from trouper.config.scheduler_config import SchedulerConfig
@@ -140,6 +140,8 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     num_computed: int = 0
     num_computed_on_device: int = 0
     num_in_flight: int = 0
+    # The device has the rows of all images before this position.
+    seen_until: int = 0
     # The newest step that samples one of its tokens.
     sampling_step: int = 0
     num_preemptions: int = 0
@@ -176,6 +178,13 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         if stop <= num_prompt:
             return prompt[start:stop]
         return prompt[start:] + tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
+
+    def next_image(self, start: int) -> int:
+        """Return the first position from `start` on that needs a row of an image which the device has not encoded."""
+        for item in self.request.admit.media:
+            if item.end > max(start, self.seen_until):
+                return max(start, item.first + item.runs[0][0])
+        return NEVER
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Return the hash chain of the first `count` blocks.  All their tokens must be known.

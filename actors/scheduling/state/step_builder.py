@@ -17,13 +17,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from trouper.actors.messages.requests import RequestId, SequenceId
-from trouper.actors.messages.steps import NewSequence, StepDone, StepPlan
+from trouper.actors.messages.steps import NEVER, NewSequence, StepDone, StepPlan
 from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.actors.stages import decode_quota, is_due
 from trouper.config.scheduler_config import SchedulerConfig
+from trouper.params import RequestOutputKind
 
+# Seconds for images in a step without streams: a newcomer waits for at most one such step.
+QUIET_ENCODE_S = 0.1
 StepEntry = tuple[Sequence, int, int, int, int]
 """A sequence, its preemption epoch, the first position, the position after the last, and the number of samples.
 
@@ -79,6 +82,7 @@ class InFlightStep(InFlightPlan, eq=False, kw_only=True):
     It keeps what the policy needs to apply the answer, such as the epoch of each sequence.
     """
 
+    # The entries of the plan, then those of sequences whose images are encoded, without tokens.
     entries: list[StepEntry]
     # Drafts of each entry, as planned; the answer contains how many were accepted.  Empty if the step verifies no drafts.
     lookaheads: list[int]
@@ -127,7 +131,11 @@ def find_in_question(
         Each sequence with the position where its planned tokens end.
     """
     return {
-        sequence.id: (sequence, max(end, sequence.num_computed_on_device + end - start))
+        # The image of an entry without tokens is encoded before the next token.
+        sequence.id: (
+            sequence,
+            max(end + (start == end), sequence.num_computed_on_device + end - start),
+        )
         for plan in plans[: 1 if num_stages == 1 else None]
         for sequence, _, start, end, _ in plan.entries
     }
@@ -144,6 +152,8 @@ class StepBuilder:
         "capacity",
         "copies",
         "counts",
+        "encode_s",
+        "encodes",
         "has_preempted",
         "lookaheads",
         "max_count",
@@ -178,6 +188,16 @@ class StepBuilder:
         self.unknown: dict[SequenceId, int] = {}
         # None if the model keeps only keys and values.
         self.states: StateSnapshots | None = None
+        # The seconds for images in a step with streams.  With 0 each image is encoded in the step that reads it.
+        self.encode_s = 0.0
+        # Sequences that cannot go on without an image.
+        self.encodes: list[Sequence] = []
+
+    def until_image(self, sequence: Sequence, start: int, count: int) -> int:
+        """Return how many of the `count` tokens from `start` on are before the next image that is to be encoded in slices."""
+        if sequence.seen_until == NEVER or not sequence.request.admit.media or not self.encode_s:
+            return count
+        return min(count, sequence.next_image(start) - start)
 
     def add(self, sequence: Sequence, count: int, lookahead: int = 0) -> None:
         """Schedule `count` tokens of a sequence, and at most `lookahead` drafts behind them.
@@ -200,6 +220,8 @@ class StepBuilder:
             i = self.sequences.index(victim)
             del self.sequences[i]
             self.budget += self.counts.pop(i) + self.lookaheads.pop(i)
+        if victim in self.encodes:
+            self.encodes.remove(victim)
 
     def commit(self, step: int, epoch: int) -> tuple[StepPlan, InFlightStep]:
         """Advance the scheduled sequences, and end the planning of the step.
@@ -232,6 +254,12 @@ class StepBuilder:
             if self.states is not None and (row := self.states.save(sequence, end)) >= 0:
                 saves.append((sequence.request_slot, row))
             sequence.num_in_flight += samples
+        for sequence in self.encodes:
+            if sequence.is_slot_stale:
+                sequence.is_slot_stale = False
+                new_sequences.append(_new_sequence(sequence))
+            place = sequence.num_computed
+            entries.append((sequence, sequence.preemption_epoch, place, place, 0))
         lookaheads = self.lookaheads if any(self.lookaheads) else []
         unknown = self.unknown
         unknowns = tuple(unknown.get(s.id, 0) for s in self.sequences) if unknown else ()
@@ -249,8 +277,22 @@ class StepBuilder:
             num_lookahead_tokens=tuple(lookaheads),
             num_unknown_tokens=unknowns,
             saves=tuple(saves),
+            encodes=tuple(sequence.request_slot for sequence in self.encodes),
+            encode_s=self._seconds_of_images() if self.encodes else 0.0,
         )
-        return plan, InFlightStep(step=step, entries=entries, lookaheads=lookaheads)
+        if lookaheads:
+            lookaheads += [0] * len(self.encodes)
+        record = InFlightStep(step=step, entries=entries, lookaheads=lookaheads)
+        # The next plan is made when it is known whether the image is ready.
+        record.is_long = bool(self.encodes)
+        return plan, record
+
+    def _seconds_of_images(self) -> float:
+        """Return the seconds for images: few if an output of this step is streamed, else enough to make the loss small."""
+        final_only = RequestOutputKind.FINAL_ONLY
+        kinds = (s.request.admit.params.output_kind for s in self.sequences if s.output)
+        has_streams = any(kind != final_only for kind in kinds)
+        return self.encode_s if has_streams else max(self.encode_s, QUIET_ENCODE_S)
 
 
 def _max_count(config: SchedulerConfig, num_competing: int) -> int:

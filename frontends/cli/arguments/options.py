@@ -90,6 +90,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "allowed_local_media_path": "Folder whose files may be named by file: URLs.",
         "allow_http_media": "Fetch images of http: URLs, too, which are not encrypted.",
         "allow_private_media_hosts": "Fetch also from hosts with addresses of private networks or of this machine.",
+        "encode_ms": "Milliseconds of a step with streams in which images are encoded; 0 encodes each image at once.",
     },
     "Pooling": {
         "runner": "Kind of engine: auto, generate or pooling.",

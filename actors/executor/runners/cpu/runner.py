@@ -10,6 +10,7 @@ Laws:
 
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -250,8 +251,9 @@ class CpuRunner:
             self._share.group.begin_step(plan.step)
         with torch.inference_mode():
             self._apply_changes(plan, kv)
+            encoded = self.slots.encode(plan.encodes, plan.encode_s) if plan.encodes else ()
             if not plan.request_slots:
-                return StepDone(plan.step, ()), None
+                return StepDone(plan.step, (), encoded=encoded), None
             num_drafts = None
             if self._drafter is not None:
                 plan = self._drafter.settled(plan)
@@ -266,6 +268,8 @@ class CpuRunner:
             if not self._share.is_last:
                 return StepDone(plan.step, ()), output.hidden_TE
             done = self._answer(plan, batch, output, steps, has_drafts=num_drafts is not None)
+            if encoded:
+                done = msgspec.structs.replace(done, encoded=encoded)
             return done, output.hidden_TE
 
     def _answer(
