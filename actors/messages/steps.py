@@ -212,7 +212,7 @@ LossCause = Literal["hang", "out_of_memory", "signal", "exit", "error", "closed"
 
 
 class DeviceLost(msgspec.Struct, frozen=True):
-    """Executor → Scheduler → Observer: the device died, and with it its KV cache and all unanswered plans.
+    """Executor → Scheduler → Observer: the device died, and with it all unanswered plans.
 
     The executor starts it again.  The scheduler must not send a plan before `DeviceBack`.
     """
@@ -241,11 +241,13 @@ class ReplicaEvent(msgspec.Struct, frozen=True):
 class DeviceBack(msgspec.Struct, frozen=True):
     """Executor → Scheduler → Observer: the device is loaded again and takes plans.
 
-    The memory of the device is empty, so all running sequences are recomputed.
+    All running sequences begin again.  With `keeps_memory` the KV of all answered steps is still there, so they
+    find it as cached prefixes; otherwise the memory is empty.
     """
 
     # Seconds since the loss.
     pause_s: float
+    keeps_memory: bool = False
 
 
 class DeviceFailed(msgspec.Struct, frozen=True):

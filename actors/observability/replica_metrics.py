@@ -273,7 +273,7 @@ class ReplicaMetrics:
             ("prompt_tokens_cached", "Prompt tokens found in a cache.", stats.prefix_cache_hits),
             (
                 "recomputed_tokens",
-                "Tokens that were computed, and lost with a worker.",
+                "Tokens that were computed a second time because a worker was lost.",
                 stats.num_lost_tokens,
             ),
             ("generation_tokens", "Tokens sampled.", stats.num_generation_tokens),

@@ -362,9 +362,10 @@ class Policy(PolicyBase[InFlightStep, Request]):
     def _lose_plans(
         self, plans: collections.abc.Sequence[InFlightStep], loss: DeviceLost, *, has_suspects: bool
     ) -> int:
-        """Recompute each running sequence as after a preemption, and search for the culprit in the eldest plan.
+        """Preempt each running sequence, and search for the culprit in the eldest plan.
 
-        Sampled tokens of answered steps stay, so no token is put out twice.
+        Sampled tokens of answered steps stay, so no token is put out twice. Whether cached prefixes stay is known when the device
+        returns; until then nothing is planned, so nobody finds them.
         """
         suspects = find_in_question(plans, self._num_stages) if has_suspects else {}
         for plan in plans:
@@ -372,7 +373,6 @@ class Policy(PolicyBase[InFlightStep, Request]):
                 self._undo(plan)
         self._bisection.suspect(())
         self.table.running.lose_all()
-        self._reset_cache()
         num_explained = 0
         if key := self.table.grammars.forget(is_their_doing=not loss.is_from_outside):
             self.table.fail_grammar(key, RequestError("poisoned_request", loss.message))
@@ -386,6 +386,9 @@ class Policy(PolicyBase[InFlightStep, Request]):
         culprit, num_losses = found
         self.table.fail_request(culprit, RequestError("poisoned_request", loss.message))
         return num_losses
+
+    def _forget_memory(self) -> None:
+        self._reset_cache()
 
     def _fail_request(self, id: RequestId, error: RequestError) -> None:
         if (request := self.table.requests.get(id)) is not None:

@@ -171,7 +171,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
             later.is_cancelled = True
 
     def lose_device(self, loss: DeviceLost) -> int:
-        """Take the end of the device, with its memory and all plans in flight.  Nothing is planned until `return_device`.
+        """Take the end of the device, with all plans in flight.  Nothing is planned until `return_device`.
 
         Returns:
             The number of losses that one request has caused, this one included, if this loss shows which request it is.
@@ -184,12 +184,16 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         has_suspects = loss.step is not None and not loss.is_from_outside
         return self._lose_plans(plans, loss, has_suspects=has_suspects)
 
-    def return_device(self) -> None:
+    def return_device(self, *, keeps_memory: bool = False) -> None:
         """Plan again: the device has been loaded anew.
 
-        Its memory is empty, so all sequences are computed again from their tokens. Suspects of the loss are tested
-        first.
+        All sequences begin again from their tokens. Suspects of the loss are tested first.
+
+        Args:
+            keeps_memory: whether the KV of all answered steps is still there, so that cached prefixes count.
         """
+        if not keeps_memory:
+            self._forget_memory()
         self.is_device_lost = False
 
     def fail_device(self, message: str) -> None:
@@ -269,6 +273,9 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
     @abstractmethod
     def _lose_plans(self, plans: Sequence[PlanT], loss: DeviceLost, *, has_suspects: bool) -> int:
         """Take back all plans of a lost device; look for the culprit in the eldest if a request may have caused the loss."""
+
+    def _forget_memory(self) -> None:
+        """Note that the device's memory is empty.  A policy without prefixes has nothing to forget."""
 
     @abstractmethod
     def _fail_request(self, id: RequestId, error: RequestError) -> None:

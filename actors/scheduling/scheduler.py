@@ -238,7 +238,7 @@ class Scheduler(Generic[OutputsT]):
                 self._note_loss(replica, event)
             case DeviceBack():
                 self._report_event(replica, event)
-                policy.return_device()
+                policy.return_device(keeps_memory=event.keeps_memory)
             case DeviceFailed(message):
                 self._note_failure(replica, message)
             case _:

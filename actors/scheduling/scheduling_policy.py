@@ -164,10 +164,11 @@ class SchedulingPolicy(Protocol[OutputsT]):
         Other requests can be moved to other replicas.
         """
 
-    def return_device(self) -> None:
-        """Plan again: the device has been loaded anew, without its earlier memory.
+    def return_device(self, *, keeps_memory: bool = False) -> None:
+        """Plan again: the device has been loaded anew.
 
-        Running sequences are computed again from their tokens.
+        Running sequences begin again from their tokens.  With `keeps_memory` they find the KV of all answered steps
+        as cached prefixes.
         """
 
     def set_pause(self, pause: Pause) -> None:

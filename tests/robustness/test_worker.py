@@ -85,13 +85,16 @@ async def texts(engine, *, at_token=None, do=None, num=4):
 
 
 async def test_streams_go_on_when_the_worker_is_killed(caplog):
-    async with an_engine() as (engine, worker_group):
+    async with an_engine(block_size=8) as (engine, worker_group):
         expected = await texts(engine)
         for at_token in (1, 7):
             killed = await texts(
                 engine, at_token=at_token, do=lambda: worker_group.signal(signal.SIGKILL)
             )
             assert killed == expected
+        lost = engine.statistics().replicas[0].num_lost_tokens
+    # Of each stream and loss less than a block, and two steps in flight.
+    assert 0 < lost <= 2 * len(PROMPTS) * (8 + 2)
     assert len(worker_group.peers) == 3
     assert "worker 0 died of SIGKILL in step" in caplog.text
     with pytest.raises(ProcessLookupError):

@@ -19,13 +19,13 @@ class Ward(Desk):
         super().__init__(**{"max_steps_in_flight": 2, "max_num_seqs": 16, **config})
         self.num_losses = self.num_explained = 0
 
-    def lose(self, *, is_from_outside=False, is_idle=False):
+    def lose(self, *, is_from_outside=False, is_idle=False, keeps_memory=False):
         step = self.flights[0].step if self.flights and not is_idle else None
         self.flights.clear()
         self.num_losses += 1
         self.num_explained += self.policy.lose_device(DeviceLost("it died", step, is_from_outside))
         assert self.policy.plan() is None
-        self.policy.return_device()
+        self.policy.return_device(keeps_memory=keeps_memory)
         self.take()
 
     def run(self, is_deadly):
@@ -90,7 +90,17 @@ def test_what_a_loss_costs_is_counted_in_tokens():
     ward.admit(0, prompt=range(8), max_tokens=3)
     ward.step()
     ward.lose()
+    ward.plan()
     assert ward.policy.statistics().num_lost_tokens == 8
+
+
+def test_kept_memory_costs_less_than_a_block():
+    ward = Ward()
+    ward.admit(0, prompt=range(10), max_tokens=3)
+    ward.step()
+    ward.lose(keeps_memory=True)
+    assert ward.plan().num_computed_tokens == (8,)
+    assert ward.policy.statistics().num_lost_tokens == 2
 
 
 def test_device_searched_for_culprit_is_there_and_takes_no_request():

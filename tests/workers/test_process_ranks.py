@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import deque
 
 import anyio
@@ -20,6 +21,7 @@ from trouper.actors.executor.workers.wire import (
     Call,
     ErrorText,
     FrameReader,
+    KeepMemory,
     Load,
     Loaded,
     Returned,
@@ -69,8 +71,11 @@ class FakePeer:
         self._changed.set()
 
     def send(self, data, file):
-        self.frames.feed(data, [])
+        self.frames.feed(data, [] if file is None else [os.dup(file)])
         while (frame := self.frames.take()) is not None:
+            if isinstance(frame, KeepMemory):
+                os.close(frame.file)
+                continue
             self.taken.append(frame)
             if isinstance(frame, Load):
                 rank = self.rank

@@ -1,5 +1,7 @@
 """A worker's death: its cause in words, the budget of restarts, the deadline of a step."""
 
+import signal
+
 import pytest
 
 from trouper.actors.executor.devices.supervision import (
@@ -12,6 +14,7 @@ from trouper.actors.executor.devices.supervision import (
     StepDeadlines,
     WorkerEvent,
     WorkerState,
+    is_memory_sound,
     next_state,
 )
 
@@ -48,6 +51,26 @@ from trouper.actors.executor.devices.supervision import (
 def test_a_death_is_told_in_one_line(death, cause, line):
     assert death.cause == cause
     assert death.describe() == line
+
+
+@pytest.mark.parametrize(
+    ("statuses", "is_sound"),
+    [
+        ([-signal.SIGKILL], True),
+        ([-signal.SIGTERM], True),
+        ([3], True),
+        ([None], True),
+        ([-signal.SIGKILL, -signal.SIGKILL], True),
+        ([-signal.SIGKILL, -signal.SIGSEGV], False),
+        ([-signal.SIGBUS], False),
+        ([-signal.SIGILL], False),
+        ([-signal.SIGABRT], False),
+    ],
+)
+def test_memory_is_sound_unless_written_wildly(statuses, is_sound):
+    assert is_memory_sound(statuses, was_out_of_memory=False, is_broken=False) == is_sound
+    assert not is_memory_sound(statuses, was_out_of_memory=True, is_broken=False)
+    assert not is_memory_sound(statuses, was_out_of_memory=False, is_broken=True)
 
 
 def test_restarts_back_off_until_a_step_is_answered():

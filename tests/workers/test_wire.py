@@ -186,6 +186,18 @@ def test_large_frame_goes_inline_where_no_descriptor_can():
     assert reader.take().step == plan.step
 
 
+def test_memory_to_keep_comes_with_its_frame():
+    data, _ = wire.encode(wire.KeepMemory())
+    kept = os.memfd_create("test")
+    reader = wire.FrameReader()
+    reader.feed(data, [kept])
+    assert reader.take() == wire.KeepMemory(kept)
+    os.close(kept)
+    reader.feed(data, [])
+    with pytest.raises(wire.WireError, match="missing"):
+        reader.take()
+
+
 def test_files_of_frames_not_taken_are_closed():
     _, file = wire.encode(a_plan(num_embeds_bytes=2**20))
     reader = wire.FrameReader()

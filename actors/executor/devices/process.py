@@ -18,6 +18,7 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
+from trouper.actors.executor.devices.kept_files import KeptFiles
 from trouper.actors.executor.devices.outstanding import OpenCalls, RestoredState, SubmittedPlan
 from trouper.actors.executor.devices.supervision import (
     Death,
@@ -26,6 +27,7 @@ from trouper.actors.executor.devices.supervision import (
     WorkerEvent,
     WorkerState,
     call_deadline_s,
+    is_memory_sound,
     next_state,
 )
 from trouper.actors.executor.devices.worker_link import (
@@ -119,6 +121,7 @@ class ProcessDevice:
         self._last_epoch = self._lost_epoch = -1
         self._calls = OpenCalls()
         self._restored = RestoredState(files)
+        self._kept = KeptFiles(config)
         # Set once the workers have the vocabulary; restarted workers receive it as well.
         self._vocabulary: Vocabulary | None = None
         # Answers to the open grammar order, one for each worker.
@@ -198,7 +201,8 @@ class ProcessDevice:
                 raise DeviceStartError(self._failure)
             if self._state is WorkerState.LOST:
                 if await self._restart():
-                    return DeviceBack(anyio.current_time() - self._lost_s)
+                    pause_s = anyio.current_time() - self._lost_s
+                    return DeviceBack(pause_s, self._kept.are_sound)
                 continue
             found = await self._next_frame()
             if isinstance(found, Death):
@@ -256,6 +260,7 @@ class ProcessDevice:
         over_s = anyio.current_time() + grace_s
         for worker in self._workers:
             await worker.end(max(0.0, over_s - anyio.current_time()))
+        self._kept.close()
 
     # Starting
 
@@ -274,11 +279,14 @@ class ProcessDevice:
         began_s = anyio.current_time()
         self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(peers)]
         self._ready.clear()
+        self._kept.send(self._workers)
         for worker in self._workers:
             send_to_all([worker], self._restored.load(config, worker.rank))
         loaded = await self._frames_of_all(Loaded)
         if isinstance(loaded, Death):
             return loaded
+        if not self._kept.note_loaded(loaded):
+            return await self._reap(0, broken="its KV memory has another layout than before")
         if self._vocabulary is not None:
             send_to_all(self._workers, self._vocabulary)
         for slot, files in self._restored.adapters.items():
@@ -402,10 +410,17 @@ class ProcessDevice:
         """End all workers. The worker of `rank` is the cause of the loss and is described in the result."""
         is_alive = hung_s is not None or broken is not None
         cause = self._workers[rank]
-        for worker in self._workers:
-            if worker is not cause:
-                await worker.end(0.0)
+        ends = [await worker.end(0.0) for worker in self._workers if worker is not cause]
         end = await cause.end(0.0 if is_alive else 1.0)
+        ends.append(end)
+        self._kept.note_end(
+            is_sound=is_memory_sound(
+                [each.status for each in ends],
+                was_out_of_memory=any(each.was_out_of_memory for each in ends),
+                # A worker that only misses another one has done nothing wrong.
+                is_broken=broken is not None and not was_machine_lost,
+            )
+        )
         step = self._plans[0].step if self._plans else None
         return Death(
             rank=self._first_number + rank, step=step, exit_status=end.status, hung_s=hung_s,

@@ -20,6 +20,8 @@ from trouper.actors.messages.steps import LossCause
 BACKOFF_S = (0.0, 1.0, 4.0)
 # Losses remembered within the window, explained or not; more if the budget allows more unexplained ones.
 MAX_LOSSES = 16
+# A worker that dies of one of these may have written anywhere before, also into memory that outlives it.
+WILD_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE)
 
 # The first step of a shape may compile its kernels, so it has more time.
 MIN_STEP_S, FIRST_STEP_S = 10.0, 120.0
@@ -179,6 +181,23 @@ def call_deadline_s(load_s: float) -> float:
     The limit grows with the time of loading, because waking reads the same weights.
     """
     return max(FIRST_STEP_S, CALL_FACTOR * load_s)
+
+
+def is_memory_sound(
+    statuses: Sequence[int | None], *, was_out_of_memory: bool, is_broken: bool
+) -> bool:
+    """Return whether ended workers left their KV memory as their answers describe it.
+
+    They did if each was killed, closed its connection or exited.  After a wild write or an error of unknown
+    effect nobody knows.  When the system has no memory left, the KV memory must be freed in any case, or the
+    next workers find none either.
+
+    Args:
+        statuses: of all workers of the device, as in `subprocess`.
+        is_broken: whether a worker ended itself with an error, or sent something that is no answer.
+    """
+    is_wild = any(status is not None and -status in WILD_SIGNALS for status in statuses)
+    return not (is_wild or was_out_of_memory or is_broken)
 
 
 class Death(msgspec.Struct, frozen=True):

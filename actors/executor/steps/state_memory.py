@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.decoder import MixerState, StateSpec
+from trouper.actors.executor.steps.kept_memory import KeptMemory
 from trouper.actors.executor.steps.kv_memory import MAX_PREFIX_BLOCKS
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperValidationError
@@ -50,14 +51,24 @@ class StatePool:
 
     Args:
         dtype: the model's dtype, in which convolutions keep their inputs.
+        kept: memory that outlives this process; states that a predecessor saved there are found again.
     """
 
-    def __init__(self, specs: Sequence[StateSpec], num_rows: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        specs: Sequence[StateSpec],
+        num_rows: int,
+        dtype: torch.dtype,
+        kept: KeptMemory | None = None,
+    ) -> None:
+        empty = torch.empty if kept is None else kept.empty
         parts, row_bytes = _layout(specs, dtype)
         # Not set to zeros: pages of rows that no sequence has used take no memory.
-        self._rows = torch.empty((num_rows, row_bytes), dtype=torch.uint8)
+        self._rows = empty((num_rows, row_bytes), dtype=torch.uint8)
         # The number of tokens that the state of each row has seen.
-        self.positions = np.full(num_rows, NOTHING, dtype=np.int64)
+        self.positions = empty((num_rows,), dtype=torch.int64).numpy()
+        if kept is None:
+            self.positions[:] = NOTHING
         self.mixers = {
             (spec.layer, spec.index): MixerState(self._view(conv), self._view(matrix))
             for spec, (conv, matrix) in zip(specs, parts, strict=True)
@@ -102,7 +113,7 @@ class StatePool:
             self.copy(source, target)
 
     def spoil(self, rows: np.ndarray) -> None:
-        """Note that these rows contain numbers that are not finite."""
+        """Note that these rows contain nothing that a sequence can continue."""
         self.positions[rows] = NOTHING
 
     def _view(self, part: "_Part | None") -> Tensor | None:

@@ -40,6 +40,7 @@ from trouper.errors import UnsupportedFeatureError, invalid
 
 if TYPE_CHECKING:
     from trouper.actors.executor.runners.model_runner import ModelRunner
+    from trouper.actors.executor.steps.kept_memory import KeptMemory
 
 
 logger = logging.getLogger(__name__)
@@ -58,11 +59,19 @@ class ModelHost:
     Args:
         rank: number of the worker among those of its device.
         files: descriptors of the memory and links shared with other workers.
+        kept: descriptor of a memory file for the KV cache, which outlives this process.
     """
 
-    def __init__(self, config: EngineConfig, rank: int = 0, files: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int = 0,
+        files: Sequence[int] = (),
+        kept: int | None = None,
+    ) -> None:
         self._config = config
-        self._rank, self._files = rank, files
+        self._rank, self._files, self._kept_file = rank, files, kept
+        self._kept: KeptMemory | None = None
         self._runner: ModelRunner | None = None
         self._refused_epoch = -1
         self._timer = StepTimer()
@@ -87,6 +96,10 @@ class ModelHost:
         tell("import")
         with collections_paused():
             import torch
+
+            from trouper.actors.executor.steps.kept_memory import KeptMemory
+        if self._kept_file is not None:
+            self._kept = KeptMemory(self._kept_file)
         num_elsewhere = torch.get_num_threads()
         num_cores = max(1, num_physical_cores() // num_workers)
         num_threads = min(num_elsewhere, num_cores)
@@ -107,6 +120,11 @@ class ModelHost:
             be_nice()
         return info
 
+    @property
+    def layout(self) -> str:
+        """Describe the tensors in memory that outlives this process; empty if there are none."""
+        return "" if self._kept is None else self._kept.layout
+
     def _make_runner(self) -> "ModelRunner":
         if self._config.pooler is not None:
             from trouper.actors.executor.runners.cpu.pooling_runner import PoolingRunner
@@ -116,7 +134,7 @@ class ModelHost:
             from trouper.actors.executor.runners.cpu.models import HfModel
             from trouper.actors.executor.runners.cpu.runner import CpuRunner
 
-            return CpuRunner(self._config, HfModel(self._config))
+            return CpuRunner(self._config, HfModel(self._config), kept=self._kept)
         if self._config.device == "cuda" and self._config.tensor_parallel_size > 1:
             from trouper.actors.executor.runners.cuda.rank_runner import RankRunner
 
@@ -128,10 +146,10 @@ class ModelHost:
         if self._config.workers_per_replica > 1:
             from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
 
-            return StageRunner(self._config, self._rank, self._files)
+            return StageRunner(self._config, self._rank, self._files, self._kept)
         from trouper.actors.executor.runners.cpu.runner import CpuRunner
 
-        return CpuRunner(self._config)
+        return CpuRunner(self._config, kept=self._kept)
 
     def _uses_transformers(self) -> bool:
         """Whether the transformers library computes this model.

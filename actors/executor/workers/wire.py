@@ -89,13 +89,25 @@ class Prepare(msgspec.Struct, frozen=True):
     """Engine → worker, before `Load`: import torch. Sent only if no processors must be bound first."""
 
 
+class KeepMemory(msgspec.Struct, frozen=True):
+    """Engine → worker, before `Load`: the memory file that comes with this frame outlives the worker.
+
+    A worker puts its KV cache there. `file` is the descriptor in the receiving process, which the reader of
+    the frame fills in.
+    """
+
+    file: int = -1
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """Worker → engine: the worker is ready for plans.
 
-    It contains the sizes that the scheduler needs, such as the number of KV blocks.
+    It contains the sizes that the scheduler needs, such as the number of KV blocks. `layout` describes the
+    tensors in memory that outlives the worker; only a worker with the same layout can use their contents.
     """
 
     info: DeviceInfo
+    layout: str = ""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -143,7 +155,9 @@ class Broken(msgspec.Struct, frozen=True):
     error: ErrorText
 
 
-ToWorker = Prepare | Load | StepPlan | PoolPlan | PrepareGrammar | Call | Close | Vocabulary
+ToWorker = (
+    KeepMemory | Prepare | Load | StepPlan | PoolPlan | PrepareGrammar | Call | Close | Vocabulary
+)
 FromWorker = (
     Loaded
     | Progress
@@ -161,7 +175,7 @@ Frame = ToWorker | FromWorker
 TYPES: tuple[type[Any], ...] = (
     Load, StepPlan, PoolPlan, Call, Close,
     Loaded, Progress, LogRecord, StepDone, PoolDone, StepFailed, Returned, Broken, Vocabulary, Prepare,
-    PrepareGrammar, GrammarReady,
+    PrepareGrammar, GrammarReady, KeepMemory,
 )  # fmt: skip
 _KINDS = {kind: number for number, kind in enumerate(TYPES)}
 
@@ -359,6 +373,8 @@ class FrameReader:
             return None
         payload = self._read_file(length) if is_in_file else bytes(self._bytes[HEADER.size : end])
         del self._bytes[:end]
+        if kind == _KINDS[KeepMemory]:
+            return KeepMemory(self._take_file())
         try:
             return self._decoders[kind].decode(payload)
         except (msgspec.DecodeError, ValueError, TypeError) as error:
@@ -366,9 +382,7 @@ class FrameReader:
 
     def _read_file(self, length: int) -> memoryview:
         """Map the memory file. Decoded values refer to the mapping and keep it alive."""
-        if not self._files:
-            raise WireError("the memory file of a frame is missing")
-        file = self._files.popleft()
+        file = self._take_file()
         try:
             if os.fstat(file).st_size < length:
                 raise WireError("the memory file of a frame is too short")
@@ -377,6 +391,11 @@ class FrameReader:
             raise WireError(f"a memory file cannot be read: {error}") from None
         finally:
             os.close(file)
+
+    def _take_file(self) -> int:
+        if not self._files:
+            raise WireError("the memory file of a frame is missing")
+        return self._files.popleft()
 
     def close(self) -> None:
         """Close the memory files of frames never taken.

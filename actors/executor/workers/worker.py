@@ -32,6 +32,7 @@ from trouper.actors.executor.workers.wire import (
     Close,
     Frame,
     FrameReader,
+    KeepMemory,
     Load,
     Loaded,
     LogRecord,
@@ -125,6 +126,8 @@ class Worker:
         # Log records and grammar answers are written by other threads.
         self._writing = threading.Lock()
         self._preparing = GrammarThread(self._write)
+        # Descriptor of the memory that outlives this process, if there is any.
+        self._kept: int | None = None
         self._host: ModelHost | None = None
         # Launched steps without a result yet, at most those in flight.
         self._launched: deque[PendingResult[StepResult | None]] = deque()
@@ -173,6 +176,8 @@ class Worker:
         match frame:
             case Prepare():
                 _import_torch()
+            case KeepMemory(file):
+                self._kept = file
             case Load():
                 self._load(frame)
             case Call():
@@ -194,15 +199,16 @@ class Worker:
     def _load(self, load: Load) -> None:
         config = load.config if self._machine is None else self._machine.localise(load.config)
         check_model(config, load.files)
-        self._host = ModelHost(config, load.rank, self._files)
+        self._host = ModelHost(config, load.rank, self._files, self._kept)
         info = self._host.load(lambda phase: self._write(Progress(phase)))
+        layout = self._host.layout
         if load.sleep_level:
             self._host.call(Sleep(load.sleep_level))
             if load.woken:
                 self._host.call(Wake(frozenset(load.woken)))
         if load.profile is not None:
             self._host.call(StartProfile(*load.profile))
-        self._write(Loaded(info))
+        self._write(Loaded(info, layout))
 
     def _call(self, call: Call) -> None:
         self._finish_all()

@@ -129,6 +129,8 @@ class Running:
         sequence.request_slot = self._free_slots.pop()
         sequence.is_slot_stale = True
         self._count_lookup(sequence, start)
+        self.num_lost_tokens += max(0, sequence.num_lost - start)
+        sequence.num_lost = 0
         sequence.state = State.RUNNING
         self._sequences[sequence.id] = sequence
         if self.states is not None:
@@ -232,11 +234,13 @@ class Running:
             self.preempt(sequence)
 
     def lose_all(self) -> None:
-        """Preempt every sequence, because the memory of the device is lost.
+        """Preempt every sequence, because the device is lost.
 
-        The lost tokens are counted, because they are computed a second time.
+        When it starts again, the tokens that it must compute a second time are counted as lost: all, unless the device's memory has
+        outlived it.
         """
-        self.num_lost_tokens += sum(s.num_computed_on_device for s in self._sequences.values())
+        for sequence in self._sequences.values():
+            sequence.num_lost = sequence.num_computed_on_device
         self.preempt_all()
 
     def leave(self, sequence: Sequence) -> None:

@@ -139,6 +139,8 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     num_registered: int = 0
     num_computed: int = 0
     num_computed_on_device: int = 0
+    # Tokens that a lost device had computed, until the sequence starts again.
+    num_lost: int = 0
     num_in_flight: int = 0
     # The device has the rows of all images before this position.
     seen_until: int = 0

@@ -58,6 +58,7 @@ def test_every_oracle_holds_while_workers_end_in_accepted_runs(monkeypatch):
     assert 0 < num_accepted < sum(s.num_draft_tokens for s in statistics)
     assert sum(s.num_preemptions for s in statistics) > sum(ends.values())
     assert sum(case.was_aborted for world in worlds for case in world.cases) > 10
+    assert sum(world.num_kept for world in worlds) > 10
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ from unittest.mock import patch
 import anyio.lowlevel
 
 from tests.simulation.bugs import bug
+from trouper.actors.executor.devices import process
+from trouper.actors.executor.devices.kept_files import KeptFiles
 from trouper.actors.executor.devices.outstanding import OpenCalls, RestoredState
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import Death, RestartBudget
@@ -12,7 +14,6 @@ from trouper.actors.executor.workers.wire import Loaded
 from trouper.actors.messages.steps import DeviceLost, StepDone
 from trouper.actors.scheduling.culprit_search import Quarantine
 from trouper.actors.scheduling.policy import Policy
-from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.running import Running
 
 from .worker_scenario import draw_slow_steps, draw_with_killer, draw_with_runs, draw_workers
@@ -163,11 +164,21 @@ def a_run_is_taken_again_after_a_restart(right):
     return faulty
 
 
-@worker_bug(Policy, "lose_device")
+@worker_bug(Policy, "return_device")
 def prefix_cache_survives(right):
-    def faulty(self, loss):
-        with patch.object(KVBlocks, "reset_cache", lambda blocks: True):
-            return right(self, loss)
+    return lambda self, keeps_memory: right(self, keeps_memory=True)
+
+
+@worker_bug(process, "is_memory_sound")
+def memory_is_kept_after_a_wild_write(right):
+    return lambda statuses, was_out_of_memory, is_broken: True
+
+
+@worker_bug(KeptFiles, "close")
+def memory_files_stay_open(right):
+    def faulty(self):
+        self._files.clear()
+        self._layouts, self._are_sound = None, False
 
     return faulty
 
@@ -203,7 +214,7 @@ def planned_before_it_is_back(right):
 
 @worker_bug(Policy, "return_device")
 def return_is_not_noticed(right):
-    return lambda self: None
+    return lambda self, keeps_memory: None
 
 
 @worker_bug(Policy, "lose_device")

@@ -29,6 +29,7 @@ from trouper.actors.executor.workers.wire import (
     ErrorText,
     Frame,
     FrameReader,
+    KeepMemory,
     Load,
     Loaded,
     LogRecord,
@@ -131,6 +132,7 @@ class SimPeer:
         self.is_misbehaving = False  # may be killed for it
         self.is_ended = self.was_killed = False
         self.model: WorkerModel | None = None
+        self._memory = 0  # the number of the file that outlives it
         self.num_plans = self.num_calls = self.num_runs = 0
         self._room = fate.at if fate.end == "byte" else NEVER  # bytes that it lives to write
         self.unanswered: deque[int] = deque()  # steps sent and not answered by a whole frame
@@ -157,7 +159,11 @@ class SimPeer:
         for part, files in ((data[:cut], [] if file is None else [os.dup(file)]), (data[cut:], [])):
             reader.feed(part, files)
             while (frame := reader.take()) is not None:
-                self._take(frame)
+                if isinstance(frame, KeepMemory):
+                    self._memory = os.fstat(frame.file).st_ino
+                    os.close(frame.file)
+                else:
+                    self._take(frame)
 
     def _take(self, frame: Frame) -> None:
         if isinstance(frame, StepPlan) and self.rank == 0:
@@ -194,6 +200,11 @@ class SimPeer:
         absent = MEMORY - frozenset(load.woken) if load.sleep_level else frozenset()
         credits = config.scheduler.max_steps_in_flight
         self.model = WorkerModel(info, credits, self.world.trouble, absent)
+        if self._memory:
+            cache = self.world.memories.setdefault(self._memory, self.model._cache)
+            self.model._cache = cache
+            if load.sleep_level:
+                self.model._forget()
         self._free_at += fate.load_s
         self._write(LogRecord("loader", 20, "loaded"))
         self._write(Loaded(info))
@@ -296,6 +307,12 @@ class SimPeer:
             return
         self._die(self._free_at, 0)
 
+    def _spoil_memory(self) -> None:
+        """Write anywhere, as a worker may before a fault."""
+        for peer in self.worker_group:
+            if peer.model is not None:
+                peer.model._forget()
+
     def _die(self, at_s: float, status: int) -> None:
         if at_s < self.died_s:
             self.died_s, self.status = at_s, status
@@ -366,6 +383,8 @@ class SimPeer:
                 self.was_killed = True
                 self.died_s, self.status = anyio.current_time(), SIGKILL
             self.is_ended = True
+            if self.status == SIGSEGV or self.fate.is_out_of_memory:
+                self._spoil_memory()
             self.world.note_end(self)
             for piece in self._out:
                 _close_files(piece.files)

@@ -85,6 +85,8 @@ class WorkerWorld(World):
         self.num_suspects = 0  # sequences in the step of the last loss
         self.num_deadly = 0  # losses that a killer has caused
         self.is_lost = self.has_died = False
+        self.memories: dict[int, bytearray] = {}  # that outlive their workers, by number of file
+        self.num_kept = 0  # losses after which they were found again
         self.ends_of_runs: Counter[str] = Counter()  # by their place
         self.killers = {killer.client: killer.after for killer in self.scenario.killers}
 
@@ -143,9 +145,10 @@ class WorkerWorld(World):
             counted[1] = True
         return num_explained
 
-    def _return(self, right: Callable[[], None]) -> None:
+    def _return(self, right: Callable[..., None], *, keeps_memory: bool) -> None:
         self.is_lost = False
-        right()
+        self.num_kept += keeps_memory
+        right(keeps_memory=keeps_memory)
 
     def _note(self, plan: StepPlan, before: set[int]) -> None:
         if self.is_lost:

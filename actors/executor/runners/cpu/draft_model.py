@@ -9,11 +9,12 @@ Laws:
   * It never changes a sampled token. If its cache lacks a prefix shared early, only the acceptance rate falls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 import torch
+from torch import Tensor
 
 from trouper.actors.executor.models.decoder import Decoder, KVCacheSpec, windows_of
 from trouper.actors.executor.runners.cpu.decoder_pass import DecoderPass
@@ -40,10 +41,16 @@ class DraftModel:
         model: the draft model itself.
         slots: the engine's request slots, into which drafts are written.
         sampler: the engine's sampler, so that both models draw with the same noise and agree on likely tokens.
+        empty: makes the tensors of the KV cache.
     """
 
     def __init__(
-        self, config: EngineConfig, model: ModelConfig, slots: RequestSlots, sampler: Sampler
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        slots: RequestSlots,
+        sampler: Sampler,
+        empty: Callable[..., Tensor] = torch.empty,
     ) -> None:
         is_rounded = model.path.endswith(".gguf") or bool(
             model.hf_config.get("quantization_config")
@@ -57,7 +64,9 @@ class DraftModel:
         )
         self._slots, self._sampler = slots, sampler
         allocate = partial(
-            allocate_kv_cache, block_size=config.block_size, dtype=getattr(torch, config.dtype)
+            allocate_kv_cache,
+            block_size=config.block_size,
+            empty=partial(empty, dtype=getattr(torch, config.dtype)),
         )
         self._model = ResidentModel[Decoder, KVCache](NativeModel(self._config), allocate)
         self._steps: DecoderPass | None = None

@@ -4,7 +4,7 @@ A runner is given one of them and treats both alike. Own code is faster, and it 
 ranks, speculation and recorded steps. The library's code supports every other architecture, on the whole model only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -139,7 +139,11 @@ class HfModel:
 
 
 def allocate_kv_cache(
-    specs: Sequence[KVCacheSpec], num_blocks: int, *, block_size: int, dtype: torch.dtype
+    specs: Sequence[KVCacheSpec],
+    num_blocks: int,
+    *,
+    block_size: int,
+    empty: Callable[[tuple[int, ...]], Tensor],
 ) -> KVCache:
     """Allocate the KV cache in host memory.
 
@@ -149,5 +153,5 @@ def allocate_kv_cache(
         specs,
         num_blocks=num_blocks,
         block_size=block_size,
-        empty=partial(torch.empty, dtype=dtype),
+        empty=empty,
     )

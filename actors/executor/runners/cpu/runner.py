@@ -37,6 +37,7 @@ from trouper.actors.executor.sampling.sampler import Sampled, Sampler, prompt_lo
 from trouper.actors.executor.speculation.drafter import Drafter
 from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.actors.executor.steps.batch import Batch, make_batch
+from trouper.actors.executor.steps.kept_memory import KeptMemory
 from trouper.actors.executor.steps.kv_memory import KVCache, num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.steps.state_memory import StateBudget, StatePool, num_state_rows
@@ -60,6 +61,7 @@ class CpuRunner:
         config: resolved.
         model: how the model is computed; by trouper's own code by default.
         share: the part of each step that this worker computes; all of it by default.
+        kept: memory that outlives this process, for the KV cache and the states.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class CpuRunner:
         config: EngineConfig,
         model: NativeModel | HfModel | None = None,
         share: Share = WHOLE_STEP,
+        kept: KeptMemory | None = None,
     ) -> None:
-        self._config, self._share = config, share
+        self._config, self._share, self._kept = config, share, kept
+        empty = torch.empty if kept is None else kept.empty
         dtype: torch.dtype = getattr(torch, config.dtype)
         self._dtype = dtype
         model = model or NativeModel(config)
@@ -79,7 +83,9 @@ class CpuRunner:
         self._sampler = Sampler(self.slots)
         self._draft_model: DraftModel | None = None
         if config.draft_model is not None:
-            self._draft_model = DraftModel(config, config.draft_model, self.slots, self._sampler)
+            self._draft_model = DraftModel(
+                config, config.draft_model, self.slots, self._sampler, empty
+            )
         self._drafter: Drafter | None = None
         if config.speculation is not None:
             self._drafter = Drafter(
@@ -93,7 +99,9 @@ class CpuRunner:
             for parameter in model.adapted:
                 adapters.know(parameter)
         self._heads = None if adapters is None else adapters.heads
-        allocate = partial(allocate_kv_cache, block_size=config.block_size, dtype=dtype)
+        allocate = partial(
+            allocate_kv_cache, block_size=config.block_size, empty=partial(empty, dtype=dtype)
+        )
         self.model = ResidentModel[Decoder, KVCache](model, allocate, adapters)
         # The states of recurrent mixers, if the model has any. Allocated and dropped with the KV cache.
         self.states: StatePool | None = None
@@ -155,6 +163,8 @@ class CpuRunner:
             self._share.group.forget_weights()
         if self._draft_model is not None:
             self._draft_model.sleep(level)
+        if level >= 1 and self._kept is not None:
+            self._kept.drop()
         self.release()
 
     def wake(self, tags: frozenset[str]) -> None:
@@ -172,7 +182,9 @@ class CpuRunner:
             rows = self._state_rows
             if rows.row_bytes:
                 num_rows = rows.num_live + rows.num_snapshots
-                self.states = StatePool(self.model.state_specs, num_rows, self._dtype)
+                self.states = StatePool(self.model.state_specs, num_rows, self._dtype, self._kept)
+                # A predecessor may have died while it wrote them.  Its snapshots are whole.
+                self.states.spoil(np.arange(rows.num_live))
             self.steps = DecoderPass(
                 decoder,
                 kv.layers,

@@ -30,6 +30,7 @@ from trouper.actors.executor.models.sharding import OPTION, Shard, model_stages
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.runners.cpu.models import NativeModel, Share
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
+from trouper.actors.executor.steps.kept_memory import KeptMemory
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.actors.stages import Feedback, sends_tokens
 from trouper.config.engine_config import EngineConfig
@@ -44,9 +45,16 @@ class StageRunner:
     Args:
         worker: the number of this worker on its device, `stage * ranks + rank`.
         files: descriptors of the memory that it shares with the other workers. It closes them.
+        kept: memory for the KV cache, which outlives this process.
     """
 
-    def __init__(self, config: EngineConfig, worker: int, files: Sequence[int]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        worker: int,
+        files: Sequence[int],
+        kept: KeptMemory | None = None,
+    ) -> None:
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
         place = WorkerPosition.of(worker, config)
         stage = model_stages(config, traits)[place.stage]
@@ -60,7 +68,7 @@ class StageRunner:
             size = config.scheduler.max_num_scheduled_tokens, traits.hidden_size
             hidden_TE = torch.empty(size, dtype=getattr(torch, config.dtype))
         self._share = Share(stage.is_last, place.samples(config), group, hidden_TE)
-        self.runner = CpuRunner(config, NativeModel(config, stage, group), self._share)
+        self.runner = CpuRunner(config, NativeModel(config, stage, group), self._share, kept)
         self._config, self._place, self._stage = config, place, stage
         self._feedback = Feedback()
         self._token_ids = np.zeros(config.scheduler.max_num_seqs, dtype=np.int64)
