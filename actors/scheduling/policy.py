@@ -365,7 +365,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         """Preempt each running sequence, and search for the culprit in the eldest plan.
 
         Sampled tokens of answered steps stay, so no token is put out twice. Whether cached prefixes stay is known when the device
-        returns; until then nothing is planned, so nobody finds them.
+        returns; until then nothing is planned.
         """
         suspects = find_in_question(plans, self._num_stages) if has_suspects else {}
         for plan in plans:

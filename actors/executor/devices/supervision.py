@@ -189,7 +189,7 @@ def is_memory_sound(
     """Return whether ended workers left their KV memory as their answers describe it.
 
     They did if each was killed, closed its connection or exited.  After a wild write or an error of unknown
-    effect nobody knows.  When the system has no memory left, the KV memory must be freed in any case, or the
+    effect, this is unknown.  When the system has no memory left, the KV memory must be freed in any case, or the
     next workers find none either.
 
     Args:

@@ -38,7 +38,7 @@ class KeptMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the next tensor, with the contents that a predecessor left there, or zeros.
 
-        Pages that nobody has written take no memory.
+        Pages take memory once something is written there.
         """
         num_items = math.prod(shape)
         self.layout += f"{dtype} {tuple(shape)} at {self._end}\n"
