@@ -9,6 +9,7 @@ Laws:
   * The state behind a token, and its output, have the same bits however the tokens are divided into steps, and whatever
     other sequences a step contains.
   * Only the rows of a step's entries are read or written.  A row at position 0 is not read.
+  * Drafts do not change a state.  Their outputs have the bits that they would have without being drafts.
 """
 
 import torch
@@ -58,6 +59,15 @@ class RecurrentOps:
         """Return c ⊙ causal_conv(b ⊙ x) for the thirds b, c and x of the columns (LFM2)."""
         b_TC, c_TC, x_TC = bcx_TX.chunk(3, -1)
         return c_TC * self.causal_conv(b_TC * x_TC, weight_KC, bias_C, state_SKC, entries)
+
+    def keep_drafts(self, x_TX: Tensor, kept_DX: Tensor, entries: Entries) -> None:
+        """Copy the rows of all drafts of a step, so that accepted ones can move the states forward after the step.
+
+        Args:
+            x_TX: the inputs of a mixer's operations; columns beyond those of `kept_DX` are not copied.
+            kept_DX: the first draft of an entry is put into row `entries.keeps`, the others behind it.
+        """
+        reference.keep_drafts(x_TX, kept_DX, entries)
 
     def delta_gates(
         self, a_TH: Tensor, b_TH: Tensor, rates_H: Tensor, bias_H: Tensor

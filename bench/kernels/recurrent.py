@@ -93,10 +93,13 @@ def _steps(num_tokens: int) -> Iterator[tuple[str, Entries]]:
     """Yield a step of single tokens, and one with a chunk of a prompt."""
     rows = torch.arange(min(num_tokens, MAX_ROWS))
     ones = torch.ones_like(rows)
-    yield f"{len(rows)} rows", Entries(rows, ones, rows, ones)
+    yield f"{len(rows)} rows", Entries(rows, ones, rows, ones, ones, rows)
     if num_tokens > 1:
         first = torch.zeros(1, dtype=torch.int64)
-        yield f"prompt of {num_tokens}", Entries(first, first + num_tokens, first, first + 1)
+        yield (
+            f"prompt of {num_tokens}",
+            Entries(first, first + num_tokens, first, first + 1, first + num_tokens, first),
+        )
 
 
 def _states(s: Shapes, entries: Entries, *shape: int) -> list[Tensor]:

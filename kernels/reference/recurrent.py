@@ -8,7 +8,8 @@
     gated_norm    rms(x) w ⊙ act(z), or rms(x ⊙ act(z)) w
 
 The tokens of a step belong to entries, one for each sequence.  The state behind a token is a function of all tokens
-before it, in order; it does not depend on how they are divided into steps.
+before it, in order; it does not depend on how they are divided into steps.  The last tokens of an entry may be drafts:
+their outputs are computed, but the state that is kept is the one before them.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -36,10 +37,12 @@ class Entries(NamedTuple):
     counts: Tensor
     rows: Tensor  # of the states
     starts: Tensor  # the position of the first token
+    settled: Tensor  # the tokens before the drafts; at least one
+    keeps: Tensor  # where `keep_drafts` puts the entry's first draft
 
     @classmethod
     def of(cls, *arrays: np.ndarray) -> "Entries":
-        """Return the four arrays of numpy as tensors in the same memory."""
+        """Return the six arrays of numpy as tensors in the same memory."""
         from_numpy = cast("Callable[[np.ndarray], Tensor]", cast("Any", torch).from_numpy)
         return cls(*map(from_numpy, arrays))
 
@@ -52,13 +55,29 @@ class TokenTurn(NamedTuple):
     are_first: Tensor  # whether the position is 0
 
 
-def turns(entries: Entries) -> Iterator[TokenTurn]:
-    """Yield the first token of each entry, then the second of each longer one, and so on."""
-    firsts, counts, rows, starts = (x.to("cpu") for x in entries)
+def turns(entries: Entries, state: Tensor) -> Iterator[TokenTurn]:
+    """Yield the first token of each entry, then the second of each longer one, and so on.
+
+    The caller updates `state` before it asks for the next turn. At the end, rows with drafts have the state before these again.
+    """
+    firsts, counts, rows, starts, settled, _ = (x.to("cpu") for x in entries)
     used = rows >= 0
+    before_drafts: list[tuple[Tensor, Tensor]] = []
     for i in range(int(counts[used].max()) if used.any() else 0):
         now = used & (counts > i)
         yield TokenTurn(firsts[now] + i, rows[now], starts[now] + i == 0)
+        ends = rows[now & (settled == i + 1) & (counts > settled)]
+        before_drafts.append((ends, state[ends]))
+    for ends, kept in before_drafts:
+        state[ends] = kept
+
+
+def keep_drafts(x_TX: Tensor, kept_DX: Tensor, entries: Entries) -> None:
+    """Copy the rows of drafts to another tensor; see `RecurrentOps.keep_drafts`."""
+    x_TX = x_TX.narrow(1, 0, kept_DX.shape[1])
+    for first, count, row, _, settled, keep in zip(*(x.tolist() for x in entries), strict=True):
+        if row >= 0:
+            kept_DX[keep : keep + count - settled] = x_TX[first + settled : first + count]
 
 
 def causal_conv(
@@ -72,7 +91,7 @@ def causal_conv(
 ) -> Tensor:
     """Return the convolution of each channel with its last K inputs, and keep the last K - 1 of them."""
     y_TC, weight_KC = torch.empty(x_TC.shape, dtype=x_TC.dtype), weight_KC.float()
-    for tokens, rows, are_first in turns(entries):
+    for tokens, rows, are_first in turns(entries, state_SKC):
         before = state_SKC[rows].masked_fill(are_first[:, None, None], 0)
         window = torch.cat((before, x_TC[tokens][:, None]), 1)
         state_SKC[rows] = window[:, 1:]
@@ -109,7 +128,7 @@ def gated_delta(
     k = k.repeat_interleave(num_shared, 1)
     decay = decay[..., None, None] if decay.dim() == 2 else decay[..., None]
     out_THV = torch.empty(v.shape, dtype=v_THV.dtype)
-    for tokens, rows, are_first in turns(entries):
+    for tokens, rows, are_first in turns(entries, state_SHKV):
         state = state_SHKV[rows].masked_fill(are_first[:, None, None, None], 0) * decay[tokens]
         told = (state * k[tokens][..., None]).sum(2)
         delta = beta_TH[tokens][..., None] * (v[tokens] - told)
@@ -141,7 +160,7 @@ def ssd(
     x, num_shared = x_THP.float(), x_THP.shape[1] // b_TGN.shape[1]
     b_THN, c_THN = (y.float().repeat_interleave(num_shared, 1) for y in (b_TGN, c_TGN))
     out_THP = torch.empty(x.shape, dtype=x_THP.dtype)
-    for tokens, rows, are_first in turns(entries):
+    for tokens, rows, are_first in turns(entries, state_SHPN):
         state = state_SHPN[rows].masked_fill(are_first[:, None, None, None], 0)
         inputs = (delta_TH[tokens][..., None] * x[tokens])[..., None] * b_THN[tokens][:, :, None]
         state = state * decay_TH[tokens][..., None, None] + inputs

@@ -73,7 +73,6 @@ def test_token_bytes_are_those_of_attention_layers(folder):
 @pytest.mark.parametrize(
     ("options", "parameter"),
     [
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"runner": "pooling"}, "runner"),
@@ -83,3 +82,10 @@ def test_options_that_states_exclude_are_refused(folder, options, parameter):
     with pytest.raises(UnsupportedFeatureError, match="recurrent states") as error:
         resolve(EngineArgs(folder(HYBRID), **options))
     assert error.value.parameter == parameter
+
+
+def test_draft_model_with_states_is_refused(folder):
+    path = folder(HYBRID)
+    with pytest.raises(UnsupportedFeatureError, match="draft model keeps recurrent") as error:
+        resolve(EngineArgs(path, speculative_config={"model": path}))
+    assert error.value.parameter == "speculative_config"

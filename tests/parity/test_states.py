@@ -159,6 +159,6 @@ def test_open_number_of_sequences_is_lowered(hybrid, caplog):
 
 
 def test_drafts_are_refused_by_name(hybrid):
-    with pytest.raises(UnsupportedFeatureError, match="recurrent states") as error:
+    with pytest.raises(UnsupportedFeatureError, match="computed by transformers") as error:
         LLM(hybrid[0], **ENGINE, speculative_config={"method": "ngram"})
     assert error.value.parameter == "speculative_config"

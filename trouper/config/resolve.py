@@ -182,7 +182,6 @@ def _unsupported_with_states(
     """Return the options in use, by name, that the engine lacks for models with recurrent states."""
     sizes = {name: getattr(args, name) for name in SEVERAL_WORKERS[:2]}
     return {
-        "speculative_config": args.speculative_config,
         **{name: size if size > 1 else 0 for name, size in sizes.items()},
         "device": device if device != "cpu" else "",
         "runner": "pooling" if pooler is not None else "",

@@ -13,6 +13,9 @@ which tokens belong to which row (`StepStates`). For each entry, a mixer must
 2. process the tokens in the order of positions, so that the state is a function of the tokens and not of how they were cut;
 3. write the state behind the last token to the row, and touch no other row.
 
+The last tokens of an entry may be drafts, which count only if the sampled tokens confirm them. A mixer computes their outputs, but
+writes the state before them to the row, and keeps their inputs. `replay` then moves the state forward over the confirmed ones.
+
 Therefore a last layer with a recurrent mixer computes all tokens of a step, and `read` selects behind its mixer.
 """
 
@@ -58,20 +61,26 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The shapes of the state that one recurrent mixer keeps of a sequence.
 
     `conv` is [K - 1, C], the last inputs of a convolution with K taps and C channels, in the model's dtype. `matrix` is
-    always float32. A mixer has one of them or both. A layer with several mixers numbers them by `index`.
+    always float32. A mixer has one of them or both. A layer with several mixers numbers them by `index`. `inputs` are the widths
+    of the mixer's inputs of one token, from which a confirmed draft is replayed; () if the mixer cannot replay.
     """
 
     layer: int
     index: int = 0
     conv: tuple[int, int] | None = None
     matrix: tuple[int, ...] | None = None
+    inputs: tuple[int, ...] = ()
 
 
 class MixerState(NamedTuple):
-    """The states of one mixer, for all rows of the pool: `conv` is [rows, K - 1, C] and `matrix` [rows, …]."""
+    """The states of one mixer, for all rows of the pool: `conv` is [rows, K - 1, C] and `matrix` [rows, …].
+
+    `inputs` are those of the drafts of one step, [drafts, width] each; () if steps have no drafts.
+    """
 
     conv: Tensor | None
     matrix: Tensor | None
+    inputs: tuple[Tensor, ...] = ()
 
 
 class StepStates(NamedTuple):
@@ -83,6 +92,9 @@ class StepStates(NamedTuple):
     # The row of each entry, and the position of its first token.
     rows: np.ndarray
     starts: np.ndarray
+    # The tokens of each entry before its drafts, and where the inputs of its first draft are kept.
+    settled: np.ndarray
+    keeps: np.ndarray
     # By layer and index.
     mixers: Mapping[tuple[int, int], MixerState]
 
@@ -182,6 +194,14 @@ class Decoder(Protocol):
 
         Returns:
             [T, E] after the last norm, or as the next stage needs it; [R, E] with `read`. Rows of padding are arbitrary.
+        """
+        ...
+
+    def replay(self, states: StepStates) -> None:
+        """Move recurrent states forward over drafts that turned out right, from the inputs that the last step kept.
+
+        Args:
+            states: `firsts` and `counts` are rows of the kept inputs, `starts` the positions of the first drafts.
         """
         ...
 

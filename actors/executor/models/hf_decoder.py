@@ -136,6 +136,10 @@ class HfDecoder:
         hidden_TE = self._attention.serve(HfStep(tokens, plans, caches), compute)
         return hidden_TE if read is None else hidden_TE.index_select(0, read.tokens_R)
 
+    def replay(self, states: StepStates) -> None:
+        """Raise, because no step of such a model has drafts: the engine refuses them before it reads weights."""
+        raise NotImplementedError("the library's models verify no drafts")
+
     def logits(self, hidden_RE: Tensor, head: LinearMethod | None = None) -> Tensor:
         """Return the logits [R, vocabulary] of hidden states, in float32.
 

@@ -46,7 +46,7 @@ class _FirstPass:
     """Records the trial pass: it notes each state in the order of the calls, and hands out zeros."""
 
     def __init__(self, num_tokens: int) -> None:
-        self.entries = Entries(*(torch.tensor([n]) for n in (0, num_tokens, 0, 0)))
+        self.entries = Entries(*(torch.tensor([n]) for n in (0, num_tokens, 0, 0, num_tokens, 0)))
         self.specs: list[StateSpec] = []
 
     def state(
@@ -62,8 +62,8 @@ class _Step:
     """The states of one step, handed out in the order of the calls."""
 
     def __init__(self, states: StepStates) -> None:
-        columns = states.firsts, states.counts, states.rows, states.starts
-        self.entries = Entries(*(torch.as_tensor(column) for column in columns))
+        *columns, _ = states
+        self.entries = Entries.of(*columns)
         self._mixers = iter(states.mixers.values())
 
     def state(
@@ -262,7 +262,7 @@ class HfMixers:
         delta_TC = _delta(dt[0].T, delta_bias, has_softplus=delta_softplus)
         state, entries = self._state((x_TC.shape[1], b_TN.shape[1]), torch.float32)
         out_TC = torch.empty(x_TC.shape)
-        for tokens, rows, are_first in turns(entries):
+        for tokens, rows, are_first in turns(entries, state):
             delta = delta_TC[tokens][..., None]
             before = state[rows].masked_fill(are_first[:, None, None], 0)
             inputs = delta * x_TC[tokens][..., None] * b_TN[tokens][:, None]

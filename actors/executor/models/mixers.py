@@ -41,7 +41,18 @@ class RecurrentMixer(Protocol):
     def forward(
         self, x_TE: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
     ) -> Tensor:
-        """Compute the output [T, E] of all tokens, and move the states of their sequences forward."""
+        """Compute the output [T, E] of all tokens, and move the states of their sequences forward.
+
+        The inputs of drafts are kept in `state.inputs`.
+        """
+        ...
+
+    def replay(self, ops: RecurrentOps, state: MixerState, entries: Entries) -> None:
+        """Move states forward over drafts that turned out right.
+
+        Args:
+            entries: of the rows of `state.inputs`.
+        """
         ...
 
 
@@ -89,10 +100,32 @@ class GatedDeltaMixer:
     def forward(
         self, x_TE: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
     ) -> Tensor:
+        qkvz_TX, gates_TX = self._in_proj.apply(x_TE), self._gates.apply(x_TE)
+        _keep_drafts(ops, state, entries, qkvz_TX, gates_TX)
+        out_THV = self._mix(qkvz_TX, gates_TX, ops, state, entries)
+        traits = self._traits
+        z_TX = qkvz_TX.narrow(1, traits.num_channels, traits.v_size)
+        normed_TX = ops.gated_norm(
+            out_THV.flatten(1), z_TX, self._norm, self._eps, group=traits.v_dim
+        )
+        return self._out_proj.apply(normed_TX)
+
+    def replay(self, ops: RecurrentOps, state: MixerState, entries: Entries) -> None:
+        qkvz_DX, gates_DX = state.inputs
+        self._mix(qkvz_DX, gates_DX, ops, state, entries)
+
+    def _mix(
+        self,
+        qkvz_TX: Tensor,
+        gates_TX: Tensor,
+        ops: RecurrentOps,
+        state: MixerState,
+        entries: Entries,
+    ) -> Tensor:
+        """Move the states forward over tokens with these inputs, and return what their queries read, [T, H, dv]."""
         traits, conv = self._traits, self._convolution
         assert state.conv is not None
         assert state.matrix is not None
-        qkvz_TX, gates_TX = self._in_proj.apply(x_TE), self._gates.apply(x_TE)
         b_TH, a_TH = (
             gates_TX.narrow(1, i * traits.num_v_heads, traits.num_v_heads) for i in range(2)
         )
@@ -106,7 +139,7 @@ class GatedDeltaMixer:
             has_silu=True,
         )
         k_shape, size = (traits.num_k_heads, traits.k_dim), traits.k_size
-        out_THV = ops.gated_delta(
+        return ops.gated_delta(
             qkv_TC.narrow(1, 0, size).unflatten(1, k_shape),
             qkv_TC.narrow(1, size, size).unflatten(1, k_shape),
             qkv_TC.narrow(1, 2 * size, traits.v_size).unflatten(
@@ -117,11 +150,6 @@ class GatedDeltaMixer:
             state.matrix,
             entries,
         )
-        z_TX = qkvz_TX.narrow(1, traits.num_channels, traits.v_size)
-        normed_TX = ops.gated_norm(
-            out_THV.flatten(1), z_TX, self._norm, self._eps, group=traits.v_dim
-        )
-        return self._out_proj.apply(normed_TX)
 
 
 class Mamba2Mixer:
@@ -159,11 +187,31 @@ class Mamba2Mixer:
     def forward(
         self, x_TE: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
     ) -> Tensor:
+        all_TX = self._in_proj.apply(x_TE)
+        _keep_drafts(ops, state, entries, all_TX)
+        out_THP = self._mix(all_TX, ops, state, entries)
+        size = self._traits.size
+        normed_TX = ops.gated_norm(
+            out_THP.flatten(1),
+            all_TX.narrow(1, 0, size),
+            self._norm,
+            self._eps,
+            group=size // self._traits.num_groups,
+            is_gate_first=True,
+        )
+        return self._out_proj.apply(normed_TX)
+
+    def replay(self, ops: RecurrentOps, state: MixerState, entries: Entries) -> None:
+        self._mix(*state.inputs, ops=ops, state=state, entries=entries)
+
+    def _mix(
+        self, all_TX: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
+    ) -> Tensor:
+        """Move the states forward over tokens with these inputs, and return the outputs [T, H, P]."""
         traits, conv = self._traits, self._convolution
         assert state.conv is not None
         assert state.matrix is not None
         size, shape = traits.size, (traits.num_groups, traits.num_states)
-        all_TX = self._in_proj.apply(x_TE)
         dt_TH = all_TX.narrow(1, size + traits.num_channels, traits.num_heads)
         high = math.inf if traits.high is None else traits.high
         gates = ops.ssd_gates(dt_TH, self._rates, self._dt_bias, traits.low, high)
@@ -176,7 +224,7 @@ class Mamba2Mixer:
             has_silu=True,
         )
         num_shared = math.prod(shape)
-        out_THP = ops.ssd(
+        return ops.ssd(
             mixed_TC.narrow(1, 0, size).unflatten(1, (traits.num_heads, traits.head_dim)),
             *gates,
             mixed_TC.narrow(1, size, num_shared).unflatten(1, shape),
@@ -185,15 +233,6 @@ class Mamba2Mixer:
             state.matrix,
             entries,
         )
-        normed_TX = ops.gated_norm(
-            out_THP.flatten(1),
-            all_TX.narrow(1, 0, size),
-            self._norm,
-            self._eps,
-            group=size // traits.num_groups,
-            is_gate_first=True,
-        )
-        return self._out_proj.apply(normed_TX)
 
 
 class ShortConvMixer:
@@ -215,11 +254,29 @@ class ShortConvMixer:
     def forward(
         self, x_TE: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
     ) -> Tensor:
+        bcx_TX = self._in_proj.apply(x_TE)
+        _keep_drafts(ops, state, entries, bcx_TX)
+        return self._out_proj.apply(self._mix(bcx_TX, ops, state, entries))
+
+    def replay(self, ops: RecurrentOps, state: MixerState, entries: Entries) -> None:
+        self._mix(*state.inputs, ops=ops, state=state, entries=entries)
+
+    def _mix(
+        self, bcx_TX: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
+    ) -> Tensor:
+        """Move the states forward over tokens with these inputs, and return the gated outputs [T, E]."""
         assert state.conv is not None
         conv = self._convolution
-        bcx_TX = self._in_proj.apply(x_TE)
-        y_TE = ops.short_conv(bcx_TX, conv.weight_KC, conv.bias_C, state.conv, entries)
-        return self._out_proj.apply(y_TE)
+        return ops.short_conv(bcx_TX, conv.weight_KC, conv.bias_C, state.conv, entries)
+
+
+def _keep_drafts(
+    ops: RecurrentOps, state: MixerState, entries: Entries, *inputs_TX: Tensor
+) -> None:
+    """Keep the inputs of drafts, if the engine verifies any."""
+    if state.inputs:
+        for x_TX, kept_DX in zip(inputs_TX, state.inputs, strict=True):
+            ops.keep_drafts(x_TX, kept_DX, entries)
 
 
 def make_mixer(
@@ -274,9 +331,14 @@ def _state_specs(traits: DecoderTraits) -> Iterator[StateSpec]:
     for i, layer in enumerate(traits.layers):
         if layer.mixer == "gated_delta" and delta is not None:
             matrix = delta.num_v_heads, delta.k_dim, delta.v_dim
-            yield StateSpec(layer=i, conv=(delta.taps - 1, delta.num_channels), matrix=matrix)
+            conv = delta.taps - 1, delta.num_channels
+            widths = delta.num_channels + delta.v_size, 2 * delta.num_v_heads
+            yield StateSpec(layer=i, conv=conv, matrix=matrix, inputs=widths)
         elif layer.mixer == "mamba2" and mamba is not None:
             matrix = mamba.num_heads, mamba.head_dim, mamba.num_states
-            yield StateSpec(layer=i, conv=(mamba.taps - 1, mamba.num_channels), matrix=matrix)
+            conv = mamba.taps - 1, mamba.num_channels
+            width = mamba.size + mamba.num_channels + mamba.num_heads
+            yield StateSpec(layer=i, conv=conv, matrix=matrix, inputs=(width,))
         elif layer.mixer == "short_conv" and short is not None:
-            yield StateSpec(layer=i, conv=(short.taps - 1, traits.hidden_size))
+            size = traits.hidden_size
+            yield StateSpec(layer=i, conv=(short.taps - 1, size), inputs=(3 * size,))

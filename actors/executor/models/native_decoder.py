@@ -154,7 +154,7 @@ class NativeDecoder(Generic[OpsT]):
         deep = self._deep_rows(embeds)
         left, entries = iter(caches), None
         if states is not None:
-            entries = Entries.of(states.firsts, states.counts, states.rows, states.starts)
+            entries = _entries(states)
         for i, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
             chosen = read if layer is self._layers[-1] else None
             if layer.mixer is None:
@@ -172,6 +172,17 @@ class NativeDecoder(Generic[OpsT]):
                     return x_TE
             y_TE = add(layer, x_TE, y_TE, mixed, next_norm, deep[i] if i < len(deep) else ())
         return y_TE
+
+    def replay(self, states: StepStates) -> None:
+        """Move states forward over drafts that turned out right, from the inputs that the last step kept.
+
+        Args:
+            states: `firsts` and `counts` are rows of the kept inputs.
+        """
+        entries = _entries(states)
+        for i, layer in enumerate(self._layers):
+            if layer.mixer is not None:
+                layer.mixer.replay(self._recurrent, states.mixers[i, 0], entries)
 
     def _attention(
         self,
@@ -392,6 +403,11 @@ class NativeDecoder(Generic[OpsT]):
             layer.traits.query_rope,
         )
         return qkv_TND
+
+
+def _entries(states: StepStates) -> Entries:
+    *columns, _ = states
+    return Entries.of(*columns)
 
 
 def _selected(x_TX: Tensor, tokens_R: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Batch(msgspec.Struct, frozen=True):
     """One step of C entries and T tokens.
 
     `first_tokens` are the indices of the entries' first tokens in the flat batch, `adapters` the adapter slot
-    of each token, and `plans` the attention of each window as made by the decoder's ops. `can_be_recorded`
+    of each token, `settled` the tokens of each entry without drafts, and `plans` the attention of each window as made by the decoder's ops. `can_be_recorded`
     means that every token is attended separately. `embeds` holds embeddings that replace tokens, each with
     its first index in the flat batch. `read` selects the needed states; None means all tokens.
     """
@@ -54,6 +54,7 @@ class Batch(msgspec.Struct, frozen=True):
     # [C], the position of each entry's first token, and its number of tokens.
     starts: np.ndarray
     counts: np.ndarray
+    settled: np.ndarray
     samples: Samples
     tokens: HostTokens
     adapters: np.ndarray
@@ -61,6 +62,21 @@ class Batch(msgspec.Struct, frozen=True):
     can_be_recorded: bool = False
     embeds: tuple[tuple[int, Tensor], ...] = ()
     read: LogitsIndices | None = None
+
+    @property
+    def entries(self) -> tuple[np.ndarray, ...]:
+        """Return the columns of `StepStates`. The inputs of drafts are kept one after the other, in the order of the batch."""
+        drafts = self.counts - self.settled
+        keeps = np.cumsum(drafts) - drafts
+        columns = self.first_tokens, self.counts, self.request_slots, self.starts
+        return (*columns, self.settled, keeps)
+
+    def replayed(self, num_right: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return the columns of `StepStates` by which states move forward over the right drafts of each entry [C]."""
+        chosen = np.flatnonzero(num_right)
+        counts, keeps = num_right[chosen], self.entries[-1][chosen]
+        starts = (self.starts + self.settled)[chosen]
+        return keeps, counts, self.request_slots[chosen], starts, counts, np.zeros_like(keeps)
 
 
 def make_batch(
@@ -82,9 +98,8 @@ def make_batch(
     """
     chosen = np.array(plan.request_slots, dtype=np.int64)
     starts = np.array(plan.num_computed_tokens, dtype=np.int64)
-    counts = np.array(plan.num_scheduled_tokens, dtype=np.int64)
-    if num_drafts is not None:
-        counts += num_drafts
+    settled = np.array(plan.num_scheduled_tokens, dtype=np.int64)
+    counts = settled if num_drafts is None else settled + num_drafts
     first_tokens = np.cumsum(counts) - counts
     chosen_T = np.repeat(chosen, counts)
     positions_T = np.arange(counts.sum(), dtype=np.int64) - np.repeat(first_tokens - starts, counts)
@@ -113,6 +128,7 @@ def make_batch(
         first_tokens=first_tokens,
         starts=starts,
         counts=counts,
+        settled=settled,
         samples=samples,
         tokens=HostTokens(
             from_numpy(slots.token_ids[chosen_T, positions_T]),

@@ -168,7 +168,8 @@ class _Memory:
         decoder = self._decoder
         windows = windows_of(decoder.cache_specs)
         plans = {w: decoder.plan(self._block_ids, rows, starts, counts, w) for w in windows}
-        states = StepStates(firsts, counts, rows, starts, self._states.mixers)
+        no_drafts = np.zeros_like(counts)
+        states = StepStates(firsts, counts, rows, starts, counts, no_drafts, self._states.mixers)
         return decoder.forward(
             HostTokens(*map(from_numpy, arrays)), plans, self._caches, states=states
         )

@@ -163,8 +163,10 @@ class Running:
             end = sequence.num_computed + count
             if builder.unknown and (unknown := builder.unknown.get(sequence.id)):
                 # As far as its drafts may take it, and at no other's expense; else it waits for the answer.
-                if known + unknown >= sequence.limit or not self._reach(
-                    sequence, end + unknown, builder
+                if (
+                    known + unknown >= sequence.limit
+                    or self._may_miss_save(sequence, end + unknown)
+                    or not self._reach(sequence, end + unknown, builder)
                 ):
                     continue
                 end += unknown
@@ -198,11 +200,23 @@ class Running:
         known = sequence.num_tokens + sequence.num_in_flight
         is_decoding = known == sequence.num_computed + 1
         count = min(builder.max_lookahead, sequence.request.max_drafts, rest)
+        if self.states is not None:
+            due = self.states.next_save(sequence)
+            if due is not None and end < due:
+                count = min(count, due - end - 1)
         if count <= 0 or not is_decoding:
             return 0
         if not self._reach(sequence, end + count, builder):
             return len(sequence.blocks) * self._blocks.block_size - end
         return count
+
+    def _may_miss_save(self, sequence: Sequence, end: int) -> bool:
+        """Whether drafts in flight may take a sequence to `end`, where a snapshot is due, or not so far.
+
+        A snapshot needs a known position.
+        """
+        due = None if self.states is None else self.states.next_save(sequence)
+        return due is not None and end >= due
 
     def _reach(self, sequence: Sequence, end: int, builder: StepBuilder) -> bool:
         """Extend the blocks of a sequence to `end` with free blocks.  Returns False, and changes nothing, if too few are free."""

@@ -13,6 +13,10 @@ Laws:
 
 Rows are few and large, so they are written rarely: at the last boundary before the last known token, at the boundary up to which
 others have computed the prompt's KV (a *junction*), and else after `interval` tokens.
+
+Drafts move a sequence on by a number of tokens that is unknown when a step is planned. But a state can be saved only at a position
+that a plan knows: behind the known tokens of a step, before its drafts. So drafts do not reach the boundary where the next snapshot
+is due (`next_save`), and a step without drafts in flight ends exactly there.
 """
 
 from collections import OrderedDict
@@ -242,6 +246,13 @@ class StateSnapshots:
         if row >= 0:
             sequence.marks.saving[end] = row
         return row
+
+    def next_save(self, sequence: Sequence) -> int | None:
+        """Return the position where the next snapshot of a decoding sequence is due, or None if none will be saved."""
+        if not self._has_cache:
+            return None
+        size = self._block_size
+        return -(-(sequence.marks.last_saved + self._interval) // size) * size
 
     def _is_due(self, sequence: Sequence, end: int) -> bool:
         marks = sequence.marks

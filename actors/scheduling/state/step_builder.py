@@ -23,6 +23,7 @@ from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.actors.stages import decode_quota, is_due
 from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.speculation import MAX_VERIFIED
 from trouper.params import RequestOutputKind
 
 # Seconds for images in a step without streams: a newcomer waits for at most one such step.
@@ -324,10 +325,6 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         family=f"{adapter} {scope} {salt}" if adapter or scope or salt else "",
         state_row=sequence.marks.restore,
     )
-
-
-# The most tokens of a step with drafts, of all sequences together.  On the CPU eight rows cost 1.2 to 1.55 times one row, sixteen twice.
-MAX_VERIFIED = 16
 
 
 class Lookahead:

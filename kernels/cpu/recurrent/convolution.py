@@ -53,9 +53,10 @@ def causal_conv(
                     y.store(d, (x + width).load(d) * total if is_gated else total)
                     for vectors, newer in zip(held, window[1:], strict=True):
                         vectors[v].set(newer)
-            for k, vectors in enumerate(held):
-                for vector, d in zip(vectors, columns, strict=True):
-                    (state + width * k).store(d, vector)
+                with code.when((t + 1).equals(part.settled)):
+                    for k, vectors in enumerate(held):
+                        for vector, d in zip(vectors, columns, strict=True):
+                            (state + width * k).store(d, vector)
 
 
 def _last_inputs(

@@ -1,9 +1,11 @@
 """Work items over the entries of a step, and the elementary functions that the recurrent kernels share.
 
-    firsts, counts, rows, starts [C]    int64, see `reference/recurrent.py`
+    firsts, counts, rows, starts, settled, keeps [C]    int64, see `reference/recurrent.py`
 
 A work item is a part of one entry: a tile of channels, or a head or a tile of it.  Entries with a negative row have
 work items without work, so that a recorded step can have fewer entries than its launches.
+
+Law: a kernel stores the state behind the last settled token.  Behind the drafts that follow it nothing is stored.
 """
 
 from collections.abc import Iterator
@@ -11,38 +13,68 @@ from typing import NamedTuple
 
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
-from trouper.kernels.codegen.units import LANES
+from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.fused.activations import LOG2_E
 
-NUM_ARGUMENTS = 4
+NUM_ARGUMENTS = 6
 # Above this softplus(x) is x in float32.
 LINEAR = 20.0
 
 
 class EntryPart(NamedTuple):
-    """One part of an entry: its number, the tokens first … last - 1, the row, whether the state begins with zeros."""
+    """One part of an entry: its number, the tokens first … last - 1, the row, whether the state begins with zeros.
+
+    The tokens from `settled` on are drafts, the first of which belongs to row `keep` of kept inputs.
+    """
 
     place: Value
     first: Value
     last: Value
     row: Value
     is_fresh: Value
+    settled: Value
+    keep: Value
 
 
 def parts(code: KernelBuilder, addresses: list[Value], num_parts: Value) -> Iterator[EntryPart]:
     """Take work items, `num_parts` of each entry, and skip those of padding.
 
     Args:
-        addresses: of the four arrays of entries.
+        addresses: of the six arrays of entries.
     """
-    firsts, counts, rows, starts = (code.pointer(address, "i64") for address in addresses)
+    firsts, counts, rows, starts, settled, keeps = (
+        code.pointer(address, "i64") for address in addresses
+    )
     for item in code.work_items():
         entry = item // num_parts
         row = rows[entry]
         with code.when(row >= 0):
             first = firsts[entry]
             is_fresh = starts[entry].equals(0)
-            yield EntryPart(item % num_parts, first, first + counts[entry], row, is_fresh)
+            yield EntryPart(
+                item % num_parts,
+                first,
+                first + counts[entry],
+                row,
+                is_fresh,
+                first + settled[entry],
+                keeps[entry],
+            )
+
+
+def keep_drafts(code: KernelBuilder, kind: Kind) -> None:
+    """Write the kernel with the arguments entries, x, its stride, kept rows, columns.  A work item is an entry."""
+    *entries, xs, x_stride, kepts, width = code.arguments(NUM_ARGUMENTS + 4)
+    whole = width // LANES * LANES
+    for part in parts(code, entries, code.i64(1)):
+        for t in code.loop(part.settled, part.last):
+            x = code.pointer(xs, kind) + t * x_stride
+            kept = code.pointer(kepts, kind) + (part.keep + (t - part.settled)) * width
+            for d in code.loop(0, whole, LANES):
+                kept.store(d, x.load(d))
+            words, target = (p.of("i16" if kind == "bf16" else "i32") for p in (x, kept))
+            for d in code.loop(whole, width):
+                target[d] = words[d]
 
 
 def load_few(code: KernelBuilder, x: Pointer, count: Value, room: Pointer) -> Value:
@@ -83,3 +115,7 @@ def softplus(code: KernelBuilder, x: Value) -> Value:
 
 def lanes_left(code: KernelBuilder, first: Value, width: Value) -> Value:
     return code.minimum(width - first, LANES)
+
+
+def address(code: KernelBuilder, x: Pointer) -> Value:
+    return Value(code, code.builder.ptrtoint(x.ir, code.i64(0).type))

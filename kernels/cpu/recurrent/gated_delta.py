@@ -20,6 +20,7 @@ from trouper.kernels.codegen.features import num_registers
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.recurrent.entries import (
     NUM_ARGUMENTS,
+    address,
     exp,
     lanes_left,
     load_few,
@@ -95,7 +96,7 @@ def gated_delta(
         with code.when(is_copied & part.is_fresh.equals(0)):
             _move(code, copy, tile, state, v_dim, k_dim, offsets)
         used = code.pointer(
-            code.select(is_copied, _address(code, copy), _address(code, state)), "f32"
+            code.select(is_copied, address(code, copy), address(code, state)), "f32"
         )
         step = code.select(is_copied, code.i64(tile), v_dim)
         for t in code.loop(part.first, part.last):
@@ -117,8 +118,8 @@ def gated_delta(
             read = _advance(code, used, step, token, [v.load(d) for d in offsets], beta)
             for sum_, d in zip(read, offsets, strict=True):
                 out.store(d, sum_)
-        with code.when(is_copied):
-            _move(code, state, v_dim, copy, tile, k_dim, offsets)
+            with code.when(is_copied & (t + 1).equals(part.settled)):
+                _move(code, state, v_dim, copy, tile, k_dim, offsets)
 
 
 class _Token(NamedTuple):
@@ -179,7 +180,3 @@ def _inverse_length(code: KernelBuilder, x: Pointer, width: Value) -> Value:
     for d in code.loop(0, width, LANES):
         squares.set(code.fma(x.load(d), x.load(d), squares))
     return 1.0 / code.sqrt(code.reduce_sum(squares) + L2_EPS)
-
-
-def _address(code: KernelBuilder, x: Pointer) -> Value:
-    return Value(code, code.builder.ptrtoint(x.ir, code.i64(0).type))

@@ -10,6 +10,7 @@ from trouper.kernels.codegen.launch import compiled, float_bits, scratch
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.memory import Float32Copies, num_threads_for, padded
 from trouper.kernels.cpu.recurrent import convolution, gated_delta, gates, ssd
+from trouper.kernels.cpu.recurrent.entries import keep_drafts
 from trouper.kernels.recurrent import RecurrentOps
 from trouper.kernels.reference.recurrent import Entries
 
@@ -26,6 +27,7 @@ class NativeRecurrentOps(RecurrentOps):
         self._ssd_gates = compiled(ssd.ssd_gates, kind)
         self._ssd = compiled(ssd.ssd, kind)
         self._mul_sigmoid = compiled(gates.mul_sigmoid, kind)
+        self._keep_drafts = compiled(keep_drafts, kind)
         self._float32 = Float32Copies()
 
     def causal_conv(
@@ -87,6 +89,17 @@ class NativeRecurrentOps(RecurrentOps):
             num_threads=1 if num_tokens * width < FEW else torch.get_num_threads(),
         )
         return y_TC
+
+    def keep_drafts(self, x_TX: Tensor, kept_DX: Tensor, entries: Entries) -> None:
+        self._keep_drafts(
+            len(entries.rows),
+            *_addresses(entries),
+            x_TX.data_ptr(),
+            x_TX.stride(0),
+            kept_DX.data_ptr(),
+            kept_DX.shape[1],
+            num_threads=1,
+        )
 
     def delta_gates(
         self, a_TH: Tensor, b_TH: Tensor, rates_H: Tensor, bias_H: Tensor

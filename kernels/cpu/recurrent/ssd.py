@@ -5,7 +5,7 @@
 
 B and C are [T, groups, N].  P and N are multiples of 16.  A work item is sixteen rows of one head's state, which lie
 together in memory and in the first cache.  Sums over N have a fixed order, so the bits do not depend on the division of tokens
-into steps.
+into steps.  Drafts work on a copy of these rows in scratch memory.
 
 Roofline: a decoding token reads and writes the state once, 8 H P N bytes; a token of a prompt takes 5 H P N FLOPs.
 """
@@ -15,6 +15,7 @@ from trouper.kernels.codegen.features import num_registers
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.recurrent.entries import (
     NUM_ARGUMENTS,
+    address,
     exp,
     lanes_left,
     load_few,
@@ -25,8 +26,8 @@ from trouper.kernels.cpu.recurrent.entries import (
 
 
 def scratch_bytes(num_states: int) -> int:
-    """Return the scratch memory of a thread: B and C of a token, its inputs and its outputs."""
-    return 4 * (2 * num_states + 2 * LANES)
+    """Return the scratch memory of a thread: B and C of a token, its inputs and outputs, and sixteen rows of a state."""
+    return 4 * (2 * num_states + 2 * LANES + LANES * num_states)
 
 
 def ssd_gates(code: KernelBuilder, kind: Kind) -> None:
@@ -60,6 +61,7 @@ def ssd(code: KernelBuilder, kind: Kind) -> None:
     rows = code.pointer(scratch + code.thread() * size, "f32")
     inputs, outputs = rows, rows + LANES
     written, asked = rows + 2 * LANES, rows + (num_states + 2 * LANES)
+    copy = rows + (num_states * 2 + 2 * LANES)
     num_blocks, together = width // LANES, 4 if num_registers() > 8 else 1
     for part in parts(code, entries, num_heads * num_blocks):
         head, p = part.place // num_blocks, part.place % num_blocks * LANES
@@ -70,6 +72,12 @@ def ssd(code: KernelBuilder, kind: Kind) -> None:
             for n in code.loop(0, num_states * LANES, LANES):
                 state.store(n, code.f32x16(0.0))
         for t in code.loop(part.first, part.last):
+            with code.when(t.equals(part.settled)):
+                for n in code.loop(0, num_states * LANES, LANES):
+                    copy.store(n, state.load(n))
+            used = code.pointer(
+                code.select(t < part.settled, address(code, state), address(code, copy)), "f32"
+            )
             gate = t * num_heads + head
             x = (code.pointer(xs, kind) + (t * x_stride + head * width + p)).load()
             inputs.store(0, x * code.pointer(deltas, "f32")[gate])
@@ -80,7 +88,7 @@ def ssd(code: KernelBuilder, kind: Kind) -> None:
                 written.store(n, b.load(n))
                 asked.store(n, c.load(n))
             for i in code.loop(0, LANES, together):
-                lines = [state + (i + j) * num_states for j in range(together)]
+                lines = [used + (i + j) * num_states for j in range(together)]
                 shares = [code.f32x16(inputs[i + j]) for j in range(together)]
                 read = [code.var(code.f32x16(0.0)) for _ in lines]
                 for n in code.loop(0, num_states, LANES):

@@ -17,10 +17,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 ROWS = 4
 
 
-def entries_of(*entries):
-    """Entries of (row, start, count), whose tokens follow each other."""
+def entries_of(*entries, num_drafts=0):
+    """Entries of (row, start, count), whose tokens follow each other; the last ones are drafts."""
     rows, starts, counts = (torch.tensor(x) for x in zip(*entries, strict=True))
-    return Entries(counts.cumsum(0) - counts, counts, rows, starts)
+    keeps = torch.arange(len(rows)) * num_drafts
+    return Entries(counts.cumsum(0) - counts, counts, rows, starts, counts - num_drafts, keeps)
 
 
 class Convolution:
@@ -173,6 +174,45 @@ def test_only_rows_of_entries_are_touched(name, dtype):
     before = state.clone()
     case.run(make_recurrent_ops(dtype), case.inputs, state, entries_of((-1, 0, 6)))
     assert torch.equal(state, before)
+
+
+@needs_native
+@both
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_drafts_are_computed_and_change_no_state(name, dtype, is_compiled):
+    torch.manual_seed(6)
+    case = CASES[name](20, dtype)
+    ops = make_recurrent_ops(dtype) if is_compiled else RecurrentOps()
+    before = torch.randn(ROWS, *case.shape).to(case.dtype)
+    plain, state = (state_of(case) for _ in range(2))
+    for states in (plain, state):
+        states.copy_(before)
+    step = (2, 5, 8), (0, 0, 6), (3, 9, 6)
+    wanted = case.run(ops, case.inputs, plain, entries_of(*step))
+    found = case.run(ops, case.inputs, state, entries_of(*step, num_drafts=5))
+    assert torch.equal(found, wanted)
+    # The accepted drafts are two of the first entry, all of the second and none of the third.
+    later = cut(case, [(3, 5), (9, 14)])
+    case.run(ops, later, state, entries_of((2, 8, 2), (0, 1, 5)))
+    settled = state_of(case)
+    settled.copy_(before)
+    spans = cut(case, [(0, 5), (8, 14), (14, 15)])
+    case.run(ops, spans, settled, entries_of((2, 5, 5), (0, 0, 6), (3, 9, 1)))
+    assert torch.equal(state, settled)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [5, 16, 50])
+def test_inputs_of_drafts_are_kept(width, dtype):
+    x = torch.randn(19, width + 3).to(dtype)[:, :width]
+    step = entries_of((2, 5, 8), (-1, 0, 5), (3, 9, 6), num_drafts=5)
+    for ops in (make_recurrent_ops(dtype), RecurrentOps()):
+        kept = torch.zeros(16, width, dtype=dtype)
+        ops.keep_drafts(x, kept, step)
+        assert torch.equal(kept[:5], x[3:8])
+        assert torch.equal(kept[10:15], x[14:19])
+        assert not kept[5:10].any()
 
 
 @needs_native

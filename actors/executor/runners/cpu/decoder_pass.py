@@ -86,8 +86,7 @@ class DecoderPass:
             hidden_TE = hidden_TE[: len(batch.tokens.ids_T)]
         states = None
         if self._mixers is not None:
-            columns = batch.first_tokens, batch.counts, batch.request_slots, batch.starts
-            states = StepStates(*columns, self._mixers)
+            states = StepStates(*batch.entries, mixers=self._mixers)
         with Lender(self._arena):
             return ForwardOutput(
                 self.decoder.forward(
@@ -100,6 +99,22 @@ class DecoderPass:
                     states,
                 )
             )
+
+    def replay(self, columns: tuple[np.ndarray, ...]) -> None:
+        """Move recurrent states forward over drafts that turned out right.
+
+        Args:
+            columns: of `StepStates`, for the rows of the inputs that the last step kept.
+        """
+        assert self._mixers is not None
+        if self.recorded is not None:
+            try:
+                self.recorded.replay(columns)
+                return
+            except NotRecordableError as error:
+                self._stop_recording(error)
+        with Lender(self._arena):
+            self.decoder.replay(StepStates(*columns, mixers=self._mixers))
 
     def logits(self, output: ForwardOutput, batch: Batch) -> tuple[Tensor, np.ndarray]:
         """Return logits of a batch, and the row in them of each of its samples.

@@ -19,6 +19,7 @@ from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.batch import Batch
+from trouper.config.speculation import MAX_VERIFIED
 from trouper.kernels.codegen.arena import Arena
 from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.attention.varlen import Group, tiles_of
@@ -99,8 +100,10 @@ class RecordedDecoderSteps:
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         # Token ids, positions and cache slots.
         self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)
-        # Of each entry, if the model keeps states: first token, number of tokens, row, start.
-        self._entries = np.zeros((4, self._max_rows), dtype=np.int64)
+        # The columns of `StepStates` in a step, and in a replay of drafts.
+        self._entries = np.zeros((6, self._max_rows), dtype=np.int64)
+        self._replayed = np.zeros((6, MAX_VERIFIED), dtype=np.int64)
+        self._replay: Recording[None] | None = None
         # Of each sample: row of logits, request slot, position, sampled token.
         self._draws = np.zeros((4, self._max_rows), dtype=np.int64)
         # By the number of rows and whether the step samples.
@@ -153,10 +156,26 @@ class RecordedDecoderSteps:
 
     def _set_entries(self, batch: Batch, num_rows: int) -> None:
         """Copy the entries of a step. A step of as many tokens may have fewer; the others have no row and compute nothing."""
-        columns = batch.first_tokens, batch.counts, batch.request_slots, batch.starts
-        for held, now in zip(self._entries, columns, strict=True):
+        for held, now in zip(self._entries, batch.entries, strict=True):
             held[: len(now)] = now
         self._entries[2, len(batch.request_slots) : num_rows] = -1
+
+    def replay(self, columns: tuple[np.ndarray, ...]) -> None:
+        """Move recurrent states forward over drafts that turned out right; see `DecoderPass.replay`.
+
+        Raises:
+            NotRecordableError: torch computes some operation of this model.
+        """
+        for held, now in zip(self._replayed, columns, strict=True):
+            held[: len(now)] = now
+        self._replayed[2, len(columns[0]) :] = -1
+        if self._replay is None:
+            assert self._mixers is not None
+            states = StepStates(*self._replayed, mixers=self._mixers)
+            kept = [x for mixer in self._mixers.values() for x in mixer.inputs]
+            inputs = [*map(from_numpy, self._replayed), *kept]
+            self._replay = Recording(self._arena, inputs, lambda: self._decoder.replay(states))
+        self._replay.replay()
 
     def _step_for(self, batch: Batch, *, may_draw: bool = True) -> tuple[_RecordedStep, bool]:
         """Return the recording for a batch, and whether it includes sampling."""
@@ -186,8 +205,8 @@ class RecordedDecoderSteps:
         hidden_TE = None if self._hidden_TE is None else self._hidden_TE[:num_rows]
         states, entries = None, list[np.ndarray]()
         if self._mixers is not None:
-            firsts, counts, rows, starts = entries = [held[:num_rows] for held in self._entries]
-            states = StepStates(firsts, counts, rows, starts, self._mixers)
+            entries = [held[:num_rows] for held in self._entries]
+            states = StepStates(*entries, mixers=self._mixers)
 
         def step() -> tuple[Tensor, Tensor | None]:
             states_TE = decoder.forward(

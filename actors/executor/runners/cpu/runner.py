@@ -45,6 +45,7 @@ from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.config.adapters import AdapterFiles
 from trouper.config.engine_config import EngineConfig
+from trouper.config.speculation import MAX_VERIFIED
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.lora import AdapterRows
 
@@ -125,11 +126,6 @@ class CpuRunner:
             specs += draft_model.cache_specs
         # Computed before own weights are read, so that a length that does not fit is refused at once.
         rows = self._state_rows = num_state_rows(config, self.model.state_specs, self._dtype)
-        if rows.row_bytes and config.speculation is not None:
-            raise UnsupportedFeatureError(
-                "speculative_config: not with a model that keeps recurrent states yet",
-                parameter="speculative_config",
-            )
         self.model.num_blocks = num_kv_blocks(config, specs, self._dtype.itemsize, rows.num_bytes)
         self.wake(frozenset({"weights", "kv_cache"}))
         decoder, _ = self.model.resident()
@@ -182,7 +178,13 @@ class CpuRunner:
             rows = self._state_rows
             if rows.row_bytes:
                 num_rows = rows.num_live + rows.num_snapshots
-                self.states = StatePool(self.model.state_specs, num_rows, self._dtype, self._kept)
+                self.states = StatePool(
+                    self.model.state_specs,
+                    num_rows,
+                    self._dtype,
+                    self._kept,
+                    num_drafts=0 if self._drafter is None else MAX_VERIFIED,
+                )
                 # A predecessor may have died while it wrote them.  Its snapshots are whole.
                 self.states.spoil(np.arange(rows.num_live))
             self.steps = DecoderPass(
@@ -276,7 +278,7 @@ class CpuRunner:
                 states.begin(batch.request_slots, batch.starts)
             output = steps.forward(batch)
             if states is not None:
-                states.finish(batch.request_slots, batch.starts + batch.counts, plan.saves)
+                states.finish(batch.request_slots, batch.starts + batch.settled, plan.saves)
             if not self._share.is_last:
                 return StepDone(plan.step, ()), output.hidden_TE
             done = self._answer(plan, batch, output, steps, has_drafts=num_drafts is not None)
@@ -308,13 +310,31 @@ class CpuRunner:
             return StepDone(plan.step, ())
         if self._drafter is not None and has_drafts:
             done = self._drafter.verify(plan, sampled, of_prompts)
+            if self.states is not None:
+                self._replay_drafts(self.states, batch, done, steps)
         else:
             token_ids, logprobs = sampled.by_entry(batch.samples.entries, len(plan.request_slots))
             done = make_step_done(plan, token_ids, logprobs, of_prompts)
-            if self.states is not None and done.failed:
-                entries = [entry for entry, _ in done.failed]
-                self.states.spoil(batch.request_slots[entries])
+        if self.states is not None and done.failed:
+            entries = [entry for entry, _ in done.failed]
+            self.states.spoil(batch.request_slots[entries])
         return with_grammar_work(done, self._sampler.take_grammar_work())
+
+    def _replay_drafts(
+        self, states: StatePool, batch: Batch, done: StepDone, steps: DecoderPass
+    ) -> None:
+        """Move states forward over the drafts that equal the sampled tokens.
+
+        The pass has left each state behind the last known token, so rejected drafts were never part of it.
+        """
+        num_right = np.array([max(0, len(token_ids) - 1) for token_ids in done.token_ids])
+        if not num_right.any():
+            return
+        columns = batch.replayed(num_right)
+        _, counts, rows, starts, *_ = columns
+        states.begin(rows, starts)
+        steps.replay(columns)
+        states.finish(rows, starts + counts)
 
     def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
         for new in plan.new_sequences:
