@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Family = Literal[
     "llama", "phi3", "gpt2", "bigcode", "gpt_neo", "opt", "gpt_neox", "phi", "starcoder2", "stablelm", "falcon",
-    "falcon_two_norms", "persimmon", "gptj", "glm", "hunyuan", "granite_hybrid", "lfm2",
+    "falcon_two_norms", "persimmon", "gptj", "glm", "hunyuan", "granite_hybrid", "granite_apart", "lfm2",
 ]  # fmt: skip
 
 
@@ -108,6 +108,8 @@ NAMES: dict[Family, Names] = {
         gate_up=("gate_up_proj",),
     ),
     "granite_hybrid": Names(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear"),
+    # In GGUF files gate and up are two matrices.
+    "granite_apart": Names(mlp="shared_mlp"),
     "lfm2": Names(
         norm="embedding_norm",
         attention_norm="operator_norm",

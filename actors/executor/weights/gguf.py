@@ -6,6 +6,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves the types of view, split and some others open.
 
+import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.cpu.linear.quantization import IntegerWeight
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# The tensor with gate and up of all experts, and the names that it replaces.
+FUSED, SEPARATE = "ffn_gate_up_exps", re.compile("ffn_(gate|up)_exps")
 OF_FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0"}
 FEW_ROWS = 1024  # dequantised at once: the numbers in between take some ten bytes each, and stay in a cache
 
@@ -74,12 +78,13 @@ class GgufCheckpoint:
         """
         for parameter in parameters:
             for name, shape in parameter.sources:
-                place = place_of(self._family, name)
+                place = self._place(name)
                 tensor = self._header.tensors.get(place.name)
                 wanted = shape
                 if place.expert is not None:
-                    wanted = (self._config["num_experts"], *shape)
-                if tensor is None or _without_ones(tensor.shape) != _without_ones(wanted):
+                    num_out = shape[0] * (2 if FUSED in place.name else 1)
+                    wanted = (self._num_experts, num_out, *shape[1:])
+                if tensor is None or not _are_same(tensor.shape, wanted):
                     has = "lacks" if tensor is None else f"has {list(tensor.shape)} for"
                     rule = f"{self._header.path.name}: {has} {place.name} {list(wanted)}"
                     raise invalid("model", rule, str(self._header.path))
@@ -172,12 +177,28 @@ class GgufCheckpoint:
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         """Find a tensor, or an expert's part of the tensor for all experts."""
-        place: Place = place_of(self._family, name)
+        place = self._place(name)
         tensor = self._header.tensors[place.name]
         if place.expert is None:
             return tensor._replace(shape=shape)
-        first = tensor.num_bytes // tensor.shape[0] * place.expert
+        num_bytes = tensor.num_bytes // tensor.shape[0]
+        first = num_bytes * place.expert
+        if FUSED in place.name:
+            # The rows of up follow those of gate.
+            first += num_bytes // 2 * (".up_proj." in name or ".w3." in name)
         return tensor._replace(offset=tensor.offset + first, shape=shape)
+
+    def _place(self, name: str) -> Place:
+        """Return the place of a tensor; gate and up of all experts may be one tensor."""
+        place = place_of(self._family, name)
+        if place.expert is None or place.name in self._header.tensors:
+            return place
+        fused = SEPARATE.sub(FUSED, place.name)
+        return place._replace(name=fused) if fused in self._header.tensors else place
+
+    @property
+    def _num_experts(self) -> int:
+        return self._config.get("num_experts") or self._config["num_local_experts"]
 
     def _row_order(
         self, name: str, num_rows: int, first: int, last: int, cut: Cut
@@ -196,6 +217,8 @@ class GgufCheckpoint:
 
     def _value_heads(self) -> tuple[Tensor, int] | None:
         """Return the place in the file of each value head of gated delta nets, and their width. None if the order is the same."""
+        if not self._family.is_tiled:
+            return None
         num_k, num_v = (self._config.get(f"linear_num_{kind}_heads") for kind in ("key", "value"))
         if num_k is None or num_v is None or num_k == num_v:
             return None
@@ -269,9 +292,15 @@ def _with_columns(affine: Affine, order: Tensor, width: int) -> Affine:
     )
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without dimensions of 1, which converters omit: the gate of a shared expert is stored as a row."""
-    return tuple(size for size in shape if size > 1)
+def _are_same(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor has the wanted shape, but for dimensions of 1: the gate of a shared expert is stored as a row.
+
+    The numbers of a vector may be stored in groups, like those of Mamba-2's norm.
+    """
+    if len(wanted) == 1:
+        return math.prod(stored) == wanted[0]
+    found, needed = ([size for size in shape if size > 1] for shape in (stored, wanted))
+    return found == needed
 
 
 def _centred(affine: Affine) -> Affine:

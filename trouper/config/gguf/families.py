@@ -13,6 +13,7 @@ from trouper.config.gguf.header import Gguf
 from trouper.config.gguf.keys import WINDOW
 from trouper.errors import UnsupportedFeatureError
 
+SCALE = "attention.scale"
 PRE_NORMS: Mapping[str, str] = MappingProxyType({"post_attention_layernorm": "ffn_norm"})
 
 
@@ -38,6 +39,8 @@ class Family(NamedTuple):
     eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     # The checkpoint's rows of q, k and v are grouped by KV head, while the file has all of q, then all of k, then all of v.
     is_regrouped: bool = False
+    # Whether the first value heads of all key heads of gated delta nets precede the second ones.
+    is_tiled: bool = False
     own: Callable[[Gguf, str, dict[str, Any]], dict[str, Any]] | None = None
     # Keys of attention and positions that `own` reads.
     reads: frozenset[str] = frozenset()
@@ -92,6 +95,18 @@ def _minicpm(header: Gguf, at: str, config: Fields) -> Fields:
         "embedding_multiplier": header.need(at + "embedding_scale", float),
         "residual_multiplier": header.need(at + "residual_scale", float),
         "logits_scaling": header.need(at + "logit_scale", float),
+    }
+
+
+def granite_scales(header: Gguf, at: str, config: Fields) -> Fields:
+    """Return the scales of Granite's embeddings, scores, residuals and logits."""
+    share = config["hidden_size"] // max(1, config["num_attention_heads"])
+    by_default = (config.get("head_dim") or share) ** -0.5
+    return {
+        "attention_multiplier": header.get(at + SCALE, float) or by_default,
+        "embedding_multiplier": header.get(at + "embedding_scale", float) or 1.0,
+        "residual_multiplier": header.get(at + "residual_scale", float) or 1.0,
+        "logits_scaling": header.get(at + "logit_scale", float) or 1.0,
     }
 
 

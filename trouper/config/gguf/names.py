@@ -8,13 +8,20 @@ import re
 import struct
 from typing import Any, NamedTuple, cast
 
-from trouper.config.gguf.families import LAYER_NORM_FAMILIES, SIBLINGS, Family
+from trouper.config.gguf.experts import SHARED_WIDTH, expert_width, experts_of, shared_width
+from trouper.config.gguf.families import (
+    LAYER_NORM_FAMILIES,
+    SCALE,
+    SIBLINGS,
+    Family,
+    granite_scales,
+)
 from trouper.config.gguf.header import Gguf, GgufStrings
 from trouper.config.gguf.hybrids import HYBRIDS
 from trouper.config.gguf.keys import WINDOW, check_keys, layer_numbers, layer_types
 from trouper.errors import UnsupportedFeatureError, invalid
 
-SCALE, LOCAL_BASE = "attention.scale", "rope.freq_base_swa"
+LOCAL_BASE = "rope.freq_base_swa"
 # By `pooling_type`; NONE leaves the choice to the caller.
 POOLINGS = {1: "MEAN", 2: "CLS", 3: "LAST", 4: "RANK"}
 ENCODER_NAMES = ("bert", "nomic-bert")  # see `encoders.py`
@@ -34,10 +41,13 @@ MODULES = {
     "self_attn.sinks": "attn_sinks", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
     "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "shared_mlp.gate_proj": "ffn_gate_shexp",
+    "shared_mlp.up_proj": "ffn_up_shexp", "shared_mlp.down_proj": "ffn_down_shexp",
 }  # fmt: skip
 # One tensor contains a projection of all experts.
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
+# Other names of mixtures. The dense layers of LFM2 are also a `feed_forward`.
+SPARSE = re.compile(r"block_sparse_moe\.|feed_forward\.(?=experts\.|gate$)")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 OTHER_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -90,14 +100,15 @@ def hf_config(header: Gguf) -> dict[str, Any]:
         "dtype": dtype_of(header),
         "vocab_size": table.shape[0],
         "hidden_size": header.need(at + "embedding_length", int),
-        "intermediate_size": header.need(at + "feed_forward_length", int),
-        "num_hidden_layers": header.need(at + "block_count", int),
+        "intermediate_size": _mlp_width(header, at),
+        "num_hidden_layers": _num_layers(header, at),
         "num_attention_heads": num_heads,
         "num_key_value_heads": _num_kv_heads(header, at) or num_heads,
         "max_position_embeddings": header.need(at + "context_length", int),
         family.eps[1]: header.need(at + family.eps[0], float),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        # The first layers of a hybrid have no attention.
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in header.tensors),
         "eos_token_id": _end_ids(header),
     }
     for name, key, kind in (
@@ -125,6 +136,21 @@ def hf_config(header: Gguf) -> dict[str, Any]:
     return config | (family.own(header, at, config) if family.own else {})
 
 
+def _mlp_width(header: Gguf, at: str) -> int:
+    """Return the width of dense MLPs, or that of an expert if all layers have experts."""
+    width = header.get(at + "feed_forward_length", int)
+    return width or header.need(at + "expert_feed_forward_length", int)
+
+
+def _num_layers(header: Gguf, at: str) -> int:
+    """Return the number of layers without those behind the last one, which predict further tokens."""
+    count, key = header.need(at + "block_count", int), at + "nextn_predict_layers"
+    extra = header.get(key, int) or 0
+    if not 0 <= extra < count:
+        raise invalid("model", f"{header.path.name}: {key}={extra} of {count}", str(header.path))
+    return count - extra
+
+
 def _num_kv_heads(header: Gguf, at: str) -> int | None:
     """Return the number of KV heads.  Hybrids have one for each layer, 0 in layers without attention."""
     key = at + "attention.head_count_kv"
@@ -138,8 +164,10 @@ def _num_kv_heads(header: Gguf, at: str) -> int | None:
     return next(iter(found), None)
 
 
-# Vectors of recurrent mixers, whose names in a file have another ending.
-VECTORS = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}
+# Vectors whose names in a file have another ending.
+VECTORS = {
+    "A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d", "expert_bias": "exp_probs_b.bias",
+}  # fmt: skip
 
 
 def place_of(family: Family, name: str) -> Place:
@@ -154,8 +182,8 @@ def place_of(family: Family, name: str) -> Place:
     if stem in outer:
         return Place(f"{outer[stem]}.{kind}")
     layer, _, module = stem.removeprefix(family.layers).partition(".")
-    if module.startswith("block_sparse_moe."):
-        path, _, last = module.replace("block_sparse_moe.", "mlp.").rpartition(".")
+    if (begin := SPARSE.match(module)) is not None:
+        path, _, last = ("mlp." + module[begin.end() :]).rpartition(".")
         module = f"{path}.{MIXTRAL.get(last, last)}"
     if (found := EXPERT.fullmatch(module)) is not None:
         return Place(f"blk.{layer}.{MODULES[f'mlp.{found[2]}']}_exps.{kind}", int(found[1]))
@@ -307,16 +335,21 @@ def _exaone4(_header: Gguf, _at: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "attention_multiplier": header.get(at + SCALE, float) or _head_dim(config) ** -0.5,
-        "embedding_multiplier": header.get(at + "embedding_scale", float) or 1.0,
-        "residual_multiplier": header.get(at + "residual_scale", float) or 1.0,
-        "logits_scaling": header.get(at + "logit_scale", float) or 1.0,
-    }
+    """Read a dense Granite.  Files of Granite 4 without recurrent layers have the width of the MLP in another key."""
+    width = header.get(at + SHARED_WIDTH, int) or config["intermediate_size"]
+    return granite_scales(header, at, config) | {"intermediate_size": width}
 
 
 def _granite_moe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
-    return _granite(header, at, config) | _experts(header, at)
+    own = granite_scales(header, at, config) | experts_of(header, at)
+    if not (shared := shared_width(header, at)):
+        return own
+    return own | {
+        "architectures": ["GraniteMoeSharedForCausalLM"],
+        "model_type": "granitemoeshared",
+        "shared_intermediate_size": shared,
+        "gguf_names": "granite_apart",
+    }
 
 
 def _llama(header: Gguf, at: str, _config: dict[str, Any]) -> dict[str, Any]:
@@ -324,48 +357,27 @@ def _llama(header: Gguf, at: str, _config: dict[str, Any]) -> dict[str, Any]:
     if not header.get(at + "expert_count", int):
         return {}
     own = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-    return own | _experts(header, at)
+    return own | experts_of(header, at)
 
 
 def _qwen_moe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
-    own = _experts(header, at) | {"moe_intermediate_size": _expert_width(header, at, config)}
+    own = experts_of(header, at) | {"moe_intermediate_size": expert_width(header, at, config)}
     if config["model_type"] == "qwen3_moe":
         return own | {"norm_topk_prob": True}
-    shared = header.tensors.get("blk.0.ffn_gate_shexp.weight")
-    width = header.get(at + "expert_shared_feed_forward_length", int)
-    if not width and shared is not None:  # files from before the key
-        width = shared.shape[0]
+    width = shared_width(header, at)
     return own | {"shared_expert_intermediate_size": width, "qkv_bias": config["attention_bias"]}
 
 
 def _olmoe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
-    return _experts(header, at) | {"intermediate_size": _expert_width(header, at, config)}
+    return experts_of(header, at) | {"intermediate_size": expert_width(header, at, config)}
 
 
 def _gpt_oss(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
     scaling = config.get("rope_scaling") or {"rope_type": "default"}
-    return _experts(header, at) | {
-        "intermediate_size": _expert_width(header, at, config),
+    return experts_of(header, at) | {
+        "intermediate_size": expert_width(header, at, config),
         "rope_scaling": {**scaling, "truncate": False},
     }
-
-
-def _experts(header: Gguf, at: str) -> dict[str, Any]:
-    count = header.need(at + "expert_count", int)
-    gate = header.tensors.get("blk.0.ffn_gate_exps.weight")
-    found = 0 if gate is None else gate.shape[0]
-    # Otherwise a single number could allocate memory for that many names.
-    if count != found:
-        rule = f"{header.path.name}: {at}expert_count: {count} of {found} in blk.0.ffn_gate_exps"
-        raise invalid("model", rule, str(header.path))
-    return {
-        "num_experts": count,
-        "num_experts_per_tok": header.need(at + "expert_used_count", int),
-    }
-
-
-def _expert_width(header: Gguf, at: str, config: dict[str, Any]) -> int:
-    return header.get(at + "expert_feed_forward_length", int) or config["intermediate_size"]
 
 
 FAMILIES = (

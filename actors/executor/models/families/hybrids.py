@@ -197,7 +197,7 @@ def _granite_hybrid(config: HfConfig) -> DecoderTraits:
         layers = tuple(msgspec.structs.replace(layer, is_sparse=True) for layer in layers)
     return granite_traits(
         {**config, "intermediate_size": width},
-        names="granite_hybrid",
+        names=config.get("gguf_names", "granite_hybrid"),
         layers=layers,
         mamba2=_granite_mamba(config) if has_states else None,
         **own,

@@ -160,7 +160,7 @@ def _granite_moe_shared(config: HfConfig) -> DecoderTraits:
     layers = (LayerTraits(is_sparse=True),) * require(config, "num_hidden_layers")
     return granite_traits(
         {**config, "intermediate_size": shared},
-        names="granite_hybrid",
+        names=config.get("gguf_names", "granite_hybrid"),
         experts=granite_experts(config, shared),
         layers=layers,
     )
