@@ -227,6 +227,9 @@ def rename_parameter(
     error.parameter = parameter
 
 
+ONE_MESSAGE = "messages[0]"
+
+
 @contextmanager
 def prompt_named(place: str) -> Generator[None]:
     """Rename the parameter in errors about a prompt, within a `with` block.
@@ -238,6 +241,11 @@ def prompt_named(place: str) -> Generator[None]:
     except TrouperValidationError as error:
         if error.parameter in ("prompt", "prompt_token_ids", "prompt_embeds"):
             rename_parameter(error, place)
+        elif error.parameter is not None and place != "messages":
+            # The content of one side of a score is a conversation of one message.
+            inner = error.parameter.removeprefix(ONE_MESSAGE)
+            if inner != error.parameter:
+                rename_parameter(error, place + inner)
         raise
 
 

@@ -213,7 +213,7 @@ async def _run_actors(
                 else:
                     pooler = Pooler(pooler_inbox, config.pooler, threads)
                     await tasks.start(pooler.run, name="pooler")
-                    prompts = PoolingPrompts.for_engine(config, tokenizer)
+                    prompts = PoolingPrompts.for_engine(config, tokenizer, images)
                     render_quickly, num_trying = prompts.render, 0
                 scheduler = Scheduler[Any](
                     scheduler_inbox,

@@ -345,6 +345,8 @@ class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
     num_keys: int | None = None
     # Rows of a document without part in late interaction.
     skipped_rows: tuple[int, ...] = ()
+    # Images, in the order of their positions.
+    media: tuple[MediaItem, ...] = ()
     options: RequestOptions = NO_OPTIONS
     arrival_time: float = 0.0
 

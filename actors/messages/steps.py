@@ -128,6 +128,8 @@ class PoolEntry(msgspec.Struct, frozen=True):
     token_type_ids: tuple[int, ...] | None
     task: str
     num_keys: int | None = None
+    # Images, whose rows replace the embeddings of tokens.
+    media: tuple[MediaItem, ...] = ()
 
 
 class PoolPlan(msgspec.Struct, frozen=True):

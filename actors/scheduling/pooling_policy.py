@@ -359,7 +359,9 @@ class PoolingPolicy(PolicyBase[InFlightPoolStep, QueuedText]):
             group.sort(key=_length)
         self._step += 1
         entries = tuple(
-            PoolEntry(a.prompt_token_ids, a.token_type_ids, a.params.task or "", a.num_keys)
+            PoolEntry(
+                a.prompt_token_ids, a.token_type_ids, a.params.task or "", a.num_keys, a.media
+            )
             for a in group
         )
         plan = PoolPlan(self._step, self._epoch, entries)

@@ -3,7 +3,7 @@
 They are a base class of `LLM`, because vLLM has one class for both kinds of models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from trouper.outputs import (
 from trouper.pooling import PoolingParams
 
 Params = PoolingParams | Sequence[PoolingParams] | None
+# A text, or `{"content": parts of a message}` with images.
+ScoreInput = str | Mapping[str, Any]
 Prompts = PoolingPrompt | Sequence[PoolingPrompt]
 
 
@@ -134,8 +136,8 @@ class PoolingMethods(BlockingControls):
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: ScoreInput | Sequence[ScoreInput],
+        data_2: ScoreInput | Sequence[ScoreInput],
         /,
         *,
         use_tqdm: bool | ProgressBar = True,
@@ -148,7 +150,8 @@ class PoolingMethods(BlockingControls):
 
         The model determines the method: a classifier with one label reads both texts together (cross-encoder), an
         embedding model returns the cosine of both embeddings, and a late-interaction model sums, over the tokens of
-        the first text, the best match among the tokens of the second.
+        the first text, the best match among the tokens of the second.  A side with images is a dict with `content`, the
+        parts of a message.
         """
         self._check_pools()
         check_unused(lora_request=lora_request, chat_template=chat_template)

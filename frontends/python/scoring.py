@@ -5,7 +5,7 @@ requests (embeddings of both texts, or a query kept in the Pooler for its docume
 each distinct text is computed once.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
@@ -19,8 +19,13 @@ from trouper.actors.output.pooler import MAX_QUERIES
 from trouper.actors.output.postprocessing import cosines
 from trouper.actors.runtime.event_loop import ITEMS_PER_TURN
 from trouper.config.checkpoint.pooler import PoolerSpec
-from trouper.errors import TrouperValidationError, invalid, prompt_named
-from trouper.inputs import PairPrompt, PoolingPrompt
+from trouper.errors import (
+    TrouperValidationError,
+    UnsupportedFeatureError,
+    invalid,
+    prompt_named,
+)
+from trouper.inputs import ChatPrompt, PairPrompt, PoolingPrompt
 from trouper.outputs import Array, PoolingOutput, PoolingRequestOutput
 from trouper.pooling import LateInteractionParams, PoolingParams
 
@@ -29,6 +34,27 @@ Pooled = PoolingRequestOutput[PoolingOutput]
 Encode = Callable[..., PoolingGeneration]
 Run = Callable[[Iterable[PoolingGeneration], Any, Sequence[str]], Awaitable[list[Pooled]]]
 T = TypeVar("T")
+NO_IMAGES_IN_PAIRS = (
+    "a cross-encoder of trouper compares texts only; an embedding model compares images, too"
+)
+
+
+class Content:
+    """One side of a pair with images: the parts of a message.  Equal contents are computed twice, unless they are one object."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+
+    def __repr__(self) -> str:
+        return f"<Content of {len(self.parts)} parts>"
+
+    @property
+    def prompt(self) -> ChatPrompt:
+        """Return the prompt in which the chat template places the parts."""
+        return {"messages": [{"role": "user", "content": [*self.parts]}]}
+
+
+Side = str | Content
 # The caller's names of the queries and of the documents, such as `data_1[3]`, for errors.
 Places = tuple[Sequence[str], Sequence[str]]
 # The maximum number of tokens of each text of a prompt; an empty tuple sets no maximum.
@@ -107,7 +133,7 @@ class Scorer:
         self._num_requests = 0
 
     async def score(
-        self, queries: Sequence[str], documents: Sequence[str], bar: Any = None
+        self, queries: Sequence[Side], documents: Sequence[Side], bar: Any = None
     ) -> list[Pooled]:
         """Return one score for each pair `(queries[i], documents[i])`; both lists must have the same length.
 
@@ -121,8 +147,13 @@ class Scorer:
                     if "" in texts:
                         place = self._names_of(side, len(texts))[texts.index("")]
                         raise invalid(place, "must not be empty")
+                    for text, place in zip(texts, self._names_of(side, len(texts)), strict=True):
+                        if isinstance(text, Content):
+                            raise UnsupportedFeatureError(
+                                f"{place}: {NO_IMAGES_IN_PAIRS}", parameter=place
+                            )
                 pairs = [
-                    PairPrompt(prompt=query, text_pair=document)
+                    PairPrompt(prompt=cast("str", query), text_pair=cast("str", document))
                     for query, document in zip(queries, documents, strict=True)
                 ]
                 most = () if self._most == (None, None) else self._most
@@ -134,7 +165,7 @@ class Scorer:
 
     async def _run(
         self,
-        prompts: Sequence[PoolingPrompt],
+        prompts: Sequence[PoolingPrompt | Content],
         task: str,
         most: Sequence[Most],
         places: Sequence[str],
@@ -145,7 +176,7 @@ class Scorer:
         return await self._collect(
             (
                 self._encode(
-                    prompt,
+                    prompt.prompt if isinstance(prompt, Content) else prompt,
                     msgspec.structs.replace(params, late_interaction_params=late[i])
                     if late
                     else params,
@@ -159,13 +190,13 @@ class Scorer:
         )
 
     async def _bi_encode(
-        self, queries: Sequence[str], documents: Sequence[str], bar: Any
+        self, queries: Sequence[Side], documents: Sequence[Side], bar: Any
     ) -> list[Pooled]:
         query_most, document_most = map(_alone, self._most)
         asked = [(q, query_most) for q in queries] + [(d, document_most) for d in documents]
         num = len(queries)
         names = (*self._names_of(0, num), *self._names_of(1, num))
-        distinct: dict[tuple[str, Most], str] = {}
+        distinct: dict[tuple[Side, Most], str] = {}
         for each, place in zip(asked, names, strict=True):
             # A text with the same truncation is embedded only once.
             distinct.setdefault(each, place)
@@ -182,10 +213,10 @@ class Scorer:
         return await _joined((*pair, array) for pair, array in zip(pairs, arrays, strict=True))
 
     async def _interact(
-        self, queries: Sequence[str], documents: Sequence[str], bar: Any
+        self, queries: Sequence[Side], documents: Sequence[Side], bar: Any
     ) -> list[Pooled]:
         """Score by late interaction, in groups of queries, because the Pooler keeps a limited number of them."""
-        uses: dict[str, list[int]] = {}
+        uses: dict[Side, list[int]] = {}
         for i, query in enumerate(queries):
             uses.setdefault(query, []).append(i)
         distinct = list(uses)
@@ -196,7 +227,7 @@ class Scorer:
         return [found[i] for i in range(len(queries))]
 
     async def _interact_with(
-        self, uses: dict[str, list[int]], documents: Sequence[str], bar: Any
+        self, uses: dict[Side, list[int]], documents: Sequence[Side], bar: Any
     ) -> dict[int, Pooled]:
         """Score one group of queries with their documents.
 
@@ -262,9 +293,9 @@ def score_kind(spec: PoolerSpec | None) -> str:
 
 
 def as_pairs(
-    first: T | Sequence[T], second: T | Sequence[T], names: tuple[str, str]
-) -> tuple[list[T], list[T], Places]:
-    """Pair texts 1 with 1, 1 with N, or N with N; return two lists of equal length and the names of all texts.
+    first: Any, second: Any, names: tuple[str, str]
+) -> tuple[list[Side], list[Side], Places]:
+    """Pair texts or contents 1 with 1, 1 with N, or N with N; return two lists of equal length and the names of all texts.
 
     Raises:
         TrouperValidationError: a side is empty, or the lengths do not match.
@@ -281,8 +312,8 @@ def as_pairs(
     return one * times, two, (one_places * times, two_places)
 
 
-def _listed(side: Any, name: str) -> tuple[list[Any], list[str]]:
-    """Return the texts of one side of the pairs as a list, with a name for each."""
+def _listed(side: Any, name: str) -> tuple[list[Side], list[str]]:
+    """Return the texts and contents of one side of the pairs as a list, with a name for each."""
     if isinstance(side, Sequence) and not isinstance(side, str):
         texts = list(cast("Sequence[Any]", side))
         places = [f"{name}[{i}]" for i in range(len(texts))]
@@ -290,10 +321,19 @@ def _listed(side: Any, name: str) -> tuple[list[Any], list[str]]:
         texts, places = [side], [name]
     if not texts:
         raise invalid(name, "must not be empty")
-    for text, place in zip(texts, places, strict=True):
-        if not isinstance(text, str):
-            raise invalid(place, "must be text", text)
-    return texts, places
+    return [_side(text, place) for text, place in zip(texts, places, strict=True)], places
+
+
+def _side(given: Any, place: str) -> Side:
+    if isinstance(given, str | Content):
+        return given
+    if isinstance(given, Mapping):
+        fields = cast("Mapping[str, Any]", given)
+        parts = fields.get("content")
+        if fields.keys() == {"content"} and isinstance(parts, list | tuple) and parts:
+            return Content(cast("Sequence[Any]", parts))
+        raise invalid(place, "must be text, or a dict with content, a list of parts")
+    raise invalid(place, "must be text", given)
 
 
 def _cosines(pairs: Sequence[tuple[Pooled, Pooled]]) -> list[Array]:

@@ -218,15 +218,20 @@ class VisionModel:
 
     def logprobs(self, ids: list[int], inputs: list[dict[str, np.ndarray]]) -> torch.Tensor:
         """Return the logprobs [T, vocabulary] that the whole model of transformers gives to a prompt with images."""
+        rows = self.joined(ids, inputs)
+        with torch.no_grad():
+            found = self.model(input_ids=torch.tensor([ids]), **rows).logits[0]
+        return torch.log_softmax(found.float(), -1)
+
+    def joined(self, ids: list[int], inputs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        """Return the model's arguments for the images of a prompt."""
         rows = dict[str, Any]()
         for name in inputs[0] if inputs else ():
             values = [torch.from_numpy(np.array(each[name])) for each in inputs]
             rows[name] = _joined(values)
         if "image_grid_thw" in rows:
             rows["mm_token_type_ids"] = (torch.tensor([ids]) == self.row_id).long()
-        with torch.no_grad():
-            found = self.model(input_ids=torch.tensor([ids]), **rows).logits[0]
-        return torch.log_softmax(found.float(), -1)
+        return rows
 
 
 def _joined(values: list[torch.Tensor]) -> torch.Tensor:

@@ -92,7 +92,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def media_config(
-    args: EngineArgs, model: ModelConfig, device: str, *, pools: bool
+    args: EngineArgs, model: ModelConfig, device: str
 ) -> tuple[MediaConfig | None, str]:
     """Decide whether the model takes images.
 
@@ -112,7 +112,7 @@ def media_config(
     sizes = [_bytes(args, name) for name in ("mm_processor_cache_gb", "encoder_cache_gb")]
     raw, folder = model.source_config, Path(model.path)
     kind = str(raw.get("model_type"))
-    reason = _reason(args, model, kind, device, pools=pools)
+    reason = _reason(args, model, kind, device)
     if reason is None and max_images == 0:
         reason = "images are turned off (limit_mm_per_prompt or language_model_only)"
     if reason is not None:
@@ -136,12 +136,8 @@ def media_config(
     ), ""
 
 
-def _reason(
-    args: EngineArgs, model: ModelConfig, kind: str, device: str, *, pools: bool
-) -> str | None:
+def _reason(args: EngineArgs, model: ModelConfig, kind: str, device: str) -> str | None:
     """Return why this model takes no images, or None."""
-    if pools:
-        return "models that pool take no images yet"
     if kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         if "vision_config" not in model.source_config:

@@ -122,7 +122,7 @@ def resolve(
         "process" if max(sizes) > 1 or nodes is not None else args.device_worker,
         can_be_chosen=frontend == "server" and device == "cpu" and pooler is None,
     )
-    media, no_media = media_config(args, model, device, pools=pooler is not None)
+    media, no_media = media_config(args, model, device)
     return EngineConfig(
         model=model.with_lengths_below(max_model_len),
         pooler=pooler,

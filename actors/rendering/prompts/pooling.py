@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 
 import msgspec
 
+from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.requests import AdmitPooling, Render
 from trouper.actors.messages.sinks import PoolingSink
 from trouper.actors.rendering.media.items import ImageItems
@@ -38,6 +39,7 @@ class _Encoded(msgspec.Struct, frozen=True):
     type_ids: list[int] | None
     num_keys: int | None = None
     skipped_rows: tuple[int, ...] = ()
+    media: tuple[MediaItem, ...] = ()
 
 
 class PoolingPrompts(Prompts):
@@ -53,8 +55,9 @@ class PoolingPrompts(Prompts):
         limits: ModelLimits,
         spec: PoolerSpec,
         chat_template: str | None = None,
+        images: ImageItems | None = None,
     ) -> None:
-        super().__init__(tokenizer, limits, chat_template)
+        super().__init__(tokenizer, limits, chat_template, images)
         self._spec = spec
         # What was given last, and what it came to: the texts of a request share their parameters, and to check
         # them takes as long as to tokenise some words.
@@ -74,15 +77,17 @@ class PoolingPrompts(Prompts):
             max_model_len=config.max_model_len,
             num_token_types=config.model.hf_config.get("type_vocab_size") or 0,
             room=0,
+            no_images=config.no_media,
         )
-        return cls(tokenizer, limits, config.pooler, template_text(config.chat_template))
+        template = template_text(config.chat_template)
+        return cls(tokenizer, limits, config.pooler, template, images)
 
     def render(self, message: Render) -> Rendered:
         assert isinstance(message.params, PoolingParams)
         params = self._resolve(message.params)
         encoded = self._encoded(message)
         ids, type_ids = encoded.ids, encoded.type_ids
-        self._check_length(len(ids))
+        self._check_length(len(ids), encoded.media)
         return Rendered(
             None,
             AdmitPooling(
@@ -91,6 +96,7 @@ class PoolingPrompts(Prompts):
                 token_type_ids=tuple(type_ids) if type_ids and any(type_ids) else None,
                 num_keys=encoded.num_keys,
                 skipped_rows=encoded.skipped_rows,
+                media=encoded.media,
                 params=params,
                 slot=cast("PoolingSink", message.slot),  # goes with the parameters
                 options=message.options,
@@ -119,6 +125,8 @@ class PoolingPrompts(Prompts):
                 given.setdefault("add_generation_prompt", False)
             prompt = given
         form = self._form(prompt)
+        if form.images:
+            return self._encode_seen(form, message, type_ids)
         if form.ids is None:
             pieces = form.pieces or []
             if form.adds_special_tokens:
@@ -126,7 +134,11 @@ class PoolingPrompts(Prompts):
             adds = message.options.add_special_tokens is True
             # of a chat: the pieces stay apart
             return _Encoded(self._encode(pieces, wanted, adds, keeps_end), None)
-        ids = checked_ids(form.ids, self._limits.vocab_size)
+        return self._checked(form.ids, type_ids, wanted, keeps_end)
+
+    def _checked(self, given: Any, type_ids: Any, wanted: int | None, keeps_end: bool) -> _Encoded:
+        """Check the caller's own ids, and truncate them."""
+        ids = checked_ids(given, self._limits.vocab_size)
         if type_ids is not None:
             num_types = self._limits.num_token_types or 2  # of a model without, which ignores them
             type_ids = checked_ids(type_ids, num_types, TYPES)
@@ -136,6 +148,16 @@ class PoolingPrompts(Prompts):
             kept = slice(-wanted, None) if keeps_end else slice(wanted)
             ids, type_ids = ids[kept], type_ids and type_ids[kept]
         return _Encoded(ids, type_ids)
+
+    def _encode_seen(self, form: Form, message: Render, type_ids: Any) -> _Encoded:
+        """Encode a prompt with images.  A plain text gets the prompt of sentence-transformers, as without images."""
+        if type_ids is not None:
+            raise invalid(TYPES, "not with images")
+        if form.adds_special_tokens and form.pieces:
+            first, *rest = form.pieces
+            form = form._replace(pieces=[self._spec.default_prompt + first, *rest])
+        ids, items = self._with_images(form, message)
+        return _Encoded(ids, None, media=items)
 
     def _form(self, prompt: Any) -> Form:
         form = super()._form(prompt)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trouper.actors.messages.requests import RequestOptions
-from trouper.frontends.python.scoring import Pooled
+from trouper.frontends.python.scoring import Content, Pooled, Side
 from trouper.frontends.server.http.context import JSON
 from trouper.frontends.server.pooling.encodings import (
     Encoding,
@@ -106,14 +106,14 @@ def build_scores(serving: PoolingServeContext, outputs: list[Pooled]) -> Reply:
 
 
 def build_ranking(
-    serving: PoolingServeContext, outputs: list[Pooled], texts: list[str], num: int
+    serving: PoolingServeContext, outputs: list[Pooled], texts: list[Side], num: int
 ) -> Reply:
     scores = [_number(output) for output in outputs]
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[:num]
     results = [
         {
             "index": i,
-            "document": {"text": texts[i], "multi_modal": None},
+            "document": _shown(texts[i]),
             "relevance_score": scores[i],
         }
         for i in best
@@ -122,6 +122,12 @@ def build_ranking(
     usage = {"prompt_tokens": num, "total_tokens": num}
     reply = {"id": serving.id, "model": serving.model, "usage": usage, "results": results}
     return Reply(as_json(reply))
+
+
+def _shown(side: Side) -> dict[str, Any]:
+    if isinstance(side, Content):
+        return {"text": None, "multi_modal": side.parts}
+    return {"text": side, "multi_modal": None}
 
 
 def build_cohere(

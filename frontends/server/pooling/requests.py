@@ -48,6 +48,9 @@ class InputRequest(PoolingRequestFields, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    # Of images in `messages`; no other input has any.
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
 
 
 class EncodedRequest(InputRequest, kw_only=True):
@@ -88,27 +91,34 @@ class ScoringFields(PoolingRequestFields, kw_only=True):
     max_tokens_per_doc: int | None = None  # the same
 
 
+class RerankDocument(msgspec.Struct, kw_only=True):
+    """A text in Cohere's form, or the parts of a message, with images."""
+
+    text: str | None = None
+    content: list[dict[str, Any]] | None = None
+
+
+Scored = str | RerankDocument
+ScoredSide = Scored | list[Scored]
+
+
 class ScoreRequest(ScoringFields, kw_only=True):
     """The body of `POST /score`: two sides of pairs, under any of four names."""
 
-    data_1: str | list[str] | None = None
-    data_2: str | list[str] | None = None
-    queries: str | list[str] | None = None
-    documents: str | list[str] | None = None
-    items: str | list[str] | None = None
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
-
-
-class RerankDocument(msgspec.Struct, kw_only=True):
-    text: str
+    data_1: ScoredSide | None = None
+    data_2: ScoredSide | None = None
+    queries: ScoredSide | None = None
+    documents: ScoredSide | None = None
+    items: ScoredSide | None = None
+    text_1: ScoredSide | None = None
+    text_2: ScoredSide | None = None
 
 
 class RerankRequest(ScoringFields, kw_only=True):
     """`POST /rerank`, `/v1/rerank`, `/v2/rerank`."""
 
-    query: str
-    documents: list[str | RerankDocument]
+    query: Scored
+    documents: list[Scored]
     top_n: int | None = None
     return_documents: bool | None = None
 

@@ -20,15 +20,17 @@ from trouper.actors.messages.requests import RequestOptions, client_options
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.python.scoring import (
+    Content,
     Places,
     Pooled,
     PoolingGeneration,
     Scorer,
+    Side,
     as_pairs,
     collect,
 )
 from trouper.frontends.server.generation.streams import final_outputs
-from trouper.frontends.server.generation.transcript import chat_prompt
+from trouper.frontends.server.generation.transcript import MAX_PARTS, chat_prompt
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.headers import read_placement
 from trouper.frontends.server.pooling.encodings import COHERE_TYPES, Encoding
@@ -50,6 +52,7 @@ from trouper.frontends.server.pooling.requests import (
     PoolingRequest,
     PoolingRequestFields,
     RerankRequest,
+    ScoredSide,
     ScoreRequest,
     ScoringFields,
 )
@@ -115,21 +118,36 @@ async def create_score(service: Service, context: RequestContext, request: Score
     if getattr(request, first) is None or getattr(request, second) is None:
         rule = "give two sides: text_1 and text_2, data_1 and data_2, or queries and documents"
         raise invalid("data_1", rule)
-    queries, documents, places = as_pairs(
-        getattr(request, first), getattr(request, second), (first, second)
-    )
+    sides = (_sides(getattr(request, name), name) for name in (first, second))
+    queries, documents, places = as_pairs(*sides, (first, second))
     outputs, serving = await _score(service, context, request, queries, documents, places)
     await _send(service, context, partial(build_scores, serving, outputs))
 
 
 async def create_rerank(service: Service, context: RequestContext, request: RerankRequest) -> None:
-    texts = [d if isinstance(d, str) else d.text for d in request.documents]
+    texts: list[Side] = _sides(request.documents, "documents")
+    query = _sides(request.query, "query")
     if request.top_n is not None and request.top_n < 0:
         raise invalid("top_n", "must be at least 0", request.top_n)
-    queries, _, places = as_pairs(request.query, texts, ("query", "documents"))
+    queries, _, places = as_pairs(query, texts, ("query", "documents"))
     outputs, serving = await _score(service, context, request, queries, texts, places)
     num = request.top_n or len(texts)
     await _send(service, context, partial(build_ranking, serving, outputs, texts, num))
+
+
+def _sides(given: ScoredSide, place: str) -> Any:
+    """Return texts and contents of one side, each in the form that the scorer takes."""
+    if isinstance(given, list):
+        return [_sides(each, f"{place}[{i}]") for i, each in enumerate(given)]
+    if isinstance(given, str):
+        return given
+    if (given.text is None) == (given.content is None):
+        raise invalid(place, "must have one of text and content")
+    if given.text is not None:
+        return given.text
+    if not given.content or len(given.content) > MAX_PARTS:
+        raise invalid(f"{place}.content", f"must contain 1 to {MAX_PARTS} parts")
+    return Content(given.content)
 
 
 async def create_cohere_embedding(
@@ -228,6 +246,7 @@ def _context(
         "data_parallel_rank": placement.data_parallel_rank,
         "priority": priority,
         "key": context.tenant,
+        "cache_scope": context.cache_scope,
     }
     return PoolingServeContext(
         prompts=prompts,
@@ -290,8 +309,8 @@ async def _score(
     service: Service,
     context: RequestContext,
     request: ScoringFields,
-    queries: Sequence[str],
-    documents: Sequence[str],
+    queries: Sequence[Side],
+    documents: Sequence[Side],
     places: Places,
 ) -> tuple[list[Pooled], PoolingServeContext]:
     _spec(service, "score")

@@ -310,16 +310,14 @@ POOLING = Others(
         "late_interaction_params": "use /score or /rerank of a model for late interaction",
         "data": "use input or messages",
     },
-    {
-        name: IN_TEXTS[name]
-        for name in ("user", "metadata", "media_io_kwargs", "mm_processor_kwargs")
-    },
+    {name: HARMLESS[name] for name in ("user", "metadata")},
 )
 SCORING = Others(
     {
         **POOLING.refused,
         "instruction": "put it into the query",
         "chat_template_kwargs": "put what the template shall know into the query",
+        **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "give the server's --mm-processor-kwargs"),
     },
     POOLING.harmless,
 )  # fmt: skip

@@ -12,8 +12,9 @@ Laws:
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult
+from trouper.actors.executor.media.encoder import ImageEncoder
+from trouper.actors.executor.media.tower import ADVICE
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head
 from trouper.actors.executor.models.families.encoders import encoder_traits
@@ -36,6 +39,7 @@ from trouper.actors.executor.runners.cpu.recorded_steps import RecordedEncoderSt
 from trouper.actors.executor.runners.cpu.unpaged_decoder import UnpagedDecoder
 from trouper.actors.executor.runners.model_runner import Profiler
 from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.request_slots import Axes
 from trouper.actors.executor.weights.encoder import (
     Project,
     Tensors,
@@ -45,6 +49,7 @@ from trouper.actors.executor.weights.encoder import (
     load_splade,
     load_token_classifier,
 )
+from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.steps import PoolDone, PoolEntry, PoolPlan, StepPlan
 from trouper.config.adapters import AdapterFiles
 from trouper.config.checkpoint.pooler import PoolerSpec
@@ -59,6 +64,7 @@ logger = logging.getLogger(__name__)
 # See `runner.TINY_BYTES`; the limit is lower here because every batch has many tokens.
 TINY_BYTES = 4 * 2**20
 FEW_TOKENS = 32
+NO_ROWS: Mapping[bytes, Tensor] = {}
 # A thread must start within this many seconds; otherwise it is an error.
 START_S = 60.0
 # The tokens of one pass: a layer's activations then fit into the L2 cache. Each further pass costs 0.4 ms of Python.
@@ -112,6 +118,7 @@ class PoolingRunner:
         self._is_pooled_late = (
             isinstance(self._traits, EncoderTraits) and self._traits.head.is_before_pooling
         )
+        self._images = _image_encoder(config, self._traits)
         self._embed: Project | None = None
         self._classify: Project | None = None
         # Their queue is bounded by the passes of `max_steps_in_flight` plans.
@@ -134,7 +141,9 @@ class PoolingRunner:
         )
 
     def sleep(self, level: int) -> None:
-        """Discard the weights at level 2. There is no KV memory to discard at level 1."""
+        """Discard the weights at level 2, and rows of images at level 1. There is no KV memory to discard."""
+        if self._images is not None:
+            self._images.sleep(level)
         if level >= 2:
             self._model = self._embed = self._classify = None
             self._recorded_steps.clear()
@@ -184,11 +193,20 @@ class PoolingRunner:
         assert isinstance(plan, PoolPlan), "this model pools"
         if self._model is None:
             raise RuntimeError("cannot run a step: the weights are not loaded")
+        rows = self._rows_of(plan)
         parts = slices(plan.entries, torch.get_num_threads())
         if len(parts) > 1 or self._num_launched or self._is_for_one(parts[0]):
-            return self._launch(plan.step, parts)
+            return self._launch(plan.step, parts, rows)
         with torch.inference_mode():
-            return PoolDone(plan.step, tuple(self._run(*parts)))
+            return PoolDone(plan.step, tuple(self._run(*parts, rows)))
+
+    def _rows_of(self, plan: PoolPlan) -> dict[bytes, Tensor]:
+        """Compute the rows of all images of a plan with all cores, before its passes are divided among threads."""
+        items = {item.key: item for entry in plan.entries for item in entry.media}
+        if not items:
+            return {}
+        assert self._images is not None, "the renderer refuses images without an encoder"
+        return {key: self._images.rows(item) for key, item in items.items()}
 
     def _is_for_one(self, columns: Sequence[PoolEntry]) -> bool:
         """Whether one core computes the texts sooner than it wakes another core for each operation.
@@ -197,8 +215,10 @@ class PoolingRunner:
         """
         return not self._can_record and sum(len(c.token_ids) for c in columns) <= FEW_TOKENS
 
-    def _launch(self, step: int, parts: Sequence[Sequence[PoolEntry]]) -> PendingResult[PoolDone]:
-        passes = [self._workers.submit(self._run_alone, part) for part in parts]
+    def _launch(
+        self, step: int, parts: Sequence[Sequence[PoolEntry]], rows: dict[bytes, Tensor]
+    ) -> PendingResult[PoolDone]:
+        passes = [self._workers.submit(self._run_alone, part, rows) for part in parts]
         self._num_launched += 1
 
         def is_ready() -> bool:
@@ -219,17 +239,28 @@ class PoolingRunner:
 
         return PendingResult(is_ready, finish, when_ready)
 
-    def _run_alone(self, columns: Sequence[PoolEntry]) -> list[np.ndarray]:
+    def _run_alone(
+        self, columns: Sequence[PoolEntry], rows: dict[bytes, Tensor]
+    ) -> list[np.ndarray]:
         with torch.inference_mode():
-            return self._run(columns)
+            return self._run(columns, rows)
 
-    def _run(self, columns: Sequence[PoolEntry]) -> list[np.ndarray]:
-        """Compute one forward pass and pool its hidden states."""
+    def _run(
+        self, columns: Sequence[PoolEntry], rows: Mapping[bytes, Tensor] = NO_ROWS
+    ) -> list[np.ndarray]:
+        """Compute one forward pass and pool its hidden states.
+
+        Args:
+            rows: the rows of images by key.
+        """
         assert self._model is not None
         # numpy is used because every call of torch releases the GIL, and the event loop may keep it for a millisecond.
         token_ids = np.concatenate([np.array(column.token_ids, np.int64) for column in columns])
         groups = _groups(columns)
-        hidden_TE = self._forward(token_ids, _type_ids(columns), groups)
+        if rows and any(column.media for column in columns):
+            hidden_TE = self._forward_images(token_ids, columns, groups, rows)
+        else:
+            hidden_TE = self._forward(token_ids, _type_ids(columns), groups)
         return self._finish(hidden_TE, columns, groups)
 
     def _forward(
@@ -252,6 +283,25 @@ class PoolingRunner:
         )
         ids_T, positions_T, types_T = map(from_numpy, (token_ids, positions, type_ids))
         return self._model.forward(ids_T, positions_T, types_T, groups)
+
+    def _forward_images(
+        self,
+        token_ids: np.ndarray,
+        columns: Sequence[PoolEntry],
+        groups: Sequence[Group],
+        rows: Mapping[bytes, Tensor],
+    ) -> Tensor:
+        assert isinstance(self._model, UnpagedDecoder)
+        positions = positions_of(groups)
+        embeds, axes = _embeds(columns, rows), _axes(columns)
+        return self._model.forward(
+            from_numpy(token_ids),
+            from_numpy(positions),
+            from_numpy(np.zeros_like(token_ids)),
+            groups,
+            embeds,
+            None if axes is None else from_numpy(axes),
+        )
 
     @property
     def _can_record(self) -> bool:
@@ -327,6 +377,8 @@ class PoolingRunner:
             self._model = load_encoder(tensors(self._dtype), traits, config.max_model_len)
         else:
             self._model = UnpagedDecoder.load(config, traits)
+        if self._images is not None:
+            self._images.load()
         if spec.splade is not None:
             if not isinstance(traits, EncoderTraits):
                 rule = "sparse embeddings (SpladePooling) of a decoder are not supported"
@@ -342,6 +394,51 @@ class PoolingRunner:
             self._classify = load_token_classifier(wide, spec.token_classifier, shape, tokenizer)
         else:
             self._classify = load_head(wide, head, traits.hidden_size, len(spec.labels), eps)
+
+
+def _image_encoder(
+    config: EngineConfig, traits: EncoderTraits | DecoderTraits
+) -> ImageEncoder | None:
+    """Return the encoder of the images that the config's model takes, if it takes any.
+
+    Raises:
+        UnsupportedFeatureError: the text model has no positions in three dimensions, and its images need them.
+    """
+    media = config.media
+    if media is None:
+        return None
+    ropes = () if isinstance(traits, EncoderTraits) else traits.ropes
+    if media.family.has_grids and not (ropes and all(rope.sections for rope in ropes)):
+        rule = f"images of {media.model_type} need mrope_section in config.json"
+        raise UnsupportedFeatureError(f"{rule}; {ADVICE}", parameter="model")
+    return ImageEncoder(partial(load_tower, config, media), media.encoder_cache_bytes)
+
+
+def _embeds(columns: Sequence[PoolEntry], rows: Mapping[bytes, Tensor]) -> list[tuple[int, Tensor]]:
+    """Return the rows of all images, each run with the index of its first token in the pass."""
+    found: list[tuple[int, Tensor]] = []
+    place = 0
+    for column in columns:
+        for item in column.media:
+            begin = 0
+            for offset, length in item.runs:
+                part = rows[item.key].narrow(0, begin, length)
+                found.append((place + item.first + offset, part))
+                begin += length
+        place += len(column.token_ids)
+    return found
+
+
+def _axes(columns: Sequence[PoolEntry]) -> np.ndarray | None:
+    """Return the positions [3, T] in time, height and width, or None if no image has them."""
+    if all(item.grid is None for column in columns for item in column.media):
+        return None
+    parts: list[np.ndarray] = []
+    for column in columns:
+        positions = np.arange(len(column.token_ids))
+        grids = [(x.first + x.runs[0][0], *x.grid) for x in column.media if x.grid is not None]
+        parts.append(Axes.of(grids).at(positions) if grids else np.repeat(positions[None], 3, 0))
+    return np.concatenate(parts, 1)
 
 
 def slices(columns: Sequence[PoolEntry], num_threads: int) -> list[Sequence[PoolEntry]]:

@@ -61,8 +61,15 @@ class UnpagedDecoder:
         positions_T: Tensor,
         type_ids_T: Tensor,
         groups: Sequence[Group],
+        embeds: Sequence[tuple[int, Tensor]] = (),
+        axes_3T: Tensor | None = None,
     ) -> Tensor:
-        """Compute the hidden states [T, E] of whole prompts. A decoder has no segments, so it ignores their ids."""
+        """Compute the hidden states [T, E] of whole prompts. A decoder has no segments, so it ignores their ids.
+
+        Args:
+            embeds: rows of images in place of embeddings, as (first token, rows).
+            axes_3T: positions in time, height and width, for images of a model that has them.
+        """
         traits = self._decoder.traits
         lengths = [group.length for group in groups for _ in range(group.num_sequences)]
         num_blocks = -(-np.array(lengths) // BLOCK_SIZE)
@@ -81,8 +88,9 @@ class UnpagedDecoder:
         scratch = torch.empty(
             (2, traits.num_kv_heads, num_slots, traits.head_dim), dtype=self._decoder.dtype
         )
-        tokens = HostTokens(token_ids_T, positions_T, slots_T)
-        return self._decoder.forward(tokens, plans, [scratch] * len(traits.layers))
+        tokens = HostTokens(token_ids_T, positions_T, slots_T, axes_3T)
+        caches = [scratch] * len(traits.layers)
+        return self._decoder.forward(tokens, plans, caches, embeds)
 
 
 class _GroupPlan(NamedTuple):
