@@ -44,9 +44,10 @@ def test_the_offline_example_runs(capsys):
     assert positions == sorted(positions)
 
 
-def test_page_of_images_shows_the_example():
+@pytest.mark.parametrize("name", ["images.py", "image_embeddings.py"])
+def test_page_of_images_shows_the_example(name):
     page = (ROOT / "docs" / "images.md").read_text()
-    assert (EXAMPLES / "images.py").read_text() in code_blocks(page, "python")
+    assert (EXAMPLES / name).read_text() in code_blocks(page, "python")
 
 
 @pytest.mark.slow
@@ -56,6 +57,9 @@ def test_example_of_images_runs(tmp_path):
     line = [sys.executable, str(EXAMPLES / "images.py"), str(tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     assert "55 tokens with the image" in done.stdout
+    line = [sys.executable, str(EXAMPLES / "image_embeddings.py"), str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("64 numbers\nsimilarity ")
     image = tmp_path / "red.png"
     Image.new("RGB", (64, 48), "red").save(image)
     line = [sys.executable, "-m", "trouper", "chat", str(tmp_path), "--image", str(image)]
