@@ -244,7 +244,7 @@ def test_who_is_done_with_plan_begins_next(tmp_path, monkeypatch):
     runner.load()
     right, has_begun, told = runner._run, threading.Event(), threading.Event()
 
-    def run(columns):
+    def run(columns, rows=()):
         if len(columns[0].token_ids) == 10:
             has_begun.set()
         elif columns[0].token_ids[0] == 5:
