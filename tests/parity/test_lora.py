@@ -218,6 +218,13 @@ MIXED = {
     "qwen3-5": ["q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "down_proj"],
     "lfm2": ["q_proj", "in_proj", "out_proj", "w2"],
     "granite-4-h": ["v_proj", "in_proj", "out_proj", "input_linear"],
+    "qwen3-next": [
+        "q_proj",
+        "in_proj_qkvz",
+        "out_proj",
+    ],
+    "lfm2-moe": ["k_proj", "in_proj", "0.feed_forward.w1", "0.feed_forward.w2"],
+    "granite-4-h-moe": ["in_proj", "shared_mlp.input_linear", "output_linear"],
 }
 
 

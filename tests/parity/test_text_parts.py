@@ -95,6 +95,15 @@ CASES = {
              "num_position_embeddings": 16}},
         CpuRunner,
     ),
+    "qwen3.5 moe": (
+        "Qwen3_5Moe",
+        {"text_config": TEXT | {
+            "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 6,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+         "vision_config": QWEN_TOWER | {"out_hidden_size": 64, "intermediate_size": 48, "num_position_embeddings": 16}},
+        CpuRunner,
+    ),
     "mixtral in llava": (
         "Llava",
         {"text_config": TEXT | {"model_type": "mixtral", "num_local_experts": 4},
