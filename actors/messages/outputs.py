@@ -122,10 +122,15 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks_cached: int = 0
     # Without the null block.
     num_blocks_total: int = 0
-    # Snapshots of recurrent states that prompts may begin with, and how many were saved and evicted so far.
+    # Snapshots of recurrent states: those that prompts may begin with, rows that steps in flight write or siblings wait for, and
+    # free rows.
     num_state_snapshots: int = 0
+    num_state_rows_pending: int = 0
+    num_state_rows_free: int = 0
+    # How many were saved and evicted so far, and how many sequences began with one.
     num_state_saves: int = 0
     num_state_evictions: int = 0
+    num_state_hits: int = 0
     # Tokens whose KV was cached, but which were computed again for lack of a state.
     num_state_misses: int = 0
     # A share: 0 … 1.

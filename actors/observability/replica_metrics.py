@@ -235,6 +235,14 @@ class ReplicaMetrics:
             "Tokens of prompts that would be finished by now if all were computed at once.",
             {(): stats.num_overdue_tokens},
         )
+        yield Number(
+            "state_snapshots", "Rows for copies of recurrent states, by use.",
+            keyed({
+                "offered": stats.num_state_snapshots,
+                "pending": stats.num_state_rows_pending,
+                "free": stats.num_state_rows_free,
+            }), ("state",),
+        )  # fmt: skip
         yield Number("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", {(): stats.kv_cache_usage})
         yield Number(
             "engine_sleep_state", "1 for the sleep state of the engine; none is 1 in a mere pause.",
@@ -288,6 +296,22 @@ class ReplicaMetrics:
                 stats.prefix_cache_queries,
             ),
             ("prefix_cache_hits", "Tokens found in the KV cache.", stats.prefix_cache_hits),
+            (
+                "prefix_cache_state_misses",
+                "Tokens found in the KV cache, but computed again for lack of a recurrent state.",
+                stats.num_state_misses,
+            ),
+            ("state_snapshot_saves", "Recurrent states copied.", stats.num_state_saves),
+            (
+                "state_snapshot_evictions",
+                "Copies of recurrent states that made room for others.",
+                stats.num_state_evictions,
+            ),
+            (
+                "state_snapshot_hits",
+                "Sequences that began with a copy of a recurrent state.",
+                stats.num_state_hits,
+            ),
             ("spec_decode_num_drafts", "Runs of drafted tokens verified.", stats.num_drafts),
             ("spec_decode_num_draft_tokens", "Drafted tokens verified.", stats.num_draft_tokens),
             (

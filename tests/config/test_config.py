@@ -89,6 +89,20 @@ def test_a_name_like_no_other_gets_no_suggestion():
         EngineArgs(zzz=4)
 
 
+@pytest.mark.parametrize(
+    ("name", "same", "other"),
+    [
+        ("mamba_cache_mode", "align", "all"),
+        ("mamba_ssm_cache_dtype", "float32", "bfloat16"),
+        ("mamba_ssm_cache_dtype", "float32", "float16"),
+    ],
+)
+def test_values_that_describe_the_engine_are_accepted(name, same, other):
+    EngineArgs(**{name: same})
+    with pytest.raises(UnsupportedFeatureError, match=f"{name}='{other}'.*or '{same}'"):
+        EngineArgs(**{name: other})
+
+
 @pytest.mark.parametrize("name", sorted(NOT_IMPLEMENTED.keys() - EQUIVALENT))
 def test_what_is_not_implemented_is_accepted_at_its_default_only(name):
     EngineArgs(**{name: NOT_IMPLEMENTED[name]})

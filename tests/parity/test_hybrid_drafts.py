@@ -21,17 +21,22 @@ SUFFIX = {"method": "suffix"}
 NAMES = ("seeded", "logprobs", "stop", "several")
 
 
-@pytest.fixture(scope="module", params=CASES)
-def hybrid(request, tmp_path_factory):
-    """The folder of a tiny hybrid with the demo model's tokenizer, and its answers without drafts."""
-    folder = tmp_path_factory.mktemp(request.param)
-    name, fields = RECURRENT[request.param]
+def write_hybrid(case, folder):
+    """Write a tiny hybrid with the demo model's tokenizer."""
+    name, fields = RECURRENT[case]
     vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
     tiny_model(name, fields | {"vocab_size": vocab_size}, folder)
     for file in DEMO_MODEL.glob("tokenizer*"):
         shutil.copy(file, folder)
-    with LLM(str(folder), **BASE) as llm:
-        return str(folder), run(llm, (*NAMES, "penalties"))
+    return folder
+
+
+@pytest.fixture(scope="module", params=CASES)
+def hybrid(request, tmp_path_factory):
+    """The folder of a tiny hybrid, and its answers without drafts."""
+    folder = str(write_hybrid(request.param, tmp_path_factory.mktemp(request.param)))
+    with LLM(folder, **BASE) as llm:
+        return folder, run(llm, (*NAMES, "penalties"))
 
 
 def check(llm, wanted, names):

@@ -62,6 +62,27 @@ def check(llm, greedy, prompts, count=8):
     return [output.num_cached_tokens for output in outputs]
 
 
+def test_metrics_count_snapshots(hybrid):
+    with LLM(hybrid[0], **ENGINE, disable_log_stats=False) as llm:
+        first = tokens(1, 93)
+        for prompt in (first, first, first[:70] + tokens(2, 30)):
+            generate(llm, [prompt])
+        metrics = {(m.name, *m.labels.values()): m for m in llm.get_metrics()}
+    found = {
+        name: next(m.value for key, m in metrics.items() if key[0] == f"trouper:{name}")
+        for name in ("state_snapshot_saves", "state_snapshot_hits", "prefix_cache_state_misses")
+    }
+    assert found == {
+        "state_snapshot_saves": 3,
+        "state_snapshot_hits": 1,
+        "prefix_cache_state_misses": 64,
+    }
+    states = {key[-1]: m.value for key, m in metrics.items() if key[0] == "trouper:state_snapshots"}
+    assert states["offered"] == 3
+    assert states["pending"] == 0
+    assert states["free"] > 0
+
+
 def test_prefixes_are_found_where_states_are(engine, hybrid):
     greedy, first = hybrid[1], tokens(1, 93)
     assert check(engine, greedy, [first]) == [0]

@@ -311,6 +311,9 @@ _EQUIVALENT = """
     jit_monitor_verbose pt_load_map_location mm_device_do_normalize show_hidden_metrics_for_version
 """
 EQUIVALENT = frozenset(_EQUIVALENT.split())
+# Values other than the default that describe what the engine does in any case: states of recurrent models are float32, and are
+# saved at the boundaries of blocks.
+ALREADY_SO = {"mamba_cache_mode": "align", "mamba_ssm_cache_dtype": "float32"}
 
 
 def check_not_implemented(name: str, value: Any) -> None:
@@ -325,11 +328,13 @@ def check_not_implemented(name: str, value: Any) -> None:
     value = getattr(value, "value", value)  # a member of one of vLLM's enumerations
     is_off = default is None and value in (False, "")
     is_default = value is None or value == default or is_off or value in ({}, [], set())
+    is_default = is_default or value == ALREADY_SO.get(name, default)
     if not is_default and name in EQUIVALENT:
         logger.warning("%s=%r has no effect: the answers are the same with it", name, value)
     elif not is_default:
         if name in NOT_NEEDED:
             raise UnsupportedFeatureError(f"{name}={value!r} is {NOT_NEEDED[name]}")
+        same = f" or {ALREADY_SO[name]!r}, which has the same effect" if name in ALREADY_SO else ""
         raise UnsupportedFeatureError(
-            f"{name}={value!r} is not supported yet; leave it at {default!r}"
+            f"{name}={value!r} is not supported yet; leave it at {default!r}{same}"
         )

@@ -38,6 +38,7 @@ class SnapshotRows:
     """
 
     def __init__(self, first: int, count: int) -> None:
+        self.num_rows = count
         self._free = list(reversed(range(first, first + count)))
         # The least recently used first.
         self._offered: OrderedDict[bytes, int] = OrderedDict()
@@ -157,8 +158,8 @@ class StateSnapshots:
         self._block_size, self._has_cache, self._interval = block_size, has_cache, interval
         # The states of prompts without their last token, for siblings that have not started.
         self._forks: dict[RequestId, int] = {}
-        # Tokens whose KV was in the cache, but whose state was not.
-        self.num_state_misses = 0
+        # Sequences that began with a snapshot, and tokens whose KV was in the cache, but whose state was not.
+        self.num_hits = self.num_state_misses = 0
 
     def __repr__(self) -> str:
         rows = self.rows
@@ -169,6 +170,9 @@ class StateSnapshots:
         rows = self.rows
         return {
             "num_state_snapshots": rows.num_offered,
+            "num_state_rows_pending": rows.num_rows - rows.num_offered - rows.num_free,
+            "num_state_rows_free": rows.num_free,
+            "num_state_hits": self.num_hits,
             "num_state_saves": rows.num_saves,
             "num_state_evictions": rows.num_evictions,
             "num_state_misses": self.num_state_misses,
@@ -204,6 +208,7 @@ class StateSnapshots:
         if marks.junction:
             self.num_state_misses += marks.junction - start
         if row >= 0 and start % self._block_size == 0 and row != self.fork_row(sequence.request):
+            self.num_hits += 1
             self.rows.touch(sequence.hashes[start // self._block_size - 1])
 
     # Where a chunk ends, and what is saved there
