@@ -16,8 +16,11 @@ to its total.  The two nibbles of a byte of weight are extracted in registers an
 Law: a row's result depends neither on the number of rows nor on the processor.  Sums of integers are exact, and the
 groups fix the order of everything else (`kernels/reference/linear.py` has the same bits).
 
-Four interleaved panels are one stream of memory.  Within a group the panels are processed one after the other, so that
-only one panel's accumulators are in registers; the totals, used once a group, stay in the first cache.
+Four interleaved panels are one stream of memory.  With thirty-two registers and up to five rows it is read in the order
+of its addresses, and the accumulators of all four panels are in registers.  In other blocks the panels of a group are
+processed one after the other, with the accumulators of only one.  The totals, used once a group, stay in the first cache.
+A prefetch takes one of the core's few places for missing cache lines, so up to three rows, which wait for memory, leave
+seven of eight lines to the processor's own prefetcher.
 
 Roofline: O I (bits / 8 + 2 / G) bytes, T O I products.
 """
@@ -46,6 +49,10 @@ from trouper.kernels.formats import BITS, Format, integers_per_word
 # times as long for each row.
 _FEW = (1, 2, 3, 4, 5, 6) if num_registers() == 32 else (1, 2, 3)
 BYTE_BLOCKING = Blocking(few=tuple(Block(PANELS, rows) for rows in _FEW), many=Block(PANELS, 4))
+# Up to this many rows the accumulators of four panels fit in the registers.
+IN_ORDER = 5 if num_registers() == 32 else 0
+# Up to this many rows one row of steps in two is prefetched, by its first line.
+SPARSE = 3
 EIGHTS = 0x0F0F0F0F  # the low nibbles of a word
 ONES = 0x00010001
 # Stored zeros exceed -(z + 8) by this number.
@@ -174,24 +181,38 @@ class ByteProduct:
         ]
         totals = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in at_panel]
         per_group = self._length // self._group
+        parts = [range(PANELS)] if rows <= IN_ORDER else [(p,) for p in range(PANELS)]
         for g in code.loop(0, num_groups):
             for stream in (*scales, *zeros, *minima):
                 stream.enter(g)
             for k in code.loop(g * per_group, (g + 1) * per_group):
                 own = [record + k * RECORD for record in records]
-                for p, of_panel in enumerate(totals):
-                    zero = zeros[p].at(g).load() if zeros else None
-                    sums = self._sums(weights[p], xs, own, k, zero)
-                    scale = scales[p].at(g).load()
-                    least = minima[p].at(g).load() if minima else None
-                    for total, part, record in zip(of_panel, sums, own, strict=True):
-                        factor = scale * record.of("f32")[SCALE]
-                        total.set(code.fma(code.to_f32x16(part), factor, total))
-                        if least is not None:
-                            x_sum = code.f32x16(record.of("f32")[SCALED_SUM])
-                            total.set(code.fma(x_sum, least, total))
+                for part in parts:
+                    zero = [zeros[p].at(g).load() for p in part if zeros]
+                    sums = self._sums([weights[p] for p in part], xs, own, k, zero)
+                    for p, of_panel in zip(part, sums, strict=True):
+                        scale = scales[p].at(g).load()
+                        least = minima[p].at(g).load() if minima else None
+                        self._add_group(totals[p], of_panel, own, scale, least)
         for panel, of_panel in zip(at_panel, totals, strict=True):
             self._finish(of_panel, panel, at_row)
+
+    def _add_group(
+        self,
+        totals: Sequence[Var],
+        sums: Sequence[Value],
+        records: Sequence[Pointer],
+        scale: Value,
+        least: Value | None,
+    ) -> None:
+        """Add each row's sums over a group to the totals of a panel, times both scales."""
+        code = self._code
+        for total, part, record in zip(totals, sums, records, strict=True):
+            factor = scale * record.of("f32")[SCALE]
+            total.set(code.fma(code.to_f32x16(part), factor, total))
+            if least is not None:
+                x_sum = code.f32x16(record.of("f32")[SCALED_SUM])
+                total.set(code.fma(x_sum, least, total))
 
     @property
     def _words(self) -> int:
@@ -202,44 +223,73 @@ class ByteProduct:
 
     def _sums(
         self,
-        weight: PanelStream,
+        weights: Sequence[PanelStream],
         xs: Sequence[Pointer],
         records: Sequence[Pointer],
         group: Value,
-        zero: Value | None,
-    ) -> list[Value]:
-        """Return each row's exact sums over a group of x."""
-        code = self._code
+        zeros: Sequence[Value],
+    ) -> list[list[Value]]:
+        """Return the exact sums of some panels over a group of x, for each row.
+
+        Args:
+            zeros: the stored zeros of each panel, or nothing.
+        """
         if self._fmt == "int8":
-            sums = [code.var(code.i32x16(0)) for _ in xs]
-            for step in self._steps(group, len(xs)):
-                weight.ask(step, AHEAD)
+            return self._sums_of_words(weights, xs, group)
+        code = self._code
+        starts = [
+            [self._correction(record, zeros[p] if zeros else None) for record in records]
+            for p in range(len(weights))
+        ]
+        # For AVX2 the sums of a group of int4 fit in 16 bits.
+        is_narrow = self._fmt == "int4" and not has_byte_dots()
+        sums = [
+            [code.var(code.i16x32(0) if is_narrow else start) for start in of_panel]
+            for of_panel in starts
+        ]
+        for number, step in self._steps(group, len(xs)):
+            x = [[code.i32x16(row[step * 2 + i]) for i in range(2)] for row in xs]
+            for p, weight in enumerate(weights):
+                self._ask(weight, step, p, number, len(xs))
+                word = weight.at(step).load()
+                halves = [self._unsigned((word >> 4 * i if i else word) & EIGHTS) for i in range(2)]
+                for total, own in zip(sums[p], x, strict=True):
+                    self._add(total, halves, own)
+        if not is_narrow:
+            return [[Value(code, total.ir) for total in of_panel] for of_panel in sums]
+        ones = code.i32x16(ONES)
+        return [
+            [code.word_pairs(t, ones) + start for t, start in zip(*of_panel, strict=True)]
+            for of_panel in zip(sums, starts, strict=True)
+        ]
+
+    def _sums_of_words(
+        self, weights: Sequence[PanelStream], xs: Sequence[Pointer], group: Value
+    ) -> list[list[Value]]:
+        """Return the sums of int8, by products of 16-bit integers."""
+        code = self._code
+        sums = [[code.var(code.i32x16(0)) for _ in xs] for _ in weights]
+        for number, step in self._steps(group, len(xs)):
+            for p, weight in enumerate(weights):
+                self._ask(weight, step, p, number, len(xs))
                 place = weight.at(step).of("i8")
                 for j in range(STEP):
                     pairs = code.as_i32x16(place.load_bytes(j * 2 * LANES))
-                    for r, row in enumerate(xs):
+                    for total, row in zip(sums[p], xs, strict=True):
                         x = code.i32x16(row[step * STEP + j])
-                        sums[r].set(code.word_dot(sums[r], pairs, x))
-            return [Value(code, total.ir) for total in sums]
-        starts = [self._correction(record, zero) for record in records]
-        # For AVX2 the sums of a group of int4 fit in 16 bits.
-        is_narrow = self._fmt == "int4" and not has_byte_dots()
-        if is_narrow:
-            sums = [code.var(code.i16x32(0)) for _ in xs]
-        else:
-            sums = [code.var(start) for start in starts]
-        for step in self._steps(group, len(xs)):
+                        total.set(code.word_dot(total, pairs, x))
+        return [[Value(code, total.ir) for total in of_panel] for of_panel in sums]
+
+    def _ask(self, weight: PanelStream, step: Value, place: int, number: int, rows: int) -> None:
+        """Prefetch a later step of a panel.
+
+        Args:
+            place: which of the panels that are read together this is.
+            number: the step's number in its group, if the steps are unrolled.
+        """
+        is_sparse = rows <= min(SPARSE, IN_ORDER)
+        if not is_sparse or (place == 0 and number % 2 == 0):
             weight.ask(step, AHEAD)
-            word = weight.at(step).load()
-            halves = [self._unsigned((word >> 4 * i if i else word) & EIGHTS) for i in range(2)]
-            for total, row in zip(sums, xs, strict=True):
-                self._add(total, halves, [code.i32x16(row[step * 2 + i]) for i in range(2)])
-        if not is_narrow:
-            return [Value(code, total.ir) for total in sums]
-        ones = code.i32x16(ONES)
-        return [
-            code.word_pairs(total, ones) + start for total, start in zip(sums, starts, strict=True)
-        ]
 
     def _unsigned(self, nibbles: Value) -> Value:
         """Return the unsigned bytes to multiply: the weights plus the constant that makes the smallest one 0."""
@@ -247,13 +297,13 @@ class ByteProduct:
             return nibbles
         return self._code.lookup_bytes([x - min(E2M1) for x in E2M1], nibbles)
 
-    def _steps(self, group: Value, rows: int) -> Iterator[Value]:
-        """Yield the steps of a group of x, unrolled for one row."""
+    def _steps(self, group: Value, rows: int) -> Iterator[tuple[int, Value]]:
+        """Yield the steps of a group of x with their numbers, unrolled for one row and for panels read in order."""
         steps = self._group // STEP
         first = group * steps
-        if rows == 1:
-            return (first + step for step in range(steps))
-        return self._code.loop(first, first + steps)
+        if rows <= max(IN_ORDER, 1):
+            return ((number, first + number) for number in range(steps))
+        return ((0, step) for step in self._code.loop(first, first + steps))
 
     def _add(self, total: Var, halves: Sequence[Value], xs: Sequence[Value]) -> None:
         """Add the products of one step."""
