@@ -29,7 +29,7 @@ TEMPLATE = (
 )
 FAMILIES = (
     "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "internvl", "mistral3", "pixtral",
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 
 
@@ -161,15 +161,32 @@ def _qwen(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
             "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
         },
     }  # fmt: skip
+    own["qwen3_5"] = own["qwen3_5_moe"] = {
+        name: value for name, value in own["qwen3_vl"].items() if name != "deepstack_visual_indexes"
+    }
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    if kind == "qwen3_vl":
+    if kind.startswith("qwen3"):
         rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    configs = {"qwen2_vl": t.Qwen2VLConfig, "qwen2_5_vl": t.Qwen2_5_VLConfig}
-    cls = configs.get(kind, t.Qwen3VLConfig)
+    recurrent: dict[str, Any] = {}
+    if kind.startswith("qwen3_5"):
+        rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+        recurrent = {
+            "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        }  # fmt: skip
+    if kind.endswith("_moe"):
+        recurrent |= {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        }  # fmt: skip
+    cls = {
+        "qwen2_vl": t.Qwen2VLConfig, "qwen2_5_vl": t.Qwen2_5_VLConfig,
+        "qwen3_5": t.Qwen3_5Config, "qwen3_5_moe": t.Qwen3_5MoeConfig,
+    }.get(kind, t.Qwen3VLConfig)  # fmt: skip
     # The last special tokens in the order of `names`, behind 256 bytes and three others.
     ids = dict(zip(("image", "video", "vision_start", "vision_end"), range(259, 263), strict=True))
     config = cls(
-        text_config={**TEXT, "head_dim": 16, "rope_parameters": rope},
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": rope, **recurrent},
         vision_config={**tower, **own[kind]},
         **{f"{name}_token_id": id for name, id in ids.items()},
     )

@@ -36,20 +36,23 @@ class VisionFamily(NamedTuple):
         processor: its class for prompts with images.
         inputs: the arguments of `get_image_features`, as far as the image processor returns them.
         has_grids: rows have positions in time, height and width (M-RoPE).
+        library: the folder of the library that contains the processor, if it is not named like the family.
     """
 
     processor: str
     inputs: tuple[str, ...]
     has_grids: bool = False
+    library: str = ""
 
 
 _TILED = ("pixel_values", "image_sizes")
 _GRIDS = ("pixel_values", "image_grid_thw")
 _MASKED = ("pixel_values", "pixel_attention_mask")
+_QWEN3 = VisionFamily("Qwen3VLProcessor", _GRIDS, has_grids=True, library="qwen3_vl")
 # By the `model_type` of config.json.  In all of them a row sees only what precedes it.
 FAMILIES = {
     "llava": VisionFamily("LlavaProcessor", _TILED),
-    "vipllava": VisionFamily("LlavaProcessor", ("pixel_values",)),
+    "vipllava": VisionFamily("LlavaProcessor", ("pixel_values",), library="llava"),
     "llava_next": VisionFamily("LlavaNextProcessor", _TILED),
     "llava_onevision": VisionFamily("LlavaOnevisionProcessor", (*_TILED, "batch_num_images")),
     "idefics3": VisionFamily("Idefics3Processor", _MASKED),
@@ -57,7 +60,9 @@ FAMILIES = {
     "internvl": VisionFamily("InternVLProcessor", ("pixel_values",)),
     "qwen2_vl": VisionFamily("Qwen2VLProcessor", _GRIDS, has_grids=True),
     "qwen2_5_vl": VisionFamily("Qwen2_5_VLProcessor", _GRIDS, has_grids=True),
-    "qwen3_vl": VisionFamily("Qwen3VLProcessor", _GRIDS, has_grids=True),
+    "qwen3_vl": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
     "mistral3": VisionFamily("PixtralProcessor", _TILED),
 }
 # A LLaVA with this tower has the image processor of Pixtral.

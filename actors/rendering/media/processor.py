@@ -176,8 +176,7 @@ class _Pixtral:
 
 def _texts(config: MediaConfig, fields: Mapping[str, Any]) -> _Texts:
     name = config.family.processor
-    kind = "idefics3" if config.model_type == "idefics3" else config.model_type
-    kind = "llava" if kind == "vipllava" else kind
+    kind = config.family.library or config.model_type
     module: Any = import_module(f"transformers.models.{kind}.processing_{kind}")
     return _Texts(getattr(module, name), fields)
 

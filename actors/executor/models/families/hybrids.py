@@ -27,6 +27,8 @@ from trouper.actors.executor.models.traits import (
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 ATTENTION: Mapping[str, Mixer] = {"full_attention": "attention", "attention": "attention"}
+# Pairs of a head that are rotated by time, height and width.
+SECTIONS = 11, 11, 10
 # The defaults of transformers for fields that the config lacks.
 QWEN3_NEXT: HfConfig = {
     "intermediate_size": 5632,
@@ -84,6 +86,11 @@ def _qwen3_5(config: HfConfig) -> DecoderTraits:
     _check_activation(config)
     head_dim = config.get("head_dim", 256)
     partial = {"partial_rotary_factor": 0.25} | dict(config)
+    rope = rope_traits(partial, head_dim, may_be_partial=True)
+    if not rope.sections and rope.width // 2 == sum(SECTIONS):
+        rope = msgspec.structs.replace(rope, sections=SECTIONS)
+    # The library interleaves the three positions of images, whatever the config says.
+    rope = msgspec.structs.replace(rope, is_interleaved=bool(rope.sections))
     return common_traits(
         config,
         head_dim=head_dim,
@@ -93,7 +100,7 @@ def _qwen3_5(config: HfConfig) -> DecoderTraits:
         o_bias=bias,
         attention_scale=head_dim**-0.5,
         attention_gate=True,
-        ropes=(rope_traits(partial, head_dim, may_be_partial=True),),
+        ropes=(rope,),
         layers=_layers(config, by_default, {"linear_attention": "gated_delta"}),
         gated_delta=GatedDeltaTraits(
             num_k_heads=config.get("linear_num_key_heads", 16),
