@@ -34,7 +34,7 @@ from trouper.actors.messages.controls import (
     StopProfile,
     Wake,
 )
-from trouper.actors.observability.event_log import EventLog
+from trouper.actors.observability.event_log import RecentEvents
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.future import wait_shielded
@@ -55,7 +55,7 @@ class Controls:
         client: ControlClient,
         lifecycle: Lifecycle,
         metrics: Metrics | None,
-        events: EventLog,
+        events: RecentEvents,
         abort_all: Callable[[], list[Slot[Any]]],
     ) -> None:
         self._client = client

@@ -32,7 +32,7 @@ from trouper.actors.messages.controls import (
 )
 from trouper.actors.messages.outputs import SchedulerStats
 from trouper.actors.messages.requests import NO_OPTIONS, Render, RequestOptions
-from trouper.actors.observability.event_log import EventLog
+from trouper.actors.observability.event_log import RecentEvents
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
@@ -95,7 +95,7 @@ class EngineParts(msgspec.Struct, frozen=True):
     detokenizer: Detokenizer | None  # None in an engine that pools
     pooler: Pooler | None  # None in an engine that generates
     observer: Observer | None  # None when there is nothing to observe
-    events: EventLog
+    events: RecentEvents
     loop: EventLoop
     threads: Threads  # for blocking work
 

@@ -29,7 +29,7 @@ from trouper.actors.messages.controls import (
 )
 from trouper.actors.messages.outputs import RequestEnded, SchedulerStats
 from trouper.actors.messages.requests import MAX_OPEN_REQUESTS
-from trouper.actors.observability.event_log import EventLog
+from trouper.actors.observability.event_log import RecentEvents
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
@@ -193,7 +193,7 @@ async def _run_actors(
                 executors = _make_executors(executor_inboxes, to_scheduler, devices)
                 config, info, tokenizer, images = await _load(config, executors, threads, tasks)
                 policy = _make_policy(config, info)
-                events = EventLog()
+                events = RecentEvents()
                 observer = _make_observer(
                     config, info, observer_inbox, _replica_statistics(policy), note_ended, images, events
                 )  # fmt: skip
@@ -374,7 +374,7 @@ def _make_observer(
     statistics: Callable[[], tuple[SchedulerStats, ...]],
     note_ended: NoteEnded | None,
     images: ImageItems | None,
-    events: EventLog,
+    events: RecentEvents,
 ) -> Observer | None:
     """Make the observer; None when neither statistics nor traces are wanted."""
     metrics: Metrics | None = None

@@ -45,7 +45,7 @@ class EngineEvent(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int = 0
 
 
-class EventLog:
+class RecentEvents:
     """The last events of one engine, the oldest first.  Only the event loop of the engine writes it.
 
     Args:
@@ -59,7 +59,7 @@ class EventLog:
         self._next_id = 1
 
     def __repr__(self) -> str:
-        return f"<EventLog of {len(self._events)}, revision {self.revision}>"
+        return f"<RecentEvents of {len(self._events)}, revision {self.revision}>"
 
     def note(
         self,

@@ -76,6 +76,11 @@ class Metrics(Collector):
         """
         self._replicas[0].note_grammar(stats)
 
+    def cumulative(self, name: str) -> list[tuple[float, int]]:
+        """Return the buckets of a histogram, all replicas together: (upper bound, observations up to it)."""
+        parts = [replica.histograms[name].cumulative() for replica in self._replicas]
+        return [(pairs[0][0], sum(n for _, n in pairs)) for pairs in zip(*parts, strict=True)]
+
     def read_images(self, counts: Callable[[], tuple[int, int]]) -> None:
         """Read the lookups of processed images from `counts` at each scrape, and the images that were found.
 

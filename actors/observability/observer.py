@@ -25,7 +25,7 @@ from trouper.actors.messages.outputs import (
     StepStats,
 )
 from trouper.actors.messages.steps import DeviceBack, DeviceFailed, DeviceLost, ReplicaEvent
-from trouper.actors.observability.event_log import EventLog
+from trouper.actors.observability.event_log import RecentEvents
 from trouper.actors.observability.metrics import Metrics
 
 logger = logging.getLogger("trouper")
@@ -55,10 +55,10 @@ class Observer:
         statistics: Callable[[], Sequence[SchedulerStats]],
         interval_s: float,
         note_ended: Callable[[RequestEnded], None] | None = None,
-        events: EventLog | None = None,
+        events: RecentEvents | None = None,
     ) -> None:
         self.metrics = metrics
-        self._events = EventLog() if events is None else events
+        self._events = RecentEvents() if events is None else events
         # By replica: computed tokens that all losses so far have cost.
         self._num_lost: defaultdict[int, int] = defaultdict(int)
         self._inbox = inbox

@@ -6,6 +6,7 @@ loading at the same time as the server, if there is only one.
 
 import importlib.util
 import os
+import socket
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -28,8 +29,6 @@ from trouper.frontends.cli.arguments.server_options import variables_of
 from trouper.frontends.server.shared.settings import LARGEST_HEAD, ServeSettings
 
 if TYPE_CHECKING:
-    import socket
-
     from trouper.actors.executor.workers.launching import Launcher
 
 LOOPBACK = "127.0.0.1"
@@ -152,6 +151,7 @@ def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | No
                 shutdown_timeout_s=config.shutdown_timeout_s,
                 report=output.complain,
                 root_path=settings.root_path,
+                names=(settings.host, socket.gethostname()),
                 stays_dead=settings.keep_alive_on_engine_death,
                 terminal=terminal,
             )
@@ -165,7 +165,7 @@ def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | No
         anyio.run(main, backend=settings.loop, backend_options=loop_options(settings.loop))
 
 
-def _bind_ollama() -> "socket.socket":
+def _bind_ollama() -> socket.socket:
     """Listen at Ollama's address.  Raises TrouperValidationError if another program does, which is usually Ollama."""
     from trouper.frontends.server.http.listeners import bind_tcp
 

@@ -1,6 +1,6 @@
 """The last events of an engine: bounded, in order, and without repetition."""
 
-from trouper.actors.observability.event_log import MAX_EVENTS, MERGE_S, EventLog
+from trouper.actors.observability.event_log import MAX_EVENTS, MERGE_S, RecentEvents
 
 
 class Clock:
@@ -13,7 +13,7 @@ class Clock:
 
 def test_equal_refusals_of_a_second_are_one_event():
     clock = Clock()
-    log = EventLog(clock)
+    log = RecentEvents(clock)
     for reason in ("overloaded", "rate_limited", "overloaded"):
         log.note("refusal", reason)
     assert [(e.detail, e.count) for e in log.since(0)] == [("overloaded", 2), ("rate_limited", 1)]
@@ -23,7 +23,7 @@ def test_equal_refusals_of_a_second_are_one_event():
 
 
 def test_a_reader_gets_what_is_new_or_changed():
-    log = EventLog(Clock())
+    log = RecentEvents(Clock())
     log.note("preemption", count=3)
     log.note("loss", "signal", step=7, tokens=40, sequences=2)
     seen = log.revision
@@ -34,14 +34,14 @@ def test_a_reader_gets_what_is_new_or_changed():
 
 
 def test_losses_are_never_merged():
-    log = EventLog(Clock())
+    log = RecentEvents(Clock())
     log.note("loss", "signal", step=1)
     log.note("loss", "signal", step=2)
     assert [event.step for event in log.since(0)] == [1, 2]
 
 
 def test_the_log_is_bounded_and_forgets_the_oldest():
-    log = EventLog(Clock())
+    log = RecentEvents(Clock())
     for step in range(MAX_EVENTS + 5):
         log.note("loss", step=step)
     events = log.since(0)

@@ -11,7 +11,7 @@ from tests.support.engines import STEP_S, simulated_engine
 from trouper.actors.messages.controls import Flush, ObserverInbox
 from trouper.actors.messages.outputs import OutputStats, RequestEnded, SchedulerStats, StepStats
 from trouper.actors.messages.steps import DeviceBack, DeviceLost
-from trouper.actors.observability.event_log import EventLog
+from trouper.actors.observability.event_log import RecentEvents
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import INTAKE_PAUSE_S, Observer, interval_line
 from trouper.actors.runtime.future import Future
@@ -51,7 +51,7 @@ class Stage:
         self.metrics = Metrics("m", 64) if is_on else None
         self.observer, inbox = anyio.create_memory_object_stream[ObserverInbox](capacity)
         self.stats = stats()  # the scheduler's
-        self.events = EventLog()
+        self.events = RecentEvents()
         self.actor = Observer(
             inbox, self.metrics, lambda: (self.stats,), interval_s, note_ended, self.events
         )

@@ -7,6 +7,7 @@ in the engine.
 """
 
 import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,10 @@ from trouper.frontends.server.http.context import (
 )
 from trouper.frontends.server.http.decoding import decode
 from trouper.frontends.server.http.headers import cors_headers
+from trouper.frontends.server.http.hosts import HostNames
 from trouper.frontends.server.http.logs import access_line
 from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.ops.ui import SAFETY, is_below_ui
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import ErrorBody, HTTPError, describe, log
 from trouper.frontends.server.shared.settings import ServerSettings
@@ -57,16 +60,34 @@ class App:
 
     Several listeners may share one service, each with its own table of routes: control routes belong to the admin
     listener.
+
+    Args:
+        is_loopback: only browsers on this machine can connect, so the page is on by default, and may be opened by
+            local names only.
+        names: further names of the listener.
     """
 
     def __init__(
-        self, service: Service, *, is_admin_listener: bool = False, root_path: str = ""
+        self,
+        service: Service,
+        *,
+        is_admin_listener: bool = False,
+        root_path: str = "",
+        is_loopback: bool = False,
+        names: Iterable[str] = (),
     ) -> None:
         self.service = service
         # A prefix of the paths that a proxy does not remove.
         self._root_path = root_path
         self._settings = service.settings
-        self._authenticator = Authenticator(service.settings, is_admin_listener=is_admin_listener)
+        settings = service.settings
+        self._hosts = HostNames.of((*names, *settings.ui_hosts), is_loopback=is_loopback)
+        self._is_loopback = is_loopback
+        self._authenticator = Authenticator(
+            settings,
+            is_admin_listener=is_admin_listener,
+            has_page=is_loopback if settings.ui is None else settings.ui,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -132,10 +153,25 @@ class App:
         if self.service.gate.level >= Level.TIDY:
             context.own_headers += ((b"connection", b"close"),)
         context.check_head(self._settings)
+        is_page = is_below_ui(context.path)
+        if is_page:
+            context.own_headers += SAFETY
         route = self._authenticator.route(context)
+        if is_page or (route is not None and self._trusts_all(context, route)):
+            self._hosts.check(context)
         if route is not None:
             context.read_timeout(self._settings)
         return route
+
+    def _trusts_all(self, context: RequestContext, route: Route) -> bool:
+        """Return whether any page of a browser on this machine could use the route, if it were not for its host's name.
+
+        Ollama's routes are among them, because they read any content type and need no key if the server has none.
+        """
+        if not self._is_loopback:
+            return False
+        is_open = context.path.startswith("/api/") and not self._settings.api_keys
+        return is_open or self._authenticator.needs_no_admin_key(route)
 
     async def _perform(self, context: RequestContext) -> None:
         with ExitStack() as stack:

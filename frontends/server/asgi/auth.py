@@ -11,6 +11,7 @@ from hashlib import sha256
 from trouper.frontends.server.asgi.routes import ROUTES, find, nearest
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.route import Access, Route
+from trouper.frontends.server.ops.ui import is_below_ui
 from trouper.frontends.server.shared.errors import HTTPError, clean
 from trouper.frontends.server.shared.settings import ServerSettings
 
@@ -26,7 +27,9 @@ class Authenticator:
     With `is_admin_listener`, every client that can connect is trusted, unless there is an admin key.
     """
 
-    def __init__(self, settings: ServerSettings, *, is_admin_listener: bool = False) -> None:
+    def __init__(
+        self, settings: ServerSettings, *, is_admin_listener: bool = False, has_page: bool = False
+    ) -> None:
         self._admin_keys = _digests((settings.admin_key,) if settings.admin_key else ())
         self._user_keys = _digests(settings.api_keys) + (
             self._admin_keys if settings.api_keys else ()
@@ -38,7 +41,8 @@ class Authenticator:
         scope = settings.cache_scope
         self._separates_caches = scope == "key" or (scope == "auto" and len(settings.api_keys) > 1)
         self._open_paths = ADAPTER_PATHS if settings.allows_lora_updates else frozenset[str]()
-        self._served = [r for r in ROUTES if self._access(r) != "admin" or self._has_control]
+        self._has_page = has_page
+        self._served = [route for route in ROUTES if self._is_served(route)]
 
     def route(self, context: RequestContext) -> Route | None:
         """Return the route, or None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405.
@@ -48,7 +52,7 @@ class Authenticator:
         context.served = self._served
         methods: Mapping[str, Route] = find(context.path)
         access = next((self._access(route) for route in methods.values()), "user")
-        if access == "admin" and not self._has_control:
+        if not all(map(self._is_served, methods.values())):
             # The route is treated as nonexistent.
             methods, access = dict[str, Route](), "user"
         if context.path == "/metrics" and self._protects_metrics:
@@ -56,6 +60,7 @@ class Authenticator:
         if context.method == "OPTIONS":
             return None
         self._check_key(context, access)
+        context.has_control, context.is_admin = self._has_control, self._is_admin(context)
         if not methods:
             near = nearest(context.path, self._served)
             hint = (
@@ -69,6 +74,22 @@ class Authenticator:
             headers = ((b"allow", allowed.encode()),)
             raise HTTPError(405, "method_not_allowed", text, headers=headers)
         return methods[context.method]
+
+    def needs_no_admin_key(self, route: Route) -> bool:
+        """Return whether every client that can connect may use a control route."""
+        return self._access(route) == "admin" and not self._admin_keys
+
+    def _is_served(self, route: Route) -> bool:
+        if is_below_ui(route.path):
+            return self._has_page
+        return self._access(route) != "admin" or self._has_control
+
+    def _is_admin(self, context: RequestContext) -> bool:
+        if not self._has_control or not self._admin_keys:
+            return self._has_control
+        digest = sha256(_given_key(context) or b"").digest()
+        found = [hmac.compare_digest(digest, key) for key in self._admin_keys]
+        return any(found)
 
     def _access(self, route: Route) -> Access:
         return "user" if route.path in self._open_paths else route.access

@@ -43,7 +43,7 @@ from trouper.frontends.server.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from trouper.frontends.server.ops import control, operations, slots
+from trouper.frontends.server.ops import control, operations, slots, ui
 from trouper.frontends.server.ops.control import (
     AbortRequest,
     LoadAdapterRequest,
@@ -78,6 +78,7 @@ MODE = {"enum": ["abort", "wait", "keep"]}
 TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}
 BOOL = {"type": "boolean"}
 EVENTS = {"stream": BOOL, "starting_after": {"type": "integer", "minimum": 0}}
+RATE = {"type": "integer", "minimum": 1, "maximum": 4}
 PAGE = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
     "order": {"enum": ["asc", "desc"]},
@@ -148,8 +149,17 @@ def choose_invoked(service: Service, body: bytes | memoryview) -> Route:
 
 
 ROUTES = (
-    Route("GET", "/", "public", operations.welcome, kind="text"),
-    Route("HEAD", "/", "public", operations.welcome, kind="text"),
+    *(
+        Route(method, path, "public", handler, kind="text")
+        for path, handler in (
+            ("/", ui.welcome),
+            ("/ui", ui.to_folder),
+            (ui.FOLDER, ui.send_file),
+            (ui.FILE, ui.send_file),
+        )
+        for method in ("GET", "HEAD")
+    ),
+    Route("GET", ui.STATE, "user", ui.stream_state, kind="events", query={"hz": RATE}),
     Route("GET", "/health", "public", operations.ready, kind="empty"),
     Route("GET", "/health/live", "public", operations.live, kind="empty"),
     Route("GET", "/health/ready", "public", operations.ready, kind="empty"),
@@ -302,6 +312,8 @@ def _template(path: str) -> str:
     """Return the path of the table for a path with a variable part."""
     if path.startswith(operations.MODELS) and path != operations.MODELS:
         return MODEL
+    if path.startswith(ui.FOLDER):
+        return ui.FILE
     if path.startswith("/slots/"):
         return slots.SLOT
     if path.startswith(RESPONSES) and path != RESPONSES:

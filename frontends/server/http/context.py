@@ -87,6 +87,8 @@ class RequestContext:
         # The number of events of the stream so far.
         self.num_events = 0
         self.tenant = ""  # which of the keys
+        # Whether the listener has control routes, and whether this client may use them.
+        self.has_control = self.is_admin = False
         # Requests of one scope share prefixes of the cache.
         self.cache_scope = b""
         # The deadline, and whether the client itself has set one; see `read_timeout`.

@@ -3,6 +3,7 @@
 Sockets are bound before the model is loaded, so that a used port fails the start at once.
 """
 
+import ipaddress
 import os
 import socket
 import ssl
@@ -50,6 +51,13 @@ class Listener:
         host, port = self.sock.getsockname()[:2]
         scheme = "http" if self.certfile is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether browsers on this machine, and only those, can connect.  They cannot open a socket file."""
+        if self.sock.family == socket.AF_UNIX:
+            return False
+        return ipaddress.ip_address(self.sock.getsockname()[0]).is_loopback
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Load the certificate and the key.  Returns None without a certificate.

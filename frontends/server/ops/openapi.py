@@ -119,6 +119,8 @@ def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
 def _answer(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     if route.kind == "empty":
         return {"description": "OK"}
+    if route.kind == "events":
+        return {"description": "OK", "content": {"text/event-stream": {}}}
     if route.kind == "text":
         return {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
     schema = refs[route.reply] if route.reply is not None else {"type": "object"}

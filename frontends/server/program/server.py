@@ -104,6 +104,7 @@ class Server:
         shutdown_timeout_s: float,
         report: Callable[[str], None],
         root_path: str = "",
+        names: Sequence[str] = (),
         stays_dead: bool = False,
         terminal: TextIO | None = None,
     ) -> None:
@@ -112,6 +113,8 @@ class Server:
         self._report = report
         # A prefix of the public listeners' paths that a proxy does not remove.
         self._root_path = root_path
+        # By which browsers may open the page, besides addresses.
+        self._names = names
         # Whether it answers with 5xx after the engine's death until a signal arrives.
         self._stays_dead = stays_dead
         # Shows the progress of loading, which is always logged.
@@ -161,7 +164,13 @@ class Server:
                     for listener in (*public, *admin):
                         is_admin = listener in admin
                         root_path = "" if is_admin else self._root_path
-                        app = App(self._service, is_admin_listener=is_admin, root_path=root_path)
+                        app = App(
+                            self._service,
+                            is_admin_listener=is_admin,
+                            root_path=root_path,
+                            is_loopback=listener.is_loopback,
+                            names=self._names,
+                        )
                         self._report(f"listening at {listener.address}, loading the model")
                         listeners.start_soon(serve, app, listener, self._shutdown, name="listener")
                     listeners.start_soon(self._run_background, name="background")

@@ -1,6 +1,6 @@
 """Metrics of the server itself, in addition to the engine's.  Label sets are fixed: no input of a client becomes a label."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import anyio
@@ -49,6 +49,8 @@ class ServerMetrics(Collector):
         self.level = Level.CALM
         self.gaps = Distribution(GAP_S)
         self.max_gap_s = 0.0
+        # The worst one of each quarter of the last second.
+        self.last_gaps_s: deque[float] = deque((0.0,), maxlen=4)
         self._rejections: Counter[str] = Counter()
         self._answers: Counter[tuple[str, int]] = Counter()
         self._tool_calls: Counter[tuple[str, str]] = Counter()
@@ -56,6 +58,11 @@ class ServerMetrics(Collector):
 
     def note_rejection(self, reason: str) -> None:
         self._rejections[reason] += 1
+
+    @property
+    def num_rejections(self) -> int:
+        """Count the refused requests so far, for whatever reason."""
+        return sum(self._rejections.values())
 
     def note_answer(self, route: str, status: int) -> None:
         """Count a response.  Status 0 means that the client disconnected before it.

@@ -110,6 +110,8 @@ class Service:
         self._last_adapter = 0
         # Sizes and types for Ollama's clients, once one has asked.
         self.model_files: ModelFiles | None = None
+        # Makes the frames of the page.  Its module is imported when the page is opened first.
+        self.feed: object | None = None
         # Contexts by the engine's request id, oldest first.
         self._open: dict[str, RequestContext] = {}
 
@@ -239,8 +241,10 @@ class Service:
         self._note_throughput()
         self.gate.let_in()
         self.gate.look(is_paused=self.engine.lifecycle.is_sleeping)
+        self.metrics.last_gaps_s.append(lag_s)
         level = self._ladder.look(memory_used(), lag_s)
         if level != self.gate.level:
+            self._engine.events.note("overload", level.name.lower())
             logger.warning("overload: %s after %s", level.name, self.gate.level.name)
         self.gate.level = self.metrics.level = level
         if level is Level.ABORT:
@@ -395,6 +399,10 @@ class Service:
     def forget(self, generation: "Generation[Any]") -> None:
         self._open.pop(generation.request_id, None)
 
+    def open_requests(self) -> Mapping[str, RequestContext]:
+        """Return the contexts of open requests by the engine's ids, the oldest first."""
+        return self._open
+
     def abort(self, request_ids: Iterable[str] | None) -> int:
         """Abort the requests with these client-visible ids, or all of them.
 
@@ -459,6 +467,7 @@ class Service:
     def _note_rejection(self, reason: str) -> None:
         self.metrics.note_rejection(reason)
         engine = self.engine
+        engine.events.note("refusal", reason)
         if engine.metrics is not None and reason in LIMITS:
             engine.metrics.note_rejection(reason)
 

@@ -257,6 +257,17 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             min=0.0,
         ),
     ] = 0.0
+    ui: Annotated[
+        bool | None,
+        Opt(
+            "Serve the page that shows the server, at /; by default on loopback addresses only.",
+            flags=("--ui/--no-ui",),
+        ),
+    ] = None
+    ui_hosts: Annotated[
+        tuple[str, ...],
+        Opt("Further host name by which browsers may open the page; repeatable.", name="ui_host"),
+    ] = ()
     allowed_origins: Annotated[
         tuple[str, ...], Opt("Origin whose pages may send requests, * for all; repeatable.")
     ] = ()

@@ -1,0 +1,207 @@
+"""Stream frames to the viewers of the page: a frame is made at most once a period, whatever the number of viewers.
+
+There is no task of its own.  All viewers wake at the same ticks of the clock; the first one of a tick makes the frame, the others
+send it too.  Without viewers nothing runs, and a viewer that reads slowly misses frames instead of queueing them.
+"""
+
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from trouper.frontends.server.http.context import RequestContext, encode
+from trouper.frontends.server.page.frames import (
+    ModelCard,
+    RequestFrame,
+    MeasuredModel,
+    describe,
+    model_card,
+    model_name,
+    request_frames,
+    server_frame,
+)
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import HTTPError, unavailable
+
+# Each viewer has a connection with up to 64 KiB in its buffers, so these take 6 MiB.
+MAX_VIEWERS = 100
+# Divisible by the rates that viewers may choose.
+TICKS_PER_S = 12
+RATES = ("1", "2", "3", "4")
+DEFAULT_HZ = "2"
+# Reading the memory of a process takes 12 ms, so it happens in a thread and rarely.
+MEMORY_PERIOD_S = 5.0
+
+
+class EventFrame(msgspec.Struct, frozen=True):
+    """One event of the page: a sentence, and what is needed to show it once.
+
+    An event with a known id replaces the one that a page has already.
+    """
+
+    id: int
+    model: str
+    at: float
+    kind: str
+    text: str
+
+
+class Feed:
+    """Make the frames of one server, and keep the newest one.  Only the event loop of the server uses it."""
+
+    def __init__(self, service: Service) -> None:
+        self.num_viewers = 0
+        # The number of frames made so far.
+        self.num_made = 0
+        self._service = service
+        self._started_at = time.time()
+        self._tick = -1
+        self._shared = b""
+        # Of the newest frame, by key; None stands for administrators, which see all.
+        self._requests: dict[str | None, bytes] = {}
+        self._cards: dict[Service, ModelCard] = {}
+        self._memory: dict[int, int] = {}
+        self._measured_s = -math.inf
+
+    def __repr__(self) -> str:
+        return f"<Feed for {self.num_viewers} viewers, {self.num_made} frames>"
+
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """The service of each model."""
+        return (self._service,)
+
+    def message(self, tick: int, tenant: str | None, since: dict[str, int], **own: bool) -> bytes:
+        """Return a server-sent event for one viewer.
+
+        Args:
+            tick: a frame of this tick or a later one is used again; otherwise one is made.
+            tenant: the key whose requests the viewer may see, or None for all.
+            since: the revision of events that the viewer has, by model; it is brought up to date.
+            own: further fields of this viewer's message.
+        """
+        if tick > self._tick:
+            self._shared = encode(self._make())
+            self._requests.clear()
+            self._tick = tick
+            self.num_made += 1
+        if tenant not in self._requests:
+            self._requests[tenant] = encode(self._requests_of(tenant))
+        rest = encode({"events": self._events(since), **own})
+        # All three are JSON objects, so the fields of one can follow those of another.
+        parts = self._shared[:-1], self._requests[tenant][1:-1], rest[1:]
+        return b"data: %b,%b,%b\n\n" % parts
+
+    async def measure(self, now: float) -> None:
+        """Read the memory of the processes again if the last reading is old."""
+        if now < self._measured_s + MEMORY_PERIOD_S:
+            return
+        self._measured_s = now
+        pids = [0, *(pid for service in self._open_services() for pid in _process_ids(service))]
+        self._memory = await anyio.to_thread.run_sync(_memory_of, pids)
+
+    def _make(self) -> object:
+        models = [self._served(service) for service in self.services]
+        return server_frame(
+            self._service,
+            models,
+            at=time.time(),
+            started_at=self._started_at,
+            memory_bytes=self._memory.get(0, 0),
+            viewers=self.num_viewers,
+        )
+
+    def _requests_of(self, tenant: str | None) -> dict[str, object]:
+        requests: list[RequestFrame] = []
+        num_more = 0
+        for service in self._open_services():
+            found, more = request_frames(service, tenant)
+            requests += found
+            num_more += more
+        return {"requests": requests, "more": num_more}
+
+    def _served(self, service: Service) -> MeasuredModel:
+        if service.is_starting:
+            return MeasuredModel(service, None, 0)
+        if service not in self._cards:
+            self._cards[service] = model_card(service)
+        num_bytes = sum(self._memory.get(pid, 0) for pid in _process_ids(service))
+        return MeasuredModel(service, self._cards[service], num_bytes)
+
+    def _open_services(self) -> list[Service]:
+        return [service for service in self.services if not service.is_starting]
+
+    def _events(self, since: dict[str, int]) -> list[EventFrame]:
+        found: list[EventFrame] = []
+        for service in self._open_services():
+            log, name = service.engine.events, model_name(service)
+            num_replicas = service.config.data_parallel_size
+            for event in log.since(since.get(name, 0)):
+                text = describe(event, num_replicas)
+                found.append(EventFrame(event.id, name, event.at, event.kind, text))
+            since[name] = log.revision
+        return found
+
+
+async def watch(service: Service, context: RequestContext) -> None:
+    """Send frames until the client leaves, the server stops, or the request's time is over.
+
+    Raises:
+        HTTPError: `hz` is out of range, or there are too many viewers.
+    """
+    hz = _rate(context)
+    if not isinstance(service.feed, Feed):
+        service.feed = Feed(service)
+    feed = service.feed
+    if feed.num_viewers >= MAX_VIEWERS:
+        raise unavailable("too_many_viewers", f"{MAX_VIEWERS} pages are open already")
+    feed.num_viewers += 1
+    try:
+        await _send_frames(feed, service, context, TICKS_PER_S // hz)
+    finally:
+        feed.num_viewers -= 1
+
+
+async def _send_frames(feed: Feed, service: Service, context: RequestContext, stride: int) -> None:
+    await context.start_events()
+    tenant = None if context.is_admin else context.tenant
+    since: dict[str, int] = {}
+    tick = math.floor(anyio.current_time() * TICKS_PER_S)
+    # A little before the deadline, so that the stream ends in order and the page opens another one.
+    while not service.is_draining and context.age_s < context.timeout_s - 1:
+        await feed.measure(anyio.current_time())
+        may_control = {"may_control": context.is_admin, "has_control": context.has_control}
+        await context.send_frame(feed.message(tick, tenant, since, **may_control))
+        if context.is_gone:
+            return
+        now = anyio.current_time() * TICKS_PER_S
+        tick = (math.floor(now + 0.01) // stride + 1) * stride
+        await anyio.sleep_until(tick / TICKS_PER_S)
+    await context.end_events(b"")
+
+
+def _rate(context: RequestContext) -> int:
+    given = context.query().get("hz", [DEFAULT_HZ])[0]
+    if given not in RATES:
+        raise HTTPError(400, "invalid_value", f"must be {', '.join(RATES)}", param="hz")
+    return int(given)
+
+
+def _process_ids(service: Service) -> Iterable[int]:
+    return (pid for executor in service.engine.snapshot().executors for pid in executor.process_ids)
+
+
+def _memory_of(pids: Iterable[int]) -> dict[int, int]:
+    """Return the proportional memory of processes in bytes; 0 stands for this process.  Ended ones are left out."""
+    found: dict[int, int] = {}
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid or 'self'}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        sizes = [int(line.split()[1]) for line in lines if line.startswith("Pss:")]
+        found[pid] = 1024 * sum(sizes)
+    return found
