@@ -14,9 +14,9 @@ import msgspec
 
 from trouper.frontends.server.http.context import RequestContext, encode
 from trouper.frontends.server.page.frames import (
+    MeasuredModel,
     ModelCard,
     RequestFrame,
-    MeasuredModel,
     describe,
     model_card,
     model_name,
