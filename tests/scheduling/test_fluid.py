@@ -41,7 +41,7 @@ def test_a_key_with_many_prompts_is_one_key():
     assert Desk(*[("many", 1000)] * 5, ("one", 900)).order[0] == 5
 
 
-def test_new_prompts_of_a_key_move_its_others_behind_another_key():
+def test_new_prompts_move_their_key_behind_another_one():
     desk = Desk(("a", 2000), ("b", 2048))
     assert desk.order == [0, 1]
     desk.fluid.plan({0: 2000})  # 1,000 of each in the fluid
