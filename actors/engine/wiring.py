@@ -39,6 +39,7 @@ from trouper.actors.rendering.media.downloads import Downloads
 from trouper.actors.rendering.media.items import ImageItems
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.prompts.prompts import Prompts
+from trouper.actors.rendering.prompts.two_towers import TwoTowerPrompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.runtime.event_loop import EventLoop, Threads, WorkerThreads
@@ -213,7 +214,8 @@ async def _run_actors(
                 else:
                     pooler = Pooler(pooler_inbox, config.pooler, threads)
                     await tasks.start(pooler.run, name="pooler")
-                    prompts = PoolingPrompts.for_engine(config, tokenizer, images)
+                    kind = TwoTowerPrompts if config.pooler.has_two_towers else PoolingPrompts
+                    prompts = kind.for_engine(config, tokenizer, images)
                     render_quickly, num_trying = prompts.render, 0
                 scheduler = Scheduler[Any](
                     scheduler_inbox,

@@ -330,7 +330,7 @@ def _side(given: Any, place: str) -> Side:
     if isinstance(given, Mapping):
         fields = cast("Mapping[str, Any]", given)
         parts = fields.get("content")
-        if fields.keys() == {"content"} and isinstance(parts, list | tuple) and parts:
+        if set(fields) == {"content"} and isinstance(parts, list | tuple) and parts:
             return Content(cast("Sequence[Any]", parts))
         raise invalid(place, "must be text, or a dict with content, a list of parts")
     raise invalid(place, "must be text", given)

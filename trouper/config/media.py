@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from trouper.config.args import EngineArgs
+from trouper.config.checkpoint.pooler import TWO_TOWERS
 from trouper.config.media_sources import MediaSources, media_sources
 from trouper.config.model import ModelConfig
 from trouper.errors import UnsupportedFeatureError, invalid
@@ -46,6 +47,7 @@ class VisionFamily(NamedTuple):
 
 
 _TILED = ("pixel_values", "image_sizes")
+_PIXELS = ("pixel_values",)
 _GRIDS = ("pixel_values", "image_grid_thw")
 _MASKED = ("pixel_values", "pixel_attention_mask")
 _QWEN3 = VisionFamily("Qwen3VLProcessor", _GRIDS, has_grids=True, library="qwen3_vl")
@@ -64,6 +66,9 @@ FAMILIES = {
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
     "mistral3": VisionFamily("PixtralProcessor", _TILED),
+    # With two towers an image is a prompt of its own, without a text in its place.
+    "clip": VisionFamily("", _PIXELS),
+    "siglip": VisionFamily("", _PIXELS),
 }
 # A LLaVA with this tower has the image processor of Pixtral.
 PIXTRAL = "pixtral"
@@ -89,6 +94,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_pixtral: bool = False
     # The URLs from which files are read.
     sources: MediaSources = MediaSources()
+    # Whether an image is a whole prompt, as one token.
+    has_two_towers: bool = False
 
     @property
     def family(self) -> VisionFamily:
@@ -122,7 +129,8 @@ def media_config(
         reason = "images are turned off (limit_mm_per_prompt or language_model_only)"
     if reason is not None:
         return None, reason
-    token_id = raw.get("image_token_id", raw.get("image_token_index"))
+    has_two_towers = model.architecture in TWO_TOWERS
+    token_id = 0 if has_two_towers else raw.get("image_token_id", raw.get("image_token_index"))
     if not isinstance(token_id, int) or not 0 <= token_id < model.vocab_size:
         return None, f"config.json has no image_token_id below vocab_size, {model.vocab_size}"
     vision: dict[str, Any] = raw.get("vision_config") or {}
@@ -138,6 +146,7 @@ def media_config(
         in_process=args.media_processor == "process" and hasattr(os, "memfd_create"),
         is_pixtral=kind == "mistral3" or vision.get("model_type") == PIXTRAL,
         sources=sources,
+        has_two_towers=has_two_towers,
     ), ""
 
 

@@ -4,6 +4,7 @@ The library's class is built with a text model of no layers, so that only the te
 in older checkpoints are.
 """
 
+import importlib.util
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.engine_config import EngineConfig
 from trouper.config.media import MediaConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+from trouper.extras import install_hint
 
 # The text model is built without layers and with a vocabulary of this size, and dropped at once.
 SMALL_VOCABULARY = 8
@@ -65,8 +67,36 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> VisionTower:
     return tower
 
 
+def load_whole(config: EngineConfig) -> Any:
+    """Read a model that the library computes as a whole.
+
+    Raises:
+        TrouperValidationError: the checkpoint lacks tensors.
+        UnsupportedFeatureError: transformers is not installed, or has no such class.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        text = f"{config.model.architecture} needs transformers: {install_hint('vision')}"
+        raise UnsupportedFeatureError(text, parameter="model")
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    with _quiet():
+        cls, hf_config = _library_class(config)
+        if config.load_format == "dummy":
+            return _random(cls, hf_config, config.seed, dtype).eval()
+        return _read(cls, hf_config, config.model.path, dtype, is_whole=True).eval()
+
+
 def _class_of(config: EngineConfig) -> tuple[Any, Any]:
     """Return the library's class and its config, with a text model without layers."""
+    cls, hf_config = _library_class(config)
+    text = hf_config.get_text_config(decoder=True)
+    text.num_hidden_layers, text.vocab_size = 0, SMALL_VOCABULARY
+    text.pad_token_id = hf_config.pad_token_id = None
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+    return cls, hf_config
+
+
+def _library_class(config: EngineConfig) -> tuple[Any, Any]:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -80,15 +110,12 @@ def _class_of(config: EngineConfig) -> tuple[Any, Any]:
     hf_config: Any = cast("Any", CONFIG_MAPPING[str(raw["model_type"])]).from_dict(dict(raw))
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
-    text = hf_config.get_text_config(decoder=True)
-    text.num_hidden_layers, text.vocab_size = 0, SMALL_VOCABULARY
-    text.pad_token_id = hf_config.pad_token_id = None
-    if getattr(text, "layer_types", None) is not None:
-        text.layer_types = []
     return cls, hf_config
 
 
-def _read(cls: Any, hf_config: Any, folder: str, dtype: torch.dtype) -> Any:
+def _read(
+    cls: Any, hf_config: Any, folder: str, dtype: torch.dtype, *, is_whole: bool = False
+) -> Any:
     try:
         model, info = cls.from_pretrained(
             folder,
@@ -112,7 +139,7 @@ def _read(cls: Any, hf_config: Any, folder: str, dtype: torch.dtype) -> Any:
         raise invalid("model", rule, folder) from error
     for problem, key in (("lacks", "missing_keys"), ("has misshapen", "mismatched_keys")):
         names = sorted(_name(found) for found in info.get(key) or ())
-        names = [name for name in names if not _is_of_text(name)]
+        names = [name for name in names if is_whole or not _is_of_text(name)]
         if names:
             shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
             raise TrouperValidationError(

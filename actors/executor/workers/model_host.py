@@ -127,6 +127,10 @@ class ModelHost:
 
     def _make_runner(self) -> "ModelRunner":
         if self._config.pooler is not None:
+            if self._config.pooler.has_two_towers:
+                from trouper.actors.executor.runners.cpu.two_towers import TwoTowerRunner
+
+                return TwoTowerRunner(self._config)
             from trouper.actors.executor.runners.cpu.pooling_runner import PoolingRunner
 
             return PoolingRunner(self._config)

@@ -208,6 +208,9 @@ class ImageItems:
         return placed, num_pixels
 
     def _placed(self, key: bytes, processed: ProcessedImage) -> PlacedItem:
+        if self._config.has_two_towers:
+            item = MediaItem(key, "image", processed.arrays, 1, ((0, 1),))
+            return PlacedItem((self._config.row_token_id,), item)
         ids = tuple(self._tokenizer.encode(processed.text, add_special_tokens=False))
         runs = tuple(_runs(ids, self._config.row_token_id))
         if not runs:

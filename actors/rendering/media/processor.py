@@ -59,11 +59,7 @@ class ImageProcessor:
             raise invalid("model", rule, config.folder) from error
         self._inputs = FAMILIES[config.model_type].inputs
         fields = _fields(folder, image_token)
-        self._texts = (
-            _Pixtral(fields, image_token)
-            if config.is_pixtral
-            else _texts(config, {**fields, "image_processor": self._images})
-        )
+        self._texts = _texts(config, {**fields, "image_processor": self._images}, image_token)
         self._known = tuple(sorted(self._images.valid_kwargs.__annotations__.keys() - OURS))
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
@@ -174,7 +170,22 @@ class _Pixtral:
         return self._break.join(lines) + self._end
 
 
-def _texts(config: MediaConfig, fields: Mapping[str, Any]) -> _Texts:
+class _NoTexts:
+    """No text: an image is a whole prompt."""
+
+    defaults: Mapping[str, Any] = {}
+
+    def text(self, arrays: Any) -> str:
+        return ""
+
+
+def _texts(
+    config: MediaConfig, fields: Mapping[str, Any], image_token: str
+) -> "_Texts | _Pixtral | _NoTexts":
+    if config.has_two_towers:
+        return _NoTexts()
+    if config.is_pixtral:
+        return _Pixtral(fields, image_token)
     name = config.family.processor
     kind = config.family.library or config.model_type
     module: Any = import_module(f"transformers.models.{kind}.processing_{kind}")

@@ -34,7 +34,7 @@ TYPES = "token_type_ids"
 PAIR_KEYS = frozenset({"prompt", "text_pair"})
 
 
-class _Encoded(msgspec.Struct, frozen=True):
+class PoolingEncoded(msgspec.Struct, frozen=True):
     ids: list[int]
     type_ids: list[int] | None
     num_keys: int | None = None
@@ -110,7 +110,7 @@ class PoolingPrompts(Prompts):
             last = self._resolved = given, given.resolve(self._spec)
         return last[1]
 
-    def _encoded(self, message: Render) -> _Encoded:
+    def _encoded(self, message: Render) -> PoolingEncoded:
         prompt: Any = message.prompt
         wanted, keeps_end = self._cut(message)
         if isinstance(prompt, str):
@@ -133,10 +133,12 @@ class PoolingPrompts(Prompts):
                 return self._encode_plain("".join(pieces), message, wanted, keeps_end)
             adds = message.options.add_special_tokens is True
             # of a chat: the pieces stay apart
-            return _Encoded(self._encode(pieces, wanted, adds, keeps_end), None)
+            return PoolingEncoded(self._encode(pieces, wanted, adds, keeps_end), None)
         return self._checked(form.ids, type_ids, wanted, keeps_end)
 
-    def _checked(self, given: Any, type_ids: Any, wanted: int | None, keeps_end: bool) -> _Encoded:
+    def _checked(
+        self, given: Any, type_ids: Any, wanted: int | None, keeps_end: bool
+    ) -> PoolingEncoded:
         """Check the caller's own ids, and truncate them."""
         ids = checked_ids(given, self._limits.vocab_size)
         if type_ids is not None:
@@ -147,9 +149,9 @@ class PoolingPrompts(Prompts):
         if wanted is not None and len(ids) > wanted:
             kept = slice(-wanted, None) if keeps_end else slice(wanted)
             ids, type_ids = ids[kept], type_ids and type_ids[kept]
-        return _Encoded(ids, type_ids)
+        return PoolingEncoded(ids, type_ids)
 
-    def _encode_seen(self, form: Form, message: Render, type_ids: Any) -> _Encoded:
+    def _encode_seen(self, form: Form, message: Render, type_ids: Any) -> PoolingEncoded:
         """Encode a prompt with images.  A plain text gets the prompt of sentence-transformers, as without images."""
         if type_ids is not None:
             raise invalid(TYPES, "not with images")
@@ -157,7 +159,7 @@ class PoolingPrompts(Prompts):
             first, *rest = form.pieces
             form = form._replace(pieces=[self._spec.default_prompt + first, *rest])
         ids, items = self._with_images(form, message)
-        return _Encoded(ids, None, media=items)
+        return PoolingEncoded(ids, None, media=items)
 
     def _form(self, prompt: Any) -> Form:
         form = super()._form(prompt)
@@ -167,7 +169,7 @@ class PoolingPrompts(Prompts):
 
     def _encode_plain(
         self, text: str, message: Render, wanted: int | None, keeps_end: bool
-    ) -> _Encoded:
+    ) -> PoolingEncoded:
         params: Any = message.params
         adds, late = message.options.add_special_tokens is not False, params.late_interaction_params
         max_each = message.options.max_text_tokens
@@ -180,7 +182,7 @@ class PoolingPrompts(Prompts):
 
     def _encode_pair(
         self, given: dict[str, Any], message: Render, wanted: int | None, keeps_end: bool
-    ) -> _Encoded:
+    ) -> PoolingEncoded:
         if unknown := given.keys() - PAIR_KEYS:
             raise invalid("prompt", "unknown keys beside 'text_pair'", sorted(map(str, unknown)))
         pair: tuple[Any, ...] = (given.get("prompt"), given["text_pair"])
@@ -198,7 +200,7 @@ class PoolingPrompts(Prompts):
         adds: bool,
         marks: Marks,
         max_each: tuple[int | None, ...],
-    ) -> _Encoded:
+    ) -> PoolingEncoded:
         """Such a text is always cut: queries and documents have the lengths of the model's training."""
         tokenizer = self._needed_tokenizer("prompt")
         if max_each[:1] != () and marks.text:  # the marker is no part of the text
@@ -208,7 +210,7 @@ class PoolingPrompts(Prompts):
         ids = self._encode_text(whole, marks.room(wanted), keeps_end, adds, max_each).ids
         num_leading = int(adds and bool(ids) and ids[0] in tokenizer.special_ids)
         marked = marks.mark(ids, num_leading)
-        return _Encoded(marked.ids, None, marked.num_keys, marked.skipped_rows)
+        return PoolingEncoded(marked.ids, None, marked.num_keys, marked.skipped_rows)
 
     def _encode_text(
         self,
@@ -217,7 +219,7 @@ class PoolingPrompts(Prompts):
         keeps_end: bool,
         adds: bool,
         max_each: tuple[int | None, ...] = (),
-    ) -> _Encoded:
+    ) -> PoolingEncoded:
         """Encode a text or a pair; each is cut to its own length first, then all to what is wanted."""
         tokenizer = self._needed_tokenizer("prompt")
         if not texts[0]:
@@ -251,7 +253,7 @@ class PoolingPrompts(Prompts):
             type_ids = checked_ids(type_ids, num_types, TYPES)
         if not self._fits:
             ids = checked_ids(ids, self._limits.vocab_size)
-        return _Encoded(ids, type_ids)
+        return PoolingEncoded(ids, type_ids)
 
     def _keeps_end(self, side: str | None) -> bool:
         """A text is cut at its end unless the request, or else the tokenizer, decides otherwise."""

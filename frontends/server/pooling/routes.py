@@ -118,8 +118,8 @@ async def create_score(service: Service, context: RequestContext, request: Score
     if getattr(request, first) is None or getattr(request, second) is None:
         rule = "give two sides: text_1 and text_2, data_1 and data_2, or queries and documents"
         raise invalid("data_1", rule)
-    sides = (_sides(getattr(request, name), name) for name in (first, second))
-    queries, documents, places = as_pairs(*sides, (first, second))
+    one, two = (_sides(getattr(request, name), name) for name in (first, second))
+    queries, documents, places = as_pairs(one, two, (first, second))
     outputs, serving = await _score(service, context, request, queries, documents, places)
     await _send(service, context, partial(build_scores, serving, outputs))
 

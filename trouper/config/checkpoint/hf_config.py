@@ -158,14 +158,22 @@ TEXT_DEFAULTS: dict[str, Fields] = {
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,
     },
+    "clip_text_model": {
+        "vocab_size": 49_408, "hidden_size": 512, "num_hidden_layers": 12, "max_position_embeddings": 77,
+    },
+    "siglip_text_model": {
+        "vocab_size": 32_000, "hidden_size": 768, "num_hidden_layers": 12, "max_position_embeddings": 64,
+    },
     "gemma3_text": {
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
     },
 }  # fmt: skip
 # Fields that the outer model decides, if its config has them: the end of an answer, the stored dtype, and whether the head is
-# the embedding.  A text_config repeats the defaults of its class for these.
-_OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+# the embedding, and the size of CLIP's embeddings.  A text_config repeats the defaults of its class for these.
+_OUTER = (
+    "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", "projection_dim",
+)  # fmt: skip
 _STRETCHED = ("llama3", "yarn", "longrope", "su")
 # Families with two kinds of layers, each with its own frequencies, and the kinds that `rope_scaling` changes.
 _SCALED_GROUPS = {

@@ -28,6 +28,8 @@ TOKEN_CLASSIFIERS = "ForTokenClassification"
 CONVERSIONS = ("embed", "classify")
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 LATE_INTERACTION = ("HF_ColBERT", "ColBERTModel")
+# A tower of texts and a tower of images with one space of embeddings.
+TWO_TOWERS = ("CLIPModel", "SiglipModel")
 COLBERT_SIZES = ("colbert_dim", "dim", "projection_dim")
 # In the order of preference for the model's default task, and for the engine's.
 MODEL_ORDER = ("embed", "classify", "token_embed", "token_classify")
@@ -191,6 +193,8 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int | None = None
     # Without it texts are read unchanged.
     late: LateInteraction | None = None
+    # A prompt is a text or an image, and no states of tokens are pooled.
+    has_two_towers: bool = False
 
 
 def is_pooling(runner: str, convert: str, folder: Path, architecture: str) -> bool:
@@ -276,6 +280,7 @@ def pooler_spec(
         default_prompt=_default_prompt(saved, tasks, folder) or _task_instruction(config),
         max_length=max(late.query_length, late.document_length) if late else found.max_length,
         late=late,
+        has_two_towers=architecture in TWO_TOWERS,
     )
     if spec.dimensions is not None and spec.dimensions > embedding_size:
         raise invalid("dimensions", f"must be in [1, {embedding_size}]", spec.dimensions)
@@ -337,6 +342,8 @@ def _tasks(architecture: str, found: "SentenceTransformersFolder", convert: str)
             return ("classify", "token_classify") if _is_decoder(architecture) else ("classify",)
     if architecture in LATE_INTERACTION or found.is_late_interaction:
         return ("token_embed",)
+    if architecture in TWO_TOWERS:
+        return ("embed",)
     if found.splade is not None:
         return ("embed",)
     return ("embed", "token_embed")
@@ -351,6 +358,10 @@ def _embedding_size(
         return found.dense[-1].num_outputs
     if architecture in LATE_INTERACTION:
         return int(next((config[name] for name in COLBERT_SIZES if config.get(name)), 128))
+    if architecture in TWO_TOWERS:
+        if architecture == "CLIPModel":
+            return int(config.get("projection_dim") or 512)
+        return int(config.get("projection_size") or config["hidden_size"])
     return int(config.get("dim") or config["hidden_size"])
 
 

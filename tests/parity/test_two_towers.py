@@ -1,0 +1,149 @@
+"""CLIP and SigLIP: embeddings of texts and of images agree with transformers, and a prompt has one of them."""
+
+import base64
+
+import pytest
+import torch
+import transformers
+
+from tests.server.client import Client
+from tests.support.image_payloads import saved
+from tests.support.vision import TOWER, picture, tokenizer
+from trouper import LLM, AsyncLLMEngine, EngineArgs
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.server.asgi.app import create_app
+
+TEXT = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 24,
+}  # fmt: skip
+TEXTS = ["a red square", "two cats", "x", "a blue sky"]
+PICTURES = [picture(1), picture(2, 60, 31), picture(3, 28, 28)]
+
+
+class Towers:
+    """A tiny model with random weights."""
+
+    def __init__(self, kind, folder):
+        t, self.kind, self.folder = transformers, kind, str(folder)
+        self.tokens = tokenizer([], "")
+        named = {
+            f"{name}_token_id": getattr(self.tokens, f"{name}_token_id")
+            for name in ("bos", "eos", "pad")
+        }
+        text = {**TEXT, **named}
+        torch.manual_seed(3)
+        square = {"height": 28, "width": 28}
+        if kind == "clip":
+            config = t.CLIPConfig(text_config=text, vision_config=TOWER, projection_dim=16)
+            self.images = t.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=square)
+            self.model = t.CLIPModel(config)
+        else:
+            self.images = t.SiglipImageProcessorPil(size=square)
+            self.model = t.SiglipModel(t.SiglipConfig(text_config=text, vision_config=TOWER))
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                # Some matrices are zeros at first, and all images would be equal.
+                if parameter.dim() < 2 or not parameter.any():
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                else:
+                    parameter.mul_(3)
+        self.model.eval().save_pretrained(folder)
+        self.images.save_pretrained(folder)
+        self.tokens.save_pretrained(folder)
+
+    @torch.no_grad()
+    def text(self, words):
+        padding = {"padding": "max_length", "max_length": 24} if self.kind == "siglip" else {}
+        ids = self.tokens(words, return_tensors="pt", **padding).input_ids
+        return unit(self.model.get_text_features(input_ids=ids))
+
+    @torch.no_grad()
+    def image(self, pixels):
+        inputs = self.images([pixels], return_tensors="pt")
+        return unit(self.model.get_image_features(pixel_values=inputs.pixel_values))
+
+
+def unit(found):
+    return torch.nn.functional.normalize(getattr(found, "pooler_output", found)[0], dim=-1)
+
+
+@pytest.fixture(scope="module", params=["clip", "siglip"])
+def towers(request, tmp_path_factory):
+    return Towers(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llm(towers):
+    with LLM(model=towers.folder, dtype="float32", media_processor="thread") as llm:
+        yield llm
+
+
+def seen(image):
+    return {"prompt": "", "multi_modal_data": {"image": image}}
+
+
+def chat(*parts):
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def test_both_towers_agree(towers, llm):
+    prompts = [*TEXTS, *map(seen, PICTURES), chat({"type": "image", "image": PICTURES[0]})]
+    found = [torch.tensor(o.outputs.embedding) for o in llm.embed(prompts, use_tqdm=False)]
+    expected = [*map(towers.text, TEXTS), *map(towers.image, PICTURES), towers.image(PICTURES[0])]
+    for mine, wanted in zip(found, expected, strict=True):
+        assert torch.allclose(mine, wanted, atol=1e-5)
+    assert (found[4] - found[5]).abs().max() > 1e-3
+
+
+def test_score_compares_a_text_with_an_image(towers, llm):
+    image = {"content": [{"type": "image", "image": PICTURES[1]}]}
+    (score,) = llm.score(TEXTS[0], image, use_tqdm=False)
+    expected = towers.text(TEXTS[0]) @ towers.image(PICTURES[1])
+    assert score.outputs.score == pytest.approx(float(expected), abs=1e-5)
+
+
+PICTURE, WORDS = {"type": "image", "image": PICTURES[0]}, {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ({"prompt": "a", "multi_modal_data": {"image": PICTURES[0]}}, "one of them"),
+        (chat(PICTURE, WORDS), "one of them"),
+        (chat(PICTURE, PICTURE), "second image"),
+        (seen(PICTURES[:2]), "second image"),
+        ({"messages": [*chat(WORDS)["messages"], *chat(WORDS)["messages"]]}, "one message"),
+        (chat({"type": "x"}), "a text or an image"),
+        ("a" * 60, "maximum context length"),
+        ({**seen(PICTURES[0]), "x": 1}, "unknown keys"),
+        (seen(b"no image"), "cannot be read"),
+        ("", "empty"),
+    ],
+)  # fmt: skip
+def test_other_prompts_are_refused(llm, prompt, words):
+    with pytest.raises(TrouperValidationError, match=words):
+        llm.embed(prompt, use_tqdm=False)
+    with pytest.raises((TrouperValidationError, UnsupportedFeatureError)):
+        llm.encode("a", pooling_task="token_embed", use_tqdm=False)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_embeddings_route_takes_both(towers):
+    url = "data:image/png;base64," + base64.b64encode(saved(PICTURES[0])).decode()
+    args = EngineArgs(model=towers.folder, dtype="float32", media_processor="thread")
+    async with AsyncLLMEngine.from_engine_args(args) as engine:
+        client = Client(create_app(engine))
+        answer = await client.post("/v1/embeddings", {"input": TEXTS})
+        for item, text in zip(answer.json["data"], TEXTS, strict=True):
+            assert torch.allclose(torch.tensor(item["embedding"]), towers.text(text), atol=1e-5)
+        part = {"type": "image_url", "image_url": {"url": url}}
+        answer = await client.post("/v1/embeddings", chat(part))
+        found = torch.tensor(answer.json["data"][0]["embedding"])
+        assert torch.allclose(found, towers.image(PICTURES[0]), atol=1e-5)
+        body = {"query": TEXTS[0], "documents": [{"content": [part]}, TEXTS[0]]}
+        answer = await client.post("/rerank", body)
+        assert answer.json["results"][0]["index"] == 1
+        answer = await client.post("/v1/embeddings", chat(part, WORDS))
+        assert (answer.status, answer.json["error"]["param"]) == (400, "messages[0].content[0]")
