@@ -39,14 +39,14 @@ NO_IMAGES_IN_PAIRS = (
 )
 
 
-class Content:
+class MixedContent:
     """One side of a pair with images: the parts of a message.  Equal contents are computed twice, unless they are one object."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
 
     def __repr__(self) -> str:
-        return f"<Content of {len(self.parts)} parts>"
+        return f"<MixedContent of {len(self.parts)} parts>"
 
     @property
     def prompt(self) -> ChatPrompt:
@@ -54,7 +54,7 @@ class Content:
         return {"messages": [{"role": "user", "content": [*self.parts]}]}
 
 
-Side = str | Content
+Side = str | MixedContent
 # The caller's names of the queries and of the documents, such as `data_1[3]`, for errors.
 Places = tuple[Sequence[str], Sequence[str]]
 # The maximum number of tokens of each text of a prompt; an empty tuple sets no maximum.
@@ -148,7 +148,7 @@ class Scorer:
                         place = self._names_of(side, len(texts))[texts.index("")]
                         raise invalid(place, "must not be empty")
                     for text, place in zip(texts, self._names_of(side, len(texts)), strict=True):
-                        if isinstance(text, Content):
+                        if isinstance(text, MixedContent):
                             raise UnsupportedFeatureError(
                                 f"{place}: {NO_IMAGES_IN_PAIRS}", parameter=place
                             )
@@ -165,7 +165,7 @@ class Scorer:
 
     async def _run(
         self,
-        prompts: Sequence[PoolingPrompt | Content],
+        prompts: Sequence[PoolingPrompt | MixedContent],
         task: str,
         most: Sequence[Most],
         places: Sequence[str],
@@ -176,7 +176,7 @@ class Scorer:
         return await self._collect(
             (
                 self._encode(
-                    prompt.prompt if isinstance(prompt, Content) else prompt,
+                    prompt.prompt if isinstance(prompt, MixedContent) else prompt,
                     msgspec.structs.replace(params, late_interaction_params=late[i])
                     if late
                     else params,
@@ -325,13 +325,13 @@ def _listed(side: Any, name: str) -> tuple[list[Side], list[str]]:
 
 
 def _side(given: Any, place: str) -> Side:
-    if isinstance(given, str | Content):
+    if isinstance(given, str | MixedContent):
         return given
     if isinstance(given, Mapping):
         fields = cast("Mapping[str, Any]", given)
         parts = fields.get("content")
         if set(fields) == {"content"} and isinstance(parts, list | tuple) and parts:
-            return Content(cast("Sequence[Any]", parts))
+            return MixedContent(cast("Sequence[Any]", parts))
         raise invalid(place, "must be text, or a dict with content, a list of parts")
     raise invalid(place, "must be text", given)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trouper.actors.messages.requests import RequestOptions
-from trouper.frontends.python.scoring import Content, Pooled, Side
+from trouper.frontends.python.scoring import MixedContent, Pooled, Side
 from trouper.frontends.server.http.context import JSON
 from trouper.frontends.server.pooling.encodings import (
     Encoding,
@@ -125,7 +125,7 @@ def build_ranking(
 
 
 def _shown(side: Side) -> dict[str, Any]:
-    if isinstance(side, Content):
+    if isinstance(side, MixedContent):
         return {"text": None, "multi_modal": side.parts}
     return {"text": side, "multi_modal": None}
 

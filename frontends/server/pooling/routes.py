@@ -20,7 +20,7 @@ from trouper.actors.messages.requests import RequestOptions, client_options
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.python.scoring import (
-    Content,
+    MixedContent,
     Places,
     Pooled,
     PoolingGeneration,
@@ -147,7 +147,7 @@ def _sides(given: ScoredSide, place: str) -> Any:
         return given.text
     if not given.content or len(given.content) > MAX_PARTS:
         raise invalid(f"{place}.content", f"must contain 1 to {MAX_PARTS} parts")
-    return Content(given.content)
+    return MixedContent(given.content)
 
 
 async def create_cohere_embedding(

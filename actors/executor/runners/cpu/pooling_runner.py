@@ -198,7 +198,7 @@ class PoolingRunner:
         if len(parts) > 1 or self._num_launched or self._is_for_one(parts[0]):
             return self._launch(plan.step, parts, rows)
         with torch.inference_mode():
-            return PoolDone(plan.step, tuple(self._run(*parts, rows)))
+            return PoolDone(plan.step, tuple(self._run(parts[0], rows)))
 
     def _rows_of(self, plan: PoolPlan) -> dict[bytes, Tensor]:
         """Compute the rows of all images of a plan with all cores, before its passes are divided among threads."""
