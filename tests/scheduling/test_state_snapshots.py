@@ -129,13 +129,24 @@ class World:
     """A policy and a hashed device under random events."""
 
     def __init__(
-        self, seed, *, num_rows=5, num_blocks=24, block_size=4, budget=13, cache=True, drafts=0
+        self,
+        seed,
+        *,
+        num_rows=5,
+        num_blocks=24,
+        block_size=4,
+        budget=13,
+        cache=True,
+        drafts=0,
+        spacing=96,
     ):
         self.random = random.Random(seed)
-        self.states = StateSnapshots(4, num_rows, block_size, has_cache=cache, interval=8)
+        self.states = StateSnapshots(
+            4, num_rows, block_size, has_cache=cache, interval=8, spacing=spacing
+        )
         config = SchedulerConfig(
             max_num_seqs=4,
-            max_model_len=200,
+            max_model_len=2000,
             max_num_scheduled_tokens=budget,
             max_steps_in_flight=2,
             enable_prefix_caching=cache,
@@ -260,7 +271,9 @@ class World:
 def play(seed, num_events=160):
     budget, num_rows = (7, 13, 40)[seed % 3], (2, 5)[seed % 2]
     drafts = (0, 3)[seed // 3 % 2]
-    world = World(seed, budget=budget, num_rows=num_rows, cache=seed % 5 > 0, drafts=drafts)
+    spacing = (8, 96)[seed // 2 % 2]
+    options = {"cache": seed % 5 > 0, "drafts": drafts, "spacing": spacing}
+    world = World(seed, budget=budget, num_rows=num_rows, **options)
     for _ in range(num_events):
         world.step()
         world.check_rows()
@@ -339,6 +352,27 @@ def test_siblings_begin_with_the_state_before_last_prompt_token():
     _, chunks, saved = trace(world, tokens(5, 45), n=4)
     assert chunks == [(0, 32), (32, 44), (44, 45), *[(44, 45)] * 3]
     assert saved == [32, 44]
+
+
+def test_second_prompt_finds_nine_tenths_of_what_it_shares():
+    world = World(2, block_size=16, budget=1024, num_blocks=400, num_rows=40)
+    for length in (300, 1000):
+        shared = tokens(length, length)
+        trace(world, shared + tokens(8, 50))
+        (start, _), *_ = trace(world, shared + tokens(9, 30))[1]
+        assert 0.9 * length <= start <= length
+
+
+def test_guesses_displace_guesses_only():
+    rows = SnapshotRows(4, 2)
+    rows.offer(rows.take(b"a"), b"a")
+    rows.offer(rows.take(b"b", is_guess=True), b"b", is_guess=True)
+    rows.offer(rows.take(b"c", is_guess=True), b"c", is_guess=True)
+    assert [rows.find([name])[0] for name in (b"a", b"b", b"c")] == [1, 0, 1]
+    rows.touch(b"c")
+    assert rows.take(b"d", is_guess=True) == -1
+    assert rows.take(b"d") >= 0
+    assert rows.find([b"a"])[0] == 0
 
 
 def test_drafts_miss_no_snapshot_of_an_answer():

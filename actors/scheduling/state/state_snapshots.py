@@ -14,6 +14,10 @@ Laws:
 Rows are few and large, so they are written rarely: at the last boundary before the last known token, at the boundary up to which
 others have computed the prompt's KV (a *junction*), and else after `interval` tokens.
 
+Which part of a new prompt others will share is unknown. So there are *guesses* too: snapshots inside a prompt, a tenth of the
+position apart, from which the second prompt with the same beginning finds nine tenths of it. A guess takes a free row or that of
+another guess, never that of another snapshot, until a prompt has begun with it.
+
 Drafts move a sequence on by a number of tokens that is unknown when a step is planned. But a state can be saved only at a position
 that a plan knows: behind the known tokens of a step, before its drafts. So drafts do not reach the boundary where the next snapshot
 is due (`next_save`), and a step without drafts in flight ends exactly there.
@@ -28,6 +32,8 @@ from trouper.actors.scheduling.state.sequence import Request, Sequence, State
 
 # Tokens between two snapshots of one growing sequence.
 SNAPSHOT_INTERVAL = 512
+# The least number of tokens between two guesses.  Below a hundred rows, reading the weights takes a good part of a step.
+GUESS_SPACING = 96
 NO_ROW = -1
 
 
@@ -42,6 +48,8 @@ class SnapshotRows:
         self._free = list(reversed(range(first, first + count)))
         # The least recently used first.
         self._offered: OrderedDict[bytes, int] = OrderedDict()
+        # Those of them that no prompt has begun with; the oldest first.
+        self._guesses: OrderedDict[bytes, None] = OrderedDict()
         self.num_saves = self.num_evictions = 0
 
     @property
@@ -66,40 +74,54 @@ class SnapshotRows:
         return 0, NO_ROW
 
     def touch(self, name: bytes) -> None:
-        """Note that a snapshot is used now, so that others give way before it."""
+        """Note that a snapshot is used now, so that others give way before it. It is no guess any more."""
         self._offered.move_to_end(name)
+        self._guesses.pop(name, None)
 
-    def take(self, name: bytes | None = None) -> int:
-        """Take a row to write to, if necessary that of the least recently used snapshot.
+    @property
+    def has_room_for_guess(self) -> bool:
+        """Whether a row is free or contains a guess."""
+        return bool(self._free or self._guesses)
+
+    def take(self, name: bytes | None = None, *, is_guess: bool = False) -> int:
+        """Take a row to write to, if necessary that of the oldest guess or of the least recently used snapshot.
 
         Args:
             name: the hash under which the row will be offered, if it is known yet.
+            is_guess: take no row of a snapshot that is not a guess.
 
         Returns:
             -1 if this snapshot exists already, or if all rows are pending or forks.
         """
         if name is not None and name in self._offered:
-            self.touch(name)
+            if not is_guess:
+                self.touch(name)
             return NO_ROW
         if self._free:
             row = self._free.pop()
-        elif self._offered:
-            row = self._offered.popitem(last=False)[1]
+        elif self._guesses or (self._offered and not is_guess):
+            oldest = next(iter(self._guesses or self._offered))
+            row = self._offered[oldest]
+            self._forget(oldest)
             self.num_evictions += 1
         else:
             return NO_ROW
         self.num_saves += 1
         return row
 
-    def offer(self, row: int, name: bytes) -> None:
+    def offer(self, row: int, name: bytes, *, is_guess: bool = False) -> None:
         """Offer a row that a step has written.
 
         Two sequences may have computed the same prefix at the same time. Then the second copy is given back.
         """
         if name in self._offered:
             self._free.append(row)
-        else:
-            self._offered[name] = row
+            if not is_guess:
+                self._guesses.pop(name, None)
+            return
+        self._offered[name] = row
+        if is_guess:
+            self._guesses[name] = None
 
     def give_back(self, row: int) -> None:
         """Free a row. A step in flight may still write it, before any step that the next owner plans."""
@@ -110,9 +132,14 @@ class SnapshotRows:
 
         Without the keys of its last block no sequence can begin there.
         """
-        row = self._offered.pop(name, None)
+        row = self._offered.get(name)
         if row is not None:
+            self._forget(name)
             self._free.append(row)
+
+    def _forget(self, name: bytes) -> None:
+        del self._offered[name]
+        self._guesses.pop(name, None)
 
     def withdraw(self, row: int) -> None:
         """Free a row if it is offered. Takes O(rows), and is called after failures only."""
@@ -125,6 +152,7 @@ class SnapshotRows:
         """Free all snapshots."""
         self._free.extend(self._offered.values())
         self._offered.clear()
+        self._guesses.clear()
 
 
 class StateHit(NamedTuple):
@@ -153,8 +181,10 @@ class StateSnapshots:
         *,
         has_cache: bool,
         interval: int = SNAPSHOT_INTERVAL,
+        spacing: int = GUESS_SPACING,
     ) -> None:
         self.rows = SnapshotRows(num_slots, num_rows)
+        self._spacing = max(block_size, spacing // block_size * block_size)
         self._block_size, self._has_cache, self._interval = block_size, has_cache, interval
         # The states of prompts without their last token, for siblings that have not started.
         self._forks: dict[RequestId, int] = {}
@@ -224,6 +254,8 @@ class StateSnapshots:
         points = [fork]
         if self._has_cache:
             points += [sequence.marks.junction, self._last_boundary(sequence)]
+            if self.rows.has_room_for_guess:
+                points.append(self._next_guess(sequence, start))
         inside = [point for point in points if start < point < end]
         if inside:
             return min(inside) - start
@@ -244,7 +276,7 @@ class StateSnapshots:
             # The tokens in flight are not known yet.
             if end <= sequence.num_tokens:
                 name = self._name(sequence, end)
-            row = self.rows.take(name)
+            row = self.rows.take(name, is_guess=self._is_guess(sequence, end))
             sequence.marks.last_saved = end
         else:
             return NO_ROW
@@ -262,7 +294,22 @@ class StateSnapshots:
     def _is_due(self, sequence: Sequence, end: int) -> bool:
         marks = sequence.marks
         is_point = end in (marks.junction, self._last_boundary(sequence))
-        return is_point or end - marks.last_saved >= self._interval
+        is_late = end - marks.last_saved >= self._interval
+        return is_point or is_late or self._is_guess(sequence, end)
+
+    def _next_guess(self, sequence: Sequence, start: int) -> int:
+        """Return the first position of a guess behind `start`; 0 if there is none before the last boundary of the prompt.
+
+        The positions do not depend on the sequence, so that prompts with the same beginning save each of them once.
+        """
+        size, point = self._block_size, 0
+        last = (sequence.num_prompt - 1) // size * size
+        while point <= start:
+            point += max(self._spacing, point // 10 // size * size)
+        return point if point < last else 0
+
+    def _is_guess(self, sequence: Sequence, end: int) -> bool:
+        return end != sequence.marks.junction and self._next_guess(sequence, end - 1) == end
 
     def _last_boundary(self, sequence: Sequence) -> int:
         return (sequence.num_tokens - 1) // self._block_size * self._block_size
@@ -297,7 +344,8 @@ class StateSnapshots:
         if end == self._fork_point(sequence):
             self._forks[sequence.request.admit.id] = row
         elif self._has_cache and end % self._block_size == 0:
-            self.rows.offer(row, self._name(sequence, end))
+            name = self._name(sequence, end)
+            self.rows.offer(row, name, is_guess=self._is_guess(sequence, end))
         else:
             # The siblings have ended meanwhile.
             self.rows.give_back(row)
