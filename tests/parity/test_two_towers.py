@@ -1,6 +1,8 @@
-"""CLIP and SigLIP: embeddings of texts and of images agree with transformers, and a prompt has one of them."""
+"""CLIP, SigLIP and SigLIP 2: embeddings of texts and of images agree with transformers, and a prompt has one of them."""
 
 import base64
+import json
+import shutil
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tests.server.client import Client
 from tests.support.image_payloads import saved
 from tests.support.vision import TOWER, picture, tokenizer
 from trouper import LLM, AsyncLLMEngine, EngineArgs
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.server.asgi.app import create_app
 
@@ -38,6 +41,11 @@ class Towers:
             config = t.CLIPConfig(text_config=text, vision_config=TOWER, projection_dim=16)
             self.images = t.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=square)
             self.model = t.CLIPModel(config)
+        elif kind == "siglip2":
+            tower = {name: size for name, size in TOWER.items() if name != "image_size"}
+            config = t.Siglip2Config(text_config=text, vision_config={**tower, "num_patches": 16})
+            self.images = t.Siglip2ImageProcessorPil(patch_size=7, max_num_patches=16)
+            self.model = t.Siglip2Model(config)
         else:
             self.images = t.SiglipImageProcessorPil(size=square)
             self.model = t.SiglipModel(t.SiglipConfig(text_config=text, vision_config=TOWER))
@@ -54,21 +62,21 @@ class Towers:
 
     @torch.no_grad()
     def text(self, words):
-        padding = {"padding": "max_length", "max_length": 24} if self.kind == "siglip" else {}
+        padding = {"padding": "max_length", "max_length": 24} if self.kind != "clip" else {}
         ids = self.tokens(words, return_tensors="pt", **padding).input_ids
         return unit(self.model.get_text_features(input_ids=ids))
 
     @torch.no_grad()
     def image(self, pixels):
         inputs = self.images([pixels], return_tensors="pt")
-        return unit(self.model.get_image_features(pixel_values=inputs.pixel_values))
+        return unit(self.model.get_image_features(**inputs))
 
 
 def unit(found):
     return torch.nn.functional.normalize(getattr(found, "pooler_output", found)[0], dim=-1)
 
 
-@pytest.fixture(scope="module", params=["clip", "siglip"])
+@pytest.fixture(scope="module", params=["clip", "siglip", "siglip2"])
 def towers(request, tmp_path_factory):
     return Towers(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -94,6 +102,17 @@ def test_both_towers_agree(towers, llm):
     for mine, wanted in zip(found, expected, strict=True):
         assert torch.allclose(mine, wanted, atol=1e-5)
     assert (found[4] - found[5]).abs().max() > 1e-3
+
+
+def test_texts_are_lowered_where_the_tokenizer_says_so(towers, llm, tmp_path):
+    (plain,) = llm.embed("A Red Square", use_tqdm=False)
+    assert plain.outputs.embedding != llm.embed(TEXTS[0], use_tqdm=False)[0].outputs.embedding
+    shutil.copytree(towers.folder, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "do_lower_case": True}))
+    spec = resolve(EngineArgs(model=str(tmp_path))).pooler
+    assert spec.lowers_case
+    assert not resolve(EngineArgs(model=towers.folder)).pooler.lowers_case
 
 
 def test_score_compares_a_text_with_an_image(towers, llm):

@@ -69,6 +69,7 @@ FAMILIES = {
     # With two towers an image is a prompt of its own, without a text in its place.
     "clip": VisionFamily("", _PIXELS),
     "siglip": VisionFamily("", _PIXELS),
+    "siglip2": VisionFamily("", ("pixel_values", "pixel_attention_mask", "spatial_shapes")),
 }
 # A LLaVA with this tower has the image processor of Pixtral.
 PIXTRAL = "pixtral"

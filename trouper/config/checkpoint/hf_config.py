@@ -149,6 +149,9 @@ _LLAMA = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+_SIGLIP: Fields = {
+    "vocab_size": 32_000, "hidden_size": 768, "num_hidden_layers": 12, "max_position_embeddings": 64,
+}  # fmt: skip
 TEXT_DEFAULTS: dict[str, Fields] = {
     "llama": _LLAMA,
     "mistral": _LLAMA
@@ -161,9 +164,8 @@ TEXT_DEFAULTS: dict[str, Fields] = {
     "clip_text_model": {
         "vocab_size": 49_408, "hidden_size": 512, "num_hidden_layers": 12, "max_position_embeddings": 77,
     },
-    "siglip_text_model": {
-        "vocab_size": 32_000, "hidden_size": 768, "num_hidden_layers": 12, "max_position_embeddings": 64,
-    },
+    "siglip_text_model": _SIGLIP,
+    "siglip2_text_model": _SIGLIP,
     "gemma3_text": {
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,

@@ -29,7 +29,7 @@ CONVERSIONS = ("embed", "classify")
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 LATE_INTERACTION = ("HF_ColBERT", "ColBERTModel")
 # A tower of texts and a tower of images with one space of embeddings.
-TWO_TOWERS = ("CLIPModel", "SiglipModel")
+TWO_TOWERS = ("CLIPModel", "SiglipModel", "Siglip2Model")
 COLBERT_SIZES = ("colbert_dim", "dim", "projection_dim")
 # In the order of preference for the model's default task, and for the engine's.
 MODEL_ORDER = ("embed", "classify", "token_embed", "token_classify")
@@ -235,7 +235,7 @@ def pooler_spec(
         TrouperValidationError: the model does not support an option, or a file cannot be read.
         UnsupportedFeatureError: an unsupported sentence-transformers module.
     """
-    is_decoder = _is_decoder(architecture)
+    is_decoder, has_two_towers = _is_decoder(architecture), architecture in TWO_TOWERS
     found = SentenceTransformersFolder(folder)
     saved = read_object(folder / "config_sentence_transformers.json") or {}
     tasks = _tasks(architecture, found, convert)
@@ -276,15 +276,21 @@ def pooler_spec(
         logit_sigma=1.0 if wishes.logit_sigma is None else wishes.logit_sigma,
         step_tag_id=wishes.step_tag_id,
         returned_token_ids=tuple(wishes.returned_token_ids or ()),
-        lowers_case=found.lowers_case,
+        lowers_case=found.lowers_case or (has_two_towers and _lowers_case(folder)),
         default_prompt=_default_prompt(saved, tasks, folder) or _task_instruction(config),
         max_length=max(late.query_length, late.document_length) if late else found.max_length,
         late=late,
-        has_two_towers=architecture in TWO_TOWERS,
+        has_two_towers=has_two_towers,
     )
     if spec.dimensions is not None and spec.dimensions > embedding_size:
         raise invalid("dimensions", f"must be in [1, {embedding_size}]", spec.dimensions)
     return spec
+
+
+def _lowers_case(folder: Path) -> bool:
+    """Return whether the tokenizer's class, which is not used here, would write texts in lower case, as that of SigLIP 2."""
+    own = read_object(folder / "tokenizer_config.json") or {}
+    return own.get("do_lower_case") is True or own.get("tokenizer_class") == "Siglip2Tokenizer"
 
 
 def _default_prompt(saved: dict[str, Any], tasks: Sequence[str], folder: Path) -> str:

@@ -23,6 +23,7 @@ from trouper.errors import UnsupportedFeatureError
 
 # See `pooling_runner.TINY_BYTES`.
 TINY_BYTES = 4 * 2**20
+PADDED = ("siglip", "siglip2")
 
 
 class TwoTowerRunner:
@@ -106,7 +107,7 @@ class TwoTowerRunner:
         """Compute the features [B, E] of texts of one length."""
         ids_BT = torch.tensor([entry.token_ids for entry in entries])
         text = self._model.config.text_config
-        if self._model.config.model_type == "siglip":
+        if self._model.config.model_type in PADDED:
             # SigLIP pools the state at its last position, so its texts are padded as in its training.
             num_more = int(text.max_position_embeddings) - ids_BT.shape[1]
             ids_BT = torch.nn.functional.pad(ids_BT, (0, num_more), value=int(text.pad_token_id))
@@ -114,9 +115,12 @@ class TwoTowerRunner:
 
     def _seen(self, item: MediaItem) -> np.ndarray:
         """Compute the features [E] of an image."""
-        (array,) = item.arrays
-        pixels = torch.tensor(np.frombuffer(array.data, array.dtype).reshape(array.shape))
-        return _checked(self._model.get_image_features(pixel_values=pixels.to(self._dtype)))[0]
+        inputs: dict[str, Tensor] = {}
+        for array in item.arrays:
+            values = torch.tensor(np.frombuffer(array.data, array.dtype).reshape(array.shape))
+            is_float = values.is_floating_point()
+            inputs[array.name] = values.to(self._dtype) if is_float else values
+        return _checked(self._model.get_image_features(**inputs))[0]
 
 
 def _checked(found: Any) -> np.ndarray:
