@@ -92,6 +92,14 @@ class KernelBuilder(MathBuilder):
         elif platform.machine() in ("aarch64", "arm64"):
             self.call("llvm.aarch64.hint", ir.FunctionType(nothing, [I32]), [I32(1)])  # yield
 
+    def cycles(self) -> Value:
+        """Return the processor's cycle counter.
+
+        On x86-64 it counts at a constant rate on all cores. Its unit must be measured.
+        """
+        kind = ir.FunctionType(I64, [])
+        return Value(self, self.call("llvm.readcyclecounter", kind, []))
+
     def call_at(self, address: Value, *arguments: Operand) -> Value:
         """Call a C function at this address.
 

@@ -67,6 +67,10 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<Kernel {self.name}>"
 
+    @property
+    def address(self) -> int:
+        return self._address
+
     def __call__(self, num_items: int, *arguments: int, num_threads: int = 1) -> None:
         """Run the kernel for all work items, or pass the launch to this thread's recorder.
 
@@ -101,6 +105,14 @@ def compiled(write: Callable[..., None], *options: object) -> Kernel:
         if key not in _made:
             _made[key] = Kernel(name, *address_of(name, write, *options))
         return _made[key]
+
+
+def name_of(address: int) -> str:
+    """Return the name of the compiled kernel at this address.
+
+    Measurements use it: launches and recordings contain only addresses.
+    """
+    return next(kernel.name for kernel in _made.values() if kernel.address == address)
 
 
 def float_bits(x: float) -> int:

@@ -16,6 +16,7 @@ Laws:
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -59,8 +60,7 @@ class Recording(Generic[Result]):
         self._commands = self._written()
         self._launches.clear()
         self._counters = np.zeros(num_counters(len(self._commands)), dtype=np.int64)
-        self._replay = partial(
-            launch.compiled(replay),
+        self._arguments = (
             self._num_threads,
             self._commands.ctypes.data,
             len(self._commands),
@@ -68,6 +68,7 @@ class Recording(Generic[Result]):
             launch.address_in_torch("omp_get_num_threads"),
             launch.address_in_torch("syscall"),
         )
+        self._replay = partial(launch.compiled(replay), *self._arguments)
 
     def __repr__(self) -> str:
         return f"<Recording of {len(self._commands)} launches>"
@@ -90,6 +91,28 @@ class Recording(Generic[Result]):
     def replay(self) -> None:
         self._counters.fill(0)
         self._replay(num_threads=self._num_threads)
+
+    @property
+    def names(self) -> list[str]:
+        """The kernel's name of each command."""
+        return [launch.name_of(int(address)) for address, _, _ in self._commands]
+
+    def timed_replay(self) -> np.ndarray:
+        """Replay once, and return the seconds of each command, with the wait behind it.
+
+        The seconds of all commands are the time of the replay.
+        """
+        from trouper.kernels.codegen.replay import timed_replay
+
+        times = np.zeros(len(self._commands) + 1, dtype=np.int64)
+        self._counters.fill(0)
+        started = perf_counter()
+        launch.compiled(timed_replay)(
+            *self._arguments, times.ctypes.data, num_threads=self._num_threads
+        )
+        seconds = perf_counter() - started
+        cycles = np.diff(times)
+        return cycles * (seconds / cycles.sum())
 
     def _written(self) -> np.ndarray:
         """Write the commands to memory.  The arguments of each launch start at a cache line."""

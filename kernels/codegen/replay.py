@@ -43,15 +43,21 @@ def num_counters(num_commands: int) -> int:
     return 3 * LINE + 2 * num_commands
 
 
-def replay(code: KernelBuilder) -> None:
+def replay(code: KernelBuilder, *, is_timed: bool = False) -> None:
     """Write the kernel with the arguments commands, C, counters, and the addresses of omp_get_num_threads and syscall.
 
     Either address is 0 if the function does not exist.
+
+    Args:
+        is_timed: adds the argument times [C + 1]: the cycle counter at the start, and after each command.
     """
-    commands, count, counters, get_team_size, syscall = code.arguments(5)
+    commands, count, counters, get_team_size, syscall, *times = code.arguments(5 + is_timed)
     current = code.pointer(counters, "i64")
     asleep, through = current + LINE, current + 2 * LINE
     i = code.var(code.fetch(current))
+    for clock in times:
+        with code.when(i.equals(0)):
+            code.pointer(clock, "i64")[0] = code.cycles()
     for _ in code.while_(i, count):
         command = code.pointer(commands, "i64") + i * COMMAND
         arguments = code.pointer(command[1], "i64")
@@ -81,6 +87,8 @@ def replay(code: KernelBuilder) -> None:
         with code.when(num_before.equals(0)):
             # A thread that joins late starts at this command.
             code.fetch_add(current, 1)
+            for clock in times:
+                code.pointer(clock, "i64")[i + 1] = code.cycles()
         i.set(i + 1)
     team = code.var(1)
     with code.when(get_team_size > 0):
@@ -89,3 +97,11 @@ def replay(code: KernelBuilder) -> None:
         for j in code.loop(0, count):
             arguments = code.pointer((code.pointer(commands, "i64") + j * COMMAND)[1], "i64")
             arguments[0], arguments[1] = 0, 0
+
+
+def timed_replay(code: KernelBuilder) -> None:
+    """Write `replay` with one more argument, times.
+
+    It shows where the time of a step goes, including the waits between commands.
+    """
+    replay(code, is_timed=True)

@@ -71,6 +71,23 @@ def test_a_launch_sees_all_earlier_writes(kernel, words, num_threads):
         assert recording.result.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_timed_replay_computes_and_names_every_command(kernel, words, num_threads):
+    def function():
+        y, z = words.new_empty(LENGTH), words.new_empty(LENGTH)
+        kernel(LENGTH, words.data_ptr(), y.data_ptr(), 0, num_threads=num_threads)
+        kernel(LENGTH, y.data_ptr(), z.data_ptr(), 2000, num_threads=num_threads)
+        return z
+
+    recording = Recording(Arena(), (words,), function)
+    for _ in range(2):
+        seconds = recording.timed_replay()
+        assert recording.names == [kernel.name] * len(seconds) == [kernel.name] * 2
+    timed = recording.result.tolist()
+    recording.replay()
+    assert recording.result.tolist() == timed
+
+
 def test_a_late_thread_delays_nothing(kernel, words):
     replay = importlib.import_module("trouper.kernels.codegen.replay")
 

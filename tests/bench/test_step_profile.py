@@ -1,0 +1,21 @@
+"""The parts of a decode step by kernel."""
+
+import argparse
+
+import pytest
+
+from trouper.bench.studies.models.step_profile import measure
+from trouper.config.model import DEMO_MODEL
+
+
+@pytest.mark.slow
+def test_every_kernel_of_a_step_is_counted():
+    given = argparse.Namespace(
+        model=str(DEMO_MODEL), dtype="bfloat16", quantization="int4", batch_size=1
+    )
+    found = measure(given)
+    names = list(found["kernels"])
+    assert any("matmul_int4" in name for name in names)
+    assert any(name.startswith("sample_rows") for name in names)
+    assert found["step_us"] > found["outside_us"] > 0
+    assert found["read_gb_s"] > 0
