@@ -1,0 +1,272 @@
+"""Decide which models of a server are in memory.  Pure: it reads records and returns at most one transition.
+
+    COLD ─▶ AWAKE ⇄ DOZING ─▶ ASLEEP ─▶ AWAKE        load, wake, sleep at level 1, sleep at level 2
+    COLD ◀─ ASLEEP                                   stop
+    COLD, DOZING, ASLEEP ─▶ FAILED ─▶ COLD           a failed load or wake, and the end of its pause
+
+Laws.  L1: the bytes of all models fit the budget, before, during and after each transition.  L2: one transition runs at a time.
+L3: a model with requests waits for at most n - 1 wakes of others, if none of the n models is `unfit`.  L4: no transition ends a
+request.  L5: a model with requests stays awake for its turn.  L6: a pinned model is not put to sleep.  L7: a failed model takes
+neither memory nor a turn until its pause ends.  L8: a model is put to sleep only for another one with requests, or because it was
+idle for its keep-alive time.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+class ModelState(Enum):
+    """How much of a model is in memory.  Replies and metrics use the values."""
+
+    COLD = "cold"
+    AWAKE = "awake"
+    # Has its weights but no KV cache.
+    DOZING = "dozing"
+    # Has only its worker process.
+    ASLEEP = "asleep"
+    FAILED = "failed"
+
+
+COLD, AWAKE, DOZING = ModelState.COLD, ModelState.AWAKE, ModelState.DOZING
+ASLEEP, FAILED = ModelState.ASLEEP, ModelState.FAILED
+LOWER = {AWAKE: DOZING, DOZING: ASLEEP, ASLEEP: COLD}
+# The idle time before each step down, as a multiple of the keep-alive time.
+PATIENCE = {AWAKE: 1, DOZING: 2, ASLEEP: 6}
+
+
+class ModelMemory(NamedTuple):
+    """The bytes of a model's parts.  `process` is its worker without weights."""
+
+    process: int
+    weights: int
+    kv: int
+
+    def bytes_in(self, state: ModelState) -> int:
+        """Return the bytes that the model may use in a state.
+
+        The whole KV cache counts as soon as a model is awake, because its pages can be written at any time.
+        """
+        match state:
+            case ModelState.AWAKE:
+                return sum(self)
+            case ModelState.DOZING:
+                return self.process + self.weights
+            case ModelState.ASLEEP:
+                return self.process
+            case _:
+                return 0
+
+
+@dataclass
+class ModelRecord:
+    """The facts about one model that decide its transitions.  Times are seconds of the event loop's clock.
+
+    Attributes:
+        is_held: an administrator has paused the model, so the policy leaves it as it is.
+        is_leaving: an administrator wants it unloaded as soon as it has no request.
+        num_waiting: requests that wait for the model to be awake.
+        num_open: requests in the engine, running or frozen.
+        wants_since: the time since which it has had requests without being awake; a turn that has ended begins it anew.
+        work: a measure of recent requests, used to choose between models that could make room.
+    """
+
+    name: str
+    memory: ModelMemory
+    state: ModelState = COLD
+    is_pinned: bool = False
+    is_held: bool = False
+    is_leaving: bool = False
+    num_waiting: int = 0
+    num_open: int = 0
+    wants_since: float = math.inf
+    woken_at: float = -math.inf
+    idle_since: float = 0.0
+    keep_alive_s: float = 300.0
+    retry_at: float = -math.inf
+    work: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        return self.memory.bytes_in(self.state)
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_waiting + self.num_open > 0
+
+    @property
+    def has_weights(self) -> bool:
+        return self.state in (AWAKE, DOZING)
+
+    @property
+    def wants(self) -> bool:
+        """Whether it should be woken: it has requests, and is neither awake nor failed nor held."""
+        return self.has_work and self.state not in (AWAKE, FAILED) and not self.is_held
+
+    @property
+    def stays(self) -> bool:
+        """Whether it may not be put to sleep for another model."""
+        return self.is_pinned or self.is_held
+
+    @property
+    def least_bytes(self) -> int:
+        """The bytes that it keeps when others need as much memory as they can get.
+
+        A model with open requests keeps its process, because the requests live in the engine.
+        """
+        if self.stays and self.state is not COLD:
+            return self.memory.bytes_in(self.state if self.is_held else AWAKE)
+        is_stoppable = self.state in (COLD, FAILED) or self.num_open == 0
+        return 0 if is_stoppable else self.memory.process
+
+
+class Transition(NamedTuple):
+    """A model's change to another state."""
+
+    name: str
+    to: ModelState
+
+
+class ModelLimits(NamedTuple):
+    """The limits of a server with several models.
+
+    Attributes:
+        budget: bytes of all models together.
+        turn_s: seconds that a model with requests stays awake when another one needs its memory.
+        max_loaded: the most models with weights in memory at once, or None.
+    """
+
+    budget: int
+    turn_s: float = 5.0
+    max_loaded: int | None = None
+
+
+def used_bytes(records: Iterable[ModelRecord], transition: Transition | None = None) -> int:
+    """Add up the bytes of all models.  During a transition the larger of its two states counts."""
+    total = 0
+    for record in records:
+        moves = transition is not None and transition.name == record.name
+        after = record.memory.bytes_in(transition.to) if moves and transition else 0
+        total += max(record.bytes, after)
+    return total
+
+
+def decide(records: Sequence[ModelRecord], limits: ModelLimits, now: float) -> Transition | None:
+    """Return the next transition, or None if nothing is to be done before the next event or `next_look`.
+
+    Models with requests are woken in the order in which they began to wait.  Room is made only for the first of them, so that
+    small models cannot pass a large one for ever.  A model that could not be woken even if all others gave up what they can is
+    passed over until requests of the others have ended.
+    """
+    wanting = sorted((r for r in records if r.wants), key=lambda r: (r.wants_since, r.name))
+    for first in wanting:
+        if not is_reachable(first, records, limits.budget):
+            continue
+        transition = Transition(first.name, AWAKE)
+        has_bytes = used_bytes(records, transition) <= limits.budget
+        has_place = first.has_weights or not _is_full(records, limits)
+        if has_bytes and has_place:
+            return transition
+        victim = _victim(first, records, limits, now, must_have_weights=not has_place)
+        return None if victim is None else Transition(victim.name, LOWER[victim.state])
+    return _idle_transition(records, now)
+
+
+def is_reachable(record: ModelRecord, records: Iterable[ModelRecord], budget: int) -> bool:
+    """Return whether a model could be awake if all others gave up all memory that they can."""
+    others = sum(other.least_bytes for other in records if other is not record)
+    return record.memory.bytes_in(AWAKE) + others <= budget
+
+
+def _is_full(records: Iterable[ModelRecord], limits: ModelLimits) -> bool:
+    num_loaded = sum(record.has_weights for record in records)
+    return limits.max_loaded is not None and num_loaded >= limits.max_loaded
+
+
+def _victim(
+    first: ModelRecord,
+    records: Iterable[ModelRecord],
+    limits: ModelLimits,
+    now: float,
+    *,
+    must_have_weights: bool,
+) -> ModelRecord | None:
+    """Choose the model that makes room: idle ones first, then those after their turn, each time the least work per byte.
+
+    Processes are stopped last, because starting one takes seconds.
+    """
+    able = [
+        record
+        for record in records
+        if record is not first
+        and record.state in LOWER
+        and not record.stays
+        and (record.has_weights or (record.num_open == 0 and not must_have_weights))
+    ]
+    idle = [record for record in able if not record.has_work]
+    over = [
+        record
+        for record in able
+        if record.has_work and (record.state is not AWAKE or now >= record.woken_at + limits.turn_s)
+    ]
+    for group in (idle, over):
+        if group:
+            return min(group, key=_cost)
+    return None
+
+
+def _cost(record: ModelRecord) -> tuple[bool, float, float, str]:
+    per_byte = record.work / max(record.bytes, 1)
+    return record.state is ASLEEP, per_byte, record.idle_since, record.name
+
+
+def _idle_transition(records: Iterable[ModelRecord], now: float) -> Transition | None:
+    for record in records:
+        if record.state in LOWER and not record.has_work and now >= _rests_at(record):
+            return Transition(record.name, LOWER[record.state])
+    return None
+
+
+def _rests_at(record: ModelRecord) -> float:
+    """Return when an idle model goes down by one state."""
+    if record.is_leaving:
+        return -math.inf
+    if record.stays or record.keep_alive_s == math.inf:
+        return math.inf
+    idle_since = max(record.idle_since, record.woken_at)
+    return idle_since + record.keep_alive_s * PATIENCE[record.state]
+
+
+def next_look(records: Iterable[ModelRecord], limits: ModelLimits, now: float) -> float:
+    """Return when a decision may change although nothing happens.
+
+    It is the next end of a turn, of a keep-alive time, or of the pause after a failure; infinity if there is none.
+    """
+    times = [math.inf]
+    for record in records:
+        if record.state is FAILED:
+            times.append(record.retry_at)
+        elif record.state is AWAKE and record.has_work:
+            times.append(record.woken_at + limits.turn_s)
+        elif record.state in LOWER and not record.has_work:
+            times.append(_rests_at(record))
+    return min(time for time in times if time > now)
+
+
+def unfit(records: Sequence[ModelRecord], budget: int) -> list[tuple[ModelRecord, int]]:
+    """Return the models that could never be awake beside the pinned ones and the processes of the others.
+
+    Each comes with the bytes of the others.  With such a model the wait of a request would have no bound.
+    """
+    found: list[tuple[ModelRecord, int]] = []
+    for record in records:
+        others = sum(
+            other.memory.bytes_in(AWAKE if other.is_pinned else ASLEEP)
+            for other in records
+            if other is not record
+        )
+        if record.memory.bytes_in(AWAKE) + others > budget:
+            found.append((record, others))
+    return found

@@ -1,0 +1,1 @@
+"""Several models in one server, in virtual time."""
