@@ -1,4 +1,4 @@
-"""`trouper pull`, `show`, `rm` and `ps`: manage downloaded models, and list those that a server has loaded."""
+"""`trouper pull`, `show`, `rm`, `ps`, `load` and `unload`: manage downloaded models, and the models of a server."""
 
 import difflib
 import json
@@ -18,6 +18,8 @@ from trouper.frontends.cli.models import find_models, size_text, table
 
 SERVER = "http://127.0.0.1:8000"
 PS_TIMEOUT_S = 10.0
+# A load reads weights from disk, and an unload waits for requests.
+LOAD_TIMEOUT_S = 600.0
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="ORG/NAME or ORG/NAME:QUANT on the hub, or a path.")
 ]
@@ -141,23 +143,85 @@ def ps(
     print("\n".join(table(rows)))
 
 
+ServedName = Annotated[str, typer.Argument(metavar="NAME", help="Name of a model of the server.")]
+Url = Annotated[str, typer.Option("--url", help="Address of the server's control routes.")]
+AdminKey = Annotated[
+    str | None, typer.Option("--admin-key", help="Admin key to send.", envvar="TROUPER_ADMIN_KEY")
+]
+
+
+@expand_options
+def load(
+    ctx: typer.Context, name: ServedName, url: Url = SERVER, admin_key: AdminKey = None
+) -> None:
+    """Load a model of a server with several models, and wait until it is awake.
+
+    For example: trouper load chat --url http://127.0.0.1:8000
+    """
+    found = _call(url, "/models/load", admin_key, {"model": name}, LOAD_TIMEOUT_S)
+    print(f"{name} is {found.get('state')} after {found.get('seconds')} s")
+
+
+@expand_options
+def unload(
+    ctx: typer.Context,
+    name: ServedName,
+    url: Url = SERVER,
+    admin_key: AdminKey = None,
+    abort: Annotated[
+        bool, typer.Option("--abort", help="Abort its requests instead of waiting for them.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Unload it although it is pinned.")
+    ] = False,
+) -> None:
+    """Unload a model of a server with several models, when its requests have ended.
+
+    For example: trouper unload chat
+    """
+    body = {"model": name, "mode": "abort" if abort else "wait", "force": force}
+    found = _call(url, "/models/unload", admin_key, body, LOAD_TIMEOUT_S)
+    print(f"{name} is {found.get('state')} after {found.get('seconds')} s")
+
+
 def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
-    """Raises RemoteError: nothing that speaks this API answers there."""
+    """Return the loaded models of a server.  Raises RemoteError: nothing that speaks this API answers there."""
+    found = _call(url, "/api/ps", api_key, None, PS_TIMEOUT_S).get("models")
+    if not isinstance(found, list):
+        raise RemoteError(f"{url}: not an answer of trouper or Ollama")
+    return cast("list[dict[str, Any]]", found)
+
+
+def _call(
+    url: str, path: str, key: str | None, body: dict[str, Any] | None, timeout_s: float
+) -> dict[str, Any]:
+    """Send a request, a GET without a body, and return the answer.
+
+    Raises:
+        RemoteError: no server answers, or it answers with an error.
+    """
     import httpx2
 
-    address = f"{url.rstrip('/').removesuffix('/v1')}/api/ps"
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    address = f"{url.rstrip('/').removesuffix('/v1')}{path}"
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    method = "GET" if body is None else "POST"
     try:
-        answer = httpx2.get(address, headers=headers, timeout=PS_TIMEOUT_S)
+        answer = httpx2.request(method, address, json=body, headers=headers, timeout=timeout_s)
     except (httpx2.TransportError, httpx2.InvalidURL, ValueError) as error:
         raise RemoteError(f"no server answers at {address}: {error}") from error
     if answer.status_code != 200:
-        raise RemoteError(f"{address} answered {answer.status_code}: {answer.text[:200]}")
+        hint = (
+            "; control routes need --admin-key or --dev-mode" if answer.status_code == 404 else ""
+        )
+        hint = hint if path.startswith("/models") else ""
+        raise RemoteError(f"{address} answered {answer.status_code}: {answer.text[:200]}{hint}")
     try:
-        found: Any = answer.json()["models"]
-    except (ValueError, KeyError, TypeError):
-        raise RemoteError(f"{address}: not an answer of trouper or Ollama") from None
-    return cast("list[dict[str, Any]]", found)
+        found: Any = answer.json()
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise RemoteError(f"{address}: not an answer of trouper or Ollama")
+    return cast("dict[str, Any]", found)
 
 
 def _on_this_machine(name: str, download_dir: Path | None) -> dict[str, Any]:

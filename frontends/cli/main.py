@@ -27,7 +27,7 @@ from trouper.frontends.cli.batch.run_batch import run_batch
 from trouper.frontends.cli.chat.commands import chat, complete
 from trouper.frontends.cli.collect_env import collect_env
 from trouper.frontends.cli.launch import launch
-from trouper.frontends.cli.library import ps, pull, rm, show
+from trouper.frontends.cli.library import load, ps, pull, rm, show, unload
 from trouper.frontends.cli.models import models
 from trouper.frontends.cli.serve import serve
 
@@ -56,6 +56,8 @@ app.command(cls=PanelCommand)(pull)
 app.command(cls=PanelCommand)(show)
 app.command(cls=PanelCommand)(rm)
 app.command(cls=PanelCommand)(ps)
+app.command(cls=PanelCommand)(load)
+app.command(cls=PanelCommand)(unload)
 app.command(cls=PanelCommand)(collect_env)
 
 

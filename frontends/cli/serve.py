@@ -8,6 +8,7 @@ import importlib.util
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,12 +25,22 @@ from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.options import expand_options, read_config
+from trouper.frontends.cli.arguments.options import (
+    MODEL_TABLES,
+    expand_options,
+    is_given,
+    read_config,
+    read_model_variable,
+    read_models_file,
+)
 from trouper.frontends.cli.arguments.server_options import variables_of
+from trouper.frontends.server.models.options import bytes_of, check_one, has_several, read_models
 from trouper.frontends.server.shared.settings import LARGEST_HEAD, ServeSettings
 
 if TYPE_CHECKING:
     from trouper.actors.executor.workers.launching import Launcher
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
+    from trouper.frontends.server.models.residency import Residency
 
 LOOPBACK = "127.0.0.1"
 OLLAMA_PORT = 11434
@@ -46,6 +57,29 @@ def serve(
             help="Folder, GGUF file or hub id; the demo model by default.",
         ),
     ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="[NAME=]PATH",
+            help="The same as MODEL, or with a name one of several models; repeatable.",
+            rich_help_panel="Model",
+            callback=read_model_variable,
+        ),
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            help="TOML file with a table for each of several models.",
+            metavar="FILE",
+            rich_help_panel="Server",
+            envvar="TROUPER_MODELS",
+            show_envvar=False,
+            is_eager=True,
+            callback=read_models_file,
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -60,15 +94,13 @@ def serve(
     settings: ServeSettings,
     engine_args: EngineArgs,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API."""
+    """Serve a model, or several, over HTTP with OpenAI's API."""
     server = "uvicorn" if settings.loop == "asyncio" else "hypercorn"
     if importlib.util.find_spec(server) is None:
         raise UnsupportedFeatureError(f"serve needs {server}: {install_hint('server')}")
-    if model_name is not None:
-        if engine_args.model is not None:
-            raise typer.BadParameter("give only one of them", param_hint="MODEL and --model")
-        engine_args.model = model_name
+    settings = msgspec.structs.replace(settings, models=models)
     _check_keys(settings)
+    several = _set_model(model_name, model or [], settings, engine_args)
     engine_args.enable_lora |= bool(settings.lora_modules)
     _check_dev_mode(settings)
     if not settings.api_keys and not _is_local(settings):
@@ -82,6 +114,10 @@ def serve(
             f"warning: --h11-max-incomplete-event-size is limited to {LARGEST_HEAD} bytes"
         )
     engine_args.seed = settings.seed
+    if several:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        _run_several(ctx, settings, engine_args, model or [])
+        return
     # Reports mistakes before torch is loaded.
     resolved = resolve(engine_args, frontend="server")
     if engine_args.node_rank > 0 and resolved.nodes is not None:
@@ -102,6 +138,48 @@ def serve(
         _run(settings, resolved)
 
 
+def _set_model(
+    model_name: str | None, named: list[str], settings: ServeSettings, engine_args: EngineArgs
+) -> bool:
+    """Set the only model of the engine, unless the command line describes several.  Returns whether it does.
+
+    MODEL is always a path, which may contain an equals sign.
+    """
+    if model_name is None and has_several(named, settings):
+        return True
+    if model_name is not None and named:
+        raise typer.BadParameter("give only one of them", param_hint="MODEL and --model")
+    if model_name is not None and (settings.models or settings.models_dir):
+        raise typer.BadParameter("give the model a name (--model NAME=PATH)", param_hint="MODEL")
+    check_one(settings)
+    engine_args.model = model_name or (named[0] if named else None)
+    return False
+
+
+def _run_several(
+    ctx: typer.Context, settings: ServeSettings, base: EngineArgs, named: list[str]
+) -> None:
+    """Serve a table of models.  Their options are checked before the listeners open."""
+    from trouper.frontends.server.models.sizes import default_budget, plan_models
+
+    given = frozenset(name for name in vars(base) if name != "model" and is_given(ctx, name))
+    tables = ctx.meta.get(MODEL_TABLES, {})
+    options = read_models(named, tables, settings, base, given)
+    text = settings.memory_budget
+    budget = default_budget() if text is None else bytes_of(text, "memory_budget")
+    plans = plan_models(options, budget)
+
+    def residency() -> "Residency":
+        from trouper.frontends.server.models.build import build_residency, folder_reader
+
+        built = build_residency(plans, settings, budget, output.complain)
+        if settings.models_dir is not None:
+            built.reload = folder_reader(built, settings, base, given, tables)
+        return built
+
+    _listen(settings, base.shutdown_timeout, residency=residency)
+
+
 def _run_host(config: EngineConfig, nodes: NodesConfig, settings: ServeSettings) -> None:
     from trouper.frontends.cli.host import run_host
     from trouper.frontends.server.http.logs import log_lines
@@ -111,8 +189,27 @@ def _run_host(config: EngineConfig, nodes: NodesConfig, settings: ServeSettings)
 
 
 def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | None" = None) -> None:
+    def engine() -> "AsyncLLMEngine":
+        from trouper.frontends.python.async_engine import AsyncLLMEngine
+
+        return AsyncLLMEngine(config, launcher=launcher)
+
+    has_workers = config.device_worker == "process"
+    _listen(settings, config.shutdown_timeout_s, engine=engine, has_workers=has_workers)
+
+
+def _listen(
+    settings: ServeSettings,
+    shutdown_timeout_s: float,
+    *,
+    engine: "Callable[[], AsyncLLMEngine] | None" = None,
+    residency: "Callable[[], Residency] | None" = None,
+    has_workers: bool = False,
+) -> None:
+    """Open the listeners and serve: the engine of one model, or the residency of several."""
     from trouper.frontends.server.http.listeners import Listener, bind_tcp, bind_unix
     from trouper.frontends.server.http.logs import log_lines
+    from trouper.frontends.server.models.residency import Residency
     from trouper.frontends.server.program.server import Server, loop_options
     from trouper.frontends.server.service.service import Service
 
@@ -139,28 +236,25 @@ def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | No
             admin.append(Listener(stack.enter_context(bind_tcp(LOOPBACK, settings.admin_port))))
 
         # With workers the server shows the progress of loading, because a worker's stderr is a pipe.
-        has_workers = config.device_worker == "process"
         terminal = sys.stderr if has_workers and sys.stderr.isatty() else None
 
         async def main() -> None:
-            from trouper.frontends.python.async_engine import AsyncLLMEngine
-
+            # Both are made inside the event loop, to which their events belong.
+            unopened = engine() if engine is not None else residency() if residency else None
+            assert unopened is not None
             service = Service(settings)
+            if isinstance(unopened, Residency):
+                service = unopened.table.default.service.front
             server = Server(
                 service,
-                shutdown_timeout_s=config.shutdown_timeout_s,
+                shutdown_timeout_s=shutdown_timeout_s,
                 report=output.complain,
                 root_path=settings.root_path,
                 names=(settings.host, socket.gethostname()),
                 stays_dead=settings.keep_alive_on_engine_death,
                 terminal=terminal,
             )
-            await server.run(
-                AsyncLLMEngine(config, launcher=launcher),
-                public,
-                admin,
-                settings.loop,
-            )
+            await server.run(unopened, public, admin, settings.loop)
 
         anyio.run(main, backend=settings.loop, backend_options=loop_options(settings.loop))
 

@@ -200,7 +200,7 @@ MISTAKES = [
     ("chat /no/such/folder -q hello", 2, "no such model folder"),
     ("chat folder -m folder -q hello", 2, "give only one of them"),
     ("chat -q hello -m one --model two", 2, "--model is given more than once"),
-    ("serve --model a=one --model b=two", 2, "a server on another --port"),
+    ("serve --model one --model b=two", 2, "needs a name among several models"),
     ("chat one two", 2, "two"),
     ("chat a --url http://host --model-name b -q hello", 2, "give only one of them"),
     ("chat -q hello --url ftp://host", 2, "must be http://"),

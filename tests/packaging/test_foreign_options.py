@@ -148,7 +148,7 @@ def test_it_is_so_in_python_too(caplog):
         ("generate x --temp 0.7", "--temp is an option of llama.cpp: use --temperature"),
         ("chat --keepalive 5m", "--keepalive is an option of Ollama"),
         ("run llama3.2", "run is a command of Ollama: use `trouper chat MODEL`"),
-        ("stop llama3.2", "stop is a command of Ollama: end the server"),
+        ("stop llama3.2", "stop is a command of Ollama: use `trouper unload NAME`"),
         ("generate x --frobnicate", "no such option: --frobnicate"),
         ("generate x --temprature 1", "no such option: --temprature; did you mean --temperature?"),
     ],

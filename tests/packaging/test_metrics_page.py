@@ -6,12 +6,16 @@ from pathlib import Path
 import anyio
 
 from trouper.actors.observability.metrics import Metrics
+from trouper.frontends.server.models.metrics import ResidencyMetrics
+from trouper.frontends.server.models.policy import ResidencyLimits
+from trouper.frontends.server.models.residency import Residency
+from trouper.frontends.server.models.table import ModelTable
 from trouper.frontends.server.service.metrics import ServerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SUFFIX = {"counter": "_total"}
 COMMON = ("model_name", "engine")
-TABLE = re.compile(r"\| metric \|.*\n(?:\|.*\n)+|^(?:ENGINE|SERVER)\n", re.MULTILINE)
+TABLE = re.compile(r"\| metric \|.*\n(?:\|.*\n)+|^(?:ENGINE|SERVER|MODELS)\n", re.MULTILINE)
 
 
 def rows(families):
@@ -30,13 +34,21 @@ async def server_families():
     return list(metrics.collect())
 
 
+def model_families():
+    table = ModelTable([], "none", 0)
+    residency = Residency(table, ResidencyLimits(0), print)
+    return ResidencyMetrics(residency, "trouper").collect()
+
+
 def tables():
-    return rows(Metrics("a-model", 4096).collect()), rows(anyio.run(server_families))
+    engine = rows(Metrics("a-model", 4096).collect())
+    return engine, rows(anyio.run(server_families)), rows(model_families())
 
 
 def test_the_page_lists_every_metric():
-    engine, server = TABLE.findall(PAGE.read_text())
-    assert (engine, server) == tables(), "python -m tests.packaging.test_metrics_page"
+    assert tuple(TABLE.findall(PAGE.read_text())) == tables(), (
+        "python -m tests.packaging.test_metrics_page"
+    )
 
 
 if __name__ == "__main__":

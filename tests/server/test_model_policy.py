@@ -10,12 +10,13 @@ from trouper.frontends.server.models.policy import (
     AWAKE,
     COLD,
     DOZING,
-    ModelLimits,
     ModelMemory,
     ModelRecord,
     ModelState,
+    ResidencyLimits,
     Transition,
     decide,
+    draining,
     next_look,
     unfit,
     used_bytes,
@@ -58,7 +59,7 @@ def records(draw):
 @settings(max_examples=100)
 @given(records(), st.integers(0, 20), st.floats(0, 20))
 def test_decision_keeps_the_laws(found, spare, now):
-    limits = ModelLimits(budget=used_bytes(found) + spare)
+    limits = ResidencyLimits(budget=used_bytes(found) + spare)
     transition = decide(found, limits, now)
     assert next_look(found, limits, now) > now
     if transition is None:
@@ -80,22 +81,32 @@ def test_first_in_line_gets_the_room():
     large = record("large", memory=ModelMemory(1, 8, 2), num_waiting=1, wants_since=1.0)
     small = record("small", num_waiting=1, wants_since=2.0)
     busy = record("busy", AWAKE, num_open=1, woken_at=0.0)
-    found, limits = [small, large, busy], ModelLimits(budget=14, turn_s=5.0)
+    found, limits = [small, large, busy], ResidencyLimits(budget=14, turn_s=5.0)
     assert decide(found, limits, now=3.0) is None
     assert next_look(found, limits, now=3.0) == 5.0
     assert decide(found, limits, now=5.0) == Transition("busy", DOZING)
 
 
 def test_unreachable_model_is_passed_over():
-    """Frozen requests keep a process, so a model without room beside it waits until they have ended."""
+    """Frozen requests keep a process, so they end first, and new ones wait."""
     large = record("large", memory=ModelMemory(1, 9, 0), num_waiting=1, wants_since=1.0)
     frozen = record("frozen", ASLEEP, num_open=1, wants_since=2.0)
-    assert decide([large, frozen], ModelLimits(budget=10), now=9.0) == Transition("frozen", AWAKE)
-    assert unfit([large, frozen], 10) == [(large, 1)]
+    limits = ResidencyLimits(budget=10)
+    assert decide([large, frozen], limits, now=9.0) == Transition("frozen", AWAKE)
+    assert draining([large, frozen], limits, now=5.0) == set()
+    assert draining([large, frozen], limits, now=9.0) == {"frozen"}
+    frozen.num_open = 0
+    assert draining([large, frozen], limits, now=9.0) == set()
+
+
+def test_model_beside_pinned_ones_is_unfit():
+    large, pinned = record("large", memory=ModelMemory(1, 9, 0)), record(is_pinned=True)
+    assert unfit([large, pinned], 16) == [(large, 7)]
+    assert unfit([large, pinned], 17) == []
 
 
 def test_idle_model_rests_level_by_level():
-    idle, limits = record(state=AWAKE, keep_alive_s=10.0), ModelLimits(budget=9)
+    idle, limits = record(state=AWAKE, keep_alive_s=10.0), ResidencyLimits(budget=9)
     for due_s, state in ((10, DOZING), (20, ASLEEP), (60, COLD)):
         assert next_look([idle], limits, now=due_s - 1) == due_s
         assert decide([idle], limits, now=due_s) == Transition("a", state)
@@ -104,14 +115,14 @@ def test_idle_model_rests_level_by_level():
 
 def test_leaving_model_goes_although_pinned():
     pinned = record(state=AWAKE, is_pinned=True, keep_alive_s=0.0)
-    assert decide([pinned], ModelLimits(9), now=1e9) is None
+    assert decide([pinned], ResidencyLimits(9), now=1e9) is None
     pinned.is_leaving = True
-    assert decide([pinned], ModelLimits(9), now=0.0) == Transition("a", DOZING)
+    assert decide([pinned], ResidencyLimits(9), now=0.0) == Transition("a", DOZING)
 
 
 def test_places_limit_models_with_weights():
     first, second = record("a", AWAKE), record("b", num_waiting=1, wants_since=0.0)
-    limits = ModelLimits(budget=99, max_loaded=1)
+    limits = ResidencyLimits(budget=99, max_loaded=1)
     assert decide([first, second], limits, now=1.0) == Transition("a", DOZING)
     first.state = ASLEEP
     assert decide([first, second], limits, now=1.0) == Transition("b", AWAKE)

@@ -25,6 +25,7 @@ from trouper.actors.executor.devices.supervision import (
     RestartBudget,
     StepDeadlines,
     WorkerEvent,
+    WorkerKilledError,
     WorkerState,
     call_deadline_s,
     is_memory_sound,
@@ -154,7 +155,8 @@ class ProcessDevice:
         if isinstance(loaded, Death):
             if self._error is not None:
                 raise as_exception(self._error)
-            raise DeviceStartError(loaded.describe())
+            kind = WorkerKilledError if loaded.is_from_outside else DeviceStartError
+            raise kind(loaded.describe())
         self._info = loaded
         self._state = next_state(self._state, WorkerEvent.LOADED)
         return loaded

@@ -15,6 +15,7 @@ from itertools import pairwise
 import msgspec
 
 from trouper.actors.messages.steps import LossCause
+from trouper.errors import DeviceStartError
 
 # Seconds before the first, second and every later restart in a row.
 BACKOFF_S = (0.0, 1.0, 4.0)
@@ -77,6 +78,10 @@ def next_state(state: WorkerState, event: WorkerEvent) -> WorkerState:
     if following is None:
         raise RuntimeError(f"a worker that is {state.value} cannot take {event.value!r}")
     return following
+
+
+class WorkerKilledError(DeviceStartError):
+    """A worker was killed from outside before it was ready, so another start may well succeed."""
 
 
 class RestartBudget:

@@ -88,19 +88,18 @@ def check_no_text(ctx: Any) -> None:
 
 
 def check_one_model(ctx: Any, given: Iterable[Any]) -> None:
-    """Raise a usage error if `--model` occurs more than once, because a command uses one model.
+    """Raise a usage error if `--model` occurs more than once, if the command uses one model.
 
     Without this check, the last one would silently replace the others. Other options keep this usual rule.
 
     Args:
         given: the parameters in the order of the command line, once for each occurrence.
     """
-    options = [each.name for each in given if each.param_type_name == "option"]
+    options = [
+        each.name for each in given if each.param_type_name == "option" and not each.multiple
+    ]
     if options.count("model") > 1:
-        more = ""
-        if ctx.info_name == "serve":
-            more = "; start a server on another --port for each further model"
-        ctx.fail(f"--model is given more than once, but {ctx.info_name} uses one model{more}")
+        ctx.fail(f"--model is given more than once, but {ctx.info_name} uses one model")
 
 
 def check_command_first(ctx: Any, arguments: list[str], commands: Mapping[str, Any]) -> None:

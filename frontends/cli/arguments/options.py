@@ -7,6 +7,7 @@ for each field, so the fields of `EngineArgs` are not declared a second time.
 import dataclasses
 import inspect
 import json
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -31,6 +32,8 @@ from trouper.params import SamplingParams
 from trouper.sampling_fields import FIELDS
 from trouper.structured_outputs import StructuredOutputsParams
 
+# The key of the tables of a file of models in the context of a command.
+MODEL_TABLES = "trouper.models"
 # Used if the model has no default of its own; the library's 16 are too few at a terminal.
 DEFAULT_MAX_TOKENS = 128
 
@@ -239,7 +242,50 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    given = {name.replace("-", "_"): value for name, value in _read_table(path).items()}
+    set_defaults(ctx, path, _read_table(path))
+    return path
+
+
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Return whether the command line, a variable or a file sets an option, so that no default is used."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def read_model_variable(ctx: typer.Context, given: list[str] | None) -> list[str] | None:
+    """Return the models of the command line, else those of TROUPER_MODEL: one a line, because paths contain spaces."""
+    source, text = ctx.get_parameter_source("model"), os.environ.get("TROUPER_MODEL")
+    is_on_line = source is not None and source.name == "COMMANDLINE"
+    return text.splitlines() if text and not is_on_line else given
+
+
+def read_models_file(ctx: typer.Context, path: str | None) -> str | None:
+    """Use the plain values of a file of models as defaults of options, and keep its tables for the command.
+
+    Raises:
+        typer.BadParameter: it is not TOML, or a value outside its tables is not an option.
+    """
+    if path is None:
+        return None
+    table = _read_table(Path(path))
+    options = {p.name for p in ctx.command.params}
+    tables = {
+        name: value
+        for name, value in table.items()
+        if isinstance(value, dict) and name.replace("-", "_") not in options
+    }
+    ctx.meta[MODEL_TABLES] = tables
+    set_defaults(ctx, Path(path), {n: v for n, v in table.items() if n not in tables})
+    return path
+
+
+def set_defaults(ctx: typer.Context, path: Path, table: Mapping[str, Any]) -> None:
+    """Use values of a file as the defaults of this command's options, besides those of an earlier file.
+
+    Raises:
+        typer.BadParameter: a name is not an option.
+    """
+    given = {name.replace("-", "_"): value for name, value in table.items()}
     options = {p.name: p for p in ctx.command.params if p.param_type_name == "option"}
     foreign = ctx.meta.setdefault(FOR_ENGINE, {})
     for name in given.keys() & (NOT_IMPLEMENTED.keys() | VLLM_SERVER.keys()) - options.keys():
@@ -248,10 +294,11 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
             take(foreign, name, value, name)
     if unknown := given.keys() - options.keys() | given.keys() & {"config"}:
         raise typer.BadParameter(f"{path} has unknown options: {', '.join(sorted(unknown))}")
-    ctx.default_map = {
-        name: value if options[name].multiple else _as_typed(value) for name, value in given.items()
+    defaults = {
+        name: _as_list(value) if options[name].multiple else _as_typed(value)
+        for name, value in given.items()
     }
-    return path
+    ctx.default_map = {**(ctx.default_map or {}), **defaults}
 
 
 def _read_table(path: Path) -> dict[str, Any]:
@@ -288,6 +335,11 @@ def _toml(text: str) -> dict[str, Any]:
         ) from None
 
 
+def _as_list(value: Any) -> Any:
+    """Return the values of a repeatable option.  A text alone is one value."""
+    return [value] if isinstance(value, str) else value
+
+
 def _as_typed(value: Any) -> Any:
     """Convert lists and tables to the text that a command line would have."""
     if isinstance(value, list):
@@ -316,7 +368,7 @@ def expand_options(
     parameters = [p for p in own.values() if p.name not in groups]
     for group in groups.values():
         if group is EngineArgs:
-            options = _engine_options(engine_defaults or {})
+            options = _engine_options(engine_defaults or {}, own)
         elif group is ServeSettings:
             options = setting_parameters()
         else:
@@ -369,12 +421,14 @@ def _options_of(group: type[Any]) -> list[inspect.Parameter]:
     return [_parameter(f.name, f.default, f.type) for f in dataclasses.fields(group)]
 
 
-def _engine_options(defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
-    """Return one option for each field of the engine's arguments, except the seed."""
+def _engine_options(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Return one option for each field of the engine's arguments, except the seed and the command's own."""
     fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     parameters: list[inspect.Parameter] = []
     for panel, texts in ENGINE_HELP.items():
         for name, text in texts.items():
+            if name in own:
+                continue
             option = _engine_option(name, fields[name].type, panel, text)
             default = defaults.get(name, fields[name].default)
             parameters.append(_parameter(name, default, option))

@@ -320,7 +320,7 @@ COMMANDS = {
     "run": "use `trouper chat MODEL`",
     "push": "use `hf upload`",
     "ls": "use `trouper list`",
-    "stop": "end the server with Ctrl-C",
+    "stop": "use `trouper unload NAME`, or end the server with Ctrl-C",
     "cp": "use --served-model-name",
     "create": "Modelfiles are not supported: give the parameters as options",
 }

@@ -73,10 +73,11 @@ class FairQueue:
     """The admitted requests, within three limits: `max_sequences` in all, `max_waiting_tokens` not started, and about
     `max_started` started.
 
-    A request larger than a limit is admitted if no other request counts against that limit.
+    A request larger than a limit is admitted if no other request counts against that limit.  Queues that share `counters`
+    charge each tenant for its usage of all of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counters: dict[str, int] | None = None) -> None:
         self.max_sequences = 0
         self.max_waiting_tokens = 0
         self.max_started = 0
@@ -91,7 +92,7 @@ class FairQueue:
         # The waiting requests of each tenant in its own order.  No list is empty.
         self._waiting: dict[str, list[Entry]] = {}
         # The service that each tenant has received.  There are as many tenants as keys.
-        self._counters: dict[str, int] = {}
+        self.counters: dict[str, int] = {} if counters is None else counters
         self._last_tenant: str | None = None  # served last
 
     def __repr__(self) -> str:
@@ -143,9 +144,9 @@ class FairQueue:
         tenant = entry.tenant
         # Time without requests earns no credit.
         if tenant not in self._waiting:
-            others = [self._counters[other] for other in self._waiting]
-            floor = min(others, default=self._counters.get(self._last_tenant or "", 0))
-            self._counters[tenant] = max(self._counters.get(tenant, 0), floor)
+            others = [self.counters[other] for other in self._waiting]
+            floor = min(others, default=self.counters.get(self._last_tenant or "", 0))
+            self.counters[tenant] = max(self.counters.get(tenant, 0), floor)
         entry.phase = Phase.WAITING
         insort(self._waiting.setdefault(tenant, []), entry, key=lambda entry: entry.order)
 
@@ -168,7 +169,7 @@ class FairQueue:
             self._count(entry, 1)
             self._last_tenant = tenant
             entry.num_charged = entry.num_tokens
-            self._counters[tenant] += entry.num_charged
+            self.counters[tenant] += entry.num_charged
             started.append(entry)
         return started
 
@@ -183,7 +184,7 @@ class FairQueue:
             self._unqueue(entry)
         if entry.phase is Phase.STARTED:
             cost = num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
-            self._counters[entry.tenant] += cost - entry.num_charged
+            self.counters[entry.tenant] += cost - entry.num_charged
         self._count(entry, -1)
         entry.phase = Phase.GONE
         self.num_requests -= 1
@@ -219,7 +220,7 @@ class FairQueue:
 
     def _turn(self, tenant: str) -> tuple[int, int, int]:
         head = self._waiting[tenant][0]
-        return -head.priority, self._counters[tenant], head.number
+        return -head.priority, self.counters[tenant], head.number
 
     def _unqueue(self, entry: Entry) -> None:
         queue = self._waiting[entry.tenant]

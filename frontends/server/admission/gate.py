@@ -49,11 +49,14 @@ class EngineWork(Protocol):
 class AdmissionGate:
     """The gate of one server.
 
-    `num_prefill_tokens` returns the engine's number of prompt tokens without a first output token.
+    `num_prefill_tokens` returns the engine's number of prompt tokens without a first output token.  `counters` are those of
+    another gate, with which this one shares the usage of each key.
     """
 
-    def __init__(self, note_rejection: Callable[[str], None]) -> None:
-        self.admission = FairQueue()
+    def __init__(
+        self, note_rejection: Callable[[str], None], counters: dict[str, int] | None = None
+    ) -> None:
+        self.admission = FairQueue(counters)
         self.throughput = Throughput()
         self.level = Level.CALM
         # Tokens that may wait at any throughput.

@@ -30,6 +30,8 @@ from trouper.frontends.server.http.headers import cors_headers
 from trouper.frontends.server.http.hosts import HostNames
 from trouper.frontends.server.http.logs import access_line
 from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.models.choosing import choose_model
+from trouper.frontends.server.models.residency import Residency, residency_of
 from trouper.frontends.server.ops.ui import SAFETY, is_below_ui
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import ErrorBody, HTTPError, describe, log
@@ -133,7 +135,11 @@ class App:
         problem = describe(error)
         log(problem, error, context.id)
         if isinstance(error, EngineDeadError):
-            self.service.died.set()
+            residency = residency_of(self.service)
+            if residency is None:
+                self.service.died.set()
+            else:
+                residency.note_deaths()
         return problem
 
     def _note(self, context: RequestContext) -> None:
@@ -179,31 +185,52 @@ class App:
             if route is None:
                 await context.send_empty(204)
                 return
-            if route.generates:
-                self.service.check_open()
-                self.service.check_kind(route)
-            if route.generates or route.tokenizes:
-                # A request without room is refused before its body is read.
-                self.service.check_room(context)
-            route, request = await self._read(context, route, stack)
-            act = partial(route.handler, self.service, context, request)
-            await self._attend(context, act, context.timeout_s)
+            residency = residency_of(self.service)
+            if residency is None:
+                self._check_early(context, route)
+            elif route.generates or route.tokenizes:
+                # The limits are those of a model, and only the body names it.
+                self.service.check_serving()
+            route, service, request = await self._read(context, route, residency, stack)
+            act = partial(route.handler, service, context, request)
+            if residency is not None and (route.generates or route.tokenizes):
+                model = residency.table.of_service(service)
+                act = partial(residency.use, model, act, needs_awake=route.generates)
+            await self._attend(context, service, act, context.timeout_s)
+
+    def _check_early(self, context: RequestContext, route: Route) -> None:
+        """Raise the error of a request that cannot be accepted now, before its body is read."""
+        if route.generates:
+            self.service.check_open()
+            self.service.check_kind(route)
+        if route.generates or route.tokenizes:
+            self.service.check_room(context)
 
     async def _read(
-        self, context: RequestContext, route: Route, stack: ExitStack
-    ) -> tuple[Route, Any]:
-        """Read and decode the body.  Returns the route of the body, too, because /invocations chooses one by the body.
+        self,
+        context: RequestContext,
+        route: Route,
+        residency: Residency | None,
+        stack: ExitStack,
+    ) -> tuple[Route, Service, Any]:
+        """Read and decode the body.
 
-        The place is reserved between reading and decoding, so that unfinished bodies hold no places.
+        Returns the route of the body, too, because /invocations chooses one by the body, and the service of its model.  The
+        place is reserved between reading and decoding, so that unfinished bodies hold no places.
         """
+        service = self.service
         if route.body is None:
-            return route, None
+            if residency is not None:
+                service = (await choose_model(residency, context, route, None)).service
+            return route, service, None
         kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         memory = stack.enter_context(self.service.bodies.open())
         await context.read_body(self._settings, memory)
         body = memory.whole()
+        if residency is not None:
+            service = (await choose_model(residency, context, route, body)).service
         if route.generates or route.tokenizes:
-            context.ticket = stack.enter_context(self.service.enter(context))
+            context.ticket = stack.enter_context(service.enter(context))
         is_json = kind == b"application/json" or (
             route.takes_any_type and context.header(b"origin") is None
         )
@@ -212,23 +239,25 @@ class App:
                 400, "invalid_content_type", "the content type must be application/json"
             )
         if not body and route.access == "admin":
-            return route, route.body()  # all fields have defaults
+            return route, service, route.body()  # all fields have defaults
         if route.choose is not None:
             route = await anyio.to_thread.run_sync(
-                route.choose, self.service, body, limiter=self.service.threads
+                route.choose, service, body, limiter=service.threads
             )
         assert route.body is not None
-        decoded = await decode(body, route.body, self.service.threads)
+        decoded = await decode(body, route.body, service.threads)
         if not decoded.holds_body:
             memory.release()
         if decoded.unknown:
-            context.own_headers += self.service.unknown.note(route.path, decoded.unknown)
-        return route, decoded.request
+            context.own_headers += service.unknown.note(route.path, decoded.unknown)
+        return route, service, decoded.request
 
-    async def _attend(self, context: RequestContext, act: Any, timeout_s: float) -> None:
+    async def _attend(
+        self, context: RequestContext, service: Service, act: Any, timeout_s: float
+    ) -> None:
         """Run the handler until it returns, the client disconnects, or the deadline passes."""
         deadline = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
-        await self._attend_beside(context, act, deadline)
+        await self._attend_beside(context, service, act, deadline)
         if deadline.cancelled_caught and not context.is_gone:
             num_prompt, num_output = context.ticket.cost if context.ticket else (0, 0)
             phase = "decode" if num_output else "prefill" if num_prompt else "queue"
@@ -241,12 +270,13 @@ class App:
             )
 
     async def _attend_beside(
-        self, context: RequestContext, act: Any, deadline: anyio.CancelScope
+        self, context: RequestContext, service: Service, act: Any, deadline: anyio.CancelScope
     ) -> None:
         """Run the handler next to a task that cancels it when the client disconnects."""
         error: Exception | None = None
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch_disconnect, context, tasks.cancel_scope, name="disconnect")
+            watch = partial(self._watch_disconnect, context, service, tasks.cancel_scope)
+            tasks.start_soon(watch, name="disconnect")
             with deadline:
                 try:
                     await act()
@@ -257,10 +287,12 @@ class App:
         if error is not None:
             raise error
 
-    async def _watch_disconnect(self, context: RequestContext, handler: anyio.CancelScope) -> None:
+    async def _watch_disconnect(
+        self, context: RequestContext, service: Service, handler: anyio.CancelScope
+    ) -> None:
         """Wait for the client to disconnect, then cancel the handler.
 
-        A stream without events for an interval gets a comment, if comments are on or the device is lost.
+        A stream without events for an interval gets a comment, if comments are on or the stream pauses.
         """
         interval_s = self._settings.sse_keep_alive_interval_s
         while not context.is_gone:
@@ -269,6 +301,6 @@ class App:
                 await context.wait_disconnect()
             is_silent = context.is_stream and context.num_sends == num_sends
             is_due = is_silent and not context.is_gone
-            if is_due and (interval_s or self.service.is_device_lost):
+            if is_due and (interval_s or service.is_stalled):
                 await context.send_comment()
         handler.cancel()

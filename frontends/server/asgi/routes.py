@@ -43,12 +43,13 @@ from trouper.frontends.server.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from trouper.frontends.server.ops import control, operations, slots, ui
+from trouper.frontends.server.ops import control, models, operations, slots, ui
 from trouper.frontends.server.ops.control import (
     AbortRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
 )
+from trouper.frontends.server.ops.models import LoadModelRequest, UnloadModelRequest
 from trouper.frontends.server.ops.openapi import describe
 from trouper.frontends.server.pooling import routes
 from trouper.frontends.server.pooling.requests import (
@@ -84,7 +85,7 @@ PAGE = {
     "order": {"enum": ["asc", "desc"]},
     "after": {"type": "string"},
 }
-MODEL = f"{operations.MODELS}{{id}}"
+MODEL = f"{models.MODELS}{{id}}"
 RESPONSE = f"{RESPONSES}{{id}}"
 GENERATING = (
     ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
@@ -170,8 +171,12 @@ ROUTES = (
     Route("GET", "/metrics", "public", operations.metrics, kind="text"),
     Route("GET", "/openapi.json", "user", describe),
     Route("GET", "/load", "user", operations.load),
-    Route("GET", "/v1/models", "user", operations.list_models),
-    Route("GET", MODEL, "user", operations.show_model),
+    Route("GET", "/v1/models", "user", models.list_models),
+    Route("GET", MODEL, "user", models.show_model),
+    Route("GET", "/models", "user", models.list_models),
+    Route("POST", "/models/load", "admin", models.load_model, LoadModelRequest),
+    Route("POST", "/models/unload", "admin", models.unload_model, UnloadModelRequest),
+    Route("POST", "/models/reload", "admin", models.reload_models),
     *(
         Route("POST", path, "user", handler, body, generates=True, reply=reply)
         for path, handler, body, reply in GENERATING
@@ -310,7 +315,7 @@ def path_of(path: str) -> str | None:
 
 def _template(path: str) -> str:
     """Return the path of the table for a path with a variable part."""
-    if path.startswith(operations.MODELS) and path != operations.MODELS:
+    if path.startswith(models.MODELS) and path != models.MODELS:
         return MODEL
     if path.startswith(ui.FOLDER):
         return ui.FILE

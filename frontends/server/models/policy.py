@@ -5,7 +5,8 @@
     COLD, DOZING, ASLEEP ─▶ FAILED ─▶ COLD           a failed load or wake, and the end of its pause
 
 Laws.  L1: the bytes of all models fit the budget, before, during and after each transition.  L2: one transition runs at a time.
-L3: a model with requests waits for at most n - 1 wakes of others, if none of the n models is `unfit`.  L4: no transition ends a
+L3: a model with requests waits for at most n - 1 wakes of others if each of the n models fits beside the
+processes of all others, and else until open requests of others have ended.  L4: no transition ends a
 request.  L5: a model with requests stays awake for its turn.  L6: a pinned model is not put to sleep.  L7: a failed model takes
 neither memory nor a turn until its pause ends.  L8: a model is put to sleep only for another one with requests, or because it was
 idle for its keep-alive time.
@@ -129,7 +130,7 @@ class Transition(NamedTuple):
     to: ModelState
 
 
-class ModelLimits(NamedTuple):
+class ResidencyLimits(NamedTuple):
     """The limits of a server with several models.
 
     Attributes:
@@ -153,15 +154,16 @@ def used_bytes(records: Iterable[ModelRecord], transition: Transition | None = N
     return total
 
 
-def decide(records: Sequence[ModelRecord], limits: ModelLimits, now: float) -> Transition | None:
+def decide(
+    records: Sequence[ModelRecord], limits: ResidencyLimits, now: float
+) -> Transition | None:
     """Return the next transition, or None if nothing is to be done before the next event or `next_look`.
 
     Models with requests are woken in the order in which they began to wait.  Room is made only for the first of them, so that
     small models cannot pass a large one for ever.  A model that could not be woken even if all others gave up what they can is
     passed over until requests of the others have ended.
     """
-    wanting = sorted((r for r in records if r.wants), key=lambda r: (r.wants_since, r.name))
-    for first in wanting:
+    for first in _wanting(records):
         if not is_reachable(first, records, limits.budget):
             continue
         transition = Transition(first.name, AWAKE)
@@ -174,13 +176,31 @@ def decide(records: Sequence[ModelRecord], limits: ModelLimits, now: float) -> T
     return _idle_transition(records, now)
 
 
+def _wanting(records: Iterable[ModelRecord]) -> list[ModelRecord]:
+    return sorted((r for r in records if r.wants), key=lambda r: (r.wants_since, r.name))
+
+
+def draining(records: Sequence[ModelRecord], limits: ResidencyLimits, now: float) -> frozenset[str]:
+    """Return the models that take no new requests for now, because processes with open requests leave another no room.
+
+    Without it such a model could wait for ever: the others would get new requests before their last ones have ended.
+    """
+    wanting = _wanting(records)
+    if not wanting or now < wanting[0].wants_since + limits.turn_s:
+        return frozenset()
+    first = wanting[0]
+    if is_reachable(first, records, limits.budget):
+        return frozenset()
+    return frozenset(r.name for r in records if r is not first and not r.stays)
+
+
 def is_reachable(record: ModelRecord, records: Iterable[ModelRecord], budget: int) -> bool:
     """Return whether a model could be awake if all others gave up all memory that they can."""
     others = sum(other.least_bytes for other in records if other is not record)
     return record.memory.bytes_in(AWAKE) + others <= budget
 
 
-def _is_full(records: Iterable[ModelRecord], limits: ModelLimits) -> bool:
+def _is_full(records: Iterable[ModelRecord], limits: ResidencyLimits) -> bool:
     num_loaded = sum(record.has_weights for record in records)
     return limits.max_loaded is not None and num_loaded >= limits.max_loaded
 
@@ -188,7 +208,7 @@ def _is_full(records: Iterable[ModelRecord], limits: ModelLimits) -> bool:
 def _victim(
     first: ModelRecord,
     records: Iterable[ModelRecord],
-    limits: ModelLimits,
+    limits: ResidencyLimits,
     now: float,
     *,
     must_have_weights: bool,
@@ -239,12 +259,15 @@ def _rests_at(record: ModelRecord) -> float:
     return idle_since + record.keep_alive_s * PATIENCE[record.state]
 
 
-def next_look(records: Iterable[ModelRecord], limits: ModelLimits, now: float) -> float:
+def next_look(records: Iterable[ModelRecord], limits: ResidencyLimits, now: float) -> float:
     """Return when a decision may change although nothing happens.
 
     It is the next end of a turn, of a keep-alive time, or of the pause after a failure; infinity if there is none.
     """
     times = [math.inf]
+    wanting = _wanting(records)
+    if wanting:
+        times.append(wanting[0].wants_since + limits.turn_s)
     for record in records:
         if record.state is FAILED:
             times.append(record.retry_at)
@@ -256,17 +279,10 @@ def next_look(records: Iterable[ModelRecord], limits: ModelLimits, now: float) -
 
 
 def unfit(records: Sequence[ModelRecord], budget: int) -> list[tuple[ModelRecord, int]]:
-    """Return the models that could never be awake beside the pinned ones and the processes of the others.
-
-    Each comes with the bytes of the others.  With such a model the wait of a request would have no bound.
-    """
+    """Return the models that could never be awake beside the pinned ones, each with the bytes of those."""
     found: list[tuple[ModelRecord, int]] = []
     for record in records:
-        others = sum(
-            other.memory.bytes_in(AWAKE if other.is_pinned else ASLEEP)
-            for other in records
-            if other is not record
-        )
-        if record.memory.bytes_in(AWAKE) + others > budget:
-            found.append((record, others))
+        pinned = sum(r.memory.bytes_in(AWAKE) for r in records if r.is_pinned and r is not record)
+        if record.memory.bytes_in(AWAKE) + pinned > budget:
+            found.append((record, pinned))
     return found

@@ -1,6 +1,7 @@
 """Models as Ollama's API describes them.  Clients fail on a field that is missing or null, so each is there."""
 
 import json
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -8,6 +9,7 @@ from trouper import __version__
 from trouper.actors.rendering.prompts.infill import marks_of
 from trouper.config.model_files import ModelFiles
 from trouper.errors import TrouperError
+from trouper.frontends.server.models.table import ModelStatus
 from trouper.frontends.server.service.service import Service
 
 JSONObject = dict[str, Any]
@@ -35,16 +37,23 @@ def tag(service: Service, files: ModelFiles, name: str) -> JSONObject:
     }
 
 
-def running(service: Service, files: ModelFiles, name: str) -> JSONObject:
-    """Describe a model for `/api/ps`; it stays loaded.
+def running(
+    service: Service, files: ModelFiles, name: str, status: ModelStatus | None
+) -> JSONObject:
+    """Describe a model for `/api/ps`.
 
-    It never expires, because a server keeps its model until it ends.
+    Without a status it never expires, because a server with one model keeps it until it ends.
     """
     info = service.engine.info
     num_bytes = info.num_weight_bytes or files.num_bytes
+    expires_at = FOR_EVER
+    if status is not None:
+        num_bytes = status.bytes["now"]
+        if status.expires_s is not None:
+            expires_at = _time(time.time() + status.expires_s)
     return {
         **tag(service, files, name),
-        "expires_at": FOR_EVER,
+        "expires_at": expires_at,
         "size": num_bytes,
         "size_vram": 0 if service.config.device == "cpu" else num_bytes,
         "context_length": service.config.max_model_len,
@@ -58,7 +67,7 @@ def show(service: Service, files: ModelFiles, name: str) -> JSONObject:
     """
     config = service.config
     template = config.chat_template or ""
-    tokenizer = service.engine.tokenizer
+    tokenizer = service.tokenizer
     if not template and tokenizer is not None:
         template = tokenizer.chat_templates.get("default", "")
     does = capabilities(service)
@@ -94,7 +103,7 @@ def capabilities(service: Service) -> list[str]:
 
 
 def _fills_gaps(service: Service) -> bool:
-    tokenizer = service.engine.tokenizer
+    tokenizer = service.tokenizer
     if tokenizer is None:
         return False
     try:

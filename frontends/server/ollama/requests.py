@@ -4,7 +4,6 @@ Null means "not given".  `options` is a table of its own, which is checked as th
 honoured, refused by name, or known to change nothing.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
@@ -12,10 +11,10 @@ import msgspec
 
 from trouper.errors import invalid
 from trouper.frontends.server.shared import fields
+from trouper.frontends.server.shared.durations import seconds_of
 from trouper.frontends.server.shared.fields import Others, check_others
 
-DURATION = re.compile(r"-?(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+")
-ONE_MODEL = "the server has one model, which stays loaded"
+ONE_MODEL = "nothing is fetched: the server has the models that it was started with"
 NO_TEMPLATES = (
     "prompts are made by the model's own chat template; use system, or raw with the whole prompt"
 )
@@ -79,7 +78,7 @@ CLIENT_NAMES = {
 class OllamaRequest(msgspec.Struct, kw_only=True):
     """The fields that all requests for text share.
 
-    `keep_alive` is only checked, because the model stays loaded.
+    A server with one model only checks `keep_alive`, because the model stays loaded.
     """
 
     OTHERS: ClassVar[Others] = Others(
@@ -206,11 +205,6 @@ def sampling_fields(options: OllamaOptions) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def check_keep_alive(value: str | float | None) -> None:
-    """Check the form of a duration.  Raises TrouperValidationError."""
-    if isinstance(value, str) and value and DURATION.fullmatch(value) is None:
-        try:
-            float(value)
-        except ValueError:
-            rule = "must be a number of seconds or a duration such as 5m or 1h30m"
-            raise invalid("keep_alive", rule, value) from None
+def read_keep_alive(value: str | float | None) -> float | None:
+    """Return the seconds for which a model stays loaded, or None without a wish.  Raises TrouperValidationError."""
+    return None if value is None or value == "" else seconds_of(value, "keep_alive")

@@ -6,6 +6,7 @@ there are answer 501, since this server has the model that it was started with.
 
 from typing import Any
 
+import anyio
 import anyio.to_thread
 
 from trouper import __version__
@@ -15,6 +16,7 @@ from trouper.errors import ContextLengthError, TrouperClientError, invalid
 from trouper.frontends.server.generation.driver import client_names, drive
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.ollama import cards
 from trouper.frontends.server.ollama.replies import OllamaAdapter, OllamaTurn, reply_head
 from trouper.frontends.server.ollama.requests import (
@@ -23,7 +25,7 @@ from trouper.frontends.server.ollama.requests import (
     OllamaGenerateRequest,
     OllamaNamed,
     OllamaOptions,
-    check_keep_alive,
+    read_keep_alive,
     read_options,
 )
 from trouper.frontends.server.openai.requests import ChatRequest
@@ -78,7 +80,7 @@ async def _answer(
     *,
     is_empty: bool,
 ) -> None:
-    check_keep_alive(request.keep_alive)
+    keep_alive_s = _keep_alive(service, request.keep_alive)
     options = _options(service, context, request.options)
     limit = service.config.max_model_len
     if options.num_ctx is not None and options.num_ctx > limit:
@@ -90,13 +92,23 @@ async def _answer(
         text: dict[str, Any] = {"response": ""}
         if isinstance(request, OllamaChatRequest):
             text = {"message": {"role": "assistant", "content": ""}}
-        await context.send_json({**reply_head(name), **text, "done": True, "done_reason": "load"})
+        reason = "unload" if keep_alive_s == 0 else "load"
+        await context.send_json({**reply_head(name), **text, "done": True, "done_reason": reason})
         return
     turn = OllamaTurn(request, options, limit)
     if isinstance(turn.asked, ChatRequest) and request.truncate is not False:
         with client_names(turn.client_name):
             await _shorten(service, context, turn.asked)
     await drive(service, context, turn, OllamaAdapter)
+
+
+def _keep_alive(service: Service, given: str | float | None) -> float | None:
+    """Apply the time for which the model stays loaded after this request.  One model alone stays loaded."""
+    seconds = read_keep_alive(given)
+    residency = residency_of(service)
+    if residency is not None:
+        residency.keep(residency.table.of_service(service), seconds)
+    return seconds
 
 
 def _options(
@@ -153,7 +165,7 @@ async def create_embedding(
     service: Service, context: RequestContext, request: OllamaEmbedRequest
 ) -> None:
     """Embed texts: `/api/embed` answers with a list, the older `/api/embeddings` with one vector."""
-    check_keep_alive(request.keep_alive)
+    _keep_alive(service, request.keep_alive)
     _options(service, context, request.options)
     is_old = context.path == "/api/embeddings"
     given, field = (request.prompt, "prompt") if is_old else (request.input, "input")
@@ -192,18 +204,29 @@ async def list_tags(service: Service, context: RequestContext, _: None) -> None:
 
     Clients use the list to offer a choice of models.
     """
-    files = await _files(service)
-    names = [*service.model_names, *(each.lora_name for each in service.engine.adapters.requests)]
-    await context.send_json({"models": [cards.tag(service, files, name) for name in names]})
+    shown: list[dict[str, Any]] = []
+    for each in _usable(service):
+        files = await _files(each)
+        names = [*each.model_names, *(adapter.lora_name for adapter in each.adapters)]
+        shown += [cards.tag(each, files, name) for name in names]
+    await context.send_json({"models": shown})
 
 
 async def list_running(service: Service, context: RequestContext, _: None) -> None:
     """List the models that are loaded.
 
-    The model of this server is always loaded.
+    The only model of a server is always loaded.
     """
-    files = await _files(service)
-    shown = [cards.running(service, files, name) for name in service.model_names[:1]]
+    residency = residency_of(service)
+    shown: list[dict[str, Any]] = []
+    for each in _usable(service):
+        status = None
+        if residency is not None:
+            model = residency.table.of_service(each)
+            if not model.is_loaded:
+                continue
+            status = residency.table.status(model, anyio.current_time())
+        shown.append(cards.running(each, await _files(each), each.model_names[0], status))
     await context.send_json({"models": shown})
 
 
@@ -228,6 +251,14 @@ async def pull(service: Service, context: RequestContext, request: OllamaNamed) 
 async def refuse(service: Service, context: RequestContext, _: object) -> None:  # noqa: ASYNC124  # a handler is async
     text = f"{context.path} is not supported: the server has the model that it was started with; start `trouper serve` with another"
     raise HTTPError(501, "not_supported", text)
+
+
+def _usable(service: Service) -> list[Service]:
+    """Return the services of the server, without models that cannot be served."""
+    residency = residency_of(service)
+    if residency is None:
+        return [service]
+    return [model.service for model in residency.table if model.plan.config is not None]
 
 
 async def _files(service: Service) -> ModelFiles:

@@ -14,6 +14,7 @@ from trouper.errors import (
     invalid,
 )
 from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.service.service import MAX_ECHO, Service
 from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.errors import NO_RETRY, HTTPError, clean, describe
@@ -28,6 +29,8 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
     OTHERS: ClassVar[fields.Others] = fields.ADAPTERS
 
+    # The model that gets the adapter, in a server with several.
+    model: str | None = None
     lora_name: str = ""
     lora_path: str = ""
     load_inplace: bool = False
@@ -38,6 +41,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
     OTHERS: ClassVar[fields.Others] = fields.ADAPTERS
 
+    model: str | None = None
     lora_name: str = ""
 
 
@@ -55,14 +59,14 @@ async def sleep(service: Service, context: RequestContext, _: None) -> None:
     level, mode = _one(query, "level", "1"), _one(query, "mode", "abort")
     if level not in ("0", "1", "2"):
         raise _bad_query("level", "must be 0, 1 or 2")
-    with _transition():
+    with _transition(), _held(service, is_after=True):
         await service.engine.controls.sleep(int(level), mode)
     await context.send_json({"status": "sleeping", "level": int(level)})
 
 
 async def wake_up(service: Service, context: RequestContext, _: None) -> None:
     tags = context.query().get("tags")
-    with _transition():
+    with _transition(), _held(service, is_after=False):
         is_awake = await service.engine.controls.wake(tags)
     await context.send_json({"status": "awake" if is_awake else "sleeping", "tags": tags})
 
@@ -74,13 +78,13 @@ async def is_sleeping(service: Service, context: RequestContext, _: None) -> Non
 async def pause(service: Service, context: RequestContext, _: None) -> None:
     query = context.query()
     clears = _flag(query, "clear_cache", "true")
-    with _transition():
+    with _transition(), _held(service, is_after=True):
         await service.engine.controls.pause(_one(query, "mode", "abort"), clear_cache=clears)
     await context.send_json({"status": "paused"})
 
 
 async def resume(service: Service, context: RequestContext, _: None) -> None:
-    with _transition():
+    with _transition(), _held(service, is_after=False):
         await service.engine.controls.resume()
     await context.send_json({"status": "resumed"})
 
@@ -90,7 +94,8 @@ async def is_paused(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def abort_requests(service: Service, context: RequestContext, request: AbortRequest) -> None:
-    num_aborted = service.abort(request.request_ids or None)
+    chosen = [service] if "model" in context.query() else service.services
+    num_aborted = sum(each.abort(request.request_ids or None) for each in chosen)
     await context.send_json({"status": "aborted", "aborted": num_aborted})
 
 
@@ -132,6 +137,31 @@ def _transition() -> "Generator[None]":
         if isinstance(error, TrouperError | NotImplementedError):
             raise
         raise HTTPError(409, "illegal_transition", str(error)) from None
+
+
+@contextmanager
+def _held(service: Service, *, is_after: bool) -> "Generator[None]":
+    """Keep several models from moving this one during the block, and after it if it stays asleep or paused.
+
+    Raises:
+        HTTPError: the model is not awake, so its sleep is not the administrator's (409).
+    """
+    residency = residency_of(service)
+    if residency is None:
+        yield
+        return
+    model = residency.table.of_service(service)
+    if not model.is_awake:
+        text = f"the model {model.name} is {model.state}; POST /models/load wakes it"
+        raise HTTPError(409, "illegal_transition", text, param="query.model")
+    was_paused = model.is_paused
+    residency.hold(model, True)
+    try:
+        yield
+    except BaseException:
+        residency.hold(model, was_paused)
+        raise
+    residency.hold(model, is_after or service.engine.lifecycle.is_sleeping)
 
 
 def _one(query: dict[str, list[str]], name: str, default: str) -> str:

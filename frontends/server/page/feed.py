@@ -72,7 +72,7 @@ class Feed:
     @property
     def services(self) -> tuple[Service, ...]:
         """The service of each model."""
-        return (self._service,)
+        return tuple(self._service.services)
 
     def message(self, tick: int, tenant: str | None, since: dict[str, int], **own: bool) -> bytes:
         """Return a server-sent event for one viewer.
@@ -153,6 +153,7 @@ async def watch(service: Service, context: RequestContext) -> None:
         HTTPError: `hz` is out of range, or there are too many viewers.
     """
     hz = _rate(context)
+    service = service.front
     if not isinstance(service.feed, Feed):
         service.feed = Feed(service)
     feed = service.feed

@@ -16,6 +16,7 @@ from trouper.actors.observability.event_log import EngineEvent
 from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
 from trouper.config.engine_config import EngineConfig
 from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.ollama.cards import capabilities
 from trouper.frontends.server.service.service import Service
 
@@ -192,6 +193,15 @@ def model_name(service: Service) -> str:
     return service.model_names[0]
 
 
+def _shown_state(service: Service, own: str) -> str:
+    """Return the state of a model among several, or else its own, such as "paused" for an awake one."""
+    residency = residency_of(service)
+    if residency is None:
+        return own
+    state = residency.table.of_service(service).state
+    return own if state == "awake" else state
+
+
 def model_card(service: Service) -> ModelCard:
     """Describe a loaded model.  It is made once, because some capabilities are found in the vocabulary."""
     config, info = service.config, service.engine.info
@@ -256,7 +266,7 @@ def describe(event: EngineEvent, num_replicas: int = 1) -> str:
 def _model(model: MeasuredModel) -> ModelFrame:
     service, card, memory_bytes = model
     if service.is_starting:
-        return ModelFrame(name=model_name(service), state="loading")
+        return ModelFrame(name=model_name(service), state=_shown_state(service, "loading"))
     engine = service.engine
     seen, stats = engine.snapshot(), engine.statistics()
     scheduler, policies = stats.scheduler, seen.scheduler.policies
@@ -265,7 +275,9 @@ def _model(model: MeasuredModel) -> ModelFrame:
     calls = [executor.call for executor in seen.executors if executor.call is not None]
     return ModelFrame(
         name=model_name(service),
-        state="lost" if service.is_device_lost else engine.lifecycle.shown_state,
+        state="lost"
+        if service.is_device_lost
+        else _shown_state(service, engine.lifecycle.shown_state),
         card=card,
         inboxes={name: count for name, count in seen.inboxes.items() if count},
         rendering=sum(len(renderer.rendering) for renderer in seen.renderers),

@@ -88,7 +88,7 @@ async def watch(service: Service, heap: Heap) -> None:
     while True:
         due = anyio.current_time() + PERIOD_S  # the update itself is part of the lag
         service.look(worst_s)
-        is_busy, is_tight = service.gate.admission.num_requests > 0, service.gate.level > Level.CALM
+        is_busy, is_tight = service.num_requests > 0, service.gate.level > Level.CALM
         heap.look(due, is_busy=is_busy, is_tight=is_tight)
         worst_s = 0.0
         for _ in range(NUM_PERIODS):

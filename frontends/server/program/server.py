@@ -22,6 +22,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from trouper.errors import invalid
 from trouper.frontends.server.asgi.app import App
 from trouper.frontends.server.http.listeners import Listener, Shutdown
+from trouper.frontends.server.models.residency import Residency
 from trouper.frontends.server.program.monitor import Heap, watch
 from trouper.frontends.server.program.start_report import LoadingLine, summarise
 from trouper.frontends.server.service.service import Service
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 # Seconds for the final outputs to reach their clients.
 GRACE_S = 1.5
+# Characters of the names of models in a line.
+MAX_NAMES = 200
 # Seconds after the shutdown's own time until the watchdog acts: `GRACE_S` and 4 s for stuck workers, doubled.
 GUARD_S = 10.0
 EXIT_SIGNALLED = 128
@@ -128,12 +131,15 @@ class Server:
 
     async def run(
         self,
-        unopened: "AsyncLLMEngine",
+        unopened: "AsyncLLMEngine | Residency",
         public: Sequence[Listener],
         admin: Sequence[Listener],
         backend: str,
     ) -> None:
-        """Serve until a signal arrives or the engine dies.
+        """Serve until a signal arrives, or until the engine dies if there is only one.
+
+        Args:
+            unopened: the engine of the only model, or the residency of several.
 
         Raises:
             Exception: the reason why the engine did not start, or why it died.
@@ -151,12 +157,13 @@ class Server:
 
     async def _run(
         self,
-        unopened: "AsyncLLMEngine",
+        unopened: "AsyncLLMEngine | Residency",
         public: Sequence[Listener],
         admin: Sequence[Listener],
         backend: str,
     ) -> None:
         serve = listener_task(backend)
+        several = isinstance(unopened, Residency)
         async with anyio.create_task_group() as helpers:
             await helpers.start(_Signals(self._stop, self._report).forward, name="signals")
             async with anyio.create_task_group() as engines:
@@ -171,10 +178,15 @@ class Server:
                             is_loopback=listener.is_loopback,
                             names=self._names,
                         )
-                        self._report(f"listening at {listener.address}, loading the model")
+                        what = "with several models" if several else "loading the model"
+                        self._report(f"listening at {listener.address}, {what}")
                         listeners.start_soon(serve, app, listener, self._shutdown, name="listener")
                     listeners.start_soon(self._run_background, name="background")
-                    await self._serve(unopened, public, engines, helpers)
+                    if isinstance(unopened, Residency):
+                        addresses = ", ".join(listener.address for listener in public)
+                        await self._serve_several(unopened, addresses, engines, helpers)
+                    else:
+                        await self._serve(unopened, public, engines, helpers)
                 self._are_closed.set()
             helpers.cancel_scope.cancel()
 
@@ -206,6 +218,42 @@ class Server:
         helpers.start_soon(self._abort_later, engine, name="deadline")
         self._service.drain()
         self._shutdown.closing.set()
+
+    async def _serve_several(
+        self, residency: Residency, addresses: str, engines: TaskGroup, helpers: TaskGroup
+    ) -> None:
+        """Serve several models, which are loaded when they are needed.  No model's failure ends the server."""
+        self._heap.settle()
+        names = ", ".join(model.name for model in residency.table)[:MAX_NAMES]
+        self._report(f"serving {len(residency.table.models)} models at {addresses}: {names}")
+        await engines.start(self._run_residency, residency, name="residency")
+        helpers.start_soon(watch, self._service, self._heap, name="watch")
+        for model in residency.table:
+            if model.options.is_preloaded:
+                residency.load_later(model)
+        await self._shutdown.closing.wait()
+        helpers.start_soon(self._close_several, residency, name="deadline")
+        self._service.drain()
+
+    async def _run_residency(
+        self, residency: Residency, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Keep engines open until all connections are closed."""
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(residency.carry_out, name="transitions")
+            task_status.started()
+            await self._are_closed.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _close_several(self, residency: Residency) -> None:
+        """Abort the open requests at the deadline, then close the remaining connections."""
+        await anyio.sleep(self._shutdown_timeout_s)
+        residency.close()
+        for service in self._service.services:
+            service.close_gate()
+            if not service.is_starting:
+                service.engine.requests.abort_all()
+        await self._close_connections()
 
     async def _run_engine(
         self, unopened: "AsyncLLMEngine", *, task_status: TaskStatus["Engine | None"]
@@ -246,6 +294,9 @@ class Server:
             await anyio.sleep(self._shutdown_timeout_s)
             self._service.close_gate()
             engine.requests.abort_all()
+        await self._close_connections()
+
+    async def _close_connections(self) -> None:
         await anyio.sleep(GRACE_S)
         self._report("closing connections that do not read their answers")
         self._shutdown.aborting.set()

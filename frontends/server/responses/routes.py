@@ -11,6 +11,7 @@ from trouper.errors import invalid
 from trouper.frontends.server.generation.driver import client_names, prepare
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import TOOLS
+from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.background import BackgroundResponse, follow
 from trouper.frontends.server.responses.input_items import Page, listed
@@ -160,6 +161,9 @@ def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> JS
             # Its place becomes free at once.
             context.ticket.leave()
         later = context.detached(resources.enter_context(service.enter(context)))
+        residency = residency_of(service)
+        if residency is not None:
+            resources.enter_context(residency.opened(residency.table.of_service(service)))
         driver = prepare(service, later, turn, ResponsesAdapter)
         response = BackgroundResponse(service, later, turn, driver)
         queued = response.queue()

@@ -5,7 +5,7 @@ model is loading.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -44,6 +44,7 @@ from trouper.outputs import RequestOutput
 if TYPE_CHECKING:
     from trouper.actors.engine.engine import Engine
     from trouper.actors.engine.generation import Generation
+    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 
 # Sequences that may be open, as a multiple of max_num_seqs: one runs while three are queued.
 PLACES = 4
@@ -77,30 +78,55 @@ def untagged(name: str) -> str:
 
 
 class Service:
-    """The state of one server: starting until `open`, then open, and draining after `drain`.
+    """The state of one model's server: starting until `open`, then open, and draining after `drain`.
 
-    Only the event loop of the server changes it.
+    A server with several models has a service for each.  They share what belongs to the server: metrics, bodies, threads,
+    stored responses and background work.  Only the event loop of the server changes a service.
+
+    Args:
+        front: the first service of a server with several models, whose shared parts this one uses.
+        plan: the configuration of the engine, if it is known before the engine is open.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        front: "Service | None" = None,
+        plan: EngineConfig | None = None,
+    ) -> None:
         self.settings = settings
-        self.metrics = ServerMetrics()
-        self.gate = AdmissionGate(self._note_rejection)
-        self.is_draining = False
+        self.front = self if front is None else front
+        # All services of the server, kept by the first.
+        self._services: list[Service] = []
+        # The table of the server's models, if it has several.  `residency_of` returns it with its type.
+        self.models: object | None = None
+        self._plan = plan
+        self._is_draining = False
         self.died = anyio.Event()
-        self.unknown = UnknownFields()
         self.steps = StepClock()
-        self.bodies = BodyMemory(
-            settings.max_body,
-            settings.max_body_memory or BODIES * settings.max_body,
-            self._refuse_body,
-        )
-        self.threads = anyio.CapacityLimiter(2)  # large bodies, tokenising
-        self.chat_threads = anyio.CapacityLimiter(
-            1
-        )  # chats to be tokenised: templates may take long
-        self.responses = ResponseStore(settings.responses_store_bytes)
-        self.background = BackgroundTasks()
+        if front is None:
+            self.metrics = ServerMetrics()
+            self.gate = AdmissionGate(self._note_rejection)
+            self.unknown = UnknownFields()
+            self.bodies = BodyMemory(
+                settings.max_body,
+                settings.max_body_memory or BODIES * settings.max_body,
+                self._refuse_body,
+            )
+            # For large bodies and for tokenising.
+            self.threads = anyio.CapacityLimiter(2)
+            # Chats to be tokenised have a thread of their own, because templates may take long.
+            self.chat_threads = anyio.CapacityLimiter(1)
+            self.responses = ResponseStore(settings.responses_store_bytes)
+            self.background = BackgroundTasks()
+        else:
+            self.metrics, self.unknown, self.bodies = front.metrics, front.unknown, front.bodies
+            self.threads, self.chat_threads = front.threads, front.chat_threads
+            self.responses, self.background = front.responses, front.background
+            # A key's usage of one model counts in the queues of all.
+            self.gate = AdmissionGate(self._note_rejection, front.gate.admission.counters)
+        self.front._services.append(self)
         self._ladder = Ladder()
         # The time of the last round trip.
         self._proved_at = -math.inf
@@ -125,6 +151,26 @@ class Service:
         Handlers wait for no lock: until this call, each request is answered with 503.
         """
         config, info = engine.config, engine.info
+        room = (info.num_blocks - 1) * info.block_size * config.data_parallel_size
+        self.set_limits(config, room)
+        self.gate.num_prefill_tokens = lambda: engine.num_prefill_tokens
+        self.metrics.prefix = config.metrics_prefix
+        self.answers = self._answer_format(engine)
+        self._engine = engine
+        self.died = anyio.Event()
+        self._proved_at = -math.inf
+
+    def close(self) -> None:
+        """Forget the engine, which is stopped.  Only a server with several models goes on after that."""
+        self._engine = None
+        self.gate.num_prefill_tokens = int
+
+    def set_limits(self, config: EngineConfig, room: int = 0) -> None:
+        """Set the limits of admission.
+
+        Args:
+            room: tokens of the KV cache, or 0 if there is none or if it is not known yet.
+        """
         num_seqs = config.scheduler.max_num_seqs * config.data_parallel_size
         limits = (self.settings.max_requests or PLACES * num_seqs, config.max_num_queued_reqs)
         admission = self.gate.admission
@@ -133,16 +179,11 @@ class Service:
             self.gate.full_reason = "max_num_queued_reqs"
         admission.max_started = num_seqs + max(MIN_SPARE_SLOTS, num_seqs // 4)
         # The default queue holds as many tokens as the KV cache; a pooling model has no cache, so its slots count.
-        room = (info.num_blocks - 1) * info.block_size * config.data_parallel_size
         room = room or num_seqs * config.max_model_len
         self.gate.min_waiting_tokens = self.settings.max_waiting_tokens or room
         self.gate.is_adaptive = self.settings.max_waiting_tokens is None
         self.gate.max_prefill_tokens = config.max_num_queued_tokens
-        self.gate.num_prefill_tokens = lambda: engine.num_prefill_tokens
         self.gate.delay = QueueDelay(self.settings.max_queue_delay_s)
-        self.metrics.prefix = config.metrics_prefix
-        self.answers = self._answer_format(engine)
-        self._engine = engine
 
     def _answer_format(self, engine: "Engine") -> AnswerFormat:
         if engine.tokenizer is None:
@@ -174,7 +215,16 @@ class Service:
 
         Requests in progress continue until they finish or the grace period ends.
         """
-        self.is_draining = True
+        self.front._is_draining = True
+
+    @property
+    def is_draining(self) -> bool:
+        return self.front._is_draining
+
+    @property
+    def services(self) -> "list[Service]":
+        """All services of the server, this one among them; the first is the one that listeners know."""
+        return self.front._services
 
     @property
     def is_starting(self) -> bool:
@@ -191,20 +241,46 @@ class Service:
         return any(part.is_device_lost for part in self._engine.statistics().replicas)
 
     @property
+    def is_stalled(self) -> bool:
+        """Whether streams pause: a worker is being restarted, or the model has made room for another one."""
+        is_asleep = self.front.models is not None and self._engine is not None
+        return self.is_device_lost or (is_asleep and self.engine.lifecycle.is_sleeping)
+
+    @property
     def engine(self) -> "Engine":
-        """The only handle of handlers for the engine.  Raises HTTPError (503) while the model is loading."""
+        """The only handle of handlers for the engine.  Raises HTTPError (503) while the model is loading, or not loaded."""
         if self._engine is None:
+            if self.front.models is not None:
+                name = clean(self.model_names[0], MAX_SHOWN_NAME)
+                raise unavailable("model_not_loaded", f"the model {name} is not loaded")
             raise unavailable("starting", "the model is being loaded")
         return self._engine
 
     @property
     def config(self) -> EngineConfig:
+        """The engine's configuration, or the planned one before the engine is open."""
+        if self._engine is None and self._plan is not None:
+            return self._plan
         return self.engine.config
 
     @property
+    def tokenizer(self) -> "Tokenizer | None":
+        """The engine's tokenizer, or None without one or without an open engine."""
+        return None if self._engine is None else self._engine.tokenizer
+
+    @property
+    def adapters(self) -> Sequence[LoRARequest]:
+        """The adapters that requests can name: the loaded ones, or before the engine is open those to be loaded."""
+        return (
+            self.settings.lora_modules if self._engine is None else self._engine.adapters.requests
+        )
+
+    @property
     def model_names(self) -> tuple[str, ...]:
+        if self.settings.served_model_names:
+            return self.settings.served_model_names
         config = self.config
-        return self.settings.served_model_names or config.served_names or (config.model.name,)
+        return config.served_names or (config.model.name,)
 
     def close_gate(self) -> None:
         """Refuse all queued requests because the server is shutting down.
@@ -232,23 +308,41 @@ class Service:
 
     def look(self, lag_s: float) -> None:
         """Check the engine, and adapt admission to the load; the monitor calls it four times a second."""
-        if self._engine is None or self.is_draining:
+        if self.is_draining:
             return
-        if self._engine.dead_error is not None:
-            self.died.set()
+        num_open = sum(service._look_at_engine() for service in self.services)
+        if not num_open:
             return
-        self.steps.age_s(self._engine.statistics().scheduler, anyio.current_time())
-        self._note_throughput()
-        self.gate.let_in()
-        self.gate.look(is_paused=self.engine.lifecycle.is_sleeping)
         self.metrics.last_gaps_s.append(lag_s)
         level = self._ladder.look(memory_used(), lag_s)
         if level != self.gate.level:
-            self._engine.events.note("overload", level.name.lower())
+            for service in self.services:
+                if service._engine is not None:
+                    service._engine.events.note("overload", level.name.lower())
             logger.warning("overload: %s after %s", level.name, self.gate.level.name)
-        self.gate.level = self.metrics.level = level
+        for service in self.services:
+            service.gate.level = level
+        self.metrics.level = level
         if level is Level.ABORT:
             self._give_up_one()
+
+    def _look_at_engine(self) -> bool:
+        """Note the progress of the engine, and start waiting requests.  Returns whether the engine is open and alive."""
+        if self._engine is None:
+            return False
+        if self._engine.dead_error is not None:
+            self.died.set()
+            return False
+        self.steps.age_s(self._engine.statistics().scheduler, anyio.current_time())
+        self._note_throughput()
+        self.gate.let_in()
+        self.gate.look(is_paused=self._engine.lifecycle.is_sleeping)
+        return True
+
+    @property
+    def num_requests(self) -> int:
+        """The requests that hold a place, of all models of the server."""
+        return sum(service.gate.admission.num_requests for service in self.services)
 
     def check_admits(self) -> None:
         """Raise HTTPError (503) if all requests of the last seconds were refused.
@@ -287,11 +381,15 @@ class Service:
     def check_open(self) -> None:
         """Raise HTTPError or RetryableRequestError unless requests are accepted now, and EngineDeadError if they never will be."""
         self.engine.check_alive()
-        if self.is_draining:
-            raise unavailable("draining", "the server is shutting down")
+        self.check_serving()
         refuses = self.engine.lifecycle.refuses
         if refuses is not None:
             raise refuses.to_exception()
+
+    def check_serving(self) -> None:
+        """Raise HTTPError (503) after `drain`."""
+        if self.is_draining:
+            raise unavailable("draining", "the server is shutting down")
 
     def check_model(self, name: str | None) -> str:
         """Return the model's name for the response.  Raises TrouperNotFoundError.
@@ -307,7 +405,7 @@ class Service:
 
     def _unknown_model(self, name: str) -> str:
         """Write the error for an unknown model.  It lists the first few model names."""
-        adapters = (adapter.lora_name for adapter in self.engine.adapters.requests)
+        adapters = (adapter.lora_name for adapter in self.adapters)
         names = [*self.model_names, *adapters]
         shown = ", ".join(f"`{clean(each, MAX_SHOWN_NAME)}`" for each in names[:MAX_SHOWN_NAMES])
         rest = f" and {len(names) - MAX_SHOWN_NAMES} more (GET /v1/models)"
@@ -334,8 +432,8 @@ class Service:
         """
         if name is None:
             return None
-        found, names = self.engine.adapters.requests, (name, untagged(name))
-        return next((adapter for adapter in found if adapter.lora_name in names), None)
+        names = name, untagged(name)
+        return next((adapter for adapter in self.adapters if adapter.lora_name in names), None)
 
     def next_adapter_number(self) -> int:
         """Return an unused number for a new adapter.  Numbers of unloaded adapters are not used again."""
@@ -418,17 +516,22 @@ class Service:
             context.is_aborted = True
         tickets = {context.ticket for context in found.values() if context.ticket is not None}
         self.gate.close(aborted(), tickets)
-        self.engine.abort(found)
+        if self._engine is not None:
+            self._engine.abort(found)
         return len(found)
 
     def _give_up_one(self) -> None:
         """Free memory: refuse all queued requests, or else abort the newest request of the engine."""
-        if self.gate.close(unavailable("overloaded", "the server is overloaded, try again later")):
+        refusal = unavailable("overloaded", "the server is overloaded, try again later")
+        if sum(service.gate.close(refusal) for service in self.services):
             return
-        engine = self.engine
-        slots = [slot for slot in engine.requests.slots if not (slot.is_aborted or slot.is_over)]
-        if slots:
-            engine.abort(slots[-1].request_id)
+        for engine in [service._engine for service in self.services if service._engine is not None]:
+            slots = [
+                slot for slot in engine.requests.slots if not slot.is_aborted and not slot.is_over
+            ]
+            if slots:
+                engine.abort(slots[-1].request_id)
+                return
 
     def _refuse_body(self) -> HTTPError:
         refusal = self.gate.refuse(
@@ -466,13 +569,17 @@ class Service:
 
     def _note_rejection(self, reason: str) -> None:
         self.metrics.note_rejection(reason)
-        engine = self.engine
+        engine = self._engine
+        if engine is None:
+            return
         engine.events.note("refusal", reason)
         if engine.metrics is not None and reason in LIMITS:
             engine.metrics.note_rejection(reason)
 
     def _note_throughput(self) -> None:
-        engine = self.engine
+        engine = self._engine
+        if engine is None:
+            return
         # A pause is not slowness.
         is_busy = self.gate.admission.num_started > 0 and not engine.lifecycle.is_sleeping
         self.gate.throughput.note(engine.num_tokens, anyio.current_time(), is_busy=is_busy)

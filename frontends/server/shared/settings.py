@@ -356,6 +356,51 @@ class ServeSettings(ServerSettings, frozen=True, kw_only=True):
             is_hidden=True,
         ),
     ] = False
+    # The options of a server with several models.  `models` is the file with their tables.
+    models: str | None = None
+    models_dir: Annotated[
+        str | None,
+        Opt("Folder whose models are served by name and loaded by requests.", metavar="DIR"),
+    ] = None
+    memory_budget: Annotated[
+        str | None,
+        Opt(
+            "Memory for all of several models, such as 12GiB; by default 0.8 of the free memory.",
+            metavar="BYTES",
+        ),
+    ] = None
+    keep_alive: Annotated[
+        str | None,
+        Opt(
+            "Idle time after which a model gives up its KV cache, twice that its weights, six times its process; -1 never; 5m by default.",
+            metavar="TIME",
+        ),
+    ] = None
+    turn: Annotated[
+        str | None,
+        Opt(
+            "Time that a model with requests keeps memory that another one needs; 5s by default.",
+            metavar="TIME",
+        ),
+    ] = None
+    max_loaded: Annotated[
+        int | None, Opt("Models with weights in memory at once; no limit by default.", min=1)
+    ] = None
+    default_model: Annotated[
+        str | None, Opt("Model of requests that name none of several.", metavar="NAME")
+    ] = None
+    preload: Annotated[
+        tuple[str, ...],
+        Opt("Model to load at start, which readiness waits for; repeatable.", metavar="NAME"),
+    ] = ()
+    pin: Annotated[
+        tuple[str, ...],
+        Opt("Model that is loaded at start and stays; repeatable.", metavar="NAME"),
+    ] = ()
+    autoload: Annotated[
+        bool,
+        Opt("Load a model when a request names it.", flags=("--autoload/--no-autoload",)),
+    ] = True
     # vLLM's command lines contain these two, and nothing has to be done for them.
     enable_auto_tool_choice: Annotated[
         bool, Opt("Accepted from vLLM's command lines: tools need no flag.", is_hidden=True)

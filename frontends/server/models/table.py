@@ -1,0 +1,224 @@
+"""The models of a server by their names, and the states that other parts show.  Nothing here waits.
+
+A name is that of a model, an alias, or an adapter; `NAME:latest` means `NAME`, and `MODEL/ADAPTER` an adapter of one model.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+
+from trouper.actors.observability.metrics import Metrics
+from trouper.errors import TrouperNotFoundError
+from trouper.frontends.server.models.options import ModelOptions
+from trouper.frontends.server.models.policy import AWAKE, COLD, FAILED, ModelRecord, ModelState
+from trouper.frontends.server.models.sizes import ModelPlan
+from trouper.frontends.server.service.service import MAX_SHOWN_NAME, Service, untagged
+from trouper.frontends.server.shared.errors import HTTPError, clean, unavailable
+
+MAX_NEAR = 3
+
+
+class ModelStatus(msgspec.Struct, frozen=True):
+    """One model at one moment, for lists and pages.
+
+    Attributes:
+        state: cold, loading, awake, dozing, asleep, waking, stopping or failed.
+        bytes: the estimated memory: of the process, the weights and the KV cache, and what counts in this state.
+        expires_s: seconds until it goes down by a state, or None if it stays.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    state: str
+    is_pinned: bool
+    num_waiting: int
+    num_open: int
+    bytes: dict[str, int]
+    expires_s: float | None
+    error: str | None
+
+
+class HostedModel:
+    """One model of the table: its options, its service, and its record in the policy.
+
+    Only `Residency` changes the record and opens the engine.
+    """
+
+    def __init__(self, plan: ModelPlan, service: Service) -> None:
+        self.options: ModelOptions = plan.options
+        self.plan = plan
+        self.service = service
+        self.record = ModelRecord(
+            plan.options.name,
+            plan.memory,
+            is_pinned=plan.options.is_pinned,
+            keep_alive_s=plan.options.keep_alive_s,
+        )
+        # The state that the running transition leads to.
+        self.moves_to: ModelState | None = None
+        # Whether its worker was killed while it was loaded, which is no fault of the model.
+        self.was_killed = False
+        # Whether an administrator has put it to sleep or paused it.
+        self.is_paused = False
+        # Whether new requests wait, because the open ones leave another model no room.
+        self.is_draining = False
+        # Set and replaced at every change of its state.
+        self.changed = anyio.Event()
+        # Set to end its engine.
+        self.stop = anyio.Event()
+        # The reason of the last failure, and the number of failures in succession.
+        self.error: str | None = plan.error
+        self.num_failures = 0
+        # Whether its folder no longer has it, so that it leaves the table when it is unloaded.
+        self.is_gone = False
+        # The counters of its last engine, which stay after it has stopped.
+        self.metrics: Metrics | None = None
+
+    def __repr__(self) -> str:
+        return f"<HostedModel {self.name} {self.state}>"
+
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+    def is_ready(self, *, needs_awake: bool) -> bool:
+        """Whether a request may begin: the model is awake, or loaded if that is enough."""
+        return (self.is_awake if needs_awake else self.is_loaded) and not self.is_draining
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it has an open engine that no transition is about to stop."""
+        return self.record.state not in (COLD, FAILED) and self.moves_to is not COLD
+
+    @property
+    def is_awake(self) -> bool:
+        return self.record.state is AWAKE and self.moves_to is None
+
+    @property
+    def state(self) -> str:
+        """Return its state in one word, which during a transition is the name of that."""
+        match self.moves_to, self.record.state:
+            case ModelState.AWAKE, ModelState.COLD:
+                return "loading"
+            case ModelState.AWAKE, _:
+                return "waking"
+            case ModelState.COLD, _:
+                return "stopping"
+            case _, state:
+                return state.value
+
+    def notify(self) -> None:
+        """Wake the tasks that wait for a change of this model."""
+        self.changed.set()
+        self.changed = anyio.Event()
+
+
+class ModelTable:
+    """All models of a server.
+
+    The first is the default of routes that need some model, and of requests without a name if the command line says so.
+    """
+
+    def __init__(self, models: Sequence[HostedModel], default: str | None, budget: int) -> None:
+        self.models = {model.name: model for model in models}
+        self.budget = budget
+        # Whether requests may leave out the model's name.
+        self.has_default = default is not None or len(models) == 1
+        self._default = default or models[0].name
+
+    def __iter__(self) -> Iterator[HostedModel]:
+        return iter(self.models.values())
+
+    def __repr__(self) -> str:
+        return f"<ModelTable {', '.join(f'{each.name} {each.state}' for each in self)}>"
+
+    @property
+    def default(self) -> HostedModel:
+        """The model of requests without a name; the first one if the chosen one has left the table."""
+        return self.models.get(self._default) or next(iter(self))
+
+    @property
+    def records(self) -> list[ModelRecord]:
+        return [model.record for model in self]
+
+    def find(self, name: str) -> HostedModel:
+        """Return the model of a name, an alias or an adapter.
+
+        Raises:
+            TrouperNotFoundError: no model has the name.
+            HTTPError: several models have an adapter of this name (400).
+        """
+        for known in (name, untagged(name)):
+            for model in self:
+                if known == model.name or known in model.options.aliases:
+                    return model
+        having = [model for model in self if model.service.adapter(name) is not None]
+        if len(having) > 1:
+            names = " or ".join(
+                f"{clean(model.name, MAX_SHOWN_NAME)}/{clean(name, MAX_SHOWN_NAME)}"
+                for model in having
+            )
+            text = f"several models have an adapter of this name; ask for {names}"
+            raise HTTPError(400, "ambiguous_model", text, param="model")
+        if not having:
+            raise TrouperNotFoundError(self._unknown(name))
+        return having[0]
+
+    def _unknown(self, name: str) -> str:
+        names = [clean(model.name, MAX_SHOWN_NAME) for model in self]
+        shown = ", ".join(f"`{each}`" for each in names[:MAX_NEAR])
+        more = (
+            f" and {len(names) - MAX_NEAR} more (GET /v1/models)" if len(names) > MAX_NEAR else ""
+        )
+        return f"The model `{clean(name, MAX_SHOWN_NAME)}` does not exist. This server has {shown}{more}."
+
+    def of_service(self, service: Service) -> HostedModel:
+        return next(model for model in self if model.service is service)
+
+    def statuses(self, now: float) -> list[ModelStatus]:
+        """Describe all models at once, without waiting.
+
+        Args:
+            now: the time of the event loop.
+        """
+        return [self.status(model, now) for model in self]
+
+    def status(self, model: HostedModel, now: float) -> ModelStatus:
+        """Describe one model."""
+        record = model.record
+        memory = record.memory
+        expires_s = None
+        if record.state is AWAKE and not record.stays and record.keep_alive_s < math.inf:
+            since = now if record.has_work else max(record.idle_since, record.woken_at)
+            expires_s = max(0.0, since + record.keep_alive_s - now)
+        return ModelStatus(
+            name=model.name,
+            aliases=model.options.aliases,
+            state=model.state,
+            is_pinned=record.is_pinned,
+            num_waiting=record.num_waiting,
+            num_open=record.num_open,
+            bytes={**memory._asdict(), "now": record.bytes},
+            expires_s=expires_s,
+            error=model.error,
+        )
+
+
+def refusal(model: HostedModel, now: float) -> HTTPError:
+    """Return the error for requests of a model that could not be loaded or woken."""
+    name = clean(model.name, MAX_SHOWN_NAME)
+    error = unavailable("model_failed", f"the model {name} could not be loaded: {model.error}")
+    error.retry_after_s = max(1.0, model.record.retry_at - now)
+    return error
+
+
+def status_words(status: ModelStatus) -> dict[str, Any]:
+    """Return the status in llama.cpp's words, which its router's clients compare."""
+    words = {
+        "cold": "unloaded", "stopping": "unloaded", "loading": "loading", "waking": "loading",
+        "awake": "loaded", "dozing": "sleeping", "asleep": "sleeping", "failed": "failed",
+    }  # fmt: skip
+    return {"value": words[status.state]}
