@@ -221,6 +221,8 @@ class StepStats(msgspec.Struct, frozen=True):
     first_token_ratios: tuple[float, ...] = ()
     # Sequences whose blocks others got.  Losses of the device are not among them.
     num_preemptions: int = 0
+    # Tokens that were computed before a loss of the device, and that sequences which begin again must compute once more.
+    num_lost_tokens: int = 0
 
 
 class GrammarStats(msgspec.Struct, frozen=True):

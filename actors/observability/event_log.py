@@ -16,7 +16,9 @@ MAX_EVENTS = 200
 # Equal events within this time are one event with a count, so that an overload does not push out what has caused it.
 MERGE_S = 1.0
 
-EventKind = Literal["loss", "return", "failure", "preemption", "refusal", "state", "overload"]
+EventKind = Literal[
+    "loss", "return", "failure", "recompute", "preemption", "refusal", "state", "overload"
+]
 
 
 class EngineEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,9 +28,8 @@ class EngineEvent(msgspec.Struct, frozen=True, kw_only=True):
         id: names the event; later counts of the same event have the same id.
         revision: rises with every change of the log, so a reader can ask for what is new.
         at: the time of the first one, in seconds since 1970.
-        detail: the cause of a loss, the limit behind a refusal, or the new state.
-        count: how many equal events these are.
-        tokens: computed tokens that a loss has cost.
+        detail: the cause of a loss, `kept` if the KV cache has outlived it, the limit behind a refusal, or the new state.
+        count: how many equal events these are; of `recompute`, tokens.
         sequences: sequences that a loss interrupts.
     """
 
@@ -41,7 +42,6 @@ class EngineEvent(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 1
     step: int | None = None
     seconds: float = 0.0
-    tokens: int = 0
     sequences: int = 0
 
 
@@ -70,7 +70,6 @@ class RecentEvents:
         count: int = 1,
         step: int | None = None,
         seconds: float = 0.0,
-        tokens: int = 0,
         sequences: int = 0,
     ) -> None:
         """Add an event, or raise the count of an equal one that is younger than a second.
@@ -79,7 +78,9 @@ class RecentEvents:
         """
         self.revision += 1
         now = self._now()
-        if kind in ("preemption", "refusal") and self._merge(kind, detail, replica, count, now):
+        if kind in ("recompute", "preemption", "refusal") and self._merge(
+            kind, detail, replica, count, now
+        ):
             return
         self._events.append(
             EngineEvent(
@@ -92,7 +93,6 @@ class RecentEvents:
                 count=count,
                 step=step,
                 seconds=seconds,
-                tokens=tokens,
                 sequences=sequences,
             )
         )

@@ -59,8 +59,6 @@ class Observer:
     ) -> None:
         self.metrics = metrics
         self._events = RecentEvents() if events is None else events
-        # By replica: computed tokens that all losses so far have cost.
-        self._num_lost: defaultdict[int, int] = defaultdict(int)
         self._inbox = inbox
         self._statistics = statistics  # of each replica's scheduler, at any time
         self._interval_s = interval_s if metrics is not None else math.inf
@@ -175,6 +173,8 @@ class Observer:
     def _note_step(self, stats: StepStats) -> None:
         if stats.num_preemptions:
             self._events.note("preemption", replica=stats.replica, count=stats.num_preemptions)
+        if stats.num_lost_tokens:
+            self._events.note("recompute", replica=stats.replica, count=stats.num_lost_tokens)
         if self.metrics is not None:
             self.metrics.note_step(stats)
             self.metrics.note_grammar_work(stats.grammar, stats.replica)
@@ -185,27 +185,25 @@ class Observer:
             if self.metrics is not None:
                 self.metrics.note_loss(event, replica)
         elif isinstance(event, DeviceBack):
-            self._events.note("return", replica=replica, seconds=event.pause_s)
+            detail = "kept" if event.keeps_memory else ""
+            self._events.note("return", detail, replica=replica, seconds=event.pause_s)
             if self.metrics is not None:
                 self.metrics.note_return(event, replica)
         elif isinstance(event, DeviceFailed):
             self._events.note("failure", replica=replica)
 
     def _note_loss(self, loss: DeviceLost, replica: int) -> None:
-        """Add a loss to the events, with what it costs.
+        """Add a loss to the events.
 
         The message of the loss stays out, because it may have paths and lines of the worker in it.
         """
         stats = self._statistics()[replica]
-        num_lost = stats.num_lost_tokens - self._num_lost[replica]
-        self._num_lost[replica] = stats.num_lost_tokens
         num_sequences = stats.num_running + stats.num_waiting + stats.num_deferred
         self._events.note(
             "loss",
             loss.cause,
             replica=replica,
             step=loss.step,
-            tokens=num_lost,
             sequences=num_sequences,
         )
 

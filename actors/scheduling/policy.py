@@ -147,6 +147,10 @@ class Policy(PolicyBase[InFlightStep, Request]):
     def num_preemptions(self) -> int:
         return self.table.running.num_preemptions
 
+    @property
+    def num_lost_tokens(self) -> int:
+        return self.table.running.num_lost_tokens
+
     def _counts(self) -> dict[str, Any]:
         return self.table.statistics() | self._planner.lookahead.statistics()
 

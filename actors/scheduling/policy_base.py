@@ -94,6 +94,11 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         return 0
 
     @property
+    def num_lost_tokens(self) -> int:
+        """Count the tokens that losses of the device have cost so far: 0 without a KV cache."""
+        return 0
+
+    @property
     def is_available(self) -> bool:
         """Whether a new request would be planned: the device is loaded, and no search for a culprit goes first.
 

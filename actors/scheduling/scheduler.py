@@ -90,6 +90,7 @@ class Scheduler(Generic[OutputsT]):
         # By replica: tokens reported to the observer, and the cost of grammars since the last report.
         self._num_reported = [0] * len(self._executors)
         self._num_preemptions_reported = [0] * len(self._executors)
+        self._num_lost_reported = [0] * len(self._executors)
         self._grammar_work: list[tuple[GrammarWork, ...]] = [()] * len(self._executors)
         # If stepped: requested plans not made yet.
         self._num_plans_due = 0
@@ -335,14 +336,21 @@ class Scheduler(Generic[OutputsT]):
         for replica, policy in enumerate(self._policies):
             num_tokens = policy.num_tokens - self._num_reported[replica]
             num_preemptions = policy.num_preemptions - self._num_preemptions_reported[replica]
-            work = self._grammar_work[replica]
+            num_lost = policy.num_lost_tokens - self._num_lost_reported[replica]
             stats = StepStats(
-                num_tokens, replica, work, policy.take_ratios(), ratios, num_preemptions
+                num_tokens,
+                replica,
+                self._grammar_work[replica],
+                policy.take_ratios(),
+                ratios,
+                num_preemptions,
+                num_lost,
             )
             ratios = ()  # predictions are those of all replicas together
             if num_tokens and self._reporter.report(stats):
                 self._num_reported[replica] += num_tokens
                 self._num_preemptions_reported[replica] += num_preemptions
+                self._num_lost_reported[replica] += num_lost
             self._grammar_work[replica] = ()
 
     def _due_answers(self) -> tuple[Promise[None], ...]:

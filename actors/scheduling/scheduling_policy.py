@@ -91,6 +91,11 @@ class SchedulingPolicy(Protocol[OutputsT]):
         """
         ...
 
+    @property
+    def num_lost_tokens(self) -> int:
+        """Count the tokens that had to be computed again after losses of the device.  It must be O(1), too."""
+        ...
+
     def statistics(self) -> SchedulerStats:
         """Describe the state in numbers.
 

@@ -25,7 +25,7 @@ def test_equal_refusals_of_a_second_are_one_event():
 def test_a_reader_gets_what_is_new_or_changed():
     log = RecentEvents(Clock())
     log.note("preemption", count=3)
-    log.note("loss", "signal", step=7, tokens=40, sequences=2)
+    log.note("loss", "signal", step=7, sequences=2)
     seen = log.revision
     assert log.since(seen) == []
     log.note("preemption", count=2)

@@ -113,15 +113,16 @@ async def test_line_comes_in_time_however_many_facts_there_are(autojump_clock, c
 async def test_loss_and_return_are_events_with_their_costs(autojump_clock):
     async with trio.open_nursery() as nursery:
         with Stage(nursery) as stage:
-            for step, num_lost in ((7, 40), (9, 55)):
-                stage.stats = stats(num_running=2, num_deferred=1, num_lost_tokens=num_lost)
-                stage.reporter.report(DeviceLost("died of /root/secret", step, cause="signal"))
-                stage.reporter.report(DeviceBack(1.5))
-                await flushed(stage)
-            losses = [e for e in stage.events.since(0) if e.kind == "loss"]
-            assert [(e.step, e.tokens, e.sequences) for e in losses] == [(7, 40, 3), (9, 15, 3)]
-            assert {event.detail for event in losses} == {"signal"}
-            assert [e.seconds for e in stage.events.since(0) if e.kind == "return"] == [1.5, 1.5]
+            stage.stats = stats(num_running=2, num_deferred=1)
+            stage.reporter.report(DeviceLost("died of /root/secret", 7, cause="signal"))
+            stage.reporter.report(DeviceBack(1.5))
+            stage.reporter.report(StepStats(8, num_lost_tokens=40))
+            stage.reporter.report(StepStats(8, num_lost_tokens=2))
+            await flushed(stage)
+            loss, back, recompute = stage.events.since(0)
+            assert (loss.step, loss.detail, loss.sequences) == (7, "signal", 3)
+            assert (back.kind, back.seconds) == ("return", 1.5)
+            assert (recompute.kind, recompute.count) == ("recompute", 42)
 
 
 async def test_preemptions_of_a_step_are_one_event(autojump_clock):

@@ -205,10 +205,10 @@ async def test_a_period_has_one_frame_for_all_viewers(page):
 
 
 async def test_events_are_told_once_to_each_viewer(engine, page):
-    engine.engine.events.note("loss", "signal", step=3, tokens=12, sequences=2)
+    engine.engine.events.note("loss", "signal", step=3, sequences=2)
     first, second = await frames(page, 2, path="/ui/state?hz=4")
     assert [e["text"] for e in first["events"]][-1] == (
-        "the worker died in step 3 (signal); 2 sequences will go on, and 12 tokens will be computed again"
+        "the worker died in step 3 (signal); 2 sequences will go on"
     )
     assert second["events"] == []
 
@@ -268,7 +268,16 @@ async def test_while_model_is_loading_the_frame_says_so():
 
 def test_every_kind_of_event_has_a_sentence():
     log = RecentEvents()
-    for kind in ("loss", "return", "failure", "preemption", "refusal", "state", "overload"):
+    for kind in (
+        "loss",
+        "return",
+        "failure",
+        "recompute",
+        "preemption",
+        "refusal",
+        "state",
+        "overload",
+    ):
         log.note(kind, "some_word")
     texts = [describe(event, 2) for event in log.since(0)]
     assert len(set(texts)) == len(texts)

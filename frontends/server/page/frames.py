@@ -244,12 +244,13 @@ def describe(event: EngineEvent, num_replicas: int = 1) -> str:
     who = f"replica {event.replica}: " if num_replicas > 1 else ""
     if event.kind == "loss":
         where = "" if event.step is None else f" in step {event.step}"
-        text = (
-            f"the worker died{where} ({event.detail.replace('_', ' ')}); {_count(event.sequences, 'sequence')} "
-            f"will go on, and {_count(event.tokens, 'token')} will be computed again"
-        )
+        cause, num = event.detail.replace("_", " "), _count(event.sequences, "sequence")
+        text = f"the worker died{where} ({cause}); {num} will go on"
     elif event.kind == "return":
-        text = f"the worker is back after {event.seconds:.2f} s"
+        kept = " with its KV cache" if event.detail == "kept" else ""
+        text = f"the worker is back after {event.seconds:.2f} s{kept}"
+    elif event.kind == "recompute":
+        text = f"{_count(event.count, 'token')} computed again"
     elif event.kind == "failure":
         text = "the workers will not be started again"
     elif event.kind == "preemption":

@@ -1,0 +1,1 @@
+"""Try the page in a real browser."""
