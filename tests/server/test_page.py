@@ -6,13 +6,13 @@ import subprocess
 import sys
 import tomllib
 from hashlib import sha256
-from http.client import HTTPConnection
 
 import anyio
 import pytest
 
 from trouper.actors.observability.event_log import RecentEvents
 from trouper.frontends.server.asgi.app import App
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.hosts import HostNames
 from trouper.frontends.server.ops.ui import SAFETY
 from trouper.frontends.server.page.feed import MAX_VIEWERS
@@ -22,7 +22,6 @@ from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import Client
-from .process import started
 
 pytestmark = pytest.mark.anyio
 
@@ -290,23 +289,12 @@ def test_server_imports_the_page_only_when_asked():
     assert found.stdout.strip() == "[]"
 
 
-@pytest.mark.slow
-def test_many_requests_are_cut_to_the_size_of_a_frame():
-    body = json.dumps({"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True})
-    with started("--max-num-seqs", "2") as server:
-        calls = []
-        for _ in range(MAX_REQUESTS + 4):
-            call = HTTPConnection("127.0.0.1", server.port)
-            call.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-            calls.append(call)
-        viewer = HTTPConnection("127.0.0.1", server.port)
-        viewer.request("GET", "/ui/state")
-        stream = viewer.getresponse()
-        frame = {}
-        while not frame.get("more"):
-            line = stream.readline()
-            frame = json.loads(line[6:]) if line.startswith(b"data: ") else frame
-        assert len(frame["requests"]) == MAX_REQUESTS
-        assert len(line) < 2 * 8192
-        for call in (*calls, viewer):
-            call.close()
+async def test_many_requests_are_cut_to_the_size_of_a_frame(page):
+    (_,) = await frames(page, 1)
+    service = page._app.service
+    for number in range(MAX_REQUESTS + 4):
+        scope = {"path": "/v1/chat/completions", "method": "POST", "headers": []}
+        service._open[str(number)] = RequestContext(scope, None, None)
+    (frame,) = await frames(page, 1)
+    assert (len(frame["requests"]), frame["more"]) == (MAX_REQUESTS, 4)
+    assert len(json.dumps(frame, separators=(",", ":"))) <= 10 * 1024
