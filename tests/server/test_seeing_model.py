@@ -248,6 +248,15 @@ class TestInMemory:
         assert (answer.status, answer.json["error"]["param"]) == (400, "mm_processor_kwargs")
 
 
+@pytest.mark.anyio
+async def test_usage_counts_the_tokens_of_images(make_client):
+    client = make_client(enable_prompt_tokens_details=True)
+    for content, wanted in ((CHAT[0]["content"], 16), ([TEXT, PART, PART], 32), ([TEXT], None)):
+        body = {"messages": [{"role": "user", "content": content}], **GREEDY}
+        usage = (await client.post("/v1/chat/completions", body)).json["usage"]
+        assert usage["prompt_tokens_details"].get("image_tokens") == wanted
+
+
 @pytest.mark.slow
 def test_hostile_images_change_no_other_answer():
     assert attack_all(HOSTILE, show=lambda line: None) == 0

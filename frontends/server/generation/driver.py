@@ -109,6 +109,8 @@ class UsageCounter:
         self._block_size = cache_block_size
         self._num_prompt = [0] * num_prompts
         self._num_cached = [0] * num_prompts
+        # By modality, then by prompt.
+        self._num_media: dict[str, dict[int, int]] = {}
         self._shows_cached = shows_cached
         self._num_completion = 0
         # Written by the driver; None unless reasoning is counted.
@@ -122,6 +124,9 @@ class UsageCounter:
         self._num_prompt[i] = len(output.prompt_token_ids)
         self._num_cached[i] = output.num_cached_tokens or self._num_cached[i]
         self._num_completion += sum(len(choice.token_ids) for choice in output.outputs)
+        for modality, places in (output.multi_modal_placeholders or {}).items():
+            num_tokens = sum(length for _, length in places)
+            self._num_media.setdefault(modality, {})[i] = num_tokens
 
     @property
     def _num_created(self) -> int:
@@ -135,7 +140,10 @@ class UsageCounter:
         num_prompt = sum(self._num_prompt)
         usage = Usage(num_prompt, self._num_completion, num_prompt + self._num_completion)
         if self._shows_cached:
-            usage.prompt_tokens_details = CachedTokens(sum(self._num_cached), self._num_created)
+            media = {f"{name}_tokens": sum(n.values()) for name, n in self._num_media.items()}
+            usage.prompt_tokens_details = CachedTokens(
+                sum(self._num_cached), self._num_created, **media
+            )
         if self.num_reasoning is not None:
             usage.completion_tokens_details = ReasoningUsage(self.num_reasoning)
         return usage

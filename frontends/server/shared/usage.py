@@ -10,6 +10,9 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int
     # Tokens that later requests will find in the cache.
     created_cache_tokens: int = 0
+    # Tokens in the places of images and of recordings, if the prompt has any.
+    image_tokens: int | UnsetType = UNSET
+    audio_tokens: int | UnsetType = UNSET
 
 
 class ReasoningUsage(msgspec.Struct):
