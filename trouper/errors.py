@@ -245,6 +245,8 @@ def prompt_named(place: str) -> Generator[None]:
             # The content of one side of a score is a conversation of one message.
             inner = error.parameter.removeprefix(ONE_MESSAGE)
             if inner != error.parameter:
+                # Cohere's `images` have no parts.
+                inner = "" if place.startswith("images[") else inner
                 rename_parameter(error, place + inner)
         raise
 

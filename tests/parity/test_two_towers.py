@@ -161,6 +161,26 @@ async def test_embeddings_route_takes_both(towers):
         answer = await client.post("/v1/embeddings", chat(part))
         found = torch.tensor(answer.json["data"][0]["embedding"])
         assert torch.allclose(found, towers.image(PICTURES[0]), atol=1e-5)
+        body = {"images": [url, url], "embedding_types": ["float"], "input_type": "image"}
+        answer = await client.post("/v2/embed", body)
+        for found in answer.json["embeddings"]["float"]:
+            assert torch.allclose(torch.tensor(found), towers.image(PICTURES[0]), atol=1e-5)
+        body = {"inputs": [{"content": [WORDS]}, {"content": [part]}]}
+        answer = await client.post("/v2/embed", body)
+        found = answer.json["embeddings"]["float"]
+        assert torch.allclose(torch.tensor(found[0]), towers.text("a"), atol=1e-5)
+        for body, param in (
+            ({"images": [url, "data:;base64,QQ=="]}, "images[1]"),
+            ({"images": ["https://a.org/b.png"]}, "images[0]"),
+            ({"images": []}, "images"),
+            ({"images": [url], "texts": ["a"]}, "images"),
+            ({"images": [url], "max_tokens": 5}, "max_tokens"),
+            ({"images": [url], "truncate": "END"}, "truncate"),
+            ({"inputs": [{"content": []}]}, "inputs[0].content"),
+            ({"inputs": [{"content": [{"image_url": 5}]}]}, "inputs[0].content[0].image_url"),
+        ):
+            answer = await client.post("/v2/embed", body)
+            assert (answer.status in (400, 403), answer.json["error"]["param"]) == (True, param)
         body = {"query": TEXTS[0], "documents": [{"content": [part]}, TEXTS[0]]}
         answer = await client.post("/rerank", body)
         assert answer.json["results"][0]["index"] == 1

@@ -133,9 +133,8 @@ def _shown(side: Side) -> dict[str, Any]:
 def build_cohere(
     serving: PoolingServeContext, outputs: list[Pooled], kinds: Sequence[str]
 ) -> Reply:
-    head = as_json(
-        {"id": serving.id, "response_type": "embeddings_by_type", "texts": serving.prompts}
-    )
+    texts = [prompt for prompt in serving.prompts if isinstance(prompt, str)]
+    head = as_json({"id": serving.id, "response_type": "embeddings_by_type", "texts": texts})
     tail = {
         "api_version": {"version": "2"},
         "billed_units": {"input_tokens": _usage(outputs)["prompt_tokens"], "image_tokens": 0},

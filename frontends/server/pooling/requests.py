@@ -123,12 +123,22 @@ class RerankRequest(ScoringFields, kw_only=True):
     return_documents: bool | None = None
 
 
+class CohereInput(msgspec.Struct, kw_only=True):
+    """Texts and images that have one embedding."""
+
+    content: list[dict[str, Any]]
+
+
 class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     """`POST /v2/embed`, Cohere's form."""
 
     OTHERS: ClassVar[fields.Others] = fields.COHERE
 
     texts: list[str] | None = None
+    # URLs of images, each of which is embedded.
+    images: list[str] | None = None
+    # Each is embedded as a whole: `{"content": [parts of a message]}`.
+    inputs: list[CohereInput] | None = None
     model: str | None = None
     input_type: str | None = None
     embedding_types: list[str] | None = None

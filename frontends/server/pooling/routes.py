@@ -66,7 +66,7 @@ MAX_INPUTS = 2048
 QUICK = 2**12
 QUICK_BASE64 = 2**15  # numbers as they are, in base64: 0.1 ms
 SIDES = (("data_1", "data_2"), ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"))
-COHERE_INPUTS = ("search_document", "search_query", "classification", "clustering")
+COHERE_INPUTS = ("search_document", "search_query", "classification", "clustering", "image")
 COHERE_NAMES = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
 
 
@@ -176,10 +176,50 @@ async def create_cohere_embedding(
         truncate_prompt_tokens=None if side is None else max_tokens,
         truncation_side=side,
     )
+    seen = _cohere_contents(request)
     with _named_as(COHERE_NAMES):
-        serving = _preprocess(service, context, inner, "embd", "embed", field="texts")
+        if seen is None:
+            serving = _preprocess(service, context, inner, "embd", "embed", field="texts")
+        else:
+            contents, places = seen
+            params = PoolingParams(task="embed", dimensions=request.output_dimension)
+            prompts = [content.prompt for content in contents]
+            serving = _context(service, context, inner, "embd", [*prompts], places, params)
+            untruncated = {"truncate_prompt_tokens": None, "truncation_side": None}
+            options = msgspec.structs.replace(serving.options, **untruncated)
+            serving = serving._replace(options=options)
         outputs = await _encode(service, context, serving)
     await _send(service, context, partial(build_cohere, serving, outputs, kinds))
+
+
+def _cohere_contents(
+    request: CohereEmbedRequest,
+) -> tuple[list[MixedContent], list[str]] | None:
+    """Return the contents of `images` or `inputs`, and the client's name for each; None for a request of texts.
+
+    Raises:
+        TrouperValidationError: several of the three fields are given, or a field of texts is given for images.
+    """
+    names = ("texts", "images", "inputs")
+    given = [name for name in names if getattr(request, name) is not None]
+    if len(given) > 1:
+        raise invalid(given[1], f"give only one of {', '.join(names)}")
+    if not given or given == ["texts"]:
+        return None
+    for name in ("truncate", "max_tokens"):
+        if getattr(request, name) not in (None, "NONE"):
+            raise invalid(name, "not with images, whose tokens must stay whole")
+    (name,) = given
+    contents = [
+        MixedContent([{"type": "image_url", "image_url": url}]) for url in request.images or ()
+    ]
+    for i, each in enumerate(request.inputs or ()):
+        if not each.content or len(each.content) > MAX_PARTS:
+            raise invalid(f"inputs[{i}].content", f"must contain 1 to {MAX_PARTS} parts")
+        contents.append(MixedContent(each.content))
+    if not 0 < len(contents) <= MAX_INPUTS:
+        raise invalid(name, f"must contain 1 to {MAX_INPUTS} inputs", len(contents))
+    return contents, [f"{name}[{i}]" for i in range(len(contents))]
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trouper.frontends.server.shared.errors import (
-    NO_MEDIA,
     NO_MEMORY_OF_ITEMS,
     NO_TOOLS,
     unsupported,
@@ -321,7 +320,7 @@ SCORING = Others(
     },
     POOLING.harmless,
 )  # fmt: skip
-COHERE = Others({"images": NO_MEDIA, "inputs": NO_MEDIA}, {})
+COHERE = Others({}, {})
 NO_GRAMMAR = "use suffix and structured_outputs of /v1/completions"
 INFILL = Others(
     {
