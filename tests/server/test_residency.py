@@ -13,6 +13,7 @@ from trouper.actors.engine.lifecycle import Lifecycle
 from trouper.actors.executor.devices.supervision import WorkerKilledError
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
+from trouper.frontends.server.asgi.app import App
 from trouper.frontends.server.models.options import ModelOptions
 from trouper.frontends.server.models.policy import (
     ASLEEP,
@@ -29,6 +30,8 @@ from trouper.frontends.server.models.table import HostedModel, ModelTable
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError
 from trouper.frontends.server.shared.settings import ServeSettings
+
+from .client import Client
 
 pytestmark = pytest.mark.trio
 CONFIG = resolve(EngineArgs("trouper/demo", max_model_len=64, kv_cache_memory_bytes=2**24))
@@ -333,6 +336,38 @@ async def test_busy_model_drains_for_one_without_room(clock):
             with anyio.fail_after(15):
                 await residency.use(b, nothing)
             tasks.cancel_scope.cancel()
+
+
+async def test_routes_know_cold_models(clock):
+    async with running() as residency:
+        client = Client(App(residency.table.default.service, is_admin_listener=True))
+        cards = (await client.get("/v1/models")).json["data"]
+        assert [(card["id"], card["state"]) for card in cards] == [("a", "cold"), ("b", "cold")]
+        assert (await client.get("/models")).json["data"][0]["status"] == {"value": "unloaded"}
+        for body, status, code in (
+            ({"model": "c"}, 404, "model_not_found"),
+            ({}, 400, "model_required"),
+        ):
+            answer = await client.post("/v1/completions", {**body, "prompt": "x"})
+            assert (answer.status, answer.error["code"]) == (status, code)
+        answer = await client.post("/v1/completions?autoload=false", {"model": "a", "prompt": "x"})
+        assert (answer.status, answer.error["code"]) == (503, "model_not_loaded")
+        assert (await client.get("/health/ready")).status == 200
+        assert (await client.get("/health/ready?model=a")).status == 503
+        assert (await client.get("/api/ps")).json == {"models": []}
+        assert [each["name"] for each in (await client.get("/api/tags")).json["models"]] == [
+            "a:latest",
+            "b:latest",
+        ]
+        metrics = (await client.get("/metrics")).body.decode()
+        assert 'trouper:model_state{model_name="a",state="cold"} 1.0' in metrics
+        assert (await client.post("/sleep?model=a", {})).status == 409
+        answer = await client.post("/models/load", {"model": "a"})
+        assert (answer.status, answer.json["state"]) == (200, "awake")
+        answer = await client.post("/models/unload", {"model": "a"})
+        assert (answer.status, answer.json["state"]) == (200, "cold")
+        assert (await client.post("/models/unload", {"model": "a", "mode": "now"})).status == 400
+        assert (await client.post("/models/reload", {})).status == 400
 
 
 async def test_closing_refuses_the_waiting(clock):
