@@ -149,7 +149,7 @@ RECURRENT |= {
 }  # fmt: skip
 SPARSE |= {
     "granite-moe-shared": ("GraniteMoeShared", {
-        "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 48, "residual_multiplier": 0.4}),
+        "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 64, "residual_multiplier": 0.4}),
     "granite-4-moe": ("GraniteMoeHybrid", GRANITE_4 | {"num_local_experts": 6, "num_experts_per_tok": 3}),
 }  # fmt: skip
 LAYER_NORMED = {

@@ -12,8 +12,11 @@ from .driver import Driver, engine_config, random_prompts
 from .test_architectures import RECURRENT, tiny_model
 
 EVERY = Sampling(temperature=0.0, logprobs=-1)
-QUICK = ("qwen3-5", "lfm2", "granite-4-h", "qwen3-next", "lfm2-moe", "granite-4-h-moe")
-each = pytest.mark.parametrize("case", QUICK)
+CASES = ("qwen3-5", "lfm2", "granite-4-h", "lfm2-moe")
+SLOW = ("qwen3-next", "granite-4-h-moe")
+each = pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+)
 
 
 # Whole registers of logits, which kernels of fixed order compute.

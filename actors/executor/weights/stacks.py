@@ -52,7 +52,9 @@ class Views(Protocol):
     """
 
     @property
-    def is_optional(self) -> bool: ...
+    def is_optional(self) -> bool:
+        """Whether a checkpoint may also store such tensors under their own names."""
+        ...
 
     def find(self, name: str, shape: Shape) -> StackedPart | None:
         """Find a matrix or bias with this shape. Returns None if it is stored under its own name in this shape."""
