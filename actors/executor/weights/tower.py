@@ -55,15 +55,15 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> VisionTower:
         if type(module) is nn.Linear
     ]
     with torch.inference_mode():
+        # The only trial, since it takes as long as an image.
         _, layers = observed(layers, lambda: [tower.check()])
         exchange(layers, config, dtype)
-        for parent, name, _, _ in layers:
-            linear = cast("HfLinear", getattr(parent, name))
-            linear.row_counts = None
-            tower.num_packed_bytes += linear.method.num_bytes
-            setattr(parent, name, SlicedLinear(linear, slices))
-        slice_layers(model, slices)
-        tower.check()
+    for parent, name, _, _ in layers:
+        linear = cast("HfLinear", getattr(parent, name))
+        linear.row_counts = None
+        tower.num_packed_bytes += linear.method.num_bytes
+        setattr(parent, name, SlicedLinear(linear, slices))
+    slice_layers(model, slices)
     return tower
 
 
