@@ -62,7 +62,8 @@ def test_whatever_document_allows_gets_answer_that_it_describes():
     num_cases = 0
     with started() as server:
         schema = openapi.from_url(f"http://127.0.0.1:{server.port}/openapi.json")
-        for found in schema.get_all_operations():
+        # The stream of states has no end.
+        for found in schema.exclude(path="/ui/state").get_all_operations():
             strategy = found.ok().as_strategy()
 
             @settings(

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -79,6 +80,12 @@ MODE = {"enum": ["abort", "wait", "keep"]}
 TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}
 BOOL = {"type": "boolean"}
 EVENTS = {"stream": BOOL, "starting_after": {"type": "integer", "minimum": 0}}
+PAGES: tuple[tuple[str, Handler, Literal["text", "file"]], ...] = (
+    ("/", ui.welcome, "text"),
+    ("/ui", ui.to_folder, "file"),
+    (ui.FOLDER, ui.send_file, "file"),
+    (ui.FILE, ui.send_file, "file"),
+)
 RATE = {"type": "integer", "minimum": 1, "maximum": 4}
 PAGE = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
@@ -151,13 +158,8 @@ def choose_invoked(service: Service, body: bytes | memoryview) -> Route:
 
 ROUTES = (
     *(
-        Route(method, path, "public", handler, kind="text")
-        for path, handler in (
-            ("/", ui.welcome),
-            ("/ui", ui.to_folder),
-            (ui.FOLDER, ui.send_file),
-            (ui.FILE, ui.send_file),
-        )
+        Route(method, path, "public", handler, kind=kind)
+        for path, handler, kind in PAGES
         for method in ("GET", "HEAD")
     ),
     Route("GET", ui.STATE, "user", ui.stream_state, kind="events", query={"hz": RATE}),

@@ -36,7 +36,7 @@ class Route(msgspec.Struct, frozen=True):
     generates: bool = False
     reply: type[msgspec.Struct] | None = None
     # The kind of the reply's body.
-    kind: Literal["json", "text", "empty", "events"] = "json"
+    kind: Literal["json", "text", "empty", "events", "file"] = "json"
     # The schemas of the query's fields.
     query: dict[str, dict[str, Any]] = {}
     tokenizes: bool = False

@@ -108,6 +108,9 @@ def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     is_looked_up = route.body is not None or "{" in route.path
     statuses = ANYWHERE + (TAKING_WORK if is_looked_up else ())
     statuses += (409,) if route.access == "admin" else ()
+    # Of a foreign host or origin.
+    checks_host = route.access == "admin" or route.path.startswith(("/ui", "/api/"))
+    statuses += (403,) if checks_host else ()
     statuses += (501,) if route.errors.schema == "TextError" else ()
     schema = {"$ref": f"#/components/schemas/{route.errors.schema}"}
     error = {"application/json": {"schema": schema}}
@@ -121,6 +124,8 @@ def _answer(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
         return {"description": "OK"}
     if route.kind == "events":
         return {"description": "OK", "content": {"text/event-stream": {}}}
+    if route.kind == "file":
+        return {"description": "OK", "content": {"*/*": {}}}
     if route.kind == "text":
         return {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
     schema = refs[route.reply] if route.reply is not None else {"type": "object"}
