@@ -12,7 +12,10 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from trouper.actors.engine.engine import Engine
+from trouper.actors.observability.event_log import RecentEvents
 from trouper.frontends.server.http.context import RequestContext, encode
+from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.page.frames import (
     MeasuredModel,
     ModelCard,
@@ -20,6 +23,7 @@ from trouper.frontends.server.page.frames import (
     describe,
     model_card,
     model_name,
+    planned_card,
     request_frames,
     server_frame,
 )
@@ -34,6 +38,10 @@ RATES = ("1", "2", "3", "4")
 DEFAULT_HZ = "2"
 # Reading the memory of a process takes 12 ms, so it happens in a thread and rarely.
 MEMORY_PERIOD_S = 5.0
+
+
+# By model: the revision of its events that a viewer has.  A model that is loaded again has another engine, with its own events.
+Since = dict[str, tuple[RecentEvents, int]]
 
 
 class EventFrame(msgspec.Struct, frozen=True):
@@ -62,7 +70,8 @@ class Feed:
         self._shared = b""
         # Of the newest frame, by key; None stands for administrators, which see all.
         self._requests: dict[str | None, bytes] = {}
-        self._cards: dict[Service, ModelCard] = {}
+        # A model that was stopped keeps the card of its last engine.
+        self._cards: dict[Service, tuple[Engine, ModelCard]] = {}
         self._memory: dict[int, int] = {}
         self._measured_s = -math.inf
 
@@ -74,13 +83,13 @@ class Feed:
         """The service of each model."""
         return tuple(self._service.services)
 
-    def message(self, tick: int, tenant: str | None, since: dict[str, int], **own: bool) -> bytes:
+    def message(self, tick: int, tenant: str | None, since: Since, **own: bool) -> bytes:
         """Return a server-sent event for one viewer.
 
         Args:
             tick: a frame of this tick or a later one is used again; otherwise one is made.
             tenant: the key whose requests the viewer may see, or None for all.
-            since: the revision of events that the viewer has, by model; it is brought up to date.
+            since: the events that the viewer has; it is brought up to date.
             own: further fields of this viewer's message.
         """
         if tick > self._tick:
@@ -105,12 +114,14 @@ class Feed:
 
     def _make(self) -> object:
         models = [self._served(service) for service in self.services]
+        residency = residency_of(self._service)
         return server_frame(
             self._service,
             models,
             at=time.time(),
             started_at=self._started_at,
             memory_bytes=self._memory.get(0, 0),
+            budget_bytes=None if residency is None else residency.table.budget,
             viewers=self.num_viewers,
         )
 
@@ -124,25 +135,30 @@ class Feed:
         return {"requests": requests, "more": num_more}
 
     def _served(self, service: Service) -> MeasuredModel:
+        engine, card = self._cards.get(service, (None, None))
         if service.is_starting:
-            return MeasuredModel(service, None, 0)
-        if service not in self._cards:
-            self._cards[service] = model_card(service)
+            if card is None and residency_of(service) is not None:
+                card = planned_card(service)
+            return MeasuredModel(service, card, 0)
+        if card is None or engine is not service.engine:
+            card = model_card(service)
+            self._cards[service] = service.engine, card
         num_bytes = sum(self._memory.get(pid, 0) for pid in _process_ids(service))
-        return MeasuredModel(service, self._cards[service], num_bytes)
+        return MeasuredModel(service, card, num_bytes)
 
     def _open_services(self) -> list[Service]:
         return [service for service in self.services if not service.is_starting]
 
-    def _events(self, since: dict[str, int]) -> list[EventFrame]:
+    def _events(self, since: Since) -> list[EventFrame]:
         found: list[EventFrame] = []
         for service in self._open_services():
             log, name = service.engine.events, model_name(service)
             num_replicas = service.config.data_parallel_size
-            for event in log.since(since.get(name, 0)):
+            known, revision = since.get(name, (log, 0))
+            for event in log.since(revision if known is log else 0):
                 text = describe(event, num_replicas)
                 found.append(EventFrame(event.id, name, event.at, event.kind, text))
-            since[name] = log.revision
+            since[name] = log, log.revision
         return found
 
 
@@ -169,7 +185,7 @@ async def watch(service: Service, context: RequestContext) -> None:
 async def _send_frames(feed: Feed, service: Service, context: RequestContext, stride: int) -> None:
     await context.start_events()
     tenant = None if context.is_admin else context.tenant
-    since: dict[str, int] = {}
+    since: Since = {}
     tick = math.floor(anyio.current_time() * TICKS_PER_S)
     # A little before the deadline, so that the stream ends in order and the page opens another one.
     while not service.is_draining and context.age_s < context.timeout_s - 1:

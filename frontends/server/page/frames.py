@@ -12,6 +12,7 @@ import msgspec
 
 from trouper import __version__
 from trouper.actors.engine.engine import Engine
+from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.observability.event_log import EngineEvent
 from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
 from trouper.config.engine_config import EngineConfig
@@ -159,6 +160,7 @@ def server_frame(
     at: float,
     started_at: float,
     memory_bytes: int,
+    budget_bytes: int | None,
     viewers: int,
 ) -> ServerFrame:
     """Describe the server and its models at one moment."""
@@ -170,7 +172,7 @@ def server_frame(
         process_id=os.getpid(),
         memory_bytes=memory_bytes,
         machine_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        budget_bytes=None,
+        budget_bytes=budget_bytes,
         level=service.gate.level.name.lower(),
         gap_s=max(metrics.last_gaps_s),
         viewers=viewers,
@@ -208,6 +210,18 @@ def model_card(service: Service) -> ModelCard:
     can = [*capabilities(service)]
     if _has_template(service.engine, config):
         can.append("chat")
+    return _card(config, can, info)
+
+
+def planned_card(service: Service) -> ModelCard:
+    """Describe a model that is not loaded, by its configuration.
+
+    Capabilities that only its vocabulary shows are left out until it has been loaded once.
+    """
+    return _card(service.config, ["completion", "chat"], None)
+
+
+def _card(config: EngineConfig, can: list[str], info: DeviceInfo | None) -> ModelCard:
     if config.pooler is not None:
         can = ["rerank", *(["embed"] if config.pooler.task == "embed" else [])]
     return ModelCard(
@@ -216,9 +230,9 @@ def model_card(service: Service) -> ModelCard:
         task=None if config.pooler is None else config.pooler.task,
         max_model_len=config.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs * config.data_parallel_size,
-        block_size=info.block_size,
-        num_weight_bytes=info.num_weight_bytes,
-        dtype=info.dtype,
+        block_size=0 if info is None else info.block_size,
+        num_weight_bytes=0 if info is None else info.num_weight_bytes,
+        dtype="" if info is None else info.dtype,
         device=config.device,
         worker=config.device_worker,
         num_replicas=config.data_parallel_size,
@@ -267,7 +281,8 @@ def describe(event: EngineEvent, num_replicas: int = 1) -> str:
 def _model(model: MeasuredModel) -> ModelFrame:
     service, card, memory_bytes = model
     if service.is_starting:
-        return ModelFrame(name=model_name(service), state=_shown_state(service, "loading"))
+        state = _shown_state(service, "loading")
+        return ModelFrame(name=model_name(service), state=state, card=card)
     engine = service.engine
     seen, stats = engine.snapshot(), engine.statistics()
     scheduler, policies = stats.scheduler, seen.scheduler.policies

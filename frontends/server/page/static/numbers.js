@@ -65,7 +65,7 @@ function push(list, value) {
 
 // Take the events of a frame.  An event that is known already is replaced, never told twice.
 export function noteEvents(known, events) {
-  for (const event of events) known.set(`${event.model}/${event.id}`, event);
+  for (const event of events) known.set(`${event.model}/${event.id}/${event.at}`, event);
   for (const key of known.keys()) {
     if (known.size <= EVENTS_KEPT) break;
     known.delete(key);

@@ -117,36 +117,43 @@ export function Requests() {
 }
 
 const sleep = (level) => `/sleep?level=${level}&mode=keep`;
+const WAKE = ["Wake", "/wake_up", "Takes requests again."];
+const SLEEP = ["Sleep", sleep(2), "Also gives the weights back; waking reads them again."];
 // By state: what can be done, the route for it, and what it means.
 const ACTIONS = {
   awake: [
-    ["Doze", sleep(1), "Gives the KV cache and the weights' working copies back; awake again in milliseconds."],
-    ["Sleep", sleep(2), "Also gives the weights back; waking reads them again."],
+    ["Doze", sleep(1), "Gives the KV cache and working copies of the weights back; awake again in milliseconds."],
+    SLEEP,
   ],
-  dozing: [
-    ["Wake", "/wake_up", "Takes requests again."],
-    ["Sleep", sleep(2), "Also gives the weights back."],
-  ],
-  asleep: [["Wake", "/wake_up", "Reads the weights again."]],
+  dozing: [WAKE, SLEEP],
+  asleep: [WAKE],
   paused: [["Resume", "/resume", "Schedules requests again."]],
 };
+// Of a server with several models.
+const LOAD = ["Load", "/models/load", "Starts its worker and reads its weights."];
+const UNLOAD = ["Unload", "/models/unload", "Stops its worker when its requests have ended."];
+
+function actionsOf(frame, state) {
+  if (frame.budget_bytes === null) return ACTIONS[state] ?? [];
+  return ["cold", "failed", "dozing", "asleep"].includes(state) ? [LOAD] : state === "awake" ? [UNLOAD] : [];
+}
 
 async function act(model, [label, path]) {
   set({ busy: { ...store.busy, [model]: label } });
   try {
-    await call(path, { method: "POST" });
+    await call(path, path.startsWith("/models/") ? { body: { model } } : { method: "POST" });
   } catch (problem) {
     toast(problem.message);
   }
   set({ busy: { ...store.busy, [model]: undefined } });
 }
 
-function Card({ model, why, busy }) {
+function Card({ frame, model, why, busy }) {
   const { card } = model;
   const chips = card && [
     card.architecture.replace(/For[A-Z]\w+/, ""),
     ...card.can,
-    card.dtype,
+    card.dtype || "not loaded",
     card.device,
     card.num_replicas > 1 ? `${card.num_replicas} replicas` : card.worker,
   ];
@@ -163,7 +170,7 @@ function Card({ model, why, busy }) {
   const button = (action) =>
     html`<button
       type="button"
-      class=${`btn small ${["Wake", "Resume"].includes(action[0]) ? "main" : ""}`}
+      class=${`btn small ${["Wake", "Resume", "Load"].includes(action[0]) ? "main" : ""}`}
       title=${why ?? action[2]}
       disabled=${why !== null || !!busy}
       onClick=${() => act(model.name, action)}
@@ -192,7 +199,7 @@ function Card({ model, why, busy }) {
         </dl>`
     }
     <div class="acts">
-      ${(ACTIONS[model.state] ?? []).map(button)}<span class="grow"></span
+      ${actionsOf(frame, model.state).map(button)}<span class="grow"></span
       ><button type="button" class="btn small ghost" onClick=${see}>See its actors</button>
     </div>
   </section>`;
@@ -210,7 +217,7 @@ export function Models() {
   const bar = ([kind, , size]) =>
     size > 0 && html`<span class=${kind} style=${{ width: `${(size / whole) * 100}%` }}></span>`;
   const note = ([kind, name, size]) =>
-    html`<span><i class=${kind}></i>${name} ${size ? bytes(size) : "in the server"}</span>`;
+    html`<span><i class=${kind}></i>${name} ${size ? bytes(size) : "without a process"}</span>`;
   const why = obstacle(frame);
   return html`<h1 class="unseen">Models</h1>
     <section class="card pad">
@@ -221,7 +228,7 @@ export function Models() {
       <div class="legend">${parts.map(note)}</div>
     </section>
     <div class="models">
-      ${frame.models.map((model) => html`<${Card} key=${model.name} model=${model} why=${why} busy=${busy[model.name]} />`)}
+      ${frame.models.map((model) => html`<${Card} key=${model.name} frame=${frame} model=${model} why=${why} busy=${busy[model.name]} />`)}
     </div>
     ${why !== null && html`<p class="foot">${why}</p>`}`;
 }
