@@ -84,6 +84,11 @@ def test_options_that_states_exclude_are_refused(folder, options, parameter):
     assert error.value.parameter == parameter
 
 
+def test_recurrent_models_have_small_blocks(folder):
+    assert resolve(EngineArgs(folder(HYBRID))).block_size == 32
+    assert resolve(EngineArgs(folder(HYBRID), block_size=64)).block_size == 64
+
+
 def test_draft_model_with_states_is_refused(folder):
     path = folder(HYBRID)
     with pytest.raises(UnsupportedFeatureError, match="draft model keeps recurrent") as error:

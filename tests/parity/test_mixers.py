@@ -52,10 +52,10 @@ def test_no_cut_or_companion_changes_a_bit(case, tmp_path):
 
 
 @each
-def test_cuts_in_whole_blocks_keep_float32_bits(case, tmp_path):
-    # In smaller blocks, the order in which attention adds depends on which blocks are neighbours in memory.
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_cuts_and_neighbouring_blocks_keep_float32_bits(case, block_size, tmp_path):
     make(case, tmp_path)
-    check_cuts(tmp_path, "float32", block_size=128)
+    check_cuts(tmp_path, "float32", block_size=block_size)
 
 
 @each

@@ -130,9 +130,7 @@ def test_inside_a_grammar_the_schedule_does_not_matter(options, plainly_structur
     with LLM(**{**BASE, **options}, speculative_config={"method": "suffix"}) as llm:
         found = structured(llm, ("schema", "list"), edits)
         stats = llm.llm_engine.statistics().scheduler
-    for each, outputs in found.items():  # logprobs: see the page about small blocks
-        wanted = plainly_structured[0][each]
-        assert [(ids, why) for ids, _, why in outputs] == [(ids, why) for ids, _, why in wanted]
+    assert found == {each: plainly_structured[0][each] for each in found}
     assert stats.num_accepted_tokens > 0
     assert (stats.num_preemptions > 0) == ("max_model_len" in options)
 

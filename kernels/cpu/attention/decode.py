@@ -22,7 +22,10 @@ finds it there.
 
 Scores are dot products of bfloat16 pairs if the machine has the instruction (`dots`), else products of float32.
 
-Law: a token's result does not depend on other tokens of its span.  Each token has its own state, over the same blocks.
+Laws:
+  * A token's result does not depend on other tokens of its span.  Each token has its own state, over the same keys.
+  * It does not depend on the size of blocks, or on which of them are neighbours.  Sums run over keys in order, and the maximum
+    changes only at multiples of KEYS.
 
 Roofline: 2 e H L D bytes, 4 N L D FLOPs for L keys; bound by memory.
 Measured on one EPYC core with busy neighbours, H = 8, G = 2, D = 128, bfloat16, where a torch sum read 20-22 GB/s:
@@ -41,8 +44,9 @@ from trouper.kernels.codegen.units import LANES, Kind, Unit
 
 # Positions of a span: 512 KiB of K and V at D = 128, enough to amortise a work item.
 SPAN = 1024
-# The number of keys with scores in memory.
+# The number of keys with scores in memory, and the numbers between the scores of two heads: eight scores are stored at a time.
 KEYS = 128
+PITCH = KEYS + LANES
 LOG2_E = math.log2(math.e)
 # Below every score, and finite, so that its difference to itself is 0.
 HIDDEN = -1e30
@@ -68,7 +72,7 @@ def scratch_bytes(group: int, width: int) -> int:
 
     They hold queries, scores and sums of the tokens of one span. It does not depend on the context's length.
     """
-    return -(-4 * MOST_TOKENS * group * (2 * width + KEYS + 2) // 64) * 64 + 64
+    return -(-4 * MOST_TOKENS * group * (2 * width + PITCH + 2) // 64) * 64 + 64
 
 
 def decode_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
@@ -88,7 +92,7 @@ def decode_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
     sums = wide_q + MOST_TOKENS * size
     scores = sums + MOST_TOKENS * size
     span = _Span(
-        code, unit, wide_q, sums, scores, scores + MOST_TOKENS * group * KEYS, group, width, block_size,
+        code, unit, wide_q, sums, scores, scores + MOST_TOKENS * group * PITCH, group, width, block_size,
         code.f32_argument(scale), code.f32_argument(cap),
     )  # fmt: skip
     parts = num_kv // heads
@@ -196,24 +200,14 @@ class _Span:
         num_heads, last_end = num_tokens * group, end + (num_tokens - 1) * growth
         position = code.var(begin)
         for _ in code.while_(position, last_end):
-            offset = position % size
-            slot = table[position // size] * size + offset
-            count = code.var(code.minimum(code.minimum(size - offset, KEYS), last_end - position))
-            self._extend(count, position, slot, table, last_end)
-            key, value = k + slot * width, v + slot * width
-            after = position + count
-            # The keys that are read next.  The index is not used at the end of the span.
-            index = code.minimum(after, last_end - 1)
-            slot = table[index // size] * size + index % size
-            is_last = after >= last_end
-            # The next keys are prefetched while the values are summed, and the values during the scores.
-            next_key = Pointer(
-                code,
-                code.builder.select(is_last.ir, following.ir, (k + slot * width).ir),
-                k.kind,
-            )
-            for q, heads in self._heads(code.i64(0), num_heads, (2, 1)):
-                self._write_scores(q, heads, key, count, value)
+            # The softmax is over keys from a multiple of KEYS to the next, wherever their blocks are.
+            stop = code.minimum((position // KEYS + 1) * KEYS, last_end)
+            count = stop - position
+            for first, num, slot in self._runs(position, stop, table):
+                for q, heads in self._heads(code.i64(0), num_heads, (2, 1)):
+                    self._write_scores(
+                        q, heads, k + slot * width, num, v + slot * width, first - position
+                    )
             # The keys that the first token sees.
             seen = code.minimum(count, end - position)
             for t in code.loop(0, num_tokens):
@@ -221,19 +215,49 @@ class _Span:
                 with code.when(own > 0):
                     for g in code.loop(0, group):
                         self._softmax(t * group + g, own)
-            self._sum_values(num_heads, value, seen, next_key)
-            for t in code.loop(1, num_tokens):
-                own = code.minimum(count, end + t * growth - position)
-                with code.when(own > seen):
-                    for g in code.loop(0, group):
-                        for d in code.loop(0, width, LANES):
-                            q = t * group + g
-                            self._add_values(
-                                q, 1, d, 1, value, own, next_key, code.maximum(seen, 0)
-                            )
-            position.set(after)
+            for first, num, slot in self._runs(position, stop, table):
+                value, offset = v + slot * width, first - position
+                # The keys that are read next are prefetched during the sums, and the values during the scores.  The index is
+                # not used at the end of the span.
+                after = first + num
+                index = code.minimum(after, last_end - 1)
+                slot = table[index // size] * size + index % size
+                next_key = Pointer(
+                    code,
+                    code.builder.select(
+                        (after >= last_end).ir, following.ir, (k + slot * width).ir
+                    ),
+                    k.kind,
+                )
+                shared = code.minimum(num, seen - offset)
+                self._sum_values(num_heads, value, shared, next_key, offset)
+                for t in code.loop(1, num_tokens):
+                    own = code.minimum(num, end + t * growth - first)
+                    with code.when(own > shared):
+                        for g in code.loop(0, group):
+                            for d in code.loop(0, width, LANES):
+                                q = t * group + g
+                                begin_at = code.maximum(shared, 0)
+                                self._add_values(q, 1, d, 1, value, own, next_key, offset, begin_at)
+            position.set(stop)
 
-    def _sum_values(self, num_heads: Value, value: Pointer, count: Value, ahead: Pointer) -> None:
+    def _runs(
+        self, begin: Value, end: Value, table: Pointer
+    ) -> Iterator[tuple[Value, Value, Value]]:
+        """Yield the first position, the number and the first slot of keys that lie together in memory."""
+        code, size = self.code, self.block_size
+        first = code.var(begin)
+        for _ in code.while_(first, end):
+            offset = first % size
+            slot = table[first // size] * size + offset
+            count = code.var(code.minimum(size - offset, end - first))
+            self._extend(count, first, slot, table, end)
+            yield Value(code, first.ir), Value(code, count.ir), slot
+            first.set(first + count)
+
+    def _sum_values(
+        self, num_heads: Value, value: Pointer, count: Value, ahead: Pointer, offset: Value
+    ) -> None:
         """Add the values of some keys to the sums, for as many columns and heads at once as fit in registers.
 
         One dependent addition takes as long as eight independent ones.
@@ -242,22 +266,22 @@ class _Span:
         fours, wide = num_heads // 4 * 4, width // (4 * LANES) * (4 * LANES)
         for d in code.loop(0, wide, 4 * LANES):
             for q, heads in self._heads(code.i64(0), fours, (4,)):
-                self._add_values(q, heads, d, 4, value, count, ahead)
+                self._add_values(q, heads, d, 4, value, count, ahead, offset)
         done = code.i64(0)
         for num in (8, 4):
             stop = done + (width - done) // (num * LANES) * (num * LANES)
             for d in code.loop(done, stop, num * LANES):
                 for q, heads in self._heads(fours, num_heads, (2, 1)):
-                    self._add_values(q, heads, d, num, value, count, ahead)
+                    self._add_values(q, heads, d, num, value, count, ahead, offset)
             done = stop
         for d in code.loop(wide, width, LANES):
             for q in code.loop(0, num_heads):
-                self._add_values(q, 1, d, 1, value, count, ahead)
+                self._add_values(q, 1, d, 1, value, count, ahead, offset)
 
     def _extend(self, count: Var, position: Value, slot: Value, table: Pointer, end: Value) -> None:
         """Extend `count` over blocks with consecutive ids, which are contiguous in memory."""
         code, size = self.code, self.block_size
-        limit = code.minimum(KEYS, end - position)
+        limit = end - position
         goal = code.var(limit)
         for _ in code.while_(count, goal):
             following = position + count
@@ -277,9 +301,9 @@ class _Span:
             start = whole
 
     def _write_scores(
-        self, q: Value, heads: int, key: Pointer, count: Value, ahead: Pointer
+        self, q: Value, heads: int, key: Pointer, count: Value, ahead: Pointer, offset: Value
     ) -> None:
-        """Write scores[q + h, i] = q[q + h] · key[i]."""
+        """Write scores[q + h, offset + i] = q[q + h] · key[i], and up to seven more, which are replaced later."""
         code, width = self.code, self.width
         for first in code.loop(0, count, 8):
             last = count - first - 1
@@ -293,7 +317,7 @@ class _Span:
             else:
                 self._add_floats(sums, q, rows)
             for h in range(heads):
-                self.scores.store((q + h) * KEYS + first, code.sums8(sums[h]))
+                self.scores.store((q + h) * PITCH + offset + first, code.sums8(sums[h]))
 
     def _add_dots(self, sums: list[list[Var]], q: Value, rows: list[Pointer]) -> None:
         code, pairs = self.code, self.width // 2
@@ -318,7 +342,7 @@ class _Span:
 
         Scores are multiplied by log2(e), so that a weight is one exp2.
         """
-        code, scores = self.code, self.scores + g * KEYS
+        code, scores = self.code, self.scores + g * PITCH
         state, sums = self.states + 2 * g, self.sums + g * self.width
         padded = (count + (LANES - 1)) // LANES * LANES
         for i in code.loop(count, padded):
@@ -354,9 +378,10 @@ class _Span:
         value: Pointer,
         count: Value,
         ahead: Pointer,
+        offset: Value,
         first: Operand = 0,
     ) -> None:
-        """Add weights[g + h] · value to sums[g + h, d …], for `num` times sixteen columns and the keys from `first` on."""
+        """Add weights[g + h, offset + i] · value[i] to sums[g + h, d …], for `num` times sixteen columns and i from `first` on."""
         code, width = self.code, self.width
         rows = [self.sums + ((g + h) * width + d) for h in range(heads)]
         sums = [[code.var(row.load(LANES * j)) for j in range(num)] for row in rows]
@@ -365,7 +390,7 @@ class _Span:
                 ahead.prefetch(i * width + d + j)
             line = [value.load(i * width + d + LANES * j) for j in range(num)]
             for h in range(heads):
-                weight = code.f32x16(self.scores[(g + h) * KEYS + i])
+                weight = code.f32x16(self.scores[(g + h) * PITCH + offset + i])
                 for j, total in enumerate(sums[h]):
                     total.set(code.fma(weight, line[j], total))
         for row, totals in zip(rows, sums, strict=True):
