@@ -6,8 +6,7 @@ A thread builds each reply, with all its floats, base64 or bytes, unless it is s
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -33,19 +32,17 @@ from trouper.frontends.server.generation.streams import final_outputs
 from trouper.frontends.server.generation.transcript import MAX_PARTS, chat_prompt
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.headers import read_placement
-from trouper.frontends.server.pooling.encodings import COHERE_TYPES, Encoding
+from trouper.frontends.server.pooling.encodings import Encoding
 from trouper.frontends.server.pooling.replies import (
     PoolingServeContext,
     Reply,
     build_classes,
-    build_cohere,
     build_encoded,
     build_ranking,
     build_scores,
 )
 from trouper.frontends.server.pooling.requests import (
     ClassifyRequest,
-    CohereEmbedRequest,
     EmbeddingRequest,
     EncodedRequest,
     InputRequest,
@@ -66,17 +63,15 @@ MAX_INPUTS = 2048
 QUICK = 2**12
 QUICK_BASE64 = 2**15  # numbers as they are, in base64: 0.1 ms
 SIDES = (("data_1", "data_2"), ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"))
-COHERE_INPUTS = ("search_document", "search_query", "classification", "clustering", "image")
-COHERE_NAMES = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
 
 
 async def create_embedding(
     service: Service, context: RequestContext, request: EmbeddingRequest
 ) -> None:
-    serving = _preprocess(service, context, request, "embd", "embed")
-    outputs = await _encode(service, context, serving)
+    serving = preprocess(service, context, request, "embd", "embed")
+    outputs = await encode_all(service, context, serving)
     build = partial(build_encoded, serving, outputs, _how(request), "embedding", "embedding")
-    await _send(service, context, build, is_quick=_is_quick(outputs, _how(request)))
+    await send_reply(service, context, build, is_quick=_is_quick(outputs, _how(request)))
 
 
 async def embed(
@@ -87,27 +82,27 @@ async def embed(
     Args:
         field: the client's name of the input.
     """
-    serving = _preprocess(service, context, request, "embd", "embed", field=field)
-    return serving.model, await _encode(service, context, serving)
+    serving = preprocess(service, context, request, "embd", "embed", field=field)
+    return serving.model, await encode_all(service, context, serving)
 
 
 async def create_pooling(
     service: Service, context: RequestContext, request: PoolingRequest
 ) -> None:
-    task = request.task or _spec(service, "encode").task
-    serving = _preprocess(service, context, request, "pooling", task)
-    outputs = await _encode(service, context, serving)
+    task = request.task or spec_for(service, "encode").task
+    serving = preprocess(service, context, request, "pooling", task)
+    outputs = await encode_all(service, context, serving)
     build = partial(build_encoded, serving, outputs, _how(request), "pooling", "data")
-    await _send(service, context, build, is_quick=_is_quick(outputs, _how(request)))
+    await send_reply(service, context, build, is_quick=_is_quick(outputs, _how(request)))
 
 
 async def create_classification(
     service: Service, context: RequestContext, request: ClassifyRequest
 ) -> None:
-    serving = _preprocess(service, context, request, "classify", "classify")
-    outputs = await _encode(service, context, serving)
-    build = partial(build_classes, serving, outputs, _spec(service, "classify").labels)
-    await _send(service, context, build)
+    serving = preprocess(service, context, request, "classify", "classify")
+    outputs = await encode_all(service, context, serving)
+    build = partial(build_classes, serving, outputs, spec_for(service, "classify").labels)
+    await send_reply(service, context, build)
 
 
 async def create_score(service: Service, context: RequestContext, request: ScoreRequest) -> None:
@@ -121,7 +116,7 @@ async def create_score(service: Service, context: RequestContext, request: Score
     one, two = (_sides(getattr(request, name), name) for name in (first, second))
     queries, documents, places = as_pairs(one, two, (first, second))
     outputs, serving = await _score(service, context, request, queries, documents, places)
-    await _send(service, context, partial(build_scores, serving, outputs))
+    await send_reply(service, context, partial(build_scores, serving, outputs))
 
 
 async def create_rerank(service: Service, context: RequestContext, request: RerankRequest) -> None:
@@ -132,7 +127,7 @@ async def create_rerank(service: Service, context: RequestContext, request: Rera
     queries, _, places = as_pairs(query, texts, ("query", "documents"))
     outputs, serving = await _score(service, context, request, queries, texts, places)
     num = request.top_n or len(texts)
-    await _send(service, context, partial(build_ranking, serving, outputs, texts, num))
+    await send_reply(service, context, partial(build_ranking, serving, outputs, texts, num))
 
 
 def _sides(given: ScoredSide, place: str) -> Any:
@@ -150,96 +145,10 @@ def _sides(given: ScoredSide, place: str) -> Any:
     return MixedContent(given.content)
 
 
-async def create_cohere_embedding(
-    service: Service, context: RequestContext, request: CohereEmbedRequest
-) -> None:
-    kinds = tuple(dict.fromkeys(request.embedding_types or ("float",)))
-    for kind in kinds:
-        if kind not in COHERE_TYPES:
-            rule = f"must be one of {', '.join(COHERE_TYPES)}, not {kind[:40]!r}"
-            raise invalid("embedding_types", rule)
-    spec = _spec(service, "embed")
-    size = request.output_dimension or spec.dimensions or spec.embedding_size
-    if size % 8 and ("binary" in kinds or "ubinary" in kinds):
-        rule = f"binary needs a multiple of 8 dimensions, but the embeddings have {size}"
-        raise invalid("embedding_types", rule)
-    if request.input_type is not None and request.input_type not in COHERE_INPUTS:
-        text = f"Unsupported input_type {request.input_type[:40]!r}. Supported values: {', '.join(COHERE_INPUTS)}"
-        raise TrouperValidationError(text, parameter="input_type")
-    side = {"START": "left", "END": "right"}.get(request.truncate or "END")
-    max_tokens = -1 if request.max_tokens is None else request.max_tokens
-    inner = EmbeddingRequest(
-        model=request.model,
-        input=list(request.texts or ()),
-        dimensions=request.output_dimension,
-        priority=request.priority,
-        truncate_prompt_tokens=None if side is None else max_tokens,
-        truncation_side=side,
-    )
-    seen = _cohere_contents(request)
-    with _named_as(COHERE_NAMES):
-        if seen is None:
-            serving = _preprocess(service, context, inner, "embd", "embed", field="texts")
-        else:
-            contents, places = seen
-            params = PoolingParams(task="embed", dimensions=request.output_dimension)
-            prompts = [content.prompt for content in contents]
-            serving = _context(service, context, inner, "embd", [*prompts], places, params)
-            untruncated = {"truncate_prompt_tokens": None, "truncation_side": None}
-            options = msgspec.structs.replace(serving.options, **untruncated)
-            serving = serving._replace(options=options)
-        outputs = await _encode(service, context, serving)
-    await _send(service, context, partial(build_cohere, serving, outputs, kinds))
-
-
-def _cohere_contents(
-    request: CohereEmbedRequest,
-) -> tuple[list[MixedContent], list[str]] | None:
-    """Return the contents of `images` or `inputs`, and the client's name for each; None for a request of texts.
-
-    Raises:
-        TrouperValidationError: several of the three fields are given, or a field of texts is given for images.
-    """
-    names = ("texts", "images", "inputs")
-    given = [name for name in names if getattr(request, name) is not None]
-    if len(given) > 1:
-        raise invalid(given[1], f"give only one of {', '.join(names)}")
-    if not given or given == ["texts"]:
-        return None
-    for name in ("truncate", "max_tokens"):
-        if getattr(request, name) not in (None, "NONE"):
-            raise invalid(name, "not with images, whose tokens must stay whole")
-    (name,) = given
-    contents = [
-        MixedContent([{"type": "image_url", "image_url": url}]) for url in request.images or ()
-    ]
-    for i, each in enumerate(request.inputs or ()):
-        if not each.content or len(each.content) > MAX_PARTS:
-            raise invalid(f"inputs[{i}].content", f"must contain 1 to {MAX_PARTS} parts")
-        contents.append(MixedContent(each.content))
-    if not 0 < len(contents) <= MAX_INPUTS:
-        raise invalid(name, f"must contain 1 to {MAX_INPUTS} inputs", len(contents))
-    return contents, [f"{name}[{i}]" for i in range(len(contents))]
-
-
-@contextmanager
-def _named_as(names: Mapping[str, str]) -> Generator[None]:
-    """Errors of a parameter name the field by which the client gave it."""
-    try:
-        yield
-    except TrouperValidationError as error:
-        ours = error.parameter
-        if ours is None or ours not in names:
-            raise
-        message = error.message.replace(ours, names[ours])
-        value = error.value
-        raise TrouperValidationError(message, parameter=names[ours], value=value) from error
-
-
 # Before the engine
 
 
-def _preprocess(
+def preprocess(
     service: Service,
     context: RequestContext,
     request: InputRequest,
@@ -249,7 +158,7 @@ def _preprocess(
     field: str = "input",
 ) -> PoolingServeContext:
     """Check a request and collect its prompts.  The engine renders them later."""
-    _spec(service, task)
+    spec_for(service, task)
     _check_shared(request)
     if request.messages is not None:
         if request.input is not None:
@@ -263,10 +172,10 @@ def _preprocess(
         use_activation=request.use_activation,
         dimensions=request.dimensions if isinstance(request, EncodedRequest) else None,
     )
-    return _context(service, context, request, prefix, prompts, places, params)
+    return serving_context(service, context, request, prefix, prompts, places, params)
 
 
-def _context(
+def serving_context(
     service: Service,
     context: RequestContext,
     request: PoolingRequestFields,
@@ -299,7 +208,7 @@ def _context(
     )
 
 
-def _spec(service: Service, task: str) -> PoolerSpec:
+def spec_for(service: Service, task: str) -> PoolerSpec:
     """Return the pooler's settings.  Raises TrouperValidationError if the model generates text."""
     spec = service.config.pooler
     if spec is None:
@@ -335,7 +244,7 @@ def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingProm
 # Through the engine
 
 
-async def _encode(
+async def encode_all(
     service: Service, context: RequestContext, serving: PoolingServeContext
 ) -> list[Pooled]:
     encodings = (
@@ -353,14 +262,14 @@ async def _score(
     documents: Sequence[Side],
     places: Places,
 ) -> tuple[list[Pooled], PoolingServeContext]:
-    _spec(service, "score")
+    spec_for(service, "score")
     _check_shared(request)
     if len(documents) > MAX_INPUTS:
         raise invalid(
             places[1][0].partition("[")[0], f"must give at most {MAX_INPUTS} pairs", len(documents)
         )
     params = PoolingParams(use_activation=request.use_activation)
-    serving = _context(service, context, request, "score", list(documents), [], params)
+    serving = serving_context(service, context, request, "score", list(documents), [], params)
 
     def encode(prompt: Any, params: PoolingParams, name: str, *, max_text_tokens: Any) -> Any:
         options = msgspec.structs.replace(serving.options, max_text_tokens=max_text_tokens)
@@ -429,7 +338,7 @@ def _whole(outputs: list[Pooled]) -> list[Pooled]:
 # After the engine
 
 
-async def _send(
+async def send_reply(
     service: Service, context: RequestContext, build: Callable[[], Reply], *, is_quick: bool = False
 ) -> None:
     if is_quick:
