@@ -265,6 +265,21 @@ async def test_keep_alive_of_zero_unloads_after_last_request(clock):
         await residency.use(a, nothing)
         await anyio.sleep(1)
         assert a.record.state is AWAKE
+        residency.keep(a, 0.0)
+        await residency.load(a)
+        await anyio.sleep(1)
+        assert a.record.state is AWAKE
+
+
+async def test_model_without_config_stays_failed(clock):
+    async with running() as residency:
+        model = HostedModel(ModelPlan(residency.table.models["a"].options, None, ModelMemory(0, 0, 0), "no weights"),
+                            residency.table.models["a"].service)  # fmt: skip
+        residency.table.models["a"] = model
+        await anyio.sleep(1000)
+        with pytest.raises(HTTPError, match="no weights"):
+            await residency.load(model)
+        assert (model.state, model.record.state) == ("failed", FAILED)
 
 
 async def test_unload_waits_for_requests(clock):
@@ -355,10 +370,6 @@ async def test_routes_know_cold_models(clock):
         assert (await client.get("/health/ready")).status == 200
         assert (await client.get("/health/ready?model=a")).status == 503
         assert (await client.get("/api/ps")).json == {"models": []}
-        assert [each["name"] for each in (await client.get("/api/tags")).json["models"]] == [
-            "a:latest",
-            "b:latest",
-        ]
         metrics = (await client.get("/metrics")).body.decode()
         assert 'trouper:model_state{model_name="a",state="cold"} 1.0' in metrics
         assert (await client.post("/sleep?model=a", {})).status == 409

@@ -197,8 +197,8 @@ class Residency:
             HTTPError: it cannot be loaded (503 or 507).
         """
         begun, record = anyio.current_time(), model.record
-        record.is_leaving = False
-        if record.state is FAILED:
+        record.is_leaving, record.keep_alive_s = False, model.options.keep_alive_s
+        if record.state is FAILED and model.plan.config is not None:
             record.state = COLD
         self._tell()
         await self._wait(model, needs_awake=True)

@@ -57,6 +57,9 @@ class HostedModel:
             is_pinned=plan.options.is_pinned,
             keep_alive_s=plan.options.keep_alive_s,
         )
+        if plan.config is None:
+            # Its files cannot be served, so no pause ends this.
+            self.record.state, self.record.retry_at = FAILED, math.inf
         # The state that the running transition leads to.
         self.moves_to: ModelState | None = None
         # Whether its worker was killed while it was loaded, which is no fault of the model.
@@ -211,7 +214,9 @@ def refusal(model: HostedModel, now: float) -> HTTPError:
     """Return the error for requests of a model that could not be loaded or woken."""
     name = clean(model.name, MAX_SHOWN_NAME)
     error = unavailable("model_failed", f"the model {name} could not be loaded: {model.error}")
-    error.retry_after_s = max(1.0, model.record.retry_at - now)
+    wait_s = model.record.retry_at - now
+    # Files that cannot be served may be replaced, but not soon.
+    error.retry_after_s = max(1.0, wait_s) if wait_s < math.inf else 300.0
     return error
 
 
