@@ -225,6 +225,8 @@ class RequestOptions(ClientOptions, frozen=True, kw_only=True):
         reasoning: the marks around the model's reasoning, unless the engine's options name them.
         key: names the client.  Each client has an equal share of the steps and at most half of the room for grammars.
         cache_scope: requests share cached prefixes, and drafts from recent answers, only within one scope.
+        resumed_token_ids: the first tokens of the answer, which an earlier process has sampled with the same seed.  They are not
+            returned again.  Only for a request of one completion.
         visible: makes a function from an output's text to the part in which stop strings count.  None means all text.
     """
 
@@ -239,6 +241,7 @@ class RequestOptions(ClientOptions, frozen=True, kw_only=True):
     reasoning: Marks | None = None
     key: str = ""
     cache_scope: bytes = b""
+    resumed_token_ids: tuple[int, ...] = ()
     visible: MakeVisible | None = None
 
     def without_tokenization(self) -> "RequestOptions":

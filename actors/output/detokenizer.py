@@ -211,6 +211,12 @@ class Detokenizer:
         )
         for index in range(n):
             self._sequences[SequenceId(message.id + index)] = _Sequence(request, index)
+        if resumed := message.options.resumed_token_ids:
+            # Stop strings may begin in them.  Their text has been returned by an earlier process.
+            leader = self._sequences[SequenceId(message.id)]
+            leader.text = self._open_text(request)
+            leader.text.push(resumed)
+            leader.recent = resumed[1 - MAX_CHARACTER_TOKENS :]
 
     async def _tell_all(self, message: StepTokens) -> None:
         await anyio.lowlevel.checkpoint()
@@ -327,28 +333,7 @@ class Detokenizer:
         self._stats.note_end(ended, now)
 
     def _open_text(self, request: _Request) -> TextState | VisibleStops:
-        params = request.params
-        if self._tokenizer is None or not params.detokenize:
-            return TextState(lambda _: "")
-        stream = self._tokenizer.stream(
-            request.prompt_token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-        )
-        if request.visible is not None and params.stop_strings:
-            return VisibleStops(
-                stream.push,
-                params.stop_strings,
-                request.visible(),
-                min_tokens=params.min_tokens,
-                include_stop=params.include_stop_str_in_output,
-            )
-        return TextState(
-            stream.push,
-            params.stop_strings,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+        return open_text(self._tokenizer, request.params, request.prompt_token_ids, request.visible)
 
     def _logprobs(
         self, sequence: _Sequence, update: SequenceTokens, token_ids: tuple[int, ...]
@@ -376,6 +361,40 @@ class Detokenizer:
             before = request.prompt_token_ids[max(0, end + 1 - MAX_CHARACTER_TOKENS) : end]
             positions.append(position_logprobs(position, self._tokenizer, before))
         request.slot.extend_prompt_logprobs(positions)
+
+
+def open_text(
+    tokenizer: TokenDecoder | None,
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int],
+    visible: Callable[[], VisibleText] | None,
+) -> TextState | VisibleStops:
+    """Return the empty text of an answer.
+
+    Args:
+        visible: makes the filter of the part in which stop strings count; None means all text.
+    """
+    if tokenizer is None or not params.detokenize:
+        return TextState(lambda _: "")
+    stream = tokenizer.stream(
+        prompt_token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
+    if visible is not None and params.stop_strings:
+        return VisibleStops(
+            stream.push,
+            params.stop_strings,
+            visible(),
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
+    return TextState(
+        stream.push,
+        params.stop_strings,
+        include_stop=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+    )
 
 
 def _work(update: SequenceTokens) -> int:

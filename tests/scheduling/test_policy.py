@@ -36,6 +36,7 @@ class Desk:
         salt=None,
         priority=0,
         adapter=None,
+        resumed=(),
         **params,
     ):
         self.policy.admit(
@@ -45,7 +46,7 @@ class Desk:
                 params=SamplingParams(**params),
                 eos_token_id=eos,
                 stop_token_ids=stop_token_ids,
-                options=RequestOptions(priority=priority),
+                options=RequestOptions(priority=priority, resumed_token_ids=resumed),
                 arrival_time=float(id),
                 cache_salt=salt,
                 adapter=None
@@ -423,6 +424,25 @@ def test_salt_or_wish_keeps_request_away_from_cache(salt, params, num_cached):
     desk.step()
     desk.admit(1, prompt=range(10), salt=salt, max_tokens=1, **params)
     assert desk.step()[0].num_cached_tokens == num_cached
+
+
+def test_resumed_request_goes_on_behind_its_tokens():
+    desk = Desk()
+    desk.admit(0, prompt=range(10), resumed=(20, 21, 22), max_tokens=5)
+    (new,) = desk.plan().new_sequences
+    assert (new.token_ids, new.num_prompt) == ((*range(10), 20, 21, 22), 10)
+    desk.land(7)
+    desk.step()
+    assert [token for entry in desk.news for token in entry.token_ids] == [7, 7]
+    assert desk.ends() == {0: ("length", None)}
+
+
+def test_resumed_request_may_have_ended_already():
+    desk = Desk()
+    desk.admit(0, prompt=range(4), resumed=(20, 21), max_tokens=2)
+    assert desk.plan() is None
+    desk.take()
+    assert desk.ends() == {0: ("length", None)}
 
 
 def test_block_names_outlive_the_process():

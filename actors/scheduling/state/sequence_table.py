@@ -170,8 +170,25 @@ class SequenceTable:
                 f"the KV cache has {capacity} slots, the prompt and one token need {num_prompt + 1}"
             )
             self._end_request(request, "error", RequestError("kv_cache_exhausted", text))
-        else:
+        elif not self._ends_when_resumed(request):
             self._queue(request, unfinished)
+
+    def _ends_when_resumed(self, request: Request) -> bool:
+        """Take over the tokens that an earlier process has sampled.  Returns whether the answer ends with them.
+
+        The request then waits like a preempted one: its tokens are known, and their KV is computed again.
+        """
+        leader, resumed = request.sequences[0], request.admit.options.resumed_token_ids
+        if not resumed or leader.output:
+            return False
+        leader.state = State.PREEMPTED
+        for token in resumed:
+            end = leader.append(token)
+            if end is not None:
+                self.outputs.add_tokens(leader, (), end, ())
+                self._finish(leader)
+                return True
+        return False
 
     def _queue(self, request: Request, unfinished: list[Sequence]) -> None:
         leader = request.sequences[0]
