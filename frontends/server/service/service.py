@@ -28,6 +28,7 @@ from trouper.frontends.server.admission.overload import (
     StepClock,
     memory_used,
 )
+from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.http.body import BodyMemory
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import UnknownFields
@@ -127,6 +128,8 @@ class Service:
             # A key's usage of one model counts in the queues of all.
             self.gate = AdmissionGate(self._note_rejection, front.gate.admission.counters)
         self.front._services.append(self)
+        # Keeps what must outlive the server; None without `--journal`.
+        self.journal: Journal | None = None
         self._ladder = Ladder()
         # The time of the last round trip.
         self._proved_at = -math.inf

@@ -341,6 +341,23 @@ class ServeSettings(ServerSettings, frozen=True, kw_only=True):
         Opt("Event loop: asyncio under uvicorn, or trio under hypercorn."),
     ] = "asyncio"
     seed: Annotated[int, Opt("Seed of requests that give none.")] = 0
+    journal: Annotated[
+        str | None,
+        Opt("Folder that keeps background responses, so that they go on after the server's end."),
+    ] = None
+    journal_size: Annotated[int, Opt("Maximum bytes of the journal.", min=1 * MIB)] = 256 * MIB
+    journal_sync: Annotated[
+        Literal["off", "group", "step"],
+        Opt("When the journal waits for the disk: never, every 0.1 s, or for every write."),
+    ] = "group"
+    stream_retain_s: Annotated[
+        float,
+        Opt(
+            "Seconds for which the journal keeps a response after its end.",
+            name="stream_retain",
+            min=0.0,
+        ),
+    ] = 600.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Opt(

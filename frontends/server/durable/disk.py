@@ -1,0 +1,118 @@
+"""The files of a journal in one folder, which belongs to one server at a time."""
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import Protocol
+
+from trouper.errors import invalid
+
+SUFFIX = ".trj"
+LOCK = "lock"
+
+
+class Disk(Protocol):
+    """Do for a journal what concerns its folder.  Every method may raise OSError, and may take long: call it from a thread."""
+
+    def names(self) -> list[str]:
+        """List the segments, the oldest first."""
+        ...
+
+    def read(self, name: str) -> bytes: ...
+
+    def create(self, name: str) -> int:
+        """Create a segment.  Returns the descriptor to write to."""
+        ...
+
+    def write(self, file: int, data: bytes) -> int:
+        """Append bytes.  Returns how many were written, which may be fewer."""
+        ...
+
+    def sync(self, file: int) -> None:
+        """Wait until what was written survives a loss of power.  After an error, never call it again for this file."""
+        ...
+
+    def close(self, file: int) -> None: ...
+
+    def unlink(self, name: str) -> None: ...
+
+    def sync_folder(self) -> None: ...
+
+
+class FolderDisk:
+    """A folder of the file system.
+
+    Raises:
+        TrouperValidationError: the folder belongs to another user, others may write to it, or another server uses it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self._path.stat()
+            self._folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise invalid("journal", f"the folder cannot be used: {error.strerror}", path) from None
+        self._lock = -1
+        try:
+            if found.st_uid != os.geteuid():
+                raise invalid("journal", "the folder belongs to another user", path)
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise invalid("journal", "other users may write to the folder: chmod 700", path)
+            self._take_lock(path)
+        except BaseException:
+            self.release()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<FolderDisk {self._path}>"
+
+    def _take_lock(self, path: str) -> None:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._lock = os.open(LOCK, flags, 0o600, dir_fd=self._folder)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 20, 0).decode(errors="replace").strip()
+            raise invalid("journal", f"the folder is in use by process {holder}", path) from None
+        except OSError as error:
+            raise invalid("journal", f"the folder cannot be used: {error.strerror}", path) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def names(self) -> list[str]:
+        found = [name for name in os.listdir(self._folder) if name.endswith(SUFFIX)]
+        return sorted(name for name in found if name.removesuffix(SUFFIX).isdigit())
+
+    def read(self, name: str) -> bytes:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
+        with open(file, "rb") as reader:
+            return reader.read()
+
+    def create(self, name: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._folder)
+
+    def write(self, file: int, data: bytes) -> int:
+        return os.write(file, data)
+
+    def sync(self, file: int) -> None:
+        os.fdatasync(file)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def unlink(self, name: str) -> None:
+        os.unlink(name, dir_fd=self._folder)
+
+    def sync_folder(self) -> None:
+        os.fsync(self._folder)
+
+    def release(self) -> None:
+        """Give the folder to another server.  Idempotent."""
+        for file in (self._lock, self._folder):
+            if file >= 0:
+                os.close(file)
+        self._lock = self._folder = -1

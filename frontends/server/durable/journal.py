@@ -1,0 +1,149 @@
+"""The journal of a server: what handlers write, and when they may go on.
+
+One task writes, in a thread, all new records together.  So the requests of one step share a write, and the event loop never waits for the
+disk.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskStatus
+
+from trouper.frontends.server.durable.records import Gone, Record, StreamEnded, StreamRecord
+from trouper.frontends.server.durable.segments import JournalError, Segments
+
+logger = logging.getLogger(__name__)
+SyncPolicy = Literal["off", "group", "step"]
+# Seconds between two waits for the disk under the policy `group`.
+GROUP_S = 0.1
+# A record that takes longer does not hold up its answer: the disk stalls.
+STALL_S = 0.25
+# Seconds between two attempts to write after a failure.
+RETRY_S = 10.0
+# Seconds between two searches for streams to remove.
+EXPIRY_S = 5.0
+
+
+class Journal:
+    """Writes records in the order in which they are handed in.
+
+    Args:
+        segments: the files, which this object's writer uses from now on.
+        retain_s: seconds for which a stream is kept after its end.
+    """
+
+    def __init__(self, segments: Segments, policy: SyncPolicy, retain_s: float) -> None:
+        self._segments, self._policy, self._retain_s = segments, policy, retain_s
+        # One for each open durable request, because each waits for its record.  While the disk stalls, at most all their tokens.
+        self._pending: list[Record] = []
+        self._news, self._written = anyio.Event(), anyio.Event()
+        self._one_thread = anyio.CapacityLimiter(1)
+        self._synced_s = self._expired_s = 0.0
+        # Whether a loss of power would take something that was written.
+        self._is_unsynced = False
+        # Whether the last write succeeded, and whether one takes too long at present.
+        self._has_failed = self._is_behind = False
+        self._failed_s = 0.0
+        # The streams of earlier processes, until they are taken.
+        self.recovered: dict[str, StreamRecord] = dict(segments.streams)
+        self.foreign = frozenset(segments.foreign)
+
+    def __repr__(self) -> str:
+        return f"<Journal {'working' if self.is_working else 'failed'}: {self._segments!r}>"
+
+    @property
+    def is_working(self) -> bool:
+        """Whether records reach the folder at present."""
+        return not (self._has_failed or self._is_behind)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether a stream of this size may be added."""
+        return self.is_working and self._segments.has_room(num_bytes)
+
+    async def write(self, *records: Record) -> None:
+        """Write records; call it before their contents are shown.
+
+        It returns when they are written, or after a quarter of a second: a stalled disk delays durability, not tokens.
+        """
+        self._pending += records
+        written = self._written
+        self._news.set()
+        if self._is_behind:
+            return
+        with anyio.move_on_after(STALL_S) as late:
+            await written.wait()
+        if late.cancelled_caught and not self._is_behind:
+            self._is_behind = True
+            logger.warning("the journal is behind: the disk takes more than %g s", STALL_S)
+
+    async def note_end(self, id: str, failure: bytes = b"") -> None:
+        """Write that a stream has ended, with its tokens or as given.  The time for which it is kept begins."""
+        await self.write(StreamEnded(id, time.time(), failure))
+
+    async def delete(self, id: str) -> None:
+        """Write that a stream was deleted, so that no later process finds it."""
+        await self.write(Gone(id))
+
+    async def run_writer(
+        self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Write until this is cancelled.  What was handed in until then is still written."""
+        task_status.started()
+        try:
+            while True:
+                await self._wait()
+                await self._write_pending()
+        finally:
+            # Bounded: the disk that does not answer keeps a thread, and the watchdog ends the process.
+            with anyio.CancelScope(shield=True):
+                await self._write_pending()
+                await anyio.to_thread.run_sync(self._segments.close, limiter=self._one_thread)
+
+    async def _wait(self) -> None:
+        """Wait for records, or until something else is due."""
+        seconds = RETRY_S if self._has_failed else EXPIRY_S
+        if self._is_unsynced:
+            seconds = GROUP_S
+        with anyio.move_on_after(seconds):
+            await self._news.wait()
+        self._news = anyio.Event()
+
+    async def _write_pending(self) -> None:
+        records, self._pending = self._pending, []
+        written, self._written = self._written, anyio.Event()
+        try:
+            act = partial(self._act, records)
+            await anyio.to_thread.run_sync(act, limiter=self._one_thread)
+        except JournalError as error:
+            if not self._has_failed:
+                words = "the journal cannot be written, answers do not outlive the server: %s"
+                logger.warning(words, error)
+            self._has_failed = True
+        else:
+            if self._has_failed or self._is_behind:
+                logger.warning("the journal is written again")
+            self._has_failed = self._is_behind = False
+        finally:
+            written.set()
+
+    def _act(self, records: Sequence[Record]) -> None:
+        """Do in the thread what is due."""
+        now = time.monotonic()
+        gone: list[Record] = []
+        if now - self._expired_s > EXPIRY_S:
+            self._expired_s = now
+            gone += [Gone(id) for id in self._segments.ended_before(time.time() - self._retain_s)]
+        if self._has_failed and now - self._failed_s < RETRY_S:
+            self._segments.note([*records, *gone])
+            raise JournalError("it is tried again later")
+        self._failed_s = now
+        self._segments.write([*records, *gone])
+        self._is_unsynced |= bool(records) and self._policy == "group"
+        if self._is_unsynced and now - self._synced_s >= GROUP_S:
+            self._synced_s, self._is_unsynced = now, False
+            self._segments.sync()

@@ -1,0 +1,226 @@
+"""Write the records of all streams to segments of a journal, and find them again.  Synchronous: call it from one thread at a time.
+
+Laws:
+1. Segments only grow, and only by the process that made them.  A later process repeats what it found in a new segment.
+2. A segment is never touched again after a short write or a failed fsync: its dirty pages may be lost although a second fsync succeeds.
+   Everything is repeated in a new segment instead.
+3. Earlier segments are removed only when the new one, with everything in it, has reached the disk.
+4. The bytes of all kept streams never exceed half of `max_bytes`, so that an old and a new segment fit together.
+"""
+
+from collections.abc import Callable, Iterable
+
+from trouper.frontends.server.durable.disk import SUFFIX, Disk
+from trouper.frontends.server.durable.frames import (
+    HEAD_BYTES,
+    SegmentHead,
+    decode_head,
+    encode_frame,
+    encode_head,
+    scan,
+)
+from trouper.frontends.server.durable.records import (
+    Gone,
+    Record,
+    StreamRecord,
+    Whole,
+    encode_record,
+    join,
+    recover,
+)
+
+# A segment of this size is replaced by one with only the kept streams, unless these fill half of it.
+ROTATE_BYTES = 16 * 2**20
+DIGITS = 12
+# Bytes of a frame without its payload.
+FRAME_BYTES = 32
+
+
+class JournalError(Exception):
+    """The journal cannot be written: the disk is full, or fails."""
+
+
+class Segments:
+    """The journal of one process.  `streams` is everything that it keeps.
+
+    Args:
+        fingerprint: names the model.  Streams of another one are found, but cannot be continued.
+        new_id: makes the random id of a segment.
+        max_bytes: the most bytes in the folder.
+        syncs: whether every write waits for the disk.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        fingerprint: bytes,
+        new_id: Callable[[], bytes],
+        *,
+        max_bytes: int,
+        syncs: bool = False,
+    ) -> None:
+        self.streams: dict[str, StreamRecord] = {}
+        # Streams that another model has begun.
+        self.foreign: set[str] = set()
+        self._disk, self._fingerprint, self._new_id = disk, fingerprint, new_id
+        self._max_bytes, self._syncs = max_bytes, syncs
+        # The bytes of each kept stream, and of all.  Another thread may read the sum.
+        self._sizes: dict[str, int] = {}
+        self.kept_bytes = 0
+        self._file: int | None = None
+        self._id = b""
+        self._number = self._num_bytes = self._last = 0
+
+    def __repr__(self) -> str:
+        return f"<Segments: {len(self.streams)} streams, segment {self._last}, {self._num_bytes} bytes>"
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the current segment."""
+        return self._num_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether a new stream of this size may be kept.  The room for its tokens is checked as they come."""
+        return 2 * (self.kept_bytes + num_bytes) <= self._max_bytes
+
+    def ended_before(self, at: float) -> list[str]:
+        """List the streams that ended before a time of the wall clock, and are kept no longer."""
+        ends = ((id, stream.ended) for id, stream in self.streams.items())
+        return [id for id, ended in ends if ended is not None and ended.at < at]
+
+    def begin(self) -> None:
+        """Find the streams of earlier processes, and repeat them in a segment of this one.
+
+        Raises:
+            JournalError: the new segment cannot be written.
+            OSError: the folder cannot be read.
+        """
+        found: list[tuple[SegmentHead, bytes]] = []
+        for name in self._disk.names():
+            data = self._disk.read(name)
+            head = decode_head(data)
+            if head is not None:
+                found.append((head, data))
+            self._last = max(self._last, int(name.removesuffix(SUFFIX)))
+        self.streams = recover(scan(data) for _, data in found)
+        if any(head.fingerprint != self._fingerprint for head, _ in found):
+            self.foreign = set(self.streams)
+        for id, stream in self.streams.items():
+            self._sizes[id] = sum(_size(record) for record in stream.records())
+        self.kept_bytes = sum(self._sizes.values())
+        self.rotate()
+
+    def write(self, records: Iterable[Record]) -> None:
+        """Write records.  When it returns, they survive the end of the process, and with `syncs` a loss of power.
+
+        Raises:
+            JournalError: neither this segment nor a new one can be written.  The records are remembered for the next one.
+        """
+        records = list(records)
+        self.note(records)
+        if not records and self._file is not None:
+            return
+        if self._file is None or self._num_bytes > max(ROTATE_BYTES, 2 * self.kept_bytes):
+            self.rotate()
+            return
+        try:
+            self._append(self._file, records)
+            if self._syncs:
+                self._disk.sync(self._file)
+        except OSError:
+            self._abandon()
+            self.rotate()
+
+    def sync(self) -> None:
+        """Wait until all written records survive a loss of power.
+
+        Raises:
+            JournalError: it does not, and no new segment can be written.
+        """
+        if self._file is None:
+            self.rotate()
+            return
+        try:
+            self._disk.sync(self._file)
+        except OSError:
+            self._abandon()
+            self.rotate()
+
+    def rotate(self) -> None:
+        """Repeat everything in a new segment, and remove the earlier ones.
+
+        Raises:
+            JournalError: it cannot be written.  The earlier segments are still there.
+        """
+        self._abandon()
+        self._last += 1
+        name = f"{self._last:0{DIGITS}}{SUFFIX}"
+        file: int | None = None
+        try:
+            earlier = self._disk.names()
+            file = self._disk.create(name)
+            self._id, self._number, self._num_bytes = self._new_id(), 0, HEAD_BYTES
+            self._write_all(file, encode_head(SegmentHead(self._id, self._fingerprint)))
+            repeated = [r for stream in self.streams.values() for r in stream.records()]
+            self._append(file, [*repeated, Whole()])
+            self._disk.sync(file)
+            self._disk.sync_folder()
+        except OSError as error:
+            if file is not None:
+                self._close(file)
+            raise JournalError(str(error)) from error
+        self._file = file
+        for old in earlier:
+            try:
+                self._disk.unlink(old)
+            except OSError:
+                # It no longer counts, and the next rotation tries again.
+                pass
+
+    def close(self) -> None:
+        """Close the segment.  Idempotent."""
+        self._abandon()
+
+    def note(self, records: Iterable[Record]) -> None:
+        """Remember records for the next segment, without writing them now."""
+        for record in records:
+            self._note(record)
+
+    def _note(self, record: Record) -> None:
+        join(self.streams, record)
+        if isinstance(record, Gone):
+            self.kept_bytes -= self._sizes.pop(record.id, 0)
+            self.foreign.discard(record.id)
+        elif not isinstance(record, Whole) and record.id in self.streams:
+            size = _size(record)
+            self._sizes[record.id] = self._sizes.get(record.id, 0) + size
+            self.kept_bytes += size
+
+    def _append(self, file: int, records: Iterable[Record]) -> None:
+        data = bytearray()
+        for record in records:
+            data += encode_frame(self._id, self._number, encode_record(record))
+            self._number += 1
+        self._write_all(file, bytes(data))
+
+    def _write_all(self, file: int, data: bytes) -> None:
+        """Raises OSError if not everything was written: a torn frame must be the last of its file."""
+        num_written = self._disk.write(file, data)
+        self._num_bytes += num_written
+        if num_written != len(data):
+            raise OSError("short write")
+
+    def _abandon(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            self._close(file)
+
+    def _close(self, file: int) -> None:
+        try:
+            self._disk.close(file)
+        except OSError:
+            pass
+
+
+def _size(record: Record) -> int:
+    return FRAME_BYTES + len(encode_record(record).payload)
