@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import anyio
+import anyio.to_thread
 import msgspec
 import typer
 
@@ -40,6 +41,7 @@ from trouper.frontends.server.shared.settings import LARGEST_HEAD, ServeSettings
 if TYPE_CHECKING:
     from trouper.actors.executor.workers.launching import Launcher
     from trouper.frontends.python.async_engine import AsyncLLMEngine
+    from trouper.frontends.server.durable.journal import Journal
     from trouper.frontends.server.models.residency import Residency
 
 LOOPBACK = "127.0.0.1"
@@ -162,6 +164,8 @@ def _run_several(
     """Serve a table of models.  Their options are checked before the listeners open."""
     from trouper.frontends.server.models.sizes import default_budget, plan_models
 
+    if settings.journal is not None:
+        raise invalid("journal", "needs a server of one model", settings.journal)
     given = frozenset(name for name in vars(base) if name != "model" and is_given(ctx, name))
     tables = ctx.meta.get(MODEL_TABLES, {})
     options = read_models(named, tables, settings, base, given)
@@ -189,13 +193,18 @@ def _run_host(config: EngineConfig, nodes: NodesConfig, settings: ServeSettings)
 
 
 def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | None" = None) -> None:
+    from trouper.frontends.server.durable.opening import open_journal
+
     def engine() -> "AsyncLLMEngine":
         from trouper.frontends.python.async_engine import AsyncLLMEngine
 
         return AsyncLLMEngine(config, launcher=launcher)
 
     has_workers = config.device_worker == "process"
-    _listen(settings, config.shutdown_timeout_s, engine=engine, has_workers=has_workers)
+    journal = partial(open_journal, settings, config)
+    _listen(
+        settings, config.shutdown_timeout_s, engine=engine, journal=journal, has_workers=has_workers
+    )
 
 
 def _listen(
@@ -204,6 +213,7 @@ def _listen(
     *,
     engine: "Callable[[], AsyncLLMEngine] | None" = None,
     residency: "Callable[[], Residency] | None" = None,
+    journal: "Callable[[], Journal | None] | None" = None,
     has_workers: bool = False,
 ) -> None:
     """Open the listeners and serve: the engine of one model, or the residency of several."""
@@ -245,6 +255,8 @@ def _listen(
             service = Service(settings)
             if isinstance(unopened, Residency):
                 service = unopened.table.default.service.front
+            if journal is not None:
+                service.journal = await anyio.to_thread.run_sync(journal)
             server = Server(
                 service,
                 shutdown_timeout_s=shutdown_timeout_s,

@@ -13,6 +13,7 @@ from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.route import Access, Route
 from trouper.frontends.server.ops.ui import is_below_ui
 from trouper.frontends.server.shared.errors import HTTPError, clean
+from trouper.frontends.server.shared.keys import key_digests, tenant_name, user_key_digests
 from trouper.frontends.server.shared.settings import ServerSettings
 
 SCHEME = b"Bearer "
@@ -30,10 +31,8 @@ class Authenticator:
     def __init__(
         self, settings: ServerSettings, *, is_admin_listener: bool = False, has_page: bool = False
     ) -> None:
-        self._admin_keys = _digests((settings.admin_key,) if settings.admin_key else ())
-        self._user_keys = _digests(settings.api_keys) + (
-            self._admin_keys if settings.api_keys else ()
-        )
+        self._admin_keys = key_digests((settings.admin_key,) if settings.admin_key else ())
+        self._user_keys = user_key_digests(settings)
         self._is_admin_listener = is_admin_listener
         self._has_control = is_admin_listener or settings.is_dev_mode or bool(self._admin_keys)
         self._is_dev_mode = settings.is_dev_mode
@@ -107,7 +106,8 @@ class Authenticator:
         # All keys are compared, so that the time reveals nothing.
         found = [hmac.compare_digest(digest, key) for key in keys]
         if given is not None and any(found):
-            context.tenant = f"key {found.index(True)}"
+            context.tenant = tenant_name(found.index(True))
+            context.key_digest = digest
             if self._separates_caches:
                 context.cache_scope = sha256(b"cache scope" + digest).digest()[:16]
         else:
@@ -126,8 +126,3 @@ def _given_key(context: RequestContext) -> bytes | None:
     if name == b"x-api-key":
         return value
     return value[len(SCHEME) :] if value.startswith(SCHEME) else None
-
-
-def _digests(keys: tuple[str, ...]) -> tuple[bytes, ...]:
-    """Hash all keys to one length, so that a comparison always takes the same time."""
-    return tuple(sha256(key.encode()).digest() for key in keys)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import anyio.lowlevel
 import msgspec
@@ -64,7 +64,11 @@ async def drive(
 
 
 def prepare(
-    service: Service, context: RequestContext, request: GenerationRequest, api: type[A]
+    service: Service,
+    context: RequestContext,
+    request: GenerationRequest,
+    api: type[A],
+    created: int | None = None,
 ) -> "Driver[A]":
     """Parse a request and make its driver.  Nothing is sent to the engine yet.
 
@@ -79,7 +83,9 @@ def prepare(
     if lora_request is not None:
         parsed.set_options(lora_request=lora_request)
     context.name_by(request.request_id)
-    head = ReplyHead(context.request_id, context.id, int(time.time()))
+    head = ReplyHead(
+        context.request_id, context.id, int(time.time()) if created is None else created
+    )
     adapter = api(request, parsed, model, head)
     return Driver(service, context, parsed, adapter, model.cache_block_size)
 
@@ -149,6 +155,26 @@ class UsageCounter:
         return usage
 
 
+class OutputKeeper(Protocol):
+    """Keeps the outputs of a request whose answer outlives the server."""
+
+    @property
+    def known(self) -> Sequence[RequestOutput]:
+        """The outputs that an earlier process has kept, with one token each."""
+        ...
+
+    def whole(self) -> RequestOutput | None:
+        """Return the complete output, if an earlier process has kept it."""
+        ...
+
+    async def keep(self, output: RequestOutput) -> Sequence[RequestOutput]:
+        """Keep an output, and return it as one output for each token.
+
+        Events then depend on the tokens only, and not on how fast they were read.
+        """
+        ...
+
+
 class Driver(Generic[A]):
     """One parsed request on its way through the engine to the client.
 
@@ -166,9 +192,9 @@ class Driver(Generic[A]):
         cache_block_size: int,
     ) -> None:
         self.adapter = adapter
+        self.parsed = parsed
         self._service = service
         self._context = context
-        self._parsed = parsed
         self._counter = UsageCounter(
             len(parsed.prompts),
             shows_cached=parsed.shows_cached,
@@ -177,13 +203,15 @@ class Driver(Generic[A]):
         # Parsers by choice, from the first output of the choice on.
         self._chains: dict[int, ParserChain] = {}
         self._has_begun = False
+        # Set before the start, for an answer that outlives the server.
+        self.keeper: OutputKeeper | None = None
 
     async def answer(self, on_complete: Callable[[], None] | None = None) -> None:
         """Send the reply.  `on_complete` is called when the reply is complete but not yet sent entirely.
 
         A disconnected client cancels the handler's task, and with it the requests in the engine.
         """
-        if self._parsed.is_stream:
+        if self.parsed.is_stream:
             await self._send_stream(on_complete)
         else:
             reply = await self.complete()
@@ -209,22 +237,26 @@ class Driver(Generic[A]):
         return self.adapter.reply(self._counter.usage)
 
     async def _final_outputs(self) -> list[RequestOutput]:
-        service, context, parsed = self._service, self._context, self._parsed
+        service, context, parsed = self._service, self._context, self.parsed
         if parsed.beams is not None:
             return await beam_outputs(service, context, parsed, self._make())
-        return await final_outputs(service, context, self._generations(), parsed.places)
+        keeper = self.keeper
+        known = None if keeper is None else keeper.whole()
+        if known is not None:
+            return [known]
+        outputs = await final_outputs(service, context, self._generations(), parsed.places)
+        if keeper is not None:
+            await keeper.keep(outputs[0])
+        return outputs
 
     async def _send_stream(self, on_complete: Callable[[], None] | None) -> None:
-        context, parsed = self._context, self._parsed
-        generations = self._generations()
-        async with open_generations(
-            self._service, context, generations, parsed.places, context.start_events
-        ) as opened:
-            if len(opened) == 1:
-                async for output in opened[0]:
-                    await self._send_output(0, output)
-            else:
-                await read_each(opened, self._send_output)
+        context = self._context
+        is_over = False
+        for output in () if self.keeper is None else self.keeper.known:
+            await self._send_output(0, output)
+            is_over = output.finished
+        if not is_over:
+            await self._send_generated()
         events = self.adapter.end(self._counter.usage)
         if on_complete is not None:
             on_complete()
@@ -232,9 +264,22 @@ class Driver(Generic[A]):
             await context.send_event(event.content, event.name)
         await context.end_events(self.adapter.STREAM_END)
 
+    async def _send_generated(self) -> None:
+        context, parsed, keeper = self._context, self.parsed, self.keeper
+        generations = self._generations()
+        async with open_generations(
+            self._service, context, generations, parsed.places, context.start_events
+        ) as opened:
+            if len(opened) == 1:
+                async for output in opened[0]:
+                    for each in (output,) if keeper is None else await keeper.keep(output):
+                        await self._send_output(0, each)
+            else:
+                await read_each(opened, self._send_output)
+
     async def _send_output(self, i: int, output: RequestOutput) -> None:
         updates = await self._updates(i, output)
-        usage = self._counter.usage if self._parsed.shows_usage else None
+        usage = self._counter.usage if self.parsed.shows_usage else None
         events: list[StreamEvent] = []
         if not self._has_begun:
             self._has_begun = True
@@ -248,18 +293,18 @@ class Driver(Generic[A]):
 
     async def _prompt_text(self, i: int, output: RequestOutput) -> str:
         """Return the text of prompt `i` if a choice starts with it in this output, else an empty string."""
-        first = i * self._parsed.params.n
+        first = i * self.parsed.params.n
         is_new = any(first + each.index not in self._chains for each in output.outputs)
         return await self._service.prompt_text(output) if is_new else ""
 
     async def _updates(self, i: int, output: RequestOutput) -> list[ChoiceUpdate]:
         """Return one update for each choice in an output of prompt `i`."""
-        prompt_text = await self._prompt_text(i, output) if self._parsed.shows_prompt else ""
-        if self._parsed.is_prompt_only:
+        prompt_text = await self._prompt_text(i, output) if self.parsed.shows_prompt else ""
+        if self.parsed.is_prompt_only:
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], []
         self._counter.add(i, output)
-        first = i * self._parsed.params.n
+        first = i * self.parsed.params.n
         return [
             await self._update(first + completion.index, completion, output, prompt_text)
             for completion in output.outputs
@@ -271,7 +316,7 @@ class Driver(Generic[A]):
         chain = self._chains.get(index)
         is_first = chain is None
         if chain is None:
-            chain = self._chains[index] = self._parsed.make_parsers(output)
+            chain = self._chains[index] = self.parsed.make_parsers(output)
         stop_reason = completion.stop_reason
         parts = await _parsed_in_turns(chain, completion.text, _end_of(completion), stop_reason)
         if completion.finish_reason is not None and chain.stop is not None:
@@ -293,7 +338,7 @@ class Driver(Generic[A]):
         Raises:
             HTTPError: the limits leave too little room for this request.
         """
-        make, parsed = self._make(), self._parsed
+        make, parsed = self._make(), self.parsed
         return (
             make(prompt, parsed.params, str(i), True) for i, prompt in enumerate(parsed.prompts)
         )
@@ -304,7 +349,7 @@ class Driver(Generic[A]):
         Raises:
             HTTPError: the limits leave too little room for this request.
         """
-        service, context, parsed = self._service, self._context, self._parsed
+        service, context, parsed = self._service, self._context, self.parsed
         params, num_prompts = parsed.params, len(parsed.prompts)
         given, engine = parsed.options, service.engine
         trace_headers = service.trace_parent(context)

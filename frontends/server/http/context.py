@@ -89,6 +89,8 @@ class RequestContext:
         self.tenant = ""  # which of the keys
         # Whether the listener has control routes, and whether this client may use them.
         self.has_control = self.is_admin = False
+        # The SHA-256 of the key, which means the same in every run; empty without keys.
+        self.key_digest = b""
         # Requests of one scope share prefixes of the cache.
         self.cache_scope = b""
         # The deadline, and whether the client itself has set one; see `read_timeout`.

@@ -25,6 +25,7 @@ from trouper.frontends.server.http.listeners import Listener, Shutdown
 from trouper.frontends.server.models.residency import Residency
 from trouper.frontends.server.program.monitor import Heap, watch
 from trouper.frontends.server.program.start_report import LoadingLine, summarise
+from trouper.frontends.server.responses.durable import resume_responses
 from trouper.frontends.server.service.service import Service
 from trouper.lora import LoRARequest
 
@@ -166,6 +167,9 @@ class Server:
         several = isinstance(unopened, Residency)
         async with anyio.create_task_group() as helpers:
             await helpers.start(_Signals(self._stop, self._report).forward, name="signals")
+            if self._service.journal is not None:
+                # It ends after all that write to it.
+                await helpers.start(self._service.journal.run_writer, name="journal")
             async with anyio.create_task_group() as engines:
                 async with anyio.create_task_group() as listeners:
                     for listener in (*public, *admin):
@@ -265,6 +269,7 @@ class Server:
                 await load_adapters(engine, self._service.settings.lora_modules)
                 self._heap.settle()
                 self._service.open(engine.engine)
+                resume_responses(self._service)
                 is_open = True
                 task_status.started(engine.engine)
                 await self._are_closed.wait()

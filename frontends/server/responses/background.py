@@ -16,7 +16,7 @@ from trouper.frontends.server.http.context import (
     event_frame,
 )
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
-from trouper.frontends.server.responses.memory import stored_response
+from trouper.frontends.server.responses.memory import encode, stored_response
 from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import MAX_MESSAGE, HTTPError, clean, describe, log
@@ -46,6 +46,9 @@ class BackgroundResponse:
         self._driver = driver
         self._streams = bool(turn.body.stream)
         self._response = {**driver.adapter.response, "status": "queued"}
+        # Whether its end is to be written to the journal.
+        self.notes_end = True
+        self._failure: JSONObject | None = None
         if self._streams:
             context.redirect(self._record)
 
@@ -73,17 +76,25 @@ class BackgroundResponse:
         A passed deadline or another failure becomes the status of the stored response, because no client is
         connected.
         """
-        with resources, self._ended():
-            self._put({**self._response, "status": "in_progress"})
-            with anyio.move_on_after(self._context.timeout_s) as deadline:
-                with client_names(partial(ResponsesAdapter.client_name, self._turn)):
-                    if self._streams:
-                        await self._driver.answer(self._keep_end)
-                    else:
-                        await self._driver.complete()
-            if deadline.cancelled_caught:
-                text = f"the deadline of {self._context.timeout_s:g} s has passed"
-                raise HTTPError(504, "deadline_exceeded", text)
+        with resources:
+            with self._ended():
+                await self._generate()
+            # Not reached by a cancellation: a later process goes on, unless the client has asked for the end.
+            if self._service.journal is not None and self.notes_end:
+                failure = b"" if self._failure is None else encode(self._failure)
+                await self._service.journal.note_end(self.name, failure)
+
+    async def _generate(self) -> None:
+        self._put({**self._response, "status": "in_progress"})
+        with anyio.move_on_after(self._context.timeout_s) as deadline:
+            with client_names(partial(ResponsesAdapter.client_name, self._turn)):
+                if self._streams:
+                    await self._driver.answer(self._keep_end)
+                else:
+                    await self._driver.complete()
+        if deadline.cancelled_caught:
+            text = f"the deadline of {self._context.timeout_s:g} s has passed"
+            raise HTTPError(504, "deadline_exceeded", text)
 
     @contextmanager
     def _ended(self) -> Generator[None]:
@@ -94,6 +105,9 @@ class BackgroundResponse:
             end = None
         except Exception as error:
             end = {**self._response, "status": "failed", "error": self._describe(error)}
+            self._failure = end
+            # After the engine's death the next process goes on.
+            self.notes_end &= not isinstance(error, EngineDeadError)
         finally:
             self._keep_end(end)
             log = self._service.responses.log(self.name)

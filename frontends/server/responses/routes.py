@@ -1,5 +1,6 @@
 """Serve the routes of the Responses API, and define its error format: the usual bodies, but its own events."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -14,6 +15,7 @@ from trouper.frontends.server.http.decoding import TOOLS
 from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.background import BackgroundResponse, follow
+from trouper.frontends.server.responses.durable import keep_request, keep_tokens, with_seed
 from trouper.frontends.server.responses.input_items import Page, listed
 from trouper.frontends.server.responses.memory import (
     check_is_on,
@@ -52,7 +54,7 @@ async def create_response(
         context.own_headers += service.unknown.note(context.path, left_out, TOOLS)
     with client_names(partial(ResponsesAdapter.client_name, turn)):
         if request.background:
-            queued = _start(service, context, turn)
+            queued = await _start(service, context, turn)
             if request.stream:
                 await follow(service, context, queued["id"])
             else:
@@ -70,7 +72,7 @@ async def create_response(
 
 async def retrieve_response(service: Service, context: RequestContext, _: None) -> None:
     """Return a stored or running response, or its events if the query asks for them."""
-    check_is_on(service.responses, None)
+    _check_found(service)
     start = _wanted_events(context.query())
     name = _name(context)
     stored = find(service, context, name)
@@ -85,7 +87,7 @@ async def list_input_items(service: Service, context: RequestContext, _: None) -
 
     They are the whole conversation before it, including the items of earlier responses.
     """
-    check_is_on(service.responses, None)
+    _check_found(service)
     page = Page.of(context.query())
     name = _name(context).removesuffix("/input_items")
     items = await input_items(service, context, find(service, context, name))
@@ -97,11 +99,13 @@ async def delete_response(service: Service, context: RequestContext, _: None) ->
 
     Responses that continue it keep their own copy of the conversation.
     """
-    check_is_on(service.responses, None)
+    _check_found(service)
     name = _name(context)
     find(service, context, name)
     service.responses.remove(name)
     service.background.cancel(name)
+    if service.journal is not None:
+        await service.journal.delete(name)
     await context.send_json({"id": name, "object": "response", "deleted": True})
 
 
@@ -110,7 +114,7 @@ async def cancel_response(service: Service, context: RequestContext, _: None) ->
 
     A response without background cannot be cancelled; its client closes the connection instead.
     """
-    check_is_on(service.responses, None)
+    _check_found(service)
     name = _name(context).removesuffix("/cancel")
     stored = find(service, context, name)
     response = msgspec.json.decode(stored.body)
@@ -123,6 +127,8 @@ async def cancel_response(service: Service, context: RequestContext, _: None) ->
         ended = msgspec.structs.replace(stored, status="cancelled", body=body)
         service.responses.put(name, ended)
         service.background.cancel(name)
+        if service.journal is not None:
+            await service.journal.note_end(name, body)
     await context.send_json(response)
 
 
@@ -147,7 +153,7 @@ def _wanted_events(query: Mapping[str, Sequence[str]]) -> int | None:
     return int(after) + 1
 
 
-def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> JSONObject:
+async def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> JSONObject:
     """Start a background task for the request, and return the response so far.
 
     Raises:
@@ -164,11 +170,29 @@ def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> JS
         residency = residency_of(service)
         if residency is not None:
             resources.enter_context(residency.opened(residency.table.of_service(service)))
-        driver = prepare(service, later, turn, ResponsesAdapter)
+        if service.journal is not None:
+            turn.body = with_seed(turn.body)
+        created = int(time.time())
+        driver = prepare(service, later, turn, ResponsesAdapter, created)
+        if service.journal is not None:
+            await keep_request(service.journal, later, turn, created)
+            keep_tokens(service, driver, driver.adapter.response["id"])
         response = BackgroundResponse(service, later, turn, driver)
         queued = response.queue()
         service.background.start(response.name, partial(response.perform, resources.pop_all()))
         return queued
+
+
+def _check_found(service: Service) -> None:
+    """Check that stored responses can be found.
+
+    Raises:
+        UnsupportedFeatureError: the server stores none.
+        TrouperError: those of an earlier server are not there yet, because the model is being loaded.
+    """
+    check_is_on(service.responses, None)
+    if service.journal is not None:
+        service.check_open()
 
 
 def _name(context: RequestContext) -> str:

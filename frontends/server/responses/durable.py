@@ -1,0 +1,166 @@
+"""Background responses that outlive the server: what is kept of their requests, and how they go on after a restart."""
+
+import logging
+import secrets
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+
+from trouper.frontends.server.durable.journal import Journal
+from trouper.frontends.server.durable.records import Admitted, StreamRecord
+from trouper.frontends.server.generation.driver import Driver, prepare
+from trouper.frontends.server.generation.token_keeper import TokenKeeper
+from trouper.frontends.server.http.context import Message, RequestContext
+from trouper.frontends.server.responses.adapter import ResponsesAdapter
+from trouper.frontends.server.responses.background import BackgroundResponse
+from trouper.frontends.server.responses.memory import decode_items, stored_response
+from trouper.frontends.server.responses.turn import ResponsesRequest, ResponsesTurn
+from trouper.frontends.server.service.response_store import StoredResponse
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import unavailable
+from trouper.frontends.server.shared.keys import tenant_of
+
+logger = logging.getLogger(__name__)
+LOST = "stream_lost: the server was started again with another model, so this answer cannot go on"
+
+
+class SavedRequest(msgspec.Struct, frozen=True):
+    """The part of a request from which a later process can begin it again.
+
+    Attributes:
+        body: the body with everything that it inherits, and with a seed.
+        pieces: the items of the conversation up to the end of its input.
+        unique_id, request_id, created: the identity of the reply.
+    """
+
+    body: bytes
+    pieces: list[bytes]
+    unique_id: str
+    request_id: str | None
+    created: int
+    cache_scope: bytes
+    timeout_s: float
+
+
+async def keep_request(
+    journal: Journal, context: RequestContext, turn: ResponsesTurn, created: int
+) -> None:
+    """Write a request to the journal, before its client receives an id.
+
+    Raises:
+        HTTPError: the journal cannot be written, or has no room.
+    """
+    saved = SavedRequest(
+        msgspec.json.encode(turn.body), list(turn.pieces), context.id, context.client_id, created,
+        context.cache_scope, context.timeout_s,
+    )  # fmt: skip
+    record = Admitted(f"resp_{context.id}", context.key_digest, msgspec.msgpack.encode(saved))
+    if not journal.has_room(len(record.request)):
+        text = (
+            "the journal has no room or cannot be written; try again later, or without background"
+        )
+        raise unavailable("journal_unavailable", text)
+    # Bounded by the journal's own time limit.
+    with anyio.CancelScope(shield=True):
+        await journal.write(record)
+    if not journal.is_working:
+        raise unavailable("journal_unavailable", "the journal cannot be written; try again later")
+
+
+def with_seed(body: ResponsesRequest) -> ResponsesRequest:
+    """Return a body with a seed, because a later process must sample the same tokens."""
+    if body.seed is not None:
+        return body
+    return msgspec.structs.replace(body, seed=secrets.randbits(62))
+
+
+def keep_tokens(
+    service: Service,
+    driver: Driver[ResponsesAdapter],
+    name: str,
+    record: StreamRecord | None = None,
+) -> None:
+    """Let a driver keep its tokens, and go on from those that an earlier process has kept."""
+    assert service.journal is not None
+    keeper = TokenKeeper(service.journal, name, driver.parsed, service.engine.tokenizer, record)
+    driver.keeper = keeper
+    driver.parsed.set_options(resumed_token_ids=keeper.known_token_ids)
+
+
+def resume_responses(service: Service) -> None:
+    """Go on with all responses of an earlier process, in the order of their admission.
+
+    Call it when the engine is loaded, before any client is served. One that cannot go on ends as failed.
+    """
+    journal = service.journal
+    if journal is None:
+        return
+    recovered, journal.recovered = journal.recovered, {}
+    for name, record in recovered.items():
+        try:
+            _resume(service, name, record, is_lost=name in journal.foreign)
+        except Exception as error:
+            logger.warning("%s cannot go on: %s", name, error)
+    if recovered:
+        logger.info("%d responses of an earlier server were found in the journal", len(recovered))
+
+
+def _resume(service: Service, name: str, record: StreamRecord, *, is_lost: bool) -> None:
+    saved = msgspec.msgpack.decode(record.admitted.request, type=SavedRequest)
+    tenant = tenant_of(service.settings, record.admitted.owner)
+    if tenant is None:
+        # Its key is gone, and no other key may find it.
+        return
+    context, turn = _context(saved, tenant, record.admitted.owner), _turn(saved)
+    with ExitStack() as resources:
+        driver = prepare(service, context, turn, ResponsesAdapter, saved.created)
+        if record.ended is not None and record.ended.failure:
+            _put_end(service, name, turn, tenant, msgspec.json.decode(record.ended.failure))
+            return
+        if is_lost:
+            error = {"code": "server_error", "message": LOST}
+            end = {**driver.adapter.response, "status": "failed", "error": error}
+            _put_end(service, name, turn, tenant, end)
+            return
+        context.ticket = resources.enter_context(service.enter(context))
+        keep_tokens(service, driver, name, record)
+        response = BackgroundResponse(service, context, turn, driver)
+        response.notes_end = record.ended is None
+        response.queue()
+        service.background.start(name, partial(response.perform, resources.pop_all()))
+
+
+def _put_end(
+    service: Service, name: str, turn: ResponsesTurn, tenant: str, response: dict[str, Any]
+) -> None:
+    stored: StoredResponse = stored_response(turn, response, tenant)
+    service.responses.put(name, stored)
+
+
+def _turn(saved: SavedRequest) -> ResponsesTurn:
+    body = msgspec.json.decode(saved.body, type=ResponsesRequest)
+    history = [item for piece in saved.pieces[:-1] for item in decode_items(piece)]
+    turn = ResponsesTurn(body, None, history, is_stored=True)
+    turn.pieces = tuple(saved.pieces)
+    return turn
+
+
+def _context(saved: SavedRequest, tenant: str, key_digest: bytes) -> RequestContext:
+    """Make the context of a request without a client."""
+
+    async def receive() -> Message:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def send(_: Message) -> None:
+        pass
+
+    scope = {"path": "/v1/responses", "method": "POST", "headers": []}
+    context = RequestContext(scope, receive, send)
+    context.id, context.client_id = saved.unique_id, saved.request_id
+    context.tenant, context.key_digest = tenant, key_digest
+    context.cache_scope, context.timeout_s = saved.cache_scope, saved.timeout_s
+    return context

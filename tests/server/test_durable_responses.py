@@ -1,0 +1,195 @@
+"""Background responses that go on in a later server: the same events, for the same client, whatever the disk has lost."""
+
+import random
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+from trouper.frontends.server.asgi.app import create_app
+from trouper.frontends.server.durable import journal
+from trouper.frontends.server.durable.journal import Journal
+from trouper.frontends.server.durable.segments import Segments
+from trouper.frontends.server.responses.durable import resume_responses
+from trouper.frontends.server.shared.settings import ServerSettings
+
+from .client import Client
+from .test_journal import MODEL, SimulatedDisk
+from .test_response_streams import GREEDY, KEYS, PATH
+from .test_responses import named_events
+
+pytestmark = pytest.mark.anyio
+RUNNING = "queued", "in_progress"
+SAMPLED = {**GREEDY, "temperature": 0.9, "max_output_tokens": 40, "ignore_eos": True}
+
+
+@pytest.fixture
+def disk():
+    return SimulatedDisk(random.Random(0), full_rate=0, error_rate=0)
+
+
+@pytest.fixture
+def life(engine, disk):
+    """`async with life() as client`: one server with a journal on `disk`."""
+
+    @asynccontextmanager
+    async def life(model=MODEL, *, max_bytes=2**24, **settings):
+        dice = random.Random(len(disk.files))
+        segments = Segments(disk, model, lambda: dice.randbytes(16), max_bytes=max_bytes)
+        segments.begin()
+        app = create_app(engine, ServerSettings(responses_store_bytes=2**20, **settings))
+        app.service.journal = Journal(segments, "off", retain_s=600)
+        client = Client(app)
+        client.service = app.service
+        async with anyio.create_task_group() as writers:
+            await writers.start(app.service.journal.run_writer)
+            async with anyio.create_task_group() as tasks:
+                await tasks.start(app.service.background.run_tasks)
+                resume_responses(app.service)
+                yield client
+                tasks.cancel_scope.cancel()
+            writers.cancel_scope.cancel()
+        assert app.service.gate.admission.num_requests == 0
+
+    return life
+
+
+async def until(holds):
+    """Wait for what gives no sign when it happens."""
+    with anyio.fail_after(30):
+        while not holds():  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+
+
+async def ended(client, name):
+    """Ask for a response until it has ended."""
+    with anyio.fail_after(30):
+        while (found := (await client.get(f"{PATH}/{name}")).json)["status"] in RUNNING:
+            await anyio.lowlevel.checkpoint()
+    return found
+
+
+async def begin(client, body, num_events=0, headers=()):
+    """Ask for a response and leave once it has so many events.  Returns its id and the bytes of its events so far."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(client.post, PATH, body, headers)
+        await until(lambda: client.service.responses._logs)
+        (name,) = client.service.responses._logs
+        log = client.service.responses.log(name)
+        await until(lambda: len(log._frames) >= num_events or log._is_over)
+        tasks.cancel_scope.cancel()
+    return name, b"".join(log._frames)
+
+
+async def events_of(client, name, query="", headers=()):
+    answer = await client.get(f"{PATH}/{name}?stream=true{query}", headers)
+    assert answer.status == 200, answer.body
+    return answer.body
+
+
+def texts_of(body):
+    events = named_events(body)
+    numbers = [event["sequence_number"] for event in events]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    return "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+
+
+@pytest.mark.parametrize("num_events", [2, 5, 20])
+async def test_later_server_sends_the_same_events(life, num_events):
+    async with life() as client:
+        name, first = await begin(client, SAMPLED, num_events)
+    async with life() as client:
+        whole = await events_of(client, name)
+        response = await ended(client, name)
+    assert whole.startswith(first)
+    assert response["status"] == "incomplete"
+    assert texts_of(whole) == response["output"][0]["content"][0]["text"]
+    async with life() as client:
+        assert await events_of(client, name) == whole
+        rest = await events_of(client, name, f"&starting_after={num_events - 1}")
+        assert whole.endswith(rest)
+        assert whole.count(b"\n\n") - rest.count(b"\n\n") == num_events
+
+
+async def test_lost_tail_is_sampled_again(life, disk):
+    async with life() as client:
+        name, first = await begin(client, SAMPLED, 25)
+    (file,) = disk.files.values()
+    del file.data[-400:]
+    async with life() as client:
+        assert (await events_of(client, name)).startswith(first)
+
+
+async def test_whole_response_is_found_again(life):
+    body = {**SAMPLED, "stream": False}
+    async with life() as client:
+        name = (await client.post(PATH, body)).json["id"]
+    async with life() as client:
+        found = await ended(client, name)
+    assert found["status"] == "incomplete"
+    async with life() as client:
+        assert await ended(client, name) == found
+        follow_up = await client.post(PATH, {**body, "previous_response_id": name})
+        assert follow_up.status == 200
+
+
+async def test_only_the_owner_finds_a_response(life):
+    async with life(api_keys=("one", "two")) as client:
+        name, first = await begin(client, GREEDY, 4, KEYS[0])
+    # The keys have other places now.
+    async with life(api_keys=("three", "two", "one")) as client:
+        assert (await client.get(f"{PATH}/{name}", KEYS[1])).status == 404
+        assert (await events_of(client, name, "", KEYS[0])).startswith(first)
+    async with life(api_keys=("two", "three")) as client:
+        assert (await client.get(f"{PATH}/{name}", KEYS[1])).status == 404
+
+
+async def test_deleted_and_cancelled_stay_so(life):
+    async with life() as client:
+        gone, _ = await begin(client, {**SAMPLED, "max_output_tokens": 300}, 4)
+        assert (await client.get(f"{PATH}/{gone}", method="DELETE")).status == 200
+    async with life() as client:
+        assert (await client.get(f"{PATH}/{gone}")).status == 404
+        over, _ = await begin(client, {**SAMPLED, "max_output_tokens": 300}, 4)
+        await client.post(f"{PATH}/{over}/cancel")
+    async with life() as client:
+        assert (await client.get(f"{PATH}/{over}")).json["status"] == "cancelled"
+
+
+async def test_another_model_ends_a_response(life):
+    async with life() as client:
+        name, _ = await begin(client, SAMPLED, 5)
+    async with life(bytes([1]) * 32) as client:
+        response = (await client.get(f"{PATH}/{name}")).json
+    assert response["status"] == "failed"
+    assert response["error"]["message"].startswith("stream_lost")
+
+
+async def test_full_journal_refuses_only_background_work(life):
+    async with life(max_bytes=500) as client:
+        refused = await client.post(PATH, GREEDY)
+        assert (refused.status, refused.error["code"]) == (503, "journal_unavailable")
+        assert (await client.post(PATH, {"input": "hi", "max_output_tokens": 2})).status == 200
+        assert not client.service.responses._logs
+
+
+async def test_broken_disk_refuses_and_is_tried_again(life, disk, monkeypatch):
+    async with life() as client:
+        disk.full_rate = 1.0
+        assert (await client.post(PATH, GREEDY)).status == 503
+        disk.full_rate = 0.0
+        assert (await client.post(PATH, GREEDY)).status == 503
+        monkeypatch.setattr(journal, "RETRY_S", 0.0)
+        await client.service.journal.write()
+        assert (await client.post(PATH, GREEDY)).status == 200
+
+
+async def test_seed_is_kept_with_the_request(life, disk):
+    async with life() as client:
+        name, _ = await begin(client, SAMPLED, 3)
+        await until(lambda: name in client.service.journal._segments.streams)
+        request = client.service.journal._segments.streams[name].admitted.request
+    saved = msgspec.msgpack.decode(request)
+    assert isinstance(msgspec.json.decode(saved["body"])["seed"], int)
