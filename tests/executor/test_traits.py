@@ -54,6 +54,13 @@ def test_unsupported_granite_4_is_refused_by_name(change, word):
         decoder_traits(BASE | OWN[name] | change, name)
 
 
+@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+def test_value_heads_without_key_heads_are_refused(name):
+    heads = {"linear_num_key_heads": 3, "linear_num_value_heads": 4}
+    with pytest.raises(TrouperValidationError, match="linear_num_value_heads"):
+        decoder_traits(BASE | EXPERTS | heads, name)
+
+
 @pytest.mark.parametrize("architecture", READERS)
 def test_every_architecture_reads_the_common_numbers_alone(architecture):
     own = {"attention_types": [[["global", "local"], 2]], "rotary_dim": 8}

@@ -35,7 +35,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.context import weight_bytes
 from trouper.config.gguf.files import find_gguf
 from trouper.config.gguf.header import TENSOR_TYPES, read_gguf
-from trouper.config.gguf.names import FAMILIES, place_of
+from trouper.config.gguf.names import FAMILIES, hf_config, place_of
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -918,6 +918,26 @@ def test_a_decoder_that_ranks_is_refused(tmp_path):
     path = write(tmp_path / "m.gguf", "qwen3", [("token_embd.weight", table, None)], {"pooling_type": 4})  # fmt: skip
     with pytest.raises(UnsupportedFeatureError, match="RANK"):
         resolve(EngineArgs(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("arch", "change", "word"),
+    [
+        ("granitehybrid", {"ssm.inner_size": 191}, "191 numbers"),
+        ("granitehybrid", {"attention.head_count_kv": [0, 2]}, "each of 4 layers"),
+        ("lfm2moe", {"expert_gating_func": 1}, "expert_gating_func=1"),
+        ("lfm2moe", {"expert_weights_scale": 2.5}, "expert_weights_scale=2.5"),
+        ("qwen3next", {"ssm.time_step_rank": 5}, "5 value heads"),
+        ("qwen35moe", {"nextn_predict_layers": 9}, "nextn_predict_layers=9"),
+        ("qwen35moe", {"attention.recurrent_layers": [True]}, "a flag for each"),
+    ],
+)
+def test_recurrent_header_that_contradicts_itself_is_refused(arch, change, word, tmp_path):
+    numbers = MODELS[arch][2] | change
+    tensors = [("token_embd.weight", np.zeros((10, 64), np.float32), None)]
+    path = write(tmp_path / "m.gguf", arch, tensors, numbers)
+    with pytest.raises((TrouperValidationError, UnsupportedFeatureError), match=word):
+        hf_config(read_gguf(path))
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])

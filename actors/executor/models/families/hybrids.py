@@ -86,6 +86,13 @@ def _qwen3_5(config: HfConfig) -> DecoderTraits:
     _check_activation(config)
     head_dim = config.get("head_dim", 256)
     partial = {"partial_rotary_factor": 0.25} | dict(config)
+    num_k, num_v = (config.get(f"linear_num_{x}_heads", n) for x, n in (("key", 16), ("value", 32)))
+    if num_k < 1 or num_v < 1 or num_v % num_k:
+        raise TrouperValidationError(
+            f"config.json: {num_v} value heads cannot share {num_k} key heads",
+            parameter="linear_num_value_heads",
+            value=num_v,
+        )
     rope = rope_traits(partial, head_dim, may_be_partial=True)
     if not rope.sections and rope.width // 2 == sum(SECTIONS):
         rope = msgspec.structs.replace(rope, sections=SECTIONS)
@@ -103,8 +110,8 @@ def _qwen3_5(config: HfConfig) -> DecoderTraits:
         ropes=(rope,),
         layers=_layers(config, by_default, {"linear_attention": "gated_delta"}),
         gated_delta=GatedDeltaTraits(
-            num_k_heads=config.get("linear_num_key_heads", 16),
-            num_v_heads=config.get("linear_num_value_heads", 32),
+            num_k_heads=num_k,
+            num_v_heads=num_v,
             k_dim=config.get("linear_key_head_dim", 128),
             v_dim=config.get("linear_value_head_dim", 128),
             taps=_taps(config, "linear_conv_kernel_dim", 4),
