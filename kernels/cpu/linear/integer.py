@@ -59,6 +59,8 @@ class IntegerLinear(LinearMethod):
     """A weight of integers with a scale for each group of inputs, rounded at load or in the checkpoint."""
 
     fmt: ClassVar[Format]
+    # Whether most products have at most some dozen rows.
+    has_few_rows: ClassVar[bool] = False
     is_recordable: ClassVar[bool] = True
     takes_integers: ClassVar[bool] = True
 
@@ -75,7 +77,9 @@ class IntegerLinear(LinearMethod):
         self.shape, self.bias, self.order = shape, bias_O, order_I
         self.weight, self.scales, self.zeros, self.minima = weight, scales, zeros, minima
         has_tiles = minima is None and not (self.fmt == "int8" and scales.shape[1] > 1)
-        self.unit: Unit = units.integer_unit(self.fmt, has_tiles=has_tiles)
+        self.unit: Unit = units.integer_unit(
+            self.fmt, has_tiles=has_tiles, has_few_rows=self.has_few_rows
+        )
         kind = "bf16" if scales.dtype == torch.bfloat16 else "f32"
         self.options = (
             self.fmt,
@@ -193,6 +197,12 @@ class Int4Linear(IntegerLinear):
 
 class Int8Linear(IntegerLinear):
     fmt: ClassVar[Format] = "int8"
+
+
+class Int8Head(Int8Linear):
+    """A linear layer with weights of eight bits for few rows, such as the head, which only sampled tokens need."""
+
+    has_few_rows: ClassVar[bool] = True
 
 
 class Fp4Linear(IntegerLinear):

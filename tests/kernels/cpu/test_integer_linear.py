@@ -32,7 +32,7 @@ def integer_unit(request):
         patch.setattr(
             units,
             "integer_unit",
-            lambda fmt, *, has_tiles=True: _possible(request.param, has_tiles),
+            lambda fmt, *, has_tiles=True, has_few_rows=False: _possible(request.param, has_tiles),
         )
         yield request.param
 
