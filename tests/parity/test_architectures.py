@@ -124,7 +124,7 @@ RECURRENT = {
     "qwen3-5": ("Qwen3_5Text", DELTA),
     "qwen3-5-biased": ("Qwen3_5Text", DELTA | {
         "attention_bias": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True,
-        "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]}),
+        "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2-biased": ("Lfm2", {
         "layer_types": ["full_attention", "conv", "full_attention"], "conv_bias": True, "conv_L_cache": 4,
