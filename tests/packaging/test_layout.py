@@ -115,3 +115,10 @@ def imported_names(path):
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names.add(node.module)
     return {name.split(".")[0] for name in names}
+
+
+def test_files_of_the_page_are_package_data():
+    data = PYPROJECT["tool"]["setuptools"]["package-data"]["trouper.frontends.server.page"]
+    folder = ROOT / "frontends" / "server" / "page"
+    found = {path for pattern in data for path in folder.glob(pattern) if path.is_file()}
+    assert found == {path for path in (folder / "static").rglob("*") if path.is_file()}
