@@ -290,7 +290,6 @@ def test_server_imports_the_page_only_when_asked():
 
 
 async def test_many_requests_are_cut_to_the_size_of_a_frame(page):
-    (_,) = await frames(page, 1)
     service = page._app.service
     for number in range(MAX_REQUESTS + 4):
         scope = {"path": "/v1/chat/completions", "method": "POST", "headers": []}

@@ -88,7 +88,7 @@ class SimulatedSteps(ABC, Generic[Plan]):
     """Steps in virtual time, one after the other; what one computes is the subclass's."""
 
     _kind: ClassVar[type[Any]]  # of plan
-    process_ids: ClassVar[tuple[int, ...]] = ()
+    process_ids: tuple[int, ...] = ()
 
     def __init__(
         self, info: DeviceInfo, max_steps_in_flight: int, conditions: Conditions | None
