@@ -241,7 +241,7 @@ def prompt_named(place: str) -> Generator[None]:
     except TrouperValidationError as error:
         if error.parameter in ("prompt", "prompt_token_ids", "prompt_embeds"):
             rename_parameter(error, place)
-        elif error.parameter is not None and place != "messages":
+        elif error.parameter is not None and not place.startswith(("messages", "prompt")):
             # The content of one side of a score is a conversation of one message.
             inner = error.parameter.removeprefix(ONE_MESSAGE)
             if inner != error.parameter:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
 import anyio.to_thread
@@ -166,8 +166,9 @@ def _run_several(
 
     if settings.journal is not None:
         raise invalid("journal", "needs a server of one model", settings.journal)
-    given = frozenset(name for name in vars(base) if name != "model" and is_given(ctx, name))
-    tables = ctx.meta.get(MODEL_TABLES, {})
+    names: list[str] = list(vars(base))
+    given = frozenset(name for name in names if name != "model" and is_given(ctx, name))
+    tables: dict[str, Any] = ctx.meta.get(MODEL_TABLES, {})
     options = read_models(named, tables, settings, base, given)
     text = settings.memory_budget
     budget = default_budget() if text is None else bytes_of(text, "memory_budget")

@@ -273,7 +273,7 @@ def _as_prompt(beam: BeamSearchSequence, prompt: PromptType) -> TokensPrompt:
     return cast("TokensPrompt", {**extras, "prompt_token_ids": beam.tokens})
 
 
-def _is_dict(prompt: PromptType) -> TypeGuard[Mapping[str, Any]]:
+def _is_dict(prompt: PromptType | Mapping[str, Any]) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(prompt, Mapping)
 
 
@@ -294,11 +294,11 @@ def _check_prompt(prompt: PromptType) -> None:
         raise UnsupportedFeatureError(text, parameter="suffix")
 
 
-def _holds_embeds(prompt: PromptType) -> bool:
+def _holds_embeds(prompt: PromptType | Mapping[str, Any]) -> bool:
     """Return whether a prompt, or a part of a message in it, consists of embeddings."""
     if not _is_dict(prompt):
         return False
-    kinds = [part.get("type") for part in _all_parts(prompt) if isinstance(part, Mapping)]
+    kinds = [part.get("type") for part in _all_parts(prompt) if _is_dict(part)]
     return prompt.get("prompt_embeds") is not None or "prompt_embeds" in kinds
 
 

@@ -15,12 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from trouper import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from trouper.bench.report import about, percentile, write
+from trouper.inputs import PromptType
 
 ROWS = "<image>"
 SPECIAL = (
@@ -75,7 +76,7 @@ def write_model(folder: Path, num_layers: int, longest_edge: int) -> None:
         vision_config=TOWER,
         text_config=t.LlamaConfig(**TEXT, num_hidden_layers=num_layers),
         scale_factor=4,
-        image_token_id=tokenizer.convert_tokens_to_ids(ROWS),
+        image_token_id=cast("int", tokenizer.convert_tokens_to_ids(ROWS)),
         tie_word_embeddings=False,
         architectures=["SmolVLMForConditionalGeneration"],
     )
@@ -118,19 +119,21 @@ def first_token(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     import transformers as t
 
     config = t.AutoConfig.from_pretrained(folder)
-    model = t.SmolVLMForConditionalGeneration._from_config(config, dtype=torch.bfloat16).eval()
+    model: Any = t.SmolVLMForConditionalGeneration._from_config(config, dtype=torch.bfloat16).eval()
     images = t.SmolVLMImageProcessorPil.from_pretrained(folder)
     one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     seconds: dict[str, list[float]] = {"trouper": [], "transformers": []}
+    num_tokens = 0.0
     with LLM(**engine_options(folder)) as llm:
         for seed in range(options.rounds + 1):
             found: list[Any] = []
             ours = timed(
                 lambda seed=seed, found=found: found.extend(
-                    llm.generate(prompt(seed), one, use_tqdm=False)
+                    llm.generate(cast("PromptType", prompt(seed)), one, use_tqdm=False)
                 )
             )
             ids = torch.tensor([list(found[0].prompt_token_ids)])
+            num_tokens = float(ids.shape[1])
 
             def library(seed: int = seed, ids: Any = ids) -> None:
                 arrays = images(picture(seed), return_tensors="pt")
@@ -144,7 +147,7 @@ def first_token(folder: Path, options: argparse.Namespace) -> dict[str, float]:
                 seconds["transformers"].append(theirs)
     own, other = (min(values) for values in seconds.values())
     return {
-        "prompt_tokens": float(ids.shape[1]),
+        "prompt_tokens": num_tokens,
         "trouper_s": round(own, 3),
         "transformers_s": round(other, 3),
         "ratio": round(own / other, 3),
@@ -214,7 +217,7 @@ def _gaps(engine: LLMEngine, seed: int) -> tuple[list[float], list[float]]:
         times.append(perf_counter())
     quiet = [b - a for a, b in pairwise(times[8:])]
     one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    engine.add_request("image", prompt(seed), one)
+    engine.add_request("image", cast("PromptType", prompt(seed)), one)
     busy, is_over = [perf_counter()], False
     while not is_over:
         outputs = engine.step()

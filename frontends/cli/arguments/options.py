@@ -269,7 +269,7 @@ def read_models_file(ctx: typer.Context, path: str | None) -> str | None:
         return None
     table = _read_table(Path(path))
     options = {p.name for p in ctx.command.params}
-    tables = {
+    tables: dict[str, Any] = {
         name: value
         for name, value in table.items()
         if isinstance(value, dict) and name.replace("-", "_") not in options

@@ -32,7 +32,7 @@ from trouper.frontends.server.http.logs import access_line
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.models.choosing import choose_model
 from trouper.frontends.server.models.residency import Residency, residency_of
-from trouper.frontends.server.ops.ui import SAFETY, is_below_ui
+from trouper.frontends.server.ops.ui import FOLDER, SAFETY
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import ErrorBody, HTTPError, describe, log
 from trouper.frontends.server.shared.settings import ServerSettings
@@ -79,6 +79,7 @@ class App:
         names: Iterable[str] = (),
     ) -> None:
         self.service = service
+        self._residency = residency_of(service)
         # A prefix of the paths that a proxy does not remove.
         self._root_path = root_path
         self._settings = service.settings
@@ -135,11 +136,10 @@ class App:
         problem = describe(error)
         log(problem, error, context.id)
         if isinstance(error, EngineDeadError):
-            residency = residency_of(self.service)
-            if residency is None:
+            if self._residency is None:
                 self.service.died.set()
             else:
-                residency.note_deaths()
+                self._residency.note_deaths()
         return problem
 
     def _note(self, context: RequestContext) -> None:
@@ -159,7 +159,7 @@ class App:
         if self.service.gate.level >= Level.TIDY:
             context.own_headers += ((b"connection", b"close"),)
         context.check_head(self._settings)
-        is_page = is_below_ui(context.path)
+        is_page = f"{context.path}/".startswith(FOLDER)
         if is_page:
             context.own_headers += SAFETY
         route = self._authenticator.route(context)
@@ -185,7 +185,7 @@ class App:
             if route is None:
                 await context.send_empty(204)
                 return
-            residency = residency_of(self.service)
+            residency = self._residency
             if residency is None:
                 self._check_early(context, route)
             elif route.generates or route.tokenizes:

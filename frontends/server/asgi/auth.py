@@ -5,7 +5,6 @@ without normalisation, and routing uses the same string, so no spelling of a pat
 """
 
 import hmac
-from collections.abc import Mapping
 from hashlib import sha256
 
 from trouper.frontends.server.asgi.routes import ROUTES, find, nearest
@@ -42,6 +41,7 @@ class Authenticator:
         self._open_paths = ADAPTER_PATHS if settings.allows_lora_updates else frozenset[str]()
         self._has_page = has_page
         self._served = [route for route in ROUTES if self._is_served(route)]
+        self._served_keys = {(route.method, route.path) for route in self._served}
 
     def route(self, context: RequestContext) -> Route | None:
         """Return the route, or None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405.
@@ -49,11 +49,14 @@ class Authenticator:
         The key is checked before the path, so a client without a key cannot find out which routes exist.
         """
         context.served = self._served
-        methods: Mapping[str, Route] = find(context.path)
-        access = next((self._access(route) for route in methods.values()), "user")
-        if not all(map(self._is_served, methods.values())):
-            # The route is treated as nonexistent.
-            methods, access = dict[str, Route](), "user"
+        # A route that is not served is treated as nonexistent.
+        methods = {
+            method: route
+            for method, route in find(context.path).items()
+            if (method, route.path) in self._served_keys
+        }
+        route = methods.get(context.method) or next(iter(methods.values()), None)
+        access = "user" if route is None else self._access(route)
         if context.path == "/metrics" and self._protects_metrics:
             access = "user"
         if context.method == "OPTIONS":

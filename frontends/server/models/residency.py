@@ -7,7 +7,7 @@ until they end, so a model with open requests is never stopped.  A request that 
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import cast
 
 import anyio
@@ -116,7 +116,7 @@ class Residency:
             self._note_end(model)
 
     @contextlib.contextmanager
-    def opened(self, model: HostedModel) -> Iterator[None]:
+    def opened(self, model: HostedModel) -> Generator[None]:
         """Keep a model's engine from being stopped.  The model must be loaded."""
         record = model.record
         record.num_open += 1

@@ -69,7 +69,7 @@ async def show_model(service: Service, context: RequestContext, _: None) -> None
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:
     base, adapter = service.model_names[0], service.adapter(name)
-    card = {
+    card: dict[str, Any] = {
         "id": name,
         "object": "model",
         "created": int(time.time()),

@@ -158,7 +158,7 @@ def _context(saved: SavedRequest, tenant: str, key_digest: bytes) -> RequestCont
     async def send(_: Message) -> None:
         pass
 
-    scope = {"path": "/v1/responses", "method": "POST", "headers": []}
+    scope: dict[str, Any] = {"path": "/v1/responses", "method": "POST", "headers": []}
     context = RequestContext(scope, receive, send)
     context.id, context.client_id = saved.unique_id, saved.request_id
     context.tenant, context.key_digest = tenant, key_digest
